@@ -30,8 +30,6 @@ _FORMAT = 5
 _PACKAGES = (
     "apache-tvm-ffi",
     "einops",
-    "flash-attn",
-    "flash-attn-3",
     "flash-attn-4",
     "nvidia-cublas",
     "nvidia-cudnn-frontend",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder._torch.dispatch import cudnn_attention
 from fxsplit_encoder.attention.kernels.base import (
     AttentionKernel,
     AttentionShape,
-    HalfPrecisionKernel,
     as_batch,
 )
 
@@ -46,33 +42,4 @@ class BatchedDense(AttentionKernel):
         count = cu_seqlens.shape[0] - 1
         q, k, v = (as_batch(x, count) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, scale=scale)
-        return out.transpose(1, 2).reshape(query.shape)
-
-
-class CudnnDense(HalfPrecisionKernel):
-    """cuDNN over the batch. It plans every new shape for some 35 ms, once per thread."""
-
-    name = "cudnn_dense"
-    needs_equal_segments = True
-    plans_each_shape = True
-    max_head_dim = 128
-
-    def package_problem(self, device: torch.device) -> str | None:
-        """Whether torch was built with cuDNN."""
-        cudnn: Any = torch.backends.cudnn
-        return None if cudnn.is_available() else "torch has no cuDNN"
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
-    ) -> Tensor:
-        count = cu_seqlens.shape[0] - 1
-        q, k, v = (as_batch(x, count) for x in (query, key, value))
-        out: Tensor = cudnn_attention(q, k, v, None, False, 0.0, False, False, scale=scale)[0]
         return out.transpose(1, 2).reshape(query.shape)

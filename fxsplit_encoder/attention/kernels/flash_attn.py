@@ -1,4 +1,4 @@
-"""The FlashAttention packages of their authors: generations 2, 3 and 4."""
+"""FlashAttention 4, the package `flash-attn-4`."""
 
 from __future__ import annotations
 
@@ -36,38 +36,6 @@ def _ignore_warning() -> None:
     """
     message = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
     warnings.filterwarnings("ignore", message, UserWarning, r"cutlass\.base_dsl")
-
-
-class FlashAttention2(HalfPrecisionKernel):
-    """`flash_attn`."""
-
-    name = "flash_attn_2"
-    module = "flash_attn"
-    attribute = "flash_attn_varlen_func"
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
-    ) -> Tensor:
-        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        out = self.function(query, key, value, *lengths, softmax_scale=scale)
-        # Before version 3.0.0's last beta, generation 3 returned the logarithms of the sums too.
-        result: Tensor = out[0] if isinstance(out, tuple) else out
-        return result
-
-
-class FlashAttention3(FlashAttention2):
-    """`flash_attn_3`, whose module is `flash_attn_interface` and which runs on Hopper."""
-
-    name = "flash_attn_3"
-    module = "flash_attn_interface"
-    architectures = (9,)
 
 
 class FlashAttention4(HalfPrecisionKernel):
