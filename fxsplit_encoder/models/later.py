@@ -17,7 +17,7 @@ from fxsplit_encoder.connector.seams import Modality
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import Frames, MediaLimits, VideoFrames, open_video
 from fxsplit_encoder.models.prepare import Normalization
-from fxsplit_encoder.towers.pixel_values import PixelValues
+from fxsplit_encoder.towers.inputs import PixelValues
 
 logger = logging.getLogger(__name__)
 

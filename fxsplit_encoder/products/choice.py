@@ -31,7 +31,7 @@ _GRAMMAR: PinGrammar[ProductShape] = PinGrammar(
 
 
 def parse_products(products: str | Mapping[str, str]) -> tuple[Pin[ProductShape], ...]:
-    """The pins of the setting `products`: `kernels.pins` says how it is written.
+    """The pins of the setting `products`: `kernels.PinGrammar` says how it is written.
 
     Raises:
         ConfigError: a kernel or a condition is unknown; every one of them is named.

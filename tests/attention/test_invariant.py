@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend
-from fxsplit_encoder.attention.choice import Measurements
-from fxsplit_encoder.attention.invariant import invariant_kernel, invariant_names
+from fxsplit_encoder.attention.choice import Measurements, invariant_kernel, invariant_names
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import base as kernels_base

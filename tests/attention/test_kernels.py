@@ -23,8 +23,7 @@ from fxsplit_encoder.attention.kernels import (
     vllm_flash_attn,
 )
 from fxsplit_encoder.attention.kernels.base import PaddedHeads
-from fxsplit_encoder.attention.kernels.dense import BatchedDense
-from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
+from fxsplit_encoder.attention.kernels.builtin import BatchedDense, Masked, PerSegment
 from fxsplit_encoder.kernels import base
 
 from .fakes import cumulative, fused_qkv, reference, shape

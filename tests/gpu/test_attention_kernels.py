@@ -18,8 +18,8 @@ from fxsplit_encoder.attention import (
 )
 from fxsplit_encoder.attention.choice import Measurements, shape_of
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
-from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
-from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves, rows_of_whole_waves
+from fxsplit_encoder.attention.kernels.builtin import TritonVarlen
+from fxsplit_encoder.attention.kernels.flash_attn import WholeWaves, rows_of_whole_waves
 from fxsplit_encoder.kernels import choosing, describe, measuring, works
 from fxsplit_encoder.kernels.base import processors
 

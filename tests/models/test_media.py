@@ -25,7 +25,7 @@ from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.media import family_processor, media_processor, tiles_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.registry import FAMILIES
-from fxsplit_encoder.towers.pixel_values import PixelValues
+from fxsplit_encoder.towers.inputs import PixelValues
 
 from .checkpoints import CHECKPOINTS, CPU, save
 from .processors import noise

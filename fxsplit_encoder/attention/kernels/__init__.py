@@ -1,21 +1,20 @@
-"""The kernels behind `fxsplit::varlen_attention`, one class each.
-
-Each says what it needs and what it supports; a missing package is a reason, not an error. Which of them runs
-is measured (`attention.choice`).
-"""
+"""The kernels behind `fxsplit::varlen_attention`; which of them runs is measured (`attention.choice`)."""
 
 from fxsplit_encoder.attention.kernels.base import AttentionKernel, AttentionShape, PaddedHeads
+from fxsplit_encoder.attention.kernels.builtin import (
+    BatchedDense,
+    Masked,
+    PerSegment,
+    TorchFlash,
+    TritonVarlen,
+)
 from fxsplit_encoder.attention.kernels.cudnn_varlen import CudnnVarlen
-from fxsplit_encoder.attention.kernels.dense import BatchedDense
 from fxsplit_encoder.attention.kernels.flash_attn import (
     DenseFlashAttention4,
     FlashAttention4,
+    WholeWaves,
 )
-from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
-from fxsplit_encoder.attention.kernels.torch_flash import TorchFlash
-from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
 from fxsplit_encoder.attention.kernels.vllm_flash_attn import VllmFlashAttention
-from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves
 
 __all__ = ["KERNELS", "AttentionKernel", "AttentionShape"]
 

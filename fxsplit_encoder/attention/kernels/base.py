@@ -1,10 +1,7 @@
 """What an attention kernel is, and what it is asked to compute.
 
-Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments.
-
-Every kernel writes each row that lies inside a segment and leaves the rest undefined; a caller that reads
-rows past the last segment must therefore cover them by a segment or own their values (see
-`capture.segments`).
+Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments. A kernel writes
+each row that lies inside a segment and leaves the rest undefined (see `capture.segments`).
 """
 
 from __future__ import annotations
@@ -45,12 +42,8 @@ class AttentionShape(CallShape):
     a batch, in a graph too."""
 
     def rounded(self, *, own_tokens: bool = False) -> AttentionShape:
-        """The class: every number rounded up to a power of two, or halfway to the next where the call is
-        captured, since such calls are few. The sequences of a captured batch are as long as the model says:
-        their length stays as it is.
-
-        Args:
-            own_tokens: whether the tokens stay as they are, for a kernel that `depends_on_tokens`.
+        """The class: numbers rounded up to a power of two, or halfway to it where the call is captured. The
+        length of a captured batch's sequences stays as it is, as do the tokens with `own_tokens`.
         """
         longest, segments = (
             round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
@@ -76,9 +69,7 @@ class AttentionShape(CallShape):
         return not self.host_lengths
 
     def measured_with(self) -> Collection[AttentionShape]:
-        """With one known segment others of as many tokens: what runs at known lengths has any number of
-        segments, while warm-up sees only one.
-        """
+        """With one known segment others of as many tokens, since warm-up sees only one."""
         shapes = {self}
         if self.host_lengths and self.segments == 1:
             shapes |= {
@@ -101,7 +92,7 @@ class AttentionShape(CallShape):
 
 
 class AttentionKernel(Kernel[AttentionShape]):
-    """Attention within each segment of a packed sequence. A capturable one takes other segments at every
+    """Attention within each segment of a packed sequence; a capturable one takes other segments at every
     replay.
     """
 
@@ -137,7 +128,7 @@ class AttentionKernel(Kernel[AttentionShape]):
 
         Returns:
             `out_THD`, or a new contiguous (tokens, heads, head_dim). Rows outside every segment are
-            undefined.
+                undefined.
         """
         target = out_THD
         if out_THD is not None and out_THD.shape[0] != query_THD.shape[0]:
@@ -160,9 +151,7 @@ class AttentionKernel(Kernel[AttentionShape]):
         scale: float,
         target: Tensor | None,
     ) -> Tensor:
-        """Returns `target` if it wrote there (same rows as the query), else a result of its own, of any
-        strides.
-        """
+        """Returns `into` if it wrote there (rows as the query's), else another result, of any strides."""
 
 
 class HalfPrecisionKernel(CudaKernel[AttentionShape], AttentionKernel):
@@ -182,12 +171,8 @@ class HalfPrecisionKernel(CudaKernel[AttentionShape], AttentionKernel):
 
 
 class PaddedHeads(AttentionKernel):
-    """Pads head_dim for another kernel; zeros change neither logits nor outputs.
-
-    Args:
-        kernel: what attends.
-        multiple: head_dim is padded to the next multiple of this. A shape that is one already is not
-            supported, since nothing would be padded.
+    """Pads head_dim with zeros to the next `multiple` for another kernel; widths that are one are not
+    supported.
     """
 
     def __init__(self, kernel: AttentionKernel, multiple: int) -> None:

@@ -10,47 +10,42 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.branches import Branch
 from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch
 from fxsplit_encoder.attention.kernels.flash_cache import switch_on
-from fxsplit_encoder.kernels.base import capability
+from fxsplit_encoder.kernels.base import capability, processors
 
 _HOPPER = 9
 
 
 @functools.cache
 def _ignores_bounds(device: torch.device) -> bool:
-    """Whether no code for this device reads the bound of the queries: on Hopper. It decides nothing there but
-    the name under which the package looks for what it compiled, which is another for segments of one tile, so
-    that each variant would be compiled twice (`is_static_persistent` of flash-attn-4 4.0.0b36). Where nothing
-    is launched, as in a process that compiles ahead, there is no device to ask.
+    """Whether no code for this device reads the bound of the queries, as on Hopper. There it decides only the
+    name in the package's cache, by which each variant would be compiled twice (`is_static_persistent` of
+    4.0.0b36).
     """
     return device.type == "cuda" and torch.cuda.is_available() and capability(device)[0] == _HOPPER
 
 
 @functools.cache
 def _ignore_warning() -> None:
-    """Ignores one warning of CuTe DSL's for good: nothing is to be done about it, and to ignore it within a
-    call would change the filters of other threads too. Its compiler says of every variant of the package
-    that it passes an object of a class of its own.
+    """Ignores a warning that CuTe DSL's compiler gives for every variant, once and for the whole process:
+    filters that change within a call would change for other threads too.
     """
     message = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
     warnings.filterwarnings("ignore", message, UserWarning, r"cutlass\.base_dsl")
 
 
 class FlashAttention4(HalfPrecisionKernel):
-    """`flash-attn-4`: compiled when first called, once for each variant that a shape may need.
-
-    Its call costs the host of an H200 80 to 100 microseconds, whatever the variant
-    (benchmarks/results/attention.json): variants, which win by less, are for graphs alone.
+    """`flash-attn-4`: compiled when first called, once for each variant that a shape may need. A call costs
+    the host of an H200 80 to 100 microseconds, more than variants win, so these are for graphs alone.
 
     Args:
-        tile: queries and keys of a step, on Hopper; None: the package's own choice, which is made for long
-            segments.
-        up_to: segments for which these tiles may be faster are at most so long, in tokens; None: any. What
-            cannot win is neither compiled nor measured.
+        tile: queries and keys of a step, on Hopper; None: the package's own choice, made for long segments.
+        up_to: tokens of the longest segment for which these tiles may be faster; None: any.
         probabilities_in_registers: whether the second product takes them from there rather than from shared
-            memory; None: the package's own choice, which depends on head_dim alone.
+            memory; None: the package's own choice, by head_dim.
     """
 
     module = "flash_attn.cute.interface"
@@ -85,9 +80,7 @@ class FlashAttention4(HalfPrecisionKernel):
         return super().package_problem(device)
 
     def is_invariant_on(self, device: torch.device) -> bool:
-        """On Hopper, where the tile follows from head_dim; on Blackwell the longest segment decides how many
-        tiles of queries a block takes.
-        """
+        """On Hopper; on Blackwell the longest segment decides how many tiles of queries a block takes."""
         return self.is_invariant and capability(device)[0] == _HOPPER
 
     def supports(self, shape: AttentionShape) -> bool:
@@ -119,7 +112,7 @@ class FlashAttention4(HalfPrecisionKernel):
         target: Tensor | None,
         variant: Mapping[str, Any],
     ) -> Tensor:
-        """A call of the package's function.
+        """Calls the package's function.
 
         Args:
             lengths: cumulative lengths of the queries and of the keys, and the bound of both.
@@ -166,3 +159,106 @@ class DenseFlashAttention4(FlashAttention4):
             ahead.wait()
         result: Tensor = self.function(q, k, v, softmax_scale=scale, out=out, **self._variant)[0]
         return result.view(query.shape) if target is None else target
+
+
+# --- one long segment, cut at whole waves
+#
+# A tile of queries of a head is a block, and a multiprocessor of Hopper holds one block of the large tiles at
+# a time. So 3136 tokens of 16 heads are 272 blocks: two waves of 132 and a third of 8. Cut, 3072 queries fill
+# two waves less 8 blocks, and the other 64 go to smaller tiles beside them.
+
+# Queries of the tile that the package takes for itself on Hopper, by the widest heads that get it
+# (`_tile_size_fwd_sm90` of flash-attn-4 4.0.0b36). Were it another, cuts would be off whole waves, and lose
+# when they are measured.
+_OWN_ROWS = ((96, 192), (128, 128))
+
+# What lets the package choose.
+_OWN: Mapping[str, Any] = {}
+
+# Behind so many whole waves, one that is nearly empty is a small part of the time: such segments are neither
+# cut nor measured.
+_MOST_WAVES = 4
+
+# The same where more than this part of the last wave is full. On an H200, with 16 heads of 80, 0.67 of it, at
+# 4096 tokens, left 4 % to gain; 0.06, at 3136, left 22 %.
+_FULLEST_LAST_WAVE = 0.5
+
+
+def rows_of_whole_waves(rows: int, heads: int, tile_rows: int, processors: int) -> int:
+    """The first queries of a segment whose tiles fill all multiprocessors about a whole number of times; 0:
+    no cut.
+
+    Args:
+        rows: queries.
+        tile_rows: queries of a tile.
+        processors: multiprocessors, each of which holds one tile of one head at a time.
+    """
+    if not processors:
+        return 0
+    waves, last = divmod(-(-rows // tile_rows) * heads, processors)
+    cut = waves * processors // heads * tile_rows
+    pays = 1 <= waves <= _MOST_WAVES and last <= _FULLEST_LAST_WAVE * processors
+    return cut if pays and cut < rows else 0
+
+
+class WholeWaves(FlashAttention4):
+    """The queries that fill whole waves by the package's own tiles, the rest by smaller ones on a side
+    stream, which inside a CUDA graph is a branch. Every query attends to all keys.
+
+    The cut follows from the rows of the call, a capture's capacity; which queries exist is read on the
+    device, so a shorter segment is right too. Only one segment is offered: waves of several cannot be counted
+    ahead.
+
+    Args:
+        tile: queries and keys of a step for the rest.
+        probabilities_in_registers: for the rest, as for `FlashAttention4`.
+    """
+
+    depends_on_tokens = True
+
+    def __init__(self, tile: tuple[int, int], *, probabilities_in_registers: bool | None = None) -> None:
+        super().__init__(tile, probabilities_in_registers=probabilities_in_registers)
+        self.name = f"flash_attn_4_waves_{tile[0]}x{tile[1]}"
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """One segment, in graphs, that is some whole waves long and a part of one."""
+        return (
+            super().supports(shape)
+            and shape.segments == 1
+            and self._cut(shape.tokens, shape.heads, shape.head_dim, shape.device) > 0
+        )
+
+    def _cut(self, rows: int, heads: int, head_dim: int, device: torch.device) -> int:
+        tile_rows = next((own for widest, own in _OWN_ROWS if head_dim <= widest), None)
+        return 0 if tile_rows is None else rows_of_whole_waves(rows, heads, tile_rows, processors(device))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        target: Tensor | None,
+    ) -> Tensor:
+        rows, heads, head_dim = query.shape
+        cut = self._cut(rows, heads, head_dim, query.device)
+        if not cut:  # a call that is pinned, or of another size than what was measured
+            lengths = (cu_seqlens, cu_seqlens, max_seqlen)
+            return self._packed(query, key, value, lengths, scale, target, _OWN)
+        # Made here, so that nothing is allocated beside that this stream could be given while it is in use.
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if target is None else target
+        first = cu_seqlens.clamp(max=cut)
+        rest = torch.empty_like(first)
+        branch = Branch(query.device, "attention")
+        branch.fork()
+        # The large part first: its blocks should be the ones that get free multiprocessors.
+        lengths = (first, cu_seqlens, max_seqlen)
+        self._packed(query[:cut], key, value, lengths, scale, out[:cut], _OWN)
+        with branch:
+            torch.sub(cu_seqlens, first, out=rest)
+            lengths = (rest, cu_seqlens, max_seqlen)
+            self._packed(query[cut:], key, value, lengths, scale, out[cut:], self._variant)
+        branch.join()
+        return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Hashable
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.modules import OWN
@@ -18,9 +20,8 @@ from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
 from fxsplit_encoder._torch.transformers import remove_output_hooks
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.integrations.hugging_face.calls import Call, Calls, Reads
-from fxsplit_encoder.integrations.hugging_face.families import calls_of
+from fxsplit_encoder.integrations.hugging_face.find import calls_of
 from fxsplit_encoder.integrations.hugging_face.runners import CompiledRunner, ManagerRunner, Runner
-from fxsplit_encoder.integrations.hugging_face.structure import foreign_code, is_in_one_place
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.statistics import ManagerStats
@@ -66,10 +67,8 @@ class Served:
 
 
 class CapturedTower:
-    """A tower's captures. They hold for its modules, and for the device and dtype of its parameters.
-
-    Args:
-        reads: as of `Calls`.
+    """A tower's captures, which hold for its modules and for its parameters' device and dtype. `reads` as of
+    `Calls`.
     """
 
     def __init__(self, tower: nn.Module, reads: Reads, settings: Settings) -> None:
@@ -123,9 +122,8 @@ class CapturedTower:
     # --- serving
 
     def serves(self, call: Call, *, at_once: bool = False) -> bool:
-        """Whether a call is served, or its tower's own forward does it: images of other sizes than the
-        tower's own have to recur. Where all places are taken, they have to recur while the size that was used
-        least recently did not.
+        """Whether a call is served: images of other sizes than the tower's own have to recur, and where all
+        places are taken, more recently than the least recently used size.
         """
         assert self.calls is not None
         self._calls += 1
@@ -181,8 +179,8 @@ class CapturedTower:
         self._next = self._calls + self._wait
 
     def reads_argument(self, name: str) -> bool:
-        """Whether the tower's forward reads an argument that it is given by name, as small calls of it show.
-        Models pass on what is meant for others.
+        """Whether small calls show that the tower's forward reads an argument; models pass on what is for
+        others.
         """
         matters: bool | None = self._matters.get(name)
         if matters is None:
@@ -193,9 +191,7 @@ class CapturedTower:
         return matters
 
     def _example(self, key: Hashable) -> tuple[dict[str, Any], nn.Module]:
-        """The arguments of a small call, and another copy for it: what the calls have may be another tower
-        than it was, and this may install hooks.
-        """
+        """The arguments of a small call, and a new copy of the tower, since this may install hooks."""
         assert self.calls is not None
         call = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self.calls.example(key))
         return {**call, "return_dict": True}, _twin(self._tower)
@@ -236,9 +232,7 @@ class CapturedTower:
 
 
 def _twin(tower: nn.Module) -> nn.Module:
-    """A linked copy in evaluation mode and without hooks: those of the tower itself run around whatever
-    stands in its place, and any others only collect outputs.
-    """
+    """A linked copy in evaluation mode without hooks: the tower's own run around whatever takes its place."""
     twin = linked_copy(tower)
     for module in twin.modules():
         vars(module)["training"] = False
@@ -258,3 +252,31 @@ def _empty_like(value: Any) -> Any:
 
 def _on_meta(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
+
+
+# --- what a capture would leave out
+
+_SHOWN = {"hook": "a hook", "forward": "another forward"}
+
+
+def foreign_code(tower: nn.Module, structure: Structure) -> str | None:
+    """What of a tower a capture of its modules' own forwards would leave out; None: nothing."""
+    for name, what in structure.additions:
+        return f"{_SHOWN[what]} of {name}"
+    for name, module in tower.named_modules():
+        if is_parametrized(module):
+            return f"the parametrization of {name}"
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return None
+    named = tower.named_modules()
+    layers = (
+        f"the adapter layer {name}" for name, module in named if isinstance(module, tuners.BaseTunerLayer)
+    )
+    return next(layers, None)
+
+
+def is_in_one_place(tower: nn.Module) -> bool:
+    """Whether all parameters are on one device; accelerate's offloaded ones are on meta between two calls."""
+    devices = {parameter.device for parameter in tower.parameters()}
+    return len(devices) == 1 and next(iter(devices)).type != "meta"

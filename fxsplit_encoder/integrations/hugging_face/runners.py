@@ -70,10 +70,8 @@ class ManagerRunner:
 
 
 class CompiledRunner:
-    """A tower's adapter behind `torch.compile(backend="encoder_cg")`, where a call is one batch.
-
-    Args:
-        arguments: of the adapter's forward, from its `mm_kwargs`.
+    """An adapter behind `torch.compile(backend="encoder_cg")`, where a call is one batch. `arguments` makes
+    those of its forward from `mm_kwargs`.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.integrations.images.preparer import Array, PreparedImage
-from fxsplit_encoder.towers.pixel_values import PixelValues
+from fxsplit_encoder.towers.inputs import PixelValues
 
 
 def upload(images: Sequence[PreparedImage], values: PixelValues, device: torch.device) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fxsplit_encoder.integrations.images.preparer import Array, ImagePreparer, P
 from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import load_tower, read_family
-from fxsplit_encoder.towers.pixel_values import PixelValues
+from fxsplit_encoder.towers.inputs import PixelValues
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.integrations.images import ImageEncoder
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import read_family
-from fxsplit_encoder.towers.pixel_values import PixelValues
+from fxsplit_encoder.towers.inputs import PixelValues
 
 from ...models.checkpoints import CPU, save
 from .photographs import photograph, settings_of
