@@ -91,6 +91,10 @@ class AttentionShape(CallShape):
         )
 
 
+Target = Tensor | None
+"""Where a kernel should write, with as many rows as the query; None: to a tensor of its own."""
+
+
 class AttentionKernel(Kernel[AttentionShape]):
     """Attention within each segment of a packed sequence; a capturable one takes other segments at every
     replay.
@@ -142,14 +146,7 @@ class AttentionKernel(Kernel[AttentionShape]):
 
     @abstractmethod
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
         """Returns `into` if it wrote there (rows as the query's), else another result, of any strides."""
 
@@ -195,18 +192,11 @@ class PaddedHeads(AttentionKernel):
         return -(-head_dim // self.multiple) * self.multiple
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        head_dim = query.shape[-1]
+        head_dim = q.shape[-1]
         missing = (0, self._width(head_dim) - head_dim)
-        q, k, v = (F.pad(x, missing) for x in (query, key, value))
+        q, k, v = (F.pad(x, missing) for x in (q, k, v))
         return self.kernel(q, k, v, cu_seqlens, max_seqlen, scale)[..., :head_dim]
 
 

@@ -14,6 +14,7 @@ from fxsplit_encoder.attention.kernels.base import (
     AttentionKernel,
     AttentionShape,
     HalfPrecisionKernel,
+    Target,
     as_batch,
 )
 
@@ -31,20 +32,13 @@ class TorchFlash(HalfPrecisionKernel):
         return None
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
         lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        if target is not None and flash_attention_into is not None:
-            flash_attention_into(target, query, key, value, *lengths, 0.0, False, False, scale=scale)
-            return target
-        out: Tensor = flash_attention(query, key, value, *lengths, 0.0, False, False, scale=scale)[0]
+        if into is not None and flash_attention_into is not None:
+            flash_attention_into(into, q, k, v, *lengths, 0.0, False, False, scale=scale)
+            return into
+        out: Tensor = flash_attention(q, k, v, *lengths, 0.0, False, False, scale=scale)[0]
         return out
 
 
@@ -65,19 +59,12 @@ class BatchedDense(AttentionKernel):
         return shape.equal and shape.device.type != "cpu"
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
         count = cu_seqlens.shape[0] - 1
-        q, k, v = (as_batch(x, count) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, scale=scale)
-        return out.transpose(1, 2).reshape(query.shape)
+        shape = q.shape
+        q, k, v = (as_batch(x, count) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).reshape(shape)
 
 
 _STAGES = 3
@@ -117,17 +104,10 @@ class TritonVarlen(HalfPrecisionKernel):
         self.tile = Tile(block_m, block_n, num_warps, _STAGES)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format) if target is None else target
-        self.function(query, key, value, cu_seqlens, scale, out, self.tile)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if into is None else into
+        self.function(q, k, v, cu_seqlens, scale, out, self.tile)
         return out
 
 
@@ -148,19 +128,12 @@ class Masked(AttentionKernel):
         return True
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        rows = torch.arange(query.shape[0], device=query.device, dtype=cu_seqlens.dtype)
+        rows = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens.dtype)
         segment_of_row = torch.searchsorted(cu_seqlens[1:], rows, right=True)
         mask = segment_of_row[:, None] == segment_of_row[None, :]
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return out.squeeze(0).transpose(0, 1)
 
@@ -182,16 +155,9 @@ class PerSegment(AttentionKernel):
         return True
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        return _attend_by_segment(query, key, value, cu_seqlens, scale)
+        return _attend_by_segment(q, k, v, cu_seqlens, scale)
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:

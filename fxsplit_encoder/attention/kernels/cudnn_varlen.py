@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.dispatch import cudnn_attention
-from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
+from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel, Target
 from fxsplit_encoder.attention.kernels.cudnn_files import forget_plan, note_capture, read_plan, write_plan
 from fxsplit_encoder.errors import CaptureError
 
@@ -47,31 +47,24 @@ class CudnnVarlen(HalfPrecisionKernel):
     max_head_dim = 128
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if target is None else target
-        tensors = (query, key, value, out)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
+        tensors = (q, k, v, out)
         segments = cu_seqlens.shape[0] - 1
         plan = _plan(tensors, segments, max_seqlen, scale)
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         # Every row of offsets begins at a multiple of 16 bytes.
         pitch = segments + 2 - segments % 2
-        offsets = torch.empty(4, pitch, dtype=torch.int64, device=query.device)[:, : segments + 1]
+        offsets = torch.empty(4, pitch, dtype=torch.int64, device=q.device)[:, : segments + 1]
         torch.mul(plan.row_strides, cu_seqlens, out=offsets)
-        workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device=query.device)
+        workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device=q.device)
         operands = (Operand.QUERY, Operand.KEY, Operand.VALUE, Operand.OUT)
         bound: dict[int, Tensor] = dict(zip(operands, tensors, strict=True))
         bound[Operand.QUERY_LENGTHS] = bound[Operand.KEY_LENGTHS] = lengths.view(-1, 1, 1, 1)
         for number, row in enumerate(offsets.unbind(0), Operand.FIRST_OFFSET):
             bound[number] = row.view(-1, 1, 1, 1)
-        plan.set_stream(handle=plan.handle, stream=torch.cuda.current_stream(query.device).cuda_stream)
+        plan.set_stream(handle=plan.handle, stream=torch.cuda.current_stream(q.device).cuda_stream)
         plan.graph.execute(bound, workspace, handle=plan.handle)
         return out
 

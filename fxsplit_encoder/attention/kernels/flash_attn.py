@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.branches import Branch
 from fxsplit_encoder.attention.kernels import ahead
-from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch
+from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, Target, as_batch
 from fxsplit_encoder.attention.kernels.flash_cache import switch_on
 from fxsplit_encoder.kernels.base import capability, processors
 
@@ -90,26 +90,19 @@ class FlashAttention4(HalfPrecisionKernel):
         return super().supports(shape) and (self.up_to is None or shape.longest <= self.up_to)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
         lengths = (cu_seqlens, cu_seqlens, max_seqlen)
-        return self._packed(query, key, value, lengths, scale, target, self._variant)
+        return self._packed(q, k, v, lengths, scale, into, self._variant)
 
     def _packed(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         lengths: tuple[Tensor, Tensor, int],
         scale: float,
-        target: Tensor | None,
+        into: Target,
         variant: Mapping[str, Any],
     ) -> Tensor:
         """Calls the package's function.
@@ -122,18 +115,18 @@ class FlashAttention4(HalfPrecisionKernel):
         if ahead.is_running():
             ahead.wait()
         result: Tensor = self.function(
-            query,
-            key,
-            value,
+            q,
+            k,
+            v,
             cu_seqlens_q=cu_queries,
             cu_seqlens_k=cu_keys,
-            max_seqlen_q=None if _ignores_bounds(query.device) else max_seqlen,
+            max_seqlen_q=None if _ignores_bounds(q.device) else max_seqlen,
             max_seqlen_k=max_seqlen,
             softmax_scale=scale,
-            out=target,
+            out=into,
             **variant,
         )[0]
-        return result if target is None else target
+        return result if into is None else into
 
 
 class DenseFlashAttention4(FlashAttention4):
@@ -143,22 +136,15 @@ class DenseFlashAttention4(FlashAttention4):
     suffix = "_dense"
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
         count = cu_seqlens.shape[0] - 1
-        q, k, v = (as_batch(tensor, count).transpose(1, 2) for tensor in (query, key, value))
-        out = None if target is None else target.view(q.shape)
+        batch = [as_batch(tensor, count).transpose(1, 2) for tensor in (q, k, v)]
+        out = None if into is None else into.view(batch[0].shape)
         if ahead.is_running():
             ahead.wait()
-        result: Tensor = self.function(q, k, v, softmax_scale=scale, out=out, **self._variant)[0]
-        return result.view(query.shape) if target is None else target
+        result: Tensor = self.function(*batch, softmax_scale=scale, out=out, **self._variant)[0]
+        return result.view(q.shape) if into is None else into
 
 
 # --- one long segment, cut at whole waves
@@ -233,32 +219,25 @@ class WholeWaves(FlashAttention4):
         return 0 if tile_rows is None else rows_of_whole_waves(rows, heads, tile_rows, processors(device))
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        rows, heads, head_dim = query.shape
-        cut = self._cut(rows, heads, head_dim, query.device)
+        rows, heads, head_dim = q.shape
+        cut = self._cut(rows, heads, head_dim, q.device)
         if not cut:  # a call that is pinned, or of another size than what was measured
             lengths = (cu_seqlens, cu_seqlens, max_seqlen)
-            return self._packed(query, key, value, lengths, scale, target, _OWN)
+            return self._packed(q, k, v, lengths, scale, into, _OWN)
         # Made here, so that nothing is allocated beside that this stream could be given while it is in use.
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if target is None else target
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
         first = cu_seqlens.clamp(max=cut)
         rest = torch.empty_like(first)
-        branch = Branch(query.device, "attention")
+        branch = Branch(q.device, "attention")
         branch.fork()
         # The large part first: its blocks should be the ones that get free multiprocessors.
         lengths = (first, cu_seqlens, max_seqlen)
-        self._packed(query[:cut], key, value, lengths, scale, out[:cut], _OWN)
+        self._packed(q[:cut], k, v, lengths, scale, out[:cut], _OWN)
         with branch:
             torch.sub(cu_seqlens, first, out=rest)
             lengths = (rest, cu_seqlens, max_seqlen)
-            self._packed(query[cut:], key, value, lengths, scale, out[cut:], self._variant)
+            self._packed(q[cut:], k, v, lengths, scale, out[cut:], self._variant)
         branch.join()
         return out
