@@ -47,7 +47,6 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 
     Args:
         attention: the setting of that name, see `parse_attention`, which raises ConfigError.
-        measurements: where times come from.
         invariant: whether one kernel attends everywhere; then the setting is a kernel's name or `auto`.
     """
 

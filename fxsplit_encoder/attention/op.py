@@ -27,17 +27,10 @@ traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encode
 def attend(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """Attention within each segment of a packed sequence.
+    """Attention within each segment of a packed sequence; arguments as of `AttentionKernel.__call__`.
 
-    Args:
-        query_THD, key_THD, value_THD: (tokens, heads, head_dim); any strides whose last is 1.
-        cu_seqlens: (segments + 1,) int32 on the same device, rising from 0; segments may be empty.
-        max_seqlen: an upper bound of the longest segment, in tokens.
-        scale: factor of the logits.
-
-    Returns:
-        (tokens, heads, head_dim), contiguous; rows outside every segment are undefined. InputError for a
-            query of other dimensions.
+    Returns (tokens, heads, head_dim), contiguous; rows outside every segment are undefined. InputError for a
+    query of other dimensions.
     """
     _check_rank(query_THD)
     with on_device(query_THD.device):

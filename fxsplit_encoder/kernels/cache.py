@@ -108,7 +108,6 @@ class MeasurementCache(Generic[ShapeT]):
     replaced as a whole, and a measurement that is lost between two writers is made again.
 
     Args:
-        environment: what the measurements depend on.
         shape: what the classes of calls are.
         kernels: the names of all candidates. What other ones were measured is not loaded.
         directory: where the file is; `cache_directory` if None.

@@ -40,11 +40,8 @@ class Options:
 def settle(
     kwargs: Mapping[str, Any], own_names: Iterable[str], matters: Callable[[str, Any], bool]
 ) -> Options:
-    """The keyword arguments of a call without those that change nothing.
-
-    Args:
-        own_names: those that are inputs and no options.
-        matters: whether an option changes what is returned.
+    """The keyword arguments of a call without those that change nothing: `matters` tells options that change
+    the result, `own_names` are inputs.
     """
     kept, changing = {}, {}
     for name, value in kwargs.items():

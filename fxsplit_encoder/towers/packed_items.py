@@ -48,7 +48,6 @@ class PackedItems(WrappedTower):
     """Reads grids and patches, counts them, and selects some items.
 
     Args:
-        tower: the vision tower.
         merge_size: patches that merge into one output token along each side.
         patch_features: columns of a flattened patch.
     """
@@ -74,10 +73,8 @@ class PackedItems(WrappedTower):
     # --- reading
 
     def read_request(self, mm_kwargs: dict[str, Any], *, planned: bool = False) -> _Request:
-        """The grids and the patches of a batch. Grids are read once and compared with the rows of patches.
-
-        Args:
-            planned: whether patches may be missing, since only the sizes are asked for.
+        """The grids and the patches of a batch. Grids are read once and compared with the rows of patches;
+        for a plan (`planned`) patches may be missing.
 
         Raises:
             InputError: an input is missing or wrong, grids do not describe the patches, or items are not
@@ -154,14 +151,8 @@ class PackedItems(WrappedTower):
             )
 
     def grids_of_rows(self, grids: Any, name: str, rows: int | None, claim: str) -> list[Grid]:
-        """The grids that describe `rows` rows of patches; None: any number, for a plan.
-
-        Args:
-            name: where the grids were found.
-            claim: how a message begins that goes on with what they describe.
-
-        Raises:
-            InputError: they describe another number, or are not grids of this tower.
+        """The grids that describe `rows` rows of patches (None: any number, for a plan), else InputError.
+        `name` is where they were found, `claim` how a message begins that goes on with what they describe.
         """
         capacity = MOST_PLANNED_ITEMS if rows is None else rows // self.rows_per_token
         if number_of(grids) > capacity:

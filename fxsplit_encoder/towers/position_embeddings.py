@@ -32,12 +32,8 @@ def interpolation(
     grids: Sequence[Grid], table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
 ) -> tuple[Tensor, Tensor]:
     """The taps of every patch of a batch: indices into the flattened table, int32, and weights, float32, both
-    (patches, taps).
-
-    Args:
-        table: height and width of the position table.
-        merge_size: of the blocks that the patches of a frame come in; 1: row by row.
-        align_corners, mode: as of `torch.nn.functional.interpolate`.
+    (patches, taps). `merge_size` is of the blocks in which patches come, 1 for row by row; `align_corners`
+    and `mode` are those of `torch.nn.functional.interpolate`.
     """
     frames = [
         frame_interpolation(h, w, table, merge_size, align_corners, mode)

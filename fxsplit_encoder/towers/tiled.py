@@ -38,9 +38,9 @@ class TiledTower(TileTower):
     """A tower with two views behind the manager's protocol, and still a module with the tower's own forward.
 
     Every image has one tile in "global" and any number in "local". `mm_kwargs` holds the whole images, and
-    the crops of all images in one tensor or one entry an image; of an image without any they may be missing,
-    None, empty or a tile of zeros. An adapter gives `count_key`, `crop_grids`, `select_grids`, `encode`, and
-    where an image is more than its tiles' rows `num_tokens` and `assemble`.
+    the crops of all in one tensor or one entry an image, which may be None, empty or a tile of zeros. An
+    adapter gives `count_key`, `crop_grids`, `select_grids`, `encode`, and where an image is more than its
+    tiles' rows `num_tokens` and `assemble`.
     """
 
     max_tiles: ClassVar[int] = 8
@@ -210,12 +210,8 @@ def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
 
 
 def _real_crops(given: Any, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """The crops that images have, without placeholders: None, an empty tensor, or a tile of zeros.
-
-    Args:
-        given: a tensor, or tensors, for each image or not.
-        parts: the same in a list without None.
-        counts: crops of every image.
+    """The crops that images have, without placeholders: None, an empty tensor, or a tile of zeros. `given` is
+    a tensor, or tensors for each image, `parts` the same without None, `counts` the crops of every image.
     """
     expected, total = sum(counts), sum(part.shape[0] for part in parts)
     if total != expected and isinstance(given, list | tuple) and len(given) == len(counts):

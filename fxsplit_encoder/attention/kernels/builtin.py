@@ -84,14 +84,9 @@ class Tile(NamedTuple):
 
 
 class TritonVarlen(HalfPrecisionKernel):
-    """`attention.kernels.triton_code` with one size of tiles. At 196 tokens and 16 heads of 72, tiles of 64
-    queries make 64 programs for the 132 multiprocessors of an H200; where segments are long, others are
-    faster.
-
-    Args:
-        block_m: queries of a tile.
-        block_n: keys of a step.
-        num_warps: warps that share a tile.
+    """`attention.kernels.triton_code` with tiles of `block_m` queries and steps of `block_n` keys. At 196
+    tokens and 16 heads of 72, 64 queries make 64 programs for the 132 multiprocessors of an H200; where
+    segments are long, other kernels are faster.
     """
 
     module: ClassVar[str] = "fxsplit_encoder.attention.kernels.triton_code"

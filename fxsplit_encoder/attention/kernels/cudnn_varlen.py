@@ -137,13 +137,8 @@ class Plan:
 
 
 def make_plan(handle: Any, tensors: Sequence[Tensor], segments: int, longest: int, scale: float) -> Plan:
-    """A plan for query, key, value and output like `tensors`, (tokens, heads, head_dim) each.
-
-    Args:
-        handle: of the front end, for the calling thread alone.
-        segments: at most, of the packed sequence.
-        longest: rows of a segment, at most.
-        scale: of the products of queries and keys.
+    """A plan for query, key, value and output like `tensors`, (tokens, heads, head_dim) each, for the calling
+    thread's `handle` of the front end; `segments` and rows of the `longest` one are bounds.
     """
     cudnn: Any = importlib.import_module("cudnn")
     query = tensors[0]

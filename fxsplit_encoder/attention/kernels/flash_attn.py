@@ -105,11 +105,8 @@ class FlashAttention4(HalfPrecisionKernel):
         into: Target,
         variant: Mapping[str, Any],
     ) -> Tensor:
-        """Calls the package's function.
-
-        Args:
-            lengths: cumulative lengths of the queries and of the keys, and the bound of both.
-            variant: the arguments that choose how it computes; none: the package chooses.
+        """Calls the package's function. `lengths` are the cumulative lengths of queries and keys, and the
+        bound of both; `variant` the arguments that choose how it computes, none for the package's choice.
         """
         cu_queries, cu_keys, max_seqlen = lengths
         if ahead.is_running():
@@ -171,13 +168,8 @@ _FULLEST_LAST_WAVE = 0.5
 
 
 def rows_of_whole_waves(rows: int, heads: int, tile_rows: int, processors: int) -> int:
-    """The first queries of a segment whose tiles fill all multiprocessors about a whole number of times; 0:
-    no cut.
-
-    Args:
-        rows: queries.
-        tile_rows: queries of a tile.
-        processors: multiprocessors, each of which holds one tile of one head at a time.
+    """The first queries of a segment whose tiles fill all multiprocessors about a whole number of times, with
+    one tile of one head on each at a time; 0: no cut.
     """
     if not processors:
         return 0
@@ -193,11 +185,7 @@ class WholeWaves(FlashAttention4):
 
     The cut follows from the rows of the call, a capture's capacity; which queries exist is read on the
     device, so a shorter segment is right too. Only one segment is offered: waves of several cannot be counted
-    ahead.
-
-    Args:
-        tile: queries and keys of a step for the rest.
-        probabilities_in_registers: for the rest, as for `FlashAttention4`.
+    ahead. The arguments are of the rest, as for `FlashAttention4`.
     """
 
     depends_on_tokens = True

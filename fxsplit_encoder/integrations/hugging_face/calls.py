@@ -85,11 +85,7 @@ class Calls(ABC):
     @abstractmethod
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """A call's inputs, or why the tower itself has to serve it; InputError for what an adapter does not
-        take.
-
-        Args:
-            given: the inputs by name.
-            options: other arguments, of those that change the result.
+        take. `given` are the inputs by name, `options` other arguments that change the result.
         """
 
     @abstractmethod

@@ -22,9 +22,7 @@ _KNOWN = frozenset({"device", "dtype", "requires_grad", "grad_fn", "is_cuda", "l
 
 class Lazy:
     """A value that is computed when it is used, by an operator, by torch or as an attribute of an output.
-
-    Args:
-        like: an empty value of the same class; of a tensor also with its dtype and device.
+    `like` is an empty value of its class, dtype and device.
     """
 
     __slots__ = ("_compute", "_like", "_value")

@@ -325,12 +325,8 @@ class ServedTower:
 def _values(
     served: Served, made: Made, fields: set[str], selected: list[int] | None, read: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """The fields of the tower's output: those that captures made, and `Lazy` ones.
-
-    Args:
-        fields: those that were asked for beside the ones that the output has anyway.
-        selected: the hidden states that were asked for, by their numbers; None: all.
-        read: computes a field, or the hidden state of a layer.
+    """The fields of the tower's output: those that captures made, and `Lazy` ones, which `read` computes.
+    `fields` were asked for beside those it has anyway, `selected` are numbers of hidden states; None: all.
     """
     values: dict[str, Any] = {}
     for name, empty in served.empty.items():

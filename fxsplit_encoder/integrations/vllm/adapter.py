@@ -54,12 +54,8 @@ class _Served:
 class VllmEncoderManager:
     """vLLM's manager of encoder CUDA graphs, by this library's; by vLLM's own wherever this one fails.
 
-    `make_adapter` derives the class from this and from vLLM's own, whose constructor may raise.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        device, dtype: where and in what the encoder computes.
-        model: implements vLLM's `SupportsEncoderCudaGraph`.
+    `make_adapter` derives the class from this and from vLLM's own, whose constructor may raise. `model`
+    implements vLLM's `SupportsEncoderCudaGraph`.
     """
 
     settings: ClassVar[PluginSettings]

@@ -67,13 +67,13 @@ def _parsed(values: dict[Any, Any]) -> PluginSettings:
 def encoder_config(
     own: EncoderConfig, vllm_config: Any, model_config: Any, budget_range: tuple[int, int] | None
 ) -> EncoderConfig:
-    """The manager's settings for a model that vLLM serves: the plugin's file, then vLLM's four settings of
-    encoder CUDA graphs, then what is inferred. ConfigError for settings that do not suit the model.
+    """The manager's settings for a model that vLLM serves: the plugin's file (`own`), then vLLM's four
+    settings of encoder CUDA graphs, then what is inferred. ConfigError for settings that do not suit the
+    model.
 
     Args:
-        own: of the plugin's file.
-        model_config: the model's `get_encoder_cudagraph_config()`.
-        budget_range: the model's `get_encoder_cudagraph_budget_range()`; None where nothing depends on it.
+        model_config, budget_range: the model's `get_encoder_cudagraph_config()` and `..._budget_range()`; the
+            latter None where nothing depends on it.
     """
     config = _with_vllms(own, vllm_config, model_config)
     if config.max_frames_per_batch is None and "video" in model_config.modalities:
