@@ -32,8 +32,6 @@ _ATTENTION_PACKAGES = (
     "nvidia-cutlass-dsl",
     "apache-tvm-ffi",
     "torch-c-dlpack-ext",
-    "flash-attn-3",
-    "flash-attn",
     "vllm",
 )
 _DIGITS = 5

@@ -13,10 +13,12 @@ import torch
 from fxsplit_encoder import EncoderConfig
 from fxsplit_encoder.compile.passes import DEFAULT_PASSES
 from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, make_adapter
-from fxsplit_encoder.integrations.vllm.attention import split_attention
-from fxsplit_encoder.integrations.vllm.input_norm import traceable_input_norm
-from fxsplit_encoder.integrations.vllm.relative_positions import install_relative_positions
-from fxsplit_encoder.integrations.vllm.rotary import traceable_rotary
+from fxsplit_encoder.integrations.vllm.layers import (
+    install_relative_positions,
+    split_attention,
+    traceable_input_norm,
+    traceable_rotary,
+)
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from tests_vllm import engine
 from tests_vllm.tiny import TINY, VERSION, Tiny

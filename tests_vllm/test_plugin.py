@@ -10,7 +10,7 @@ import pytest
 import vllm
 
 from fxsplit_encoder.integrations.vllm import plugin
-from fxsplit_encoder.integrations.vllm.stand_in import StandIn
+from fxsplit_encoder.integrations.vllm.plugin import StandIn
 from tests_vllm.record import RECORDED, record
 
 

@@ -1,10 +1,9 @@
 """The splitting op `fxsplit::varlen_attention`, its kernels, and the measured choice between them.
 
-Attention is where the graph is cut: it is the one operation that mixes rows (tokens), so everything between
-two attentions may be padded, compiled once for every token count, and captured.
+Attention alone mixes rows (tokens), so graphs are cut there: all between may be padded and captured.
 """
 
-from fxsplit_encoder.attention.choice import KernelChooser, current_chooser
+from fxsplit_encoder.attention.choice import KERNEL_NAMES, KernelChooser, current_chooser, parse_attention
 from fxsplit_encoder.attention.known_segments import KnownSegments
 from fxsplit_encoder.attention.op import (
     attend,
@@ -13,7 +12,6 @@ from fxsplit_encoder.attention.op import (
     varlen_attention,
     varlen_attention_out,
 )
-from fxsplit_encoder.attention.pins import KERNEL_NAMES, parse_attention
 
 __all__ = [
     "KERNEL_NAMES",

@@ -12,8 +12,7 @@ from torch import Tensor, fx
 from fxsplit_encoder.attention.choice import KernelChooser, current_chooser
 from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.attention.kernels.ahead import dismiss
-from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention4
-from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves
+from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention4, WholeWaves
 from fxsplit_encoder.attention.op import dense_attention, traced, varlen_attention
 from fxsplit_encoder.kernels import AUTO
 
@@ -24,8 +23,8 @@ Heads = tuple[torch.dtype, int]
 
 
 def warm_up(device: torch.device) -> None:
-    """Starts processes for `compile_ahead` where nothing was measured on a device yet; `dismiss` ends those
-    that were not needed.
+    """Starts processes for `compile_ahead` if nothing was measured on the device; `dismiss` ends those not
+    needed.
     """
     chooser = current_chooser()
     if not (_is_settled(chooser) or ahead.why_not(device) or chooser.measurements.table(device)):
@@ -33,10 +32,8 @@ def warm_up(device: torch.device) -> None:
 
 
 class _Early:
-    """What is begun while a forward is traced, before its graph is there.
-
-    Args:
-        stored_width: how wide the graph will have heads of a width.
+    """Compile jobs started while a forward is traced. `stored_width` maps a width of heads to that in the
+    graph.
     """
 
     def __init__(
@@ -81,11 +78,9 @@ _early: ContextVar[_Early | None] = ContextVar("fxsplit_encoder_early", default=
 
 @contextlib.contextmanager
 def compiling_as_traced(device: torch.device, stored_width: Callable[[int], int]) -> Iterator[None]:
-    """Within, as soon as a trace meets packed attention, what `compile_ahead` will ask for is begun, but for
-    variants for batches, which passes may ask for.
-
-    The tower's own forward calls the kernel for its heads in any case. Where the graph is expected to store
-    them wider and does not, what was begun for that is said to be in vain when the context ends.
+    """Inside, packed attention that is traced starts the compile jobs that `compile_ahead` will ask for,
+    without batches. Jobs for heads that the graph does not store wider as expected are abandoned at the
+    end.
 
     Args:
         stored_width: how wide the graph will have heads of a width.
@@ -105,9 +100,7 @@ def compiling_as_traced(device: torch.device, stored_width: Callable[[int], int]
 
 
 def heads_of(nodes: Iterable[fx.Node]) -> dict[Heads, bool]:
-    """The heads that attend among some nodes, and whether to a batch somewhere; without those of a width that
-    varies.
-    """
+    """The heads of fixed width that attend among some nodes, and whether to a batch somewhere."""
     found: dict[Heads, bool] = {}
     for node in nodes:
         if node.target in (varlen_attention, dense_attention):
@@ -120,12 +113,11 @@ def heads_of(nodes: Iterable[fx.Node]) -> dict[Heads, bool]:
 
 
 def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iterable[Heads] = ()) -> None:
-    """Begins to compile the kernels that will be compared for the attention among some nodes; none where a
-    setting chooses, or where times of such heads are known and with them the kernels.
+    """Starts to compile the kernels that will be compared for the attention among some nodes; none where a
+    setting chooses, or times of such heads are known.
 
     Args:
-        eager: heads of the tower's own forward, which is timed beside the graph: passes may have stored those
-            of the graph wider.
+        eager: heads of the tower's own forward, which is timed too: passes may store the graph's wider.
     """
     chooser = current_chooser()
     if _is_settled(chooser) or ahead.why_not(device):

@@ -10,12 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.invariant import invariant_kernel, invariant_names
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel, AttentionShape
 from fxsplit_encoder.attention.measure import AttentionMeter, example_lengths, pairs
-from fxsplit_encoder.attention.pins import parse_attention
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import AUTO, Chooser, KernelMeasurements, MeasurementCache
+from fxsplit_encoder.kernels import AUTO, Chooser, KernelMeasurements, MeasurementCache, Pin, PinGrammar
 
 # What an eager call costs at least, however little it attends to: the host's part of it. That of the dense
 # kernels was 38 to 141 microseconds on the host of an H200, with a median of 55
@@ -48,13 +46,8 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
     """Chooses the kernel of every call of attention: the pinned one, else the fastest that was measured.
 
     Args:
-        attention: the setting of that name, see `attention.pins`.
-        measurements: where times come from.
-        invariant: whether one kernel attends everywhere, see `attention.invariant`; of the settings a
-            kernel's name and `auto` allow that.
-
-    Raises:
-        ConfigError: the setting names an unknown kernel or condition.
+        attention: the setting of that name, see `parse_attention`, which raises ConfigError.
+        invariant: whether one kernel attends everywhere; then the setting is a kernel's name or `auto`.
     """
 
     current: ClassVar[ContextVar[KernelChooser]]
@@ -71,10 +64,8 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
 
     def check(self, device: torch.device) -> None:
-        """Checks that every pinned kernel works on a device, and by one algorithm where `invariant` is set.
-
-        Raises:
-            ConfigError: one does not, and why.
+        """Checks that every pinned kernel works on a device, and by one algorithm where `invariant` is set;
+        ConfigError says which does not, and why.
         """
         super().check(device)
         pinned = {pin.kernel for pin in self.pins} - {AUTO}
@@ -102,10 +93,8 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         return (self.only(shape),) if self.invariant else super().ranking(shape)
 
     def only(self, shape: AttentionShape) -> AttentionKernel:
-        """The kernel of every call with heads like these, where `invariant` is set.
-
-        Raises:
-            ConfigError: there is none.
+        """The kernel of every call with heads like these, where `invariant` is set; ConfigError if there is
+        none.
         """
         heads = (shape.device, shape.dtype, shape.heads, shape.head_dim)
         if heads not in self._by_heads:
@@ -124,9 +113,8 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         )
 
     def estimate(self, shape: AttentionShape, lengths: Sequence[int]) -> float | None:
-        """Microseconds that the chosen kernel will take for known segments; None: nothing was measured.
-
-        The time of the nearest class, scaled by the pairs of tokens that attend to each other.
+        """Microseconds of the chosen kernel for known segments: those of the nearest class, scaled by the
+        pairs of tokens that attend to each other; None: nothing was measured.
         """
         found = self.measurements.find(shape)
         if found is None:
@@ -148,6 +136,100 @@ def shape_of(
         *(query_THD.device, query_THD.dtype, heads, head_dim, tokens, longest, segments), host_lengths, equal
     )
 
+
+# --- the setting `attention`
+#
+# Conditions, of which a key has one or more: `windowed` (several segments of at most 256 tokens) or `full`;
+# `captured` (inside a CUDA graph) or `known`; comparisons of tokens, longest, segments and head_dim.
+
+KERNEL_NAMES: tuple[str, ...] = tuple(kernel.name for kernel in KERNELS)
+
+_LONGEST_WINDOW = 256
+
+
+def _is_windowed(shape: AttentionShape) -> bool:
+    return shape.segments > 1 and shape.longest <= _LONGEST_WINDOW
+
+
+_GRAMMAR: PinGrammar[AttentionShape] = PinGrammar(
+    AttentionShape.operation,
+    KERNEL_NAMES,
+    words={
+        "windowed": _is_windowed,
+        "full": lambda shape: not _is_windowed(shape),
+        "captured": lambda shape: shape.is_captured,
+        "known": lambda shape: shape.host_lengths,
+    },
+    numbers=("tokens", "longest", "segments", "head_dim"),
+)
+
+
+def parse_attention(attention: str | Mapping[str, str]) -> tuple[Pin[AttentionShape], ...]:
+    """The pins of the setting `attention`, the first of which that holds counts; ConfigError names what is
+    unknown.
+    """
+    return _GRAMMAR.parse(attention)
+
+
+# --- invariant mode
+#
+# One kernel attends everywhere, chosen by what it is and never by time. What a segment gets from it depends
+# on that segment alone, which rules out kernels that choose tiles by the longest segment or split the keys.
+
+# The fastest of them at long segments, by the measurements of docs/attention.md; then as they are listed.
+_PREFERRED = frozenset(("flash_attn_4",))
+
+
+def invariant_kernel(
+    kernels: Sequence[AttentionKernel], shape: AttentionShape, pinned: str | None = None
+) -> AttentionKernel:
+    """The best kernel that attends to heads of this kind by one algorithm, whatever the segments; ConfigError
+    says why there is none.
+
+    Args:
+        shape: of which the device, the dtype and the heads count, so that all calls of a tower get the same.
+        pinned: the name of the only one that will do; None: any.
+    """
+    reasons = []
+    for kernel in _in_order(kernels):
+        if pinned not in (None, kernel.name):
+            continue
+        reason = _why_not(kernel, shape)
+        if reason is None:
+            return kernel
+        if kernel.is_invariant or pinned is not None:
+            reasons.append(f"{kernel.name}: {reason}")
+    heads = f"{shape.heads} heads of {shape.head_dim} in {str(shape.dtype).removeprefix('torch.')}"
+    raise ConfigError(
+        f"invariant: no kernel attends to {heads} on {shape.device} by one algorithm for all segments "
+        f"({'; '.join(reasons)}); allowed: on CUDA a tower in bfloat16 or float16, with attention: auto"
+    )
+
+
+def invariant_names(kernels: Sequence[AttentionKernel], device: torch.device) -> list[str]:
+    """The kernels that `invariant` may choose on a device, in order of preference."""
+    working = (k for k in _in_order(kernels) if k.is_invariant and k.unavailable_reason(device) is None)
+    return [kernel.name for kernel in working if kernel.is_invariant_on(device)]
+
+
+def _in_order(kernels: Sequence[AttentionKernel]) -> list[AttentionKernel]:
+    """The kernels in order of preference: elsewhere what comes first is what others have to beat."""
+    return sorted(kernels, key=lambda kernel: kernel.name not in _PREFERRED)
+
+
+def _why_not(kernel: AttentionKernel, shape: AttentionShape) -> str | None:
+    if not kernel.is_invariant:
+        return "its algorithm may depend on the segments"
+    if (reason := kernel.unavailable_reason(shape.device)) is not None:
+        return reason
+    if not kernel.is_invariant_on(shape.device):
+        return "on this device its algorithm depends on the longest segment"
+    if shape.device.type == "cuda" and not kernel.capturable:
+        return "no CUDA graph can hold it"
+    return None if kernel.supports(shape) else "it does not compute such heads"
+
+
+# --- the chooser in use
 
 _of_process = KernelChooser()
 KernelChooser.current = ContextVar("fxsplit_encoder_attention", default=_of_process)

@@ -1,7 +1,7 @@
-"""Our op behind Hugging Face's attention interface, so that a packed tower calls it once per layer.
+"""Our op behind Hugging Face's attention interface, called once per layer by packed towers.
 
-Transformers takes its variable-length branch (one call per layer, cumulative lengths passed through) only for
-implementations whose name contains "flash"; any other name gets one call per image, split on the host.
+Transformers calls only implementations with "flash" in their names so, with cumulative lengths; any other is
+called once per image, split on the host.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ def hugging_face_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's signature: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out.
-
-    With cumulative lengths the batch is 1 and the tokens are packed; without them every row of the batch is a
-    sequence, and Hugging Face's own "sdpa" does the work.
+    Without cumulative lengths every row of the batch is a sequence, for "sdpa".
 
     Args:
-        cu_seq_lens_q: (segments + 1,) int32 cumulative lengths; None: nothing is packed.
+        cu_seq_lens_q: (segments + 1,) int32 cumulative lengths of a batch of 1; None: nothing is packed.
         options: what else a tower passes. Packed attention reads `scaling`, `max_length_q` and `is_causal`.
 
     Raises:
@@ -79,9 +77,7 @@ def use_dense_attention(module: nn.Module) -> None:
 
 
 def with_own_attention(module: nn.Module) -> nn.Module:
-    """A module on the same parameters that calls the attention that a module called before it was routed
-    elsewhere, for results that only that one gives, such as the weights of attention.
-    """
+    """A module on the same parameters with its own attention, for results that only that one gives."""
     twin = linked_copy(module)
     for routed, own in zip(module.modules(), twin.modules(), strict=True):
         if routed in _own_configs:
@@ -90,9 +86,7 @@ def with_own_attention(module: nn.Module) -> nn.Module:
 
 
 def _use_attention(module: nn.Module, implementation: str) -> None:
-    """The submodules get a copy of their configuration first, so that the rest of the model keeps its own
-    implementation.
-    """
+    """Submodules get a copy of their configuration: the rest of the model keeps its implementation."""
     copies: dict[int, Any] = {}
     for submodule in module.modules():
         config = getattr(submodule, "config", None)

@@ -1,8 +1,7 @@
 """Attention over segments whose lengths the host knows: every run of them by the kernel that suits it.
 
-Inside a CUDA graph the lengths are data on the device, and one kernel takes them all. Where attention runs
-eagerly, at the exact shape and between the graphs of a piecewise capture, equal segments may go to a dense
-kernel as a batch, where that was measured to be faster than the packed kernel for all.
+Where attention runs eagerly, at the exact shape and between the graphs of a piecewise capture, equal segments
+may go to a dense kernel as a batch, if that was measured to be faster than the packed one for all.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ _MOST_SHAPES = 512
 
 
 class KnownSegments:
-    """Cumulative lengths on the device, with the same numbers on the host.
-
-    Args:
-        cu_seqlens: (segments + 1,) int32, on the device of the queries.
-        boundaries: the same numbers.
+    """Cumulative lengths on the device of the queries, (segments + 1,) int32, with the same `boundaries` on
+    the host.
     """
 
     def __init__(self, cu_seqlens: Tensor, boundaries: Sequence[int]) -> None:
@@ -90,9 +86,7 @@ class _Run:
 
 
 class _Planner:
-    """Shares the segments of one batch among kernels. Spans are numbers of the first segment and of the
-    one after the last.
-    """
+    """Shares the segments of one batch among kernels. Spans are the first segment and one past the last."""
 
     def __init__(self, known: KnownSegments, query: Tensor, chooser: KernelChooser) -> None:
         self.cu_seqlens = known.cu_seqlens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
-from fxsplit_encoder.attention.kernels.generic import PerSegment
+from fxsplit_encoder.attention.kernels.builtin import PerSegment
 from fxsplit_encoder.kernels import Example, Meter, spoil_memory
 
 _reference = PerSegment()
@@ -53,7 +53,7 @@ class AttentionExample(Example[AttentionKernel]):
         return self._attend(kernel, None)[: self.rows]
 
     def timed(self, kernel: AttentionKernel) -> Callable[[], object]:
-        """Eager attention between captured graphs has its memory, which a kernel may have to copy its result
+        """Eager attention gets a result tensor, as between captured graphs, which a kernel may have to copy
         to.
         """
         out = None if self.is_captured else self.query.new_empty(self.query.shape)
@@ -65,11 +65,9 @@ class AttentionExample(Example[AttentionKernel]):
 
 
 def example_lengths(shape: AttentionShape) -> list[list[int]]:
-    """Segments that a call of this shape may have.
-
-    One list where the host knows them: one segment of the greatest length, the others share the rest. Two for
-    a captured call: as many of the greatest length as fit, then empty ones; and all segments
-    equal, with rows left over after the last.
+    """Lists of segments of this shape. If the host knows them, one: the longest, and others that share the
+    rest. If captured, two: as many of the longest as fit, then empty ones; and equal ones with rows left
+    over.
     """
     if shape.equal:
         return [[shape.longest] * shape.segments]

@@ -1,12 +1,12 @@
 """`fxsplit::varlen_attention`, the op at which graphs are split, and `fxsplit::dense_attention` for batches.
 
-They are registered through `torch.library.Library` rather than `torch.library.custom_op`, which adds several
-times as much Python to every call.
+Registered by `torch.library.Library`, since `custom_op` adds several times as much Python to every call.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.attention.choice import current_chooser
-from fxsplit_encoder.attention.dense import attend_dense
 from fxsplit_encoder.errors import InputError
 
 traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encoder_traced", default=None)
@@ -28,19 +27,10 @@ traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encode
 def attend(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """Attention within each segment of a packed sequence.
+    """Attention within each segment of a packed sequence; arguments as of `AttentionKernel.__call__`.
 
-    Args:
-        query_THD, key_THD, value_THD: (tokens, heads, head_dim); any strides whose last is 1.
-        cu_seqlens: (segments + 1,) int32 on the same device, rising from 0; segments may be empty.
-        max_seqlen: an upper bound of the longest segment, in tokens.
-        scale: factor of the logits.
-
-    Returns:
-        (tokens, heads, head_dim), contiguous. Rows outside every segment are undefined.
-
-    Raises:
-        InputError: the query has other dimensions.
+    Returns (tokens, heads, head_dim), contiguous; rows outside every segment are undefined. InputError for a
+    query of other dimensions.
     """
     _check_rank(query_THD)
     with on_device(query_THD.device):
@@ -66,10 +56,7 @@ def attend_out(
 def attend_backward(
     grad_THD: Tensor, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `attend` for query, key and value, one segment at a time: correct, not fast.
-
-    Reads the boundaries on the host. Rows outside every segment get zero.
-    """
+    """Gradients of `attend`, segment by segment: correct, not fast. Rows outside of segments get zero."""
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query_THD, key_THD, value_THD)]
     boundaries = cu_seqlens.tolist()
     precise = torch.promote_types(query_THD.dtype, torch.float32)
@@ -91,6 +78,58 @@ def _check_rank(query: Tensor) -> None:
             "fxsplit::varlen_attention: query: expected (tokens, heads, head_dim), got "
             f"{tuple(query.shape)}; join a batch with its tokens: query.flatten(0, 1)"
         )
+
+
+# --- batches
+
+
+def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale: float) -> Tensor:
+    """Attention within each entry of a batch; (batch, heads, tokens, head_dim), stored token by token.
+
+    Args:
+        query_BHTD, key_BHTD, value_BHTD: (batch, heads, tokens, head_dim), of the same size; copied if not
+            stored token by token.
+        scale: factor of the logits.
+    """
+    batch, heads, tokens, head_dim = query_BHTD.shape
+    q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BHTD, value_BHTD))
+    lengths = _equal_lengths.of(batch, tokens, query_BHTD.device)
+    with on_device(q_THD.device):
+        kernel = current_chooser().of(q_THD, lengths, tokens, equal=True)
+        out_THD = kernel(q_THD, k_THD, v_THD, lengths, tokens, scale)
+    return out_THD.view(batch, tokens, heads, head_dim).transpose(1, 2)
+
+
+class _EqualLengths:
+    """Cumulative lengths 0, tokens, 2 * tokens and so on. Graphs hold their addresses, so every batch has a
+    part of one tensor, and what was made stays: twice the largest, in all.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, batch: int, tokens: int, device: torch.device) -> Tensor:
+        """(batch + 1,) int32."""
+        made = self._made.get((tokens, device))
+        if made is None or made[-1].shape[0] <= batch:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # The memory belongs to that graph, which makes them at every replay.
+                return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+            made = self._grow(batch, tokens, device)
+        return made[-1][: batch + 1]
+
+    def _grow(self, batch: int, tokens: int, device: torch.device) -> list[Tensor]:
+        with self._lock:
+            made = self._made.setdefault((tokens, device), [])
+            if not made or made[-1].shape[0] <= batch:
+                entries = 1 << batch.bit_length()
+                # From the host, which waits: other streams may read it at once.
+                made.append((torch.arange(entries + 1, dtype=torch.int32, device="cpu") * tokens).to(device))
+        return made
+
+
+_equal_lengths = _EqualLengths()
 
 
 # --- their registration

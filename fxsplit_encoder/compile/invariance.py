@@ -5,7 +5,7 @@ Every operation has to be one of these:
 * a value of its own for every entry, from the entries at its place (what torch tags as pointwise);
 * values moved, looked up, or made from sizes;
 * a reduction over dimensions whose sizes never change, so that each result adds the same number of entries;
-* `fxsplit::fixed_linear`, or attention by the one kernel of `attention.invariant`.
+* `fxsplit::fixed_linear`, or attention by the one kernel of `attention.choice.invariant_kernel`.
 
 Anything else may choose an algorithm by how many rows there are, or mix rows, and is refused with its name.
 That real rows do not read others is the proof of `compile.padding`, which has to have succeeded.
@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxsplit_encoder.attention import dense_attention, varlen_attention
-from fxsplit_encoder.attention.invariant import invariant_kernel
+from fxsplit_encoder.attention.choice import invariant_kernel
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.padding.rules import CONSTRUCTORS, COPIES, MOVERS

@@ -18,8 +18,8 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.towers.base import WrappedTower
+from fxsplit_encoder.towers.inputs import PixelValues
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.pixel_values import PixelValues
 
 # Of a token, before anything is measured: items from before the capture are compared with later ones by it.
 _MILLISECONDS_PER_TOKEN = 0.01

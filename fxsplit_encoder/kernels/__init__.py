@@ -1,17 +1,23 @@
-"""What operations with several kernels share: classes of calls, kernels, their comparison by accuracy and
-time, the choice, what users pin, and what is kept of it on disk.
-
-`attention` and `products` are such operations. Nothing here knows which there are.
+"""What operations with several kernels (`attention`, `products`) share: classes of calls, their comparison by
+accuracy and time, the choice, what users pin, and what is kept of it on disk.
 """
 
 from fxsplit_encoder.kernels.base import CallShape, CudaKernel, Kernel, capability, find, round_up, works
 from fxsplit_encoder.kernels.cache import MeasurementCache, cache_directory, describe_environment
 from fxsplit_encoder.kernels.choice import (
+    AUTO,
     Chooser,
+    ClassReport,
     KernelMeasurements,
+    KernelReport,
+    OperationReport,
+    Pin,
+    PinGrammar,
     Unmeasured,
     choosing,
     collecting,
+    describe,
+    failing,
     is_measuring,
     measuring,
 )
@@ -26,8 +32,6 @@ from fxsplit_encoder.kernels.measure import (
     spoil_memory,
     timing_without_graphs,
 )
-from fxsplit_encoder.kernels.pins import AUTO, Pin, PinGrammar
-from fxsplit_encoder.kernels.report import ClassReport, KernelReport, OperationReport, describe, failing
 
 __all__ = [
     "AUTO",

@@ -15,9 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CallShape(ABC):
-    """One call of an operation; rounded, the class of calls that share a kernel. The fields of a subclass are
-    numbers, flags and names, so that JSON keeps them.
-    """
+    """One call of an operation; rounded, the class of calls that share a kernel. JSON keeps its fields."""
 
     operation: ClassVar[str]
     """What is computed: also the setting that pins kernels of it."""
@@ -39,9 +37,7 @@ class CallShape(ABC):
 
     @property
     def is_captured(self) -> bool:
-        """Whether the call is, or will be, part of a CUDA graph; else of an eager program, where what it
-        costs the host counts too.
-        """
+        """Whether the call is part of a CUDA graph; else what it costs the host counts too."""
         return True
 
     def measured_with(self) -> Collection[Self]:
@@ -55,11 +51,7 @@ class CallShape(ABC):
 
     @classmethod
     def from_json(cls, values: dict[str, Any], device: torch.device) -> Self:
-        """The class with these fields.
-
-        Raises:
-            TypeError, KeyError, AttributeError: they are no such fields.
-        """
+        """The class with these fields; TypeError, KeyError or AttributeError for others."""
         own = {name: values[name] for name in _own_fields(cls)}
         return cls(device, getattr(torch, values["dtype"]), **own)
 

@@ -1,6 +1,4 @@
-"""What was measured of kernels, kept on disk: one file for each combination of GPU and versions, with a
-section for each operation.
-"""
+"""Measurements of kernels on disk: a file for each GPU and versions, with a section for each operation."""
 
 from __future__ import annotations
 
@@ -30,8 +28,6 @@ _FORMAT = 5
 _PACKAGES = (
     "apache-tvm-ffi",
     "einops",
-    "flash-attn",
-    "flash-attn-3",
     "flash-attn-4",
     "nvidia-cublas",
     "nvidia-cudnn-frontend",
@@ -82,8 +78,8 @@ def digest_of(environment: Mapping[str, Any]) -> str:
 
 
 def why_not_private(directory: Path) -> str:
-    """Why code should not be read from a directory; empty: it may, since it is this user's, and nobody else
-    can write there. Makes it where it is missing.
+    """Why code should not be read from a directory, which is made if missing; empty: only this user can write
+    there.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,9 +93,7 @@ def why_not_private(directory: Path) -> str:
 
 
 def _version(package: str) -> str | None:
-    """With a word on a folder of another name than Python's own: QuACK compiles no epilogue that calls a
-    package in such a one.
-    """
+    """Says where a package's folder has an unusual name: QuACK compiles no epilogue that calls it then."""
     try:
         found = metadata.distribution(package)
     except metadata.PackageNotFoundError:
@@ -110,11 +104,10 @@ def _version(package: str) -> str | None:
 
 
 class MeasurementCache(Generic[ShapeT]):
-    """The section of one operation in the file of one environment. Several processes may use it at the same
-    time: it is replaced as a whole, and a measurement that is lost between two writers is made again.
+    """The section of one operation in the file of one environment. Several processes may use it: it is
+    replaced as a whole, and a measurement that is lost between two writers is made again.
 
     Args:
-        environment: what the measurements depend on.
         shape: what the classes of calls are.
         kernels: the names of all candidates. What other ones were measured is not loaded.
         directory: where the file is; `cache_directory` if None.
@@ -182,9 +175,5 @@ def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
 def table_of(
     entries: Sequence[Mapping[str, Any]], shape: type[ShapeT], device: torch.device
 ) -> dict[ShapeT, Measured]:
-    """The table of these entries, for a device.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError: they are no such entries.
-    """
+    """The table of these entries, for a device; raises as `CallShape.from_json`, and ValueError."""
     return {shape.from_json(entry["shape"], device): Measured(**entry["measured"]) for entry in entries}

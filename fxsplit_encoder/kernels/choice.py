@@ -1,21 +1,24 @@
 """Which kernel computes a call: measured for each class of calls at warm-up, or pinned.
 
-`KernelMeasurements` holds what was found of one operation and is shared by the whole process; a `Chooser`
-adds one configuration's pins. Kernels are timed inside `measuring()` only, which captures and warm-ups enter;
-everywhere else, and while a CUDA graph is being captured, the nearest class that was measured decides, and
-torch's own kernel where there is none. Inside `collecting()` too, which finds out what is to be measured.
+`KernelMeasurements` holds one operation's results for the process; a `Chooser` adds a configuration's pins.
+Kernels are timed inside `measuring()` only, and never while a CUDA graph is captured; elsewhere the nearest
+measured class decides, else torch's own kernel. `collecting()` finds out what is to be measured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import operator
+import re
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Self
 
 import torch
 
@@ -23,7 +26,7 @@ from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT, distance, is_same_kind, works
 from fxsplit_encoder.kernels.cache import MeasurementCache, describe_host
 from fxsplit_encoder.kernels.measure import Measured, Meter, Part, TimeSpent
-from fxsplit_encoder.kernels.pins import AUTO, Pin
+from fxsplit_encoder.messages import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +51,12 @@ is_measuring: Callable[[], bool] = _measuring.get
 
 _unmeasured: ContextVar[Unmeasured | None] = ContextVar("fxsplit_encoder_unmeasured_kernels", default=None)
 
-
 _spent: ContextVar[TimeSpent | None] = ContextVar("fxsplit_encoder_spent_measuring", default=None)
 
 
 @contextlib.contextmanager
 def measuring(spent: TimeSpent | None = None) -> Iterator[None]:
-    """Inside, a class of calls that is met for the first time is measured: at warm-up, before captures.
-
-    Args:
-        spent: what that takes is added to it.
-    """
+    """Inside, a class of calls that is met for the first time is measured, which `spent` adds up."""
     token, token_of_spent = _measuring.set(True), _spent.set(spent)
     try:
         yield
@@ -81,7 +79,6 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
     """What is known of every class of calls of one operation, on every device.
 
     Args:
-        shape: what the classes are.
         kernels: candidates, in order of preference where nothing was measured.
         meter: compares them.
         cache: makes the cache of a device; None: nothing is kept for other processes.
@@ -126,9 +123,8 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return shape.rounded()
 
     def find(self, shape: ShapeT) -> tuple[ShapeT, Measured] | None:
-        """The class of this shape, or the nearest that was measured, and what was found.
-
-        Inside `measuring()` the class itself is measured, unless a CUDA graph is being captured.
+        """The class of this shape, or the nearest that was measured, with its measurement. Inside
+        `measuring()` the class itself is measured, unless a CUDA graph is being captured.
         """
         rounded = self.class_of(shape)
         table = self._table(shape.device)
@@ -192,11 +188,8 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
             spent.seconds += time.perf_counter() - begin
 
     def comparing(self, shape: ShapeT) -> Iterator[Part]:
-        """Measures a class, and those that are measured with it, as a call inside `measuring` does, but a
-        part each time that it is asked for one. Other threads may choose kernels meanwhile.
-
-        Yields:
-            What comes next.
+        """Measures a class and those that are measured with it, one part at each `next`, of which it yields
+        the kind. Other threads may choose kernels during it.
         """
         table = self._table(shape.device)
         for each in shape.measured_with():
@@ -212,8 +205,8 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
                 self._take(shape.device, {each: found})
 
     def compare_unawaited(self, shape: ShapeT) -> None:
-        """Compares what of a class of captured calls, and of those that are measured with it, waits for no
-        other process. What is found decides nothing, but a comparison of all of them need not find it again.
+        """Compares the kernels of captured classes that wait for no other process; a full comparison reuses
+        the results.
         """
         table = self._table(shape.device)
         with self._lock:
@@ -245,9 +238,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return [kernel for kernel in candidates if kernel.name not in beaten]
 
     def _beaten(self, shape: ShapeT, candidates: Sequence[KernelT]) -> dict[str, str]:
-        """The candidates that cannot be the fastest, by name, and why: in a class nearby they took longer by
-        more than the classes differ. The first, which accuracy is judged by, is none of them.
-        """
+        """The candidates that a class nearby shows not to be the fastest, and why; never the first."""
         table, beaten = self._table(shape.device), dict[str, str]()
         later = {kernel.name for kernel in candidates[1:]}
         others = [other for other in table if is_same_kind(other, shape) and table[other].microseconds]
@@ -308,11 +299,7 @@ class Chooser(Generic[ShapeT, KernelT]):
         self._warned: set[str] = set()
 
     def check(self, device: torch.device) -> None:
-        """Checks that every pinned kernel works on a device.
-
-        Raises:
-            ConfigError: one does not, and why.
-        """
+        """Checks that every pinned kernel works on a device; ConfigError says which does not, and why."""
         kernels = {kernel.name: kernel for kernel in self.measurements.kernels}
         pinned = {pin.kernel for pin in self.pins} - {AUTO}
         problems = [
@@ -324,11 +311,8 @@ class Chooser(Generic[ShapeT, KernelT]):
             raise ConfigError(*problems)
 
     def remembered(self, call: tuple[object, ...], shape: Callable[[], ShapeT]) -> KernelT:
-        """The kernel of a call; one that has come before costs one look-up in a dictionary.
-
-        Args:
-            call: what tells it from others.
-            shape: makes its shape.
+        """The kernel of a call by the key `call`, one dictionary look-up if it came before; `shape` makes its
+        shape.
         """
         if _unmeasured.get() is not None:
             return self._ready(shape())
@@ -382,9 +366,7 @@ class Chooser(Generic[ShapeT, KernelT]):
 
 # Entered for every request: a class takes a third of the time of a generator.
 class choosing:
-    """Inside, these choosers decide, each for its operation: for captures and for what runs eagerly between
-    them.
-    """
+    """Inside, these choosers decide, each for its operation."""
 
     __slots__ = ("_choosers", "_tokens")
 
@@ -397,3 +379,142 @@ class choosing:
     def __exit__(self, *raised: object) -> None:
         for chooser, token in zip(self._choosers, self._tokens, strict=True):
             chooser.current.reset(token)
+
+
+# --- what users pin
+
+AUTO = "auto"
+
+Condition = Callable[[Any], bool]
+
+_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq}
+_COMPARISON = re.compile(r"(\w+)\s*(<=|>=|<|>|=)\s*(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(Generic[ShapeT]):
+    """A kernel's name, or `auto`, for the calls that fulfil every condition."""
+
+    conditions: tuple[Condition, ...]
+    kernel: str
+
+    def holds(self, shape: ShapeT) -> bool:
+        """Whether it decides which kernel this call gets."""
+        return all(condition(shape) for condition in self.conditions)
+
+
+@dataclass(frozen=True)
+class PinGrammar(Generic[ShapeT]):
+    """What the setting of one operation may say."""
+
+    setting: str
+    kernels: tuple[str, ...]
+    words: Mapping[str, Callable[[ShapeT], bool]]
+    numbers: tuple[str, ...]
+    """Attributes of a call that are compared."""
+
+    def parse(self, value: str | Mapping[str, str]) -> tuple[Pin[ShapeT], ...]:
+        """The pins of a setting, the first of which that holds counts; ConfigError names unknown words."""
+        if isinstance(value, str):
+            value = {"": value}
+        problems: list[str] = []
+        pins: list[Pin[ShapeT]] = []
+        for key, kernel in value.items():
+            where = f"{self.setting}.{key}" if key else self.setting
+            if kernel != AUTO and kernel not in self.kernels:
+                problems.append(f"{where}: {_unknown(str(kernel), (AUTO, *self.kernels))}")
+            conditions: list[Condition] = []
+            for text in filter(None, (part.strip() for part in key.split(","))):
+                condition = self._condition(text)
+                if condition is None:
+                    known = (*self.words, *(f"{name}<=N" for name in self.numbers))
+                    problems.append(f"{where}: {_unknown(text, known)}")
+                else:
+                    conditions.append(condition)
+            pins.append(Pin(tuple(conditions), kernel))
+        if problems:
+            raise ConfigError(*problems)
+        return tuple(pins)
+
+    def _condition(self, text: str) -> Condition | None:
+        comparison = _COMPARISON.fullmatch(text)
+        if comparison is None:
+            return self.words.get(text)
+        name, sign, number = comparison.groups()
+        if name not in self.numbers:
+            return None
+        compare, bound = _OPERATORS[sign], int(number)
+        return lambda shape: bool(compare(getattr(shape, name), bound))
+
+
+def _unknown(name: str, allowed: Sequence[str]) -> str:
+    return f"unknown; {nearest(name, allowed)}allowed: {', '.join(allowed)}; got {name!r}"
+
+
+# --- reports
+
+_LONGEST = 160
+"""Characters of a reason."""
+
+
+class KernelReport(NamedTuple):
+    """One kernel."""
+
+    name: str
+    unavailable: str | None
+    """Why it cannot run on the device; None: it can."""
+    chosen: tuple[str, ...]
+    """The classes of calls that it computes."""
+    failed: str | None = None
+    """What it raises there, of `failing`."""
+
+
+class ClassReport(NamedTuple):
+    """One class of calls that was measured."""
+
+    shape: str
+    chosen: str
+    pinned: bool
+    microseconds: Mapping[str, float]
+    """Of one call, by the kernel's name."""
+    rejected: Mapping[str, str]
+    """Why the other candidates may not be chosen."""
+
+
+class OperationReport(NamedTuple):
+    """All kernels of an operation, in order of preference, and all classes, by their size."""
+
+    kernels: tuple[KernelReport, ...]
+    classes: tuple[ClassReport, ...]
+
+
+def failing(table: Mapping[Any, Measured]) -> dict[str, str]:
+    """What kernels raised that worked for no class of a kind, by name, as those that cannot be built do."""
+    working = {(name, s.dtype, s.kind()) for s, found in table.items() for name in found.microseconds}
+    return {
+        name: textwrap.shorten(found.rejected[name], _LONGEST, placeholder="...")
+        for s, found in table.items()
+        for name in found.failed
+        if (name, s.dtype, s.kind()) not in working
+    }
+
+
+def describe(device: torch.device, chooser: Chooser[Any, Any]) -> OperationReport:
+    """What was measured of an operation on a device, and what a chooser makes of it."""
+    table = chooser.measurements.table(device)
+    classes = []
+    for shape in sorted(table, key=lambda s: (str(s.dtype), s.kind(), s.extents())):
+        found = table[shape]
+        chosen, pinned = chooser.ranking(shape)[0].name, chooser.pinned(shape) is not None
+        classes.append(ClassReport(str(shape), chosen, pinned, found.microseconds, found.rejected))
+    failed = failing(table)
+    kernels = tuple(
+        KernelReport(
+            kernel.name,
+            kernel.unavailable_reason(device),
+            tuple(each.shape for each in classes if each.chosen == kernel.name),
+            failed.get(kernel.name),
+        )
+        for kernel in chooser.measurements.kernels
+    )
+    return OperationReport(kernels, tuple(classes))

@@ -91,11 +91,7 @@ class Example(ABC, Generic[KernelT]):
 
 
 class Meter(ABC, Generic[ShapeT, KernelT]):
-    """Compares kernels on the device.
-
-    Args:
-        timer: microseconds of a call; replaced in tests.
-    """
+    """Compares kernels on the device; `timer` gives the microseconds of a call."""
 
     tolerance: ClassVar[float] = 1.1
     """What a kernel's error may be, as a multiple of that of the first accurate candidate, which is torch's
@@ -120,19 +116,15 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         return device.type == "cuda"
 
     def measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
-        """Errors and times of all kernels on random values. What a kernel raises is why it is rejected. A
-        call that another class has too is measured once. Those that are awaited come last, but for the first,
-        by whose error the others are judged: meanwhile the others are built.
+        """Errors and times of all kernels on random values; what a kernel raises rejects it. Calls shared by
+        classes are measured once. Kernels that wait for other processes come last, but for the first, the
+        reference.
         """
         return in_one_go(self.parts(kernels, shape))
 
     @torch.no_grad()
     def parts(self, kernels: Sequence[KernelT], shape: ShapeT) -> Generator[Part, None, Measured]:
-        """As `measure`, a part each time that it is asked for one.
-
-        Yields:
-            What comes next.
-        """
+        """As `measure`, one part at each `next`, of which it yields the kind."""
         yield "check"
         logger.debug("%s: references for the comparison of kernels", shape)
         calls = self.calls(shape)
@@ -194,16 +186,16 @@ def _error(kernel: KernelT, example: Example[KernelT], expected: Tensor) -> floa
 
 
 def spoil_memory(like: Tensor) -> None:
-    """Fills memory for a contiguous tensor with NaN and frees it at once, so that a kernel is likely to get
-    it: a row that it does not write is then NaN, instead of the right one from an earlier kernel.
+    """Fills memory for a contiguous tensor with NaN and frees it, so that a row that a kernel does not write
+    shows.
     """
     torch.full_like(like, float("nan"), memory_format=torch.contiguous_format)
 
 
 @contextlib.contextmanager
 def timing_without_graphs() -> Iterator[None]:
-    """Inside, calls that are for CUDA graphs are timed in a row that is launched while the device waits: on a
-    thread beside others, none of which may wait for the device while a graph is captured.
+    """Inside, calls for CUDA graphs are timed in a row launched while the device waits: on a background
+    thread, since no other thread may wait for the device during a capture.
     """
     token = _without_graphs.set(True)
     try:
@@ -213,9 +205,7 @@ def timing_without_graphs() -> Iterator[None]:
 
 
 def microseconds(call: Callable[[], object], shape: CallShape) -> float:
-    """Of a call, the median: inside a CUDA graph, or of eager calls, so that what they cost the host counts
-    too.
-    """
+    """The median time of a call inside a CUDA graph, or of eager calls, what they cost the host included."""
     stream = _stream(shape.device)
     stream.wait_stream(torch.cuda.current_stream(shape.device))
     with torch.cuda.stream(stream):
@@ -271,9 +261,7 @@ def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:
-    """Ends a capture that failed. If that fails too, the random generators refuse to run until another
-    capture succeeds.
-    """
+    """Ends a capture that failed. If that fails too, random generators work again after another capture."""
     try:
         graph.capture_end()
     except RuntimeError:

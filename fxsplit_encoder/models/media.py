@@ -25,7 +25,7 @@ from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared,
 from fxsplit_encoder.models.preprocess import AudioProcessor, TowerProcessor
 from fxsplit_encoder.models.sampling import with_sampling
 from fxsplit_encoder.models.tiles import ProcessedTiles
-from fxsplit_encoder.towers.pixel_values import PixelValues
+from fxsplit_encoder.towers.inputs import PixelValues
 
 logger = logging.getLogger(__name__)
 

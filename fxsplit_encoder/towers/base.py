@@ -31,14 +31,13 @@ VIDEOS = "pixel_values_videos"
 class WrappedTower(nn.Module):
     """A tower behind the manager's protocol that is still a module with the tower's own forward.
 
-    Its parameters, buffers and submodules are the tower's, under the tower's own names, so it may take the
-    tower's place in a model whose checkpoints are loaded and saved. An adapter gives the rest of the
-    protocol's methods.
+    Its parameters, buffers and submodules have the tower's own names, so it may take the tower's place in a
+    model whose checkpoints are loaded and saved. An adapter gives the rest of the protocol.
 
     Args:
         tower: the module that encodes.
-        children: the submodules that have names here, where more of a model than its tower is wrapped; None:
-            those of the tower.
+        children: the submodules that have names here, where more than the tower is wrapped; None: the
+            tower's.
     """
 
     supports_encoder_cudagraph: ClassVar[Literal[True]] = True
@@ -99,8 +98,8 @@ class WrappedTower(nn.Module):
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward, for arguments that a trace is to see: every set of options would be another one, and
-        inference mode too. This frame is not compiled, nor what it calls but the forward.
+        """Calls the forward with the arguments that a trace is to see. This frame is not compiled, since
+        every set of options, and inference mode, would be another trace.
         """
         call = _settle(self, args, kwargs)
         if call.eager is not None:
@@ -123,11 +122,7 @@ class WrappedTower(nn.Module):
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the forward as a trace is to see them. It runs outside of the compiled frame.
-
-        Raises:
-            InputError: one is not what the forward takes.
-        """
+        """The forward's arguments for a trace, made outside the compiled frame; InputError for bad ones."""
         return args, kwargs
 
     def matters(self, option: str, value: Any) -> bool:
@@ -151,8 +146,8 @@ class WrappedTower(nn.Module):
         return dtype
 
     def trace_plain_blocks_once(self) -> None:
-        """Lets Dynamo, if it is tracing, trace one of the equal blocks for all. For a forward that uses only
-        the results of its blocks.
+        """Has Dynamo trace one of the equal blocks for all, for a forward that uses only the results of its
+        blocks.
         """
         if self.has_plain_blocks and not self.tower.training and torch.compiler.is_dynamo_compiling():
             trace_equal_blocks_once(self.registered_name, self.blocks_as_traced)
@@ -176,10 +171,8 @@ class WrappedTower(nn.Module):
 
 
 def given_batch(batch_mm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """The inputs of the batch, for a tower whose output alone does not tell its items apart.
-
-    Raises:
-        InputError: they were left out.
+    """The inputs of the batch, for a tower whose output alone does not tell items apart; InputError without
+    them.
     """
     if batch_mm_kwargs is None:
         raise InputError("batch_mm_kwargs: expected the inputs of the batch; got None")
@@ -278,8 +271,8 @@ def registered_tower(name: str) -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def trace_equal_blocks_once(tower_name: str, as_traced: str) -> bool:
-    """Replaces the equal blocks of a tower by ops in the trace that Dynamo is making; returns whether it did.
-    Dynamo calls this and does not trace it, and guards the arguments.
+    """Replaces the equal blocks of a tower by ops in Dynamo's trace; whether it did. Dynamo guards the
+    arguments.
     """
     from fxsplit_encoder.compile.blocks import begin_blocks
 

@@ -1,10 +1,9 @@
-"""Towers that encode tiles of one fixed size, each alone: the common part of their adapters.
+"""The common part of adapters for towers that encode tiles of one fixed size.
 
-`mm_kwargs` hold the tiles of all images one after the other, `pixel_values` (tiles, channels, height, width),
-and `num_patches` or `image_num_patches`, the tiles of every image; without it every tile is an image. Towers
-that take videos find them in `pixel_values_videos`, whose frames are tiles: (videos, frames, channels,
-height, width), a list of (frames, channels, height, width), or one such tensor for all videos with
-`video_num_patches`, the frames of each. Items are the images in order, then the videos.
+`mm_kwargs` hold the tiles of all images, `pixel_values` (tiles, channels, height, width), and `num_patches`
+or `image_num_patches`, the tiles of every image; without it every tile is an image. Videos are in
+`pixel_values_videos`, whose frames are tiles: (videos, frames, channels, height, width), a list of (frames,
+...), or one tensor with `video_num_patches`. Items are the images, then the videos.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ VIDEO_COUNTS = "video_num_patches"
 
 class DenseTower(TileTower):
     """A tower of tiles of one size. An adapter gives `features`, and `call` where that is not the tower's own
-    forward.
-
-    Tiles never attend to one another, so they are the rows of a batch: the tower's attention stays torch's
-    dense one, which for equal segments is faster than one with cumulative lengths.
+    forward. Attention stays torch's dense one, which is faster for equal segments.
 
     Args:
         tower: the vision tower, whose parameters determine device and dtype.
@@ -89,10 +85,8 @@ class DenseTower(TileTower):
     # --- the module
 
     def forward(self, pixel_values: Tensor) -> Any:
-        """The wrapped module's own forward and output.
-
-        Called as a module, it also takes the forward's options: with those that change the output, the
-        wrapped module itself is called.
+        """The wrapped module's own forward and output. Called as a module, it takes the forward's options
+        too: with those that change the output, the wrapped module itself runs.
         """
         if torch.compiler.is_compiling():
             # InternVL's reshape to -1 divides by the number of tiles.
@@ -102,10 +96,8 @@ class DenseTower(TileTower):
         return self.encode(pixel_values, "default") if self.returns_rows else self.call(pixel_values)
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
-        """(tiles * tokens_per_tile, out_hidden_size) from (tiles, channels, height, width).
-
-        Raises:
-            InputError: the tower's output has other sizes than it was said to have.
+        """(tiles * tokens_per_tile, out_hidden_size) from tiles; InputError for an output of other sizes than
+        declared.
         """
         features = self.features(tiles)
         expected = (self.tokens_per_tile, self.out_hidden_size)
@@ -127,10 +119,8 @@ class DenseTower(TileTower):
         return self.max_tiles if "video" in self.modalities else 1
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """The tiles and output tokens of every item. Tiles may be missing: sizes follow from the counts.
-
-        Raises:
-            InputError: the inputs contradict one another.
+        """Tiles and output tokens of every item; tiles may be missing. InputError if the inputs contradict
+        one another.
         """
         counts = self._planned_counts(mm_kwargs)
         return [

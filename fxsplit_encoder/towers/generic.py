@@ -18,11 +18,9 @@ from fxsplit_encoder.towers.dense import DenseTower
 
 @dataclass(frozen=True)
 class DenseTowerSpec:
-    """What `wrap(module, spec)` must know of a module that encodes a batch of images of one size, or of
-    pieces of audio of one length.
-
-    Attention is recognized by itself: that of Hugging Face modules is set to "sdpa", and a module of another
-    origin is split where it calls `torch.nn.functional.scaled_dot_product_attention`.
+    """What `wrap(module, spec)` must know of a module that encodes a batch of images of one size, or of audio
+    of one length. Attention of Hugging Face modules is set to "sdpa"; others are split at torch's
+    `scaled_dot_product_attention`.
     """
 
     image_shape: tuple[int, ...]

@@ -1,5 +1,5 @@
-"""GLM-4.1V's vision tower, which GLM-4.5V and 4.6V share: a position table resampled by cubic convolution,
-and a merge of patches by convolution.
+"""GLM-4.1V's vision tower, also GLM-4.5V's and 4.6V's: a resampled position table, patches merged by
+convolution.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from fxsplit_encoder.towers.position_embeddings import TAPS, cosines_and_sines, 
 
 
 class Glm4vTower(PackedTower):
-    """Wraps `Glm4vVisionModel` and `Glm4vMoeVisionModel`.
-
-    Their own forward samples the table by the grids on the device, and takes a video as one image per frame.
-    Here the taps come from the host, and a video may also be one grid of several frames.
+    """Wraps `Glm4vVisionModel` and `Glm4vMoeVisionModel`. The taps of the position table come from the host,
+    and a video may also be one grid of several frames.
     """
 
     has_plain_blocks = True
@@ -80,8 +78,8 @@ class Glm4vTower(PackedTower):
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=tower.merger(hidden))
 
     def _downsample(self, hidden: Tensor) -> Tensor:
-        """(tokens, out_hidden_size): the tower's convolution, whose kernel covers the patches of one token
-        and no more, as a matrix product. Its weight has the channels before the patches.
+        """(tokens, out_hidden_size): the tower's convolution over the patches of a token, as a matrix
+        product.
         """
         convolution: Any = self.tower.downsample
         width = hidden.shape[-1]

@@ -1,7 +1,5 @@
-"""Arithmetic of packed grids: what a list of (t, h, w) implies for every patch, computed on the host.
-
-Patches come in the order that every tower of the Qwen line uses: frame by frame, and within a frame by blocks
-of merge x merge patches, so that the patches of one output token follow one another.
+"""Host arithmetic of packed grids, lists of (t, h, w). Patches come frame by frame, within a frame by blocks
+of merge x merge patches, so that those of one output token follow one another.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
     """The grids of a batch as Python numbers.
 
     Args:
-        grid_thw: (items, 3) integers: a tensor, an array or nested sequences. A CUDA tensor costs a
+        grid_thw: (items, 3) integers: a tensor, an array or nested sequences; a CUDA tensor costs a
             synchronization.
         merge_size: patches that merge into one output token along each side.
 
@@ -79,11 +77,9 @@ def frame_positions(height: int, width: int, merge_size: int) -> NDArray[np.int6
 def frame_windows(
     height: int, width: int, merge_size: int, window: int
 ) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-    """One frame cut into windows of window x window output tokens, smaller ones at its right and lower edge.
-
-    Returns:
-        The patches (by their place in merge-block order) in the order of windows, (height * width,), and the
-        patches of every window. Windows, and the tokens of each, go row by row.
+    """Cuts a frame into windows of window x window output tokens, smaller ones at its right and lower edge.
+    Returns the patches (places in merge-block order) in the order of windows, and the patches of every
+    window.
     """
     rows, columns = height // merge_size, width // merge_size
     row, column = np.divmod(np.arange(rows * columns), columns)
@@ -101,9 +97,7 @@ def positions(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
 
 
 def window_permutation(grids: Sequence[Grid], merge_size: int, window: int) -> torch.Tensor:
-    """(patches,) int64: the patches of a batch in the order of windows, frame by frame. It permutes each
-    frame, so whole items and frames stay where they are.
-    """
+    """(patches,) int64: the patches of a batch in the order of windows, within each frame."""
     frames = [(h * w, frame_windows(h, w, merge_size, window)[0]) for t, h, w in grids for _ in range(t)]
     starts = np.cumsum([0, *(patches for patches, _ in frames)])
     parts = [permutation + start for start, (_, permutation) in zip(starts, frames, strict=False)]
@@ -128,10 +122,7 @@ def frame_merge_permutation(height: int, width: int, merge_size: int) -> NDArray
 
 
 def merge_permutation(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
-    """(patches,) int64: the rows of a batch in the order in which they merge.
-
-    The patches of one output token of one frame follow one another; frames and items keep their order.
-    """
+    """(patches,) int64: rows of a batch in the order in which they merge; frames and items keep theirs."""
     sizes = frame_lengths(grids)
     starts = cumulative_lengths(sizes)[:-1]
     shapes = [(h, w) for t, h, w in grids for _ in range(t)]

@@ -15,10 +15,8 @@ from fxsplit_encoder.towers.dense import DenseTower
 
 
 class Idefics3Tower(DenseTower):
-    """Wraps `Idefics3VisionTransformer` and `SmolVLMVisionTransformer` for images of one size that fill it,
-    as the tiles of these models do: positions are the same for all then.
-
-    An image's embedding is (patches, hidden_size) of each of `layers`, before the model's connector.
+    """Wraps `Idefics3VisionTransformer` and `SmolVLMVisionTransformer` for images of one size that fill it.
+    An embedding is (patches, hidden_size) of each of `layers`, before the model's connector.
 
     Args:
         height, width: of an image in pixels; None: the size that the configuration names.
@@ -66,9 +64,7 @@ class Idefics3Tower(DenseTower):
 
 @torch.no_grad()
 def _positions(embeddings: Any, shape: tuple[int, ...]) -> Tensor:
-    """The positions that the tower itself looks up for an image without padding: it rounds them in the dtype
-    of the pixels.
-    """
+    """The tower's positions for an image without padding, rounded in the dtype of the pixels."""
     recording, recorder = linked_copy(embeddings), _Recorder()
     recording.position_embedding = recorder
     weight: Tensor = embeddings.patch_embedding.weight

@@ -1,8 +1,7 @@
-"""Reading what a request holds: tensors of pixels, and the integers that describe them.
+"""Reads what a request holds: tensors of pixels, and the integers that describe them.
 
-Every tower reads its inputs through these functions. They look at types, dtypes and sizes, and at no values
-but integers, in rows of a known width. A tower asks `number_of` how many rows there are before it reads them,
-so that an input of any claim is refused before anything of that claim's size exists.
+Only integers' values are read, in rows of a known width. A tower asks `number_of` for the rows before it
+reads them, so that an input of any claim is refused before anything of that size exists.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fxsplit_encoder.capture.buffers import gibibytes, memory_of
@@ -56,13 +56,8 @@ def check_given(mm_kwargs: Mapping[str, Any], names: Iterable[str], tower: str) 
 
 
 def pixel_parts(value: Any, name: str, check: Callable[[Any, str], None] | None = None) -> list[Tensor]:
-    """The tensors of an input of pixels, which is one or a list of them; None are none.
-
-    Args:
-        check: raises InputError for a part that is something else; None: `check_pixels`.
-
-    Raises:
-        InputError: from the check.
+    """The tensors of an input of pixels, one or a list; None are none. `check` raises InputError for a wrong
+    part.
     """
     if value is None:
         return []
@@ -109,7 +104,6 @@ def rows_of(tensors: Sequence[Tensor], starts: Sequence[int], items: Sequence[in
     Args:
         tensors: the rows of all items, one tensor after another.
         starts: the first row of every item, and the number of rows.
-        items: the items wanted, in this order.
     """
     spans: list[list[int]] = []
     for item in items:
@@ -159,10 +153,7 @@ def integer_rows(value: Any, name: str, columns: int, expected: str) -> list[tup
         value: (rows, columns): a tensor, an array or nested sequences; (rows,) is enough for one column.
         name: where it was found.
         columns: integers in a row. Longer rows are refused unread.
-        expected: what the message says is expected.
-
-    Raises:
-        InputError: it is something else, or a number is none of 64 bits.
+        expected: what the message of the InputError says is expected; each of 64 bits.
     """
     if isinstance(value, torch.Tensor) and value.dtype in INTEGERS and _is_readable(value):
         if value.shape[1:] == (columns,):
@@ -221,3 +212,28 @@ def _integer(number: Any, row: Sequence[Any], name: str, expected: str) -> int:
 
 def _refuse(value: Any, name: str, expected: str) -> NoReturn:
     raise InputError(f"{name}: expected {expected}; got {shown(value)}")
+
+
+# --- uint8
+
+
+class PixelValues:
+    """Normalizes uint8 pixels on a device to the values that the processor computes on the host.
+
+    Args:
+        values: (channels, 256), see `ImagePreparer.values`.
+        dtype: of the result.
+        device: where pixels are.
+    """
+
+    def __init__(self, values: NDArray[np.float32], dtype: torch.dtype, device: torch.device) -> None:
+        self._channels = len(values)
+        self._values = torch.from_numpy(values).flatten().to(device=device, dtype=dtype)
+        self._starts = torch.arange(self._channels, dtype=torch.int32, device=device)[:, None] * 256
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Pixels of any layout in which the channels come first in each row."""
+        if not pixels.shape[0]:
+            return self._values.new_empty(pixels.shape)
+        entries = pixels.reshape(pixels.shape[0], self._channels, -1).int() + self._starts
+        return self._values.index_select(0, entries.flatten()).view(pixels.shape)

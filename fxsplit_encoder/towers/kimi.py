@@ -25,10 +25,7 @@ from fxsplit_encoder.towers.position_embeddings import TAPS, interpolation
 
 class RasterTower(PackedTower):
     """The common part of adapters whose patches are (patches, 3, patch_size, patch_size) in raster order.
-
-    Rows keep that order from the pixels to the last block. Only then are they permuted, so that those of an
-    output token follow one another: it costs no pass over the pixels, and the tower's hidden states are in
-    the order that its callers know.
+    Rows are permuted only after the last block, so that those of an output token follow one another.
     """
 
     has_plain_blocks = True
@@ -82,10 +79,8 @@ class RasterTower(PackedTower):
 
 
 class KimiVLTower(RasterTower):
-    """Wraps `KimiVLVisionModel`.
-
-    `mm_kwargs` are `pixel_values` (patches, 3, patch_size, patch_size) in raster order and `image_grid_hws`
-    (images, 2) in patches. An image's embedding is (output tokens, text_hidden_size).
+    """Wraps `KimiVLVisionModel`: `pixel_values` (patches, 3, patch_size, patch_size) in raster order and
+    `image_grid_hws` (images, 2) in patches. An embedding is (output tokens, text_hidden_size).
     """
 
     input_names: Sequence[str] = ("pixel_values", "image_grid_hws")
@@ -137,11 +132,9 @@ class KimiVLTower(RasterTower):
 class KimiK25Tower(RasterTower):
     """Wraps `Kimi_K25VisionModel`.
 
-    All frames of a clip attend to one another and then become one frame, their mean. Until then they are
-    rows like any others, so budgets count the tokens of every frame; the mean is taken after the replay,
-    clip by clip. Clips of different lengths may share a batch, which the wrapped tower alone refuses.
-
-    An item's embedding is the tower's pooled output, flattened: (output tokens, merge area * hidden_size).
+    All frames of a clip attend to one another and then become one frame, their mean, which is taken after the
+    replay; budgets count the tokens of every frame. Clips of different lengths may share a batch. An
+    embedding is the pooled output, flattened: (output tokens, merge area * hidden_size).
     """
 
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
@@ -233,10 +226,8 @@ class KimiK25Tower(RasterTower):
         clone: bool = False,
         batch_mm_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Hands every item its rows of the output, the mean over its frames.
-
-        Raises:
-            InputError: without `batch_mm_kwargs`, which say how many frames an item has.
+        """Hands every item the mean of its rows over its frames; InputError without `batch_mm_kwargs`, which
+        count them.
         """
         grids = self.item_grids(given_batch(batch_mm_kwargs))
         pooled = mean_frames(outputs["default"], grids, self.rows_per_token)
@@ -246,9 +237,7 @@ class KimiK25Tower(RasterTower):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pool_frames(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Takes the means over frames that `core` left. It runs outside the compiled frame: how many rows are
-    left depends on the grids, which no graph may.
-    """
+    """Takes the means over frames outside the compiled frame: how many rows are left depends on the grids."""
     assert isinstance(module, KimiK25Tower)
     _, grid_thw = module.own_inputs(args, kwargs)
     grids = module.read_grids(grid_thw, "grid_thw")
@@ -260,10 +249,8 @@ def _pool_frames(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def mean_frames(tokens: Tensor, grids: Sequence[Grid], rows_per_token: int) -> list[Tensor]:
-    """Every item's output tokens: views for images, means over the frames of clips.
-
-    Args:
-        tokens: (tokens of all frames or more, ...), item by item.
+    """Output tokens of every item from (tokens of all frames or more, ...): views for images, means for
+    clips.
     """
     counts = [t * h * w // rows_per_token for t, h, w in grids]
     items = torch.split(tokens[: sum(counts)], counts)

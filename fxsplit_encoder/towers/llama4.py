@@ -15,11 +15,9 @@ from fxsplit_encoder.towers.inputs import integer_rows, number_of, pixel_parts
 
 
 class Llama4Tower(DenseTower):
-    """Wraps what surrounds the language model in `Llama4ForConditionalGeneration`, or the bare
-    `Llama4VisionModel`; called, it is the model's `get_image_features`, or the bare tower's forward.
-
-    An item's embedding is (144 * tiles, text hidden size) with 336 x 336 tiles: projected, unlike what
-    `get_image_features` returns. A bare tower's is not projected.
+    """Wraps what surrounds the language model in `Llama4ForConditionalGeneration`, called as its
+    `get_image_features`, or the bare `Llama4VisionModel`. An embedding is (144 * tiles, text hidden size)
+    with 336 x 336 tiles, projected; a bare tower's is not projected.
     """
 
     count_keys: ClassVar[tuple[str, ...]] = ("num_patches", "image_num_patches", "patches_per_image")
@@ -49,9 +47,8 @@ class Llama4Tower(DenseTower):
         return self.multi_modal_projector(features) if self.projects else features
 
     def image_counts(self, mm_kwargs: dict[str, Any]) -> Any:
-        """The tiles of every image; by its `aspect_ratios` (rows, columns) if nothing else says so.
-
-        An image of several tiles has one more, the whole image.
+        """The tiles of every image, else by its `aspect_ratios` (rows, columns), with one more for several
+        tiles.
         """
         counts, ratios = super().image_counts(mm_kwargs), mm_kwargs.get("aspect_ratios")
         if counts is not None or ratios is None:
@@ -66,8 +63,8 @@ class Llama4Tower(DenseTower):
 
 
 def _use_real_rotary(tower: Any) -> None:
-    """Replaces rotary embedding and attention by equal ones without complex numbers, for which Inductor has
-    no kernels. The names of the parameters stay.
+    """Replaces rotary embedding and attention by equal ones without complex numbers, which Inductor has no
+    kernels for.
     """
     if isinstance(tower.rotary_embedding, _RealRotaryEmbedding):
         return

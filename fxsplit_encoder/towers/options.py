@@ -1,8 +1,5 @@
-"""Keyword arguments of a tower's forward: which of them change what it returns.
-
-Libraries pass on what they got themselves: transformers gives a tower `return_dict=True`, and in some
-versions `use_cache`, which a tower ignores. To Dynamo each set of arguments is another call, so they are
-settled before a trace sees them.
+"""Keyword arguments of a tower's forward: which of them change what it returns. Libraries pass on what they
+got, such as `return_dict=True`; each set would be another call to Dynamo, so they are settled before.
 """
 
 from __future__ import annotations
@@ -43,12 +40,8 @@ class Options:
 def settle(
     kwargs: Mapping[str, Any], own_names: Iterable[str], matters: Callable[[str, Any], bool]
 ) -> Options:
-    """The keyword arguments of a call without those that change nothing.
-
-    Args:
-        kwargs: as they were given.
-        own_names: those that are inputs and no options.
-        matters: whether an option changes what is returned.
+    """The keyword arguments of a call without those that change nothing: `matters` tells options that change
+    the result, `own_names` are inputs.
     """
     kept, changing = {}, {}
     for name, value in kwargs.items():
@@ -84,10 +77,8 @@ for _name in {*dir(torch.Tensor), *dir(tuple)} - _KEPT | {"__hash__"}:
 
 
 def reads_argument(call: Callable[[dict[str, Any]], Any], name: str) -> bool:
-    """Whether a forward reads an argument: it uses it, refuses it, or returns something else.
-
-    Args:
-        call: the forward with these further arguments.
+    """Whether a forward, `call` with further arguments, uses or refuses an argument, or returns something
+    else.
     """
     with torch.inference_mode(False), torch.no_grad():
         plain = tree_leaves(call({}).to_tuple())
@@ -99,8 +90,8 @@ def reads_argument(call: Callable[[dict[str, Any]], Any], name: str) -> bool:
 
 
 def without_inference_tensors(values: Any) -> Any:
-    """Tensors in tuples and dictionaries, where they were made in inference mode as copies that were not: a
-    trace that saw one kind does not hold for the other.
+    """Copies of inference-mode tensors in tuples and dictionaries: a trace of one kind does not hold for the
+    other.
     """
     if isinstance(values, torch.Tensor):
         if not values.is_inference():

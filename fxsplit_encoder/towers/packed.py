@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dynamo import Marks, mark_dynamic, mark_static, mark_unbacked
-from fxsplit_encoder._torch.staging import to_device
+from fxsplit_encoder._torch.staging import mark_immutable, to_device
 from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens, segment_capacity
 from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
@@ -22,7 +22,6 @@ from fxsplit_encoder.protocol import (
 )
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import is_hugging_face, registered_tower
-from fxsplit_encoder.towers.device_metadata import DeviceMetadata
 from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.inputs import check_integers, one_or_several
 from fxsplit_encoder.towers.packed_items import PackedItems
@@ -34,12 +33,10 @@ _ASKED = ("get_encoder_cudagraph_item_specs", "item_modalities", "item_frames", 
 class PackedTower(PackedItems):
     """A packed tower behind the manager's protocol, and still a module with the tower's own forward.
 
-    Attention of a Hugging Face module is set to `fxsplit::varlen_attention`; a module of another origin calls
-    `fxsplit_encoder.attention.varlen_attention` itself.
-
-    An adapter gives `metadata_columns`, `metadata` and the numbers below; one whose tower attends over other
-    segments than frames, or whose own forward does not take all its metadata from outside, also gives
-    `segment_inputs` and `segment_lengths`, or a `core` of its own.
+    Attention of a Hugging Face module is set to `fxsplit::varlen_attention`; other modules call
+    `fxsplit_encoder.attention.varlen_attention`. An adapter gives `metadata_columns`, `metadata` and the
+    numbers below; `segment_inputs` and `segment_lengths`, or its own `core`, where segments are no frames or
+    the forward makes metadata itself.
     """
 
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
@@ -82,28 +79,23 @@ class PackedTower(PackedItems):
 
     @abstractmethod
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """The per-patch metadata of a batch, on the CPU: a tensor of (patches, columns) for each of
-        `metadata_columns`.
-        """
+        """Per-patch metadata of a batch on the CPU: (patches, columns) for each of `metadata_columns`."""
 
     def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
         """The patches of every segment of a batch, for each of `segment_inputs`: its frames."""
         return {"cu_seqlens": grids_of.frame_lengths(grids)}
 
     def num_segments(self, grid: Grid) -> dict[str, int]:
-        """How many segments an item has, for each of `segment_inputs`: as many as `segment_lengths` has
-        entries.
-
-        An adapter that gives `segment_lengths` may count them without making them, which plans then do.
+        """Segments of an item for each of `segment_inputs`. An adapter with `segment_lengths` may override
+        it.
         """
         if type(self).segment_lengths is PackedTower.segment_lengths:
             return {"cu_seqlens": grid[0]}
         return {name: len(lengths) for name, lengths in self.segment_lengths([grid]).items()}
 
     def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
-        """The tower's forward past its own host metadata, with its own output type.
-
-        `metadata`: the per-patch tensors, and the cumulative lengths other than `cu_seqlens`.
+        """The tower's forward after its host metadata; `metadata`: the per-patch tensors, then cumulative
+        lengths.
         """
         # The patch count bounds every segment, whatever the batch.
         return self.tower(
@@ -118,11 +110,7 @@ class PackedTower(PackedItems):
     # --- the module
 
     def own_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The patches and the grids of a call, given by position or by the names in `input_names`.
-
-        Raises:
-            InputError: one is missing.
-        """
+        """Patches and grids of a call, by position or by `input_names`; InputError if one is missing."""
         values = {**dict(zip(self.input_names, args, strict=False)), **kwargs}
         for name in self.input_names:
             if values.get(name) is None:
@@ -133,8 +121,8 @@ class PackedTower(PackedItems):
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Patches and grids, by position, with marks that tell Dynamo that their numbers vary, so that one
-        trace serves every batch. The marks go on aliases: the caller's tensors stay as they are.
+        """Aliases of patches and grids, marked for Dynamo as of varying sizes, so that one trace serves every
+        batch.
         """
         patches, grid = self.own_inputs(args, kwargs)
         self.check_own_inputs(patches, grid)
@@ -147,11 +135,9 @@ class PackedTower(PackedItems):
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Any:
         """The tower's forward: patches, grids (items, 3), its own output.
 
-        Called as a module, it also takes the names of the tower's own forward, `input_names`, and its
-        options: with those that change the output, the tower itself is called.
-
-        Raises:
-            InputError: one of them is not such a tensor, or the grids do not describe the patches.
+        Called as a module, it takes the tower's `input_names` and options; with options that change the
+        output, the tower itself runs. Raises InputError for other inputs, or grids that do not describe the
+        patches.
         """
         values = vision_metadata(hidden_states, grid_thw, self.registered_name)
         metadata = dict(zip(self.metadata_names, values, strict=True))
@@ -160,9 +146,7 @@ class PackedTower(PackedItems):
         return self.packed_output(output) if self.returns_rows else output
 
     def check_own_inputs(self, patches: Any, grids: Any) -> None:
-        """Raises InputError unless they are tensors as `forward` takes. Values are not read: grids are
-        compared with the patches where they are read, which is once per call.
-        """
+        """Raises InputError for inputs that `forward` does not take; grids are checked when read."""
         names = self.input_names
         self.check_patches(patches, names[0])
         check_integers(grids, names[1])
@@ -177,8 +161,8 @@ class PackedTower(PackedItems):
         return {**self.metadata(grids), **self._cumulative_lengths(grids)}
 
     def kept_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """The same, kept for batches that recur: per patch on the tower's device then, cumulative
-        lengths on the CPU. It is immutable.
+        """The same, immutable and kept for batches that recur: per patch on the device, cumulative lengths on
+        the CPU.
         """
         return self._device_metadata.of(tuple(grids), self.device, self.metadata, self._cumulative_lengths)
 
@@ -214,19 +198,15 @@ class PackedTower(PackedItems):
         return self.min_item_tokens, self.max_budget
 
     def described_items(self, mm_kwargs: dict[str, Any]) -> Hashable | None:
-        """An object that stands for all that the item specs, `item_modalities`, `item_frames` and
-        `item_segments` say of a batch: that of another batch is the same only if they say the same of it.
-        None: they have to be asked.
-
-        Raises:
-            InputError: as `read_request`.
+        """A key equal for batches whose item specs, modalities, frames and segments are equal; None: they
+        have to be asked. Raises InputError as `read_request`.
         """
         request = self.read_request(mm_kwargs, planned=True)
         return request.described if request.is_known and self._items_are_grids else None
 
     def item_segments(self, mm_kwargs: dict[str, Any]) -> list[int]:
-        """The share of a capture's attention segments that every item takes: its frames, or more where
-        another of its inputs of cumulative lengths needs more.
+        """Attention segments of every item: its frames, or more where another input of cumulative lengths
+        needs them.
         """
         return [
             max(-(-count // self.segment_inputs[name]) for name, count in self.num_segments(grid).items())
@@ -262,9 +242,7 @@ class PackedTower(PackedItems):
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
     ) -> EncoderCudaGraphReplayBuffers:
-        """The batch's tensors at their true sizes; metadata on the CPU, or on the device where it was kept
-        there.
-        """
+        """The batch's tensors at their true sizes; metadata on the CPU, or on the device where it is kept."""
         request = self.read_request(mm_kwargs)
         metadata = self.kept_metadata(request.described.grids)
         pixels = one_or_several(self.flat_patches(request.patches))
@@ -307,17 +285,15 @@ _PATCHES, _GRIDS = Marks(_mark_patches), Marks(_mark_grids)
 
 
 def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    """Every per-patch metadata tensor, on the CPU or kept on the device; then the cumulative lengths
-    (segments + 1), on the CPU. They are immutable.
-    """
+    """Per-patch metadata, then cumulative lengths (segments + 1) on the CPU; all immutable."""
     tower = registered_tower(tower_name)
     metadata = tower.kept_metadata(_read_grids(tower, pixel_values, grid_thw))
     return [metadata[name] for name in tower.metadata_names]
 
 
 def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    """What the op's schema promises: cumulative lengths padded, by empty segments, to a length that patches
-    determine. New tensors, which a compiler may write to once it has read them.
+    """Implements the op: cumulative lengths padded by empty segments to a length that the patches determine.
+    Makes new tensors, which a compiler may write to.
     """
     tower, rows = registered_tower(tower_name), pixel_values.shape[0]
     metadata = tower.host_metadata(_read_grids(tower, pixel_values, grid_thw))
@@ -374,3 +350,50 @@ def _budget_range(tower: PackedTower) -> tuple[int, int]:
 
 def _segment_factors(tower: PackedTower) -> list[int]:
     return [tower.segment_inputs.get(name, 1) for name in tower.metadata_names]
+
+
+# --- metadata of recent batches
+
+# At most this many patches are kept in all, 48 bytes each in Qwen3-VL: 12 MiB; of a single batch a sixteenth.
+_KEPT_PATCHES = 1 << 18
+_MOST_PATCHES = _KEPT_PATCHES // 16
+
+
+class DeviceMetadata:
+    """Keeps the metadata of recent batches by their grids, so that it is neither computed nor copied again.
+
+    What comes from here is immutable; a permutation on a device is not checked by the capture that takes it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.device, tuple[Grid, ...]], dict[str, Tensor]] = {}
+        self._patches = 0
+
+    def of(
+        self,
+        grids: tuple[Grid, ...],
+        device: torch.device,
+        per_patch: Callable[[Sequence[Grid]], dict[str, Tensor]],
+        lengths: Callable[[Sequence[Grid]], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """All metadata of a batch; of a large batch it is not kept, and lies on the CPU.
+
+        Args:
+            per_patch: computes the metadata of every patch, on the CPU.
+            lengths: computes the cumulative lengths of segments, which stay on the host.
+        """
+        kept = self._kept.pop((device, grids), None)
+        if kept is None:
+            patches = grids_of.count_patches(grids)
+            if patches > _MOST_PATCHES:
+                return {**per_patch(grids), **lengths(grids)}
+            with torch.inference_mode(False):  # others may need these tensors outside it
+                moved = {name: to_device(value, device) for name, value in per_patch(grids).items()}
+                kept = {name: mark_immutable(value) for name, value in {**moved, **lengths(grids)}.items()}
+            self._patches += patches
+            while self._patches > _KEPT_PATCHES:
+                oldest = next(iter(self._kept))
+                self._patches -= grids_of.count_patches(oldest[1])
+                del self._kept[oldest]
+        self._kept[device, grids] = kept
+        return kept

@@ -1,7 +1,5 @@
-"""The items of a packed tower: what its inputs describe of every image and video.
-
-`mm_kwargs` are what Hugging Face's processors make: `pixel_values` (patches, features) with `image_grid_thw`
-(images, 3), and `pixel_values_videos` with `video_grid_thw`. Items are the images in order, then the videos.
+"""Reads the items of a packed tower from what Hugging Face's processors make: `pixel_values` (patches,
+features) with `image_grid_thw` (images, 3), and `pixel_values_videos` with `video_grid_thw`; images first.
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +20,7 @@ from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.inputs import (
+    INTEGERS,
     MOST_PLANNED_ITEMS,
     MOST_ROWS,
     check_given,
@@ -31,7 +30,6 @@ from fxsplit_encoder.towers.inputs import (
     pixel_parts,
     rows_of,
 )
-from fxsplit_encoder.towers.known_requests import Described, KnownRequests, look
 
 _EMBEDDINGS = ("image_embeds", "video_embeds")
 
@@ -50,7 +48,6 @@ class PackedItems(WrappedTower):
     """Reads grids and patches, counts them, and selects some items.
 
     Args:
-        tower: the vision tower.
         merge_size: patches that merge into one output token along each side.
         patch_features: columns of a flattened patch.
     """
@@ -76,16 +73,12 @@ class PackedItems(WrappedTower):
     # --- reading
 
     def read_request(self, mm_kwargs: dict[str, Any], *, planned: bool = False) -> _Request:
-        """The grids and the patches of a batch. Each input of grids is read once, and its claims are compared
-        with the rows of patches before anything else looks at them.
-
-        Args:
-            mm_kwargs: the batch.
-            planned: whether patches may be missing, since only the sizes are asked for.
+        """The grids and the patches of a batch. Grids are read once and compared with the rows of patches;
+        for a plan (`planned`) patches may be missing.
 
         Raises:
-            InputError: an input is missing or not what it should be, the grids do not describe the patches,
-                the items are embeddings already, or videos for a tower of images.
+            InputError: an input is missing or wrong, grids do not describe the patches, or items are not
+                pixels.
         """
         request: _Request = read_once(self, mm_kwargs, functools.partial(self._look_up, mm_kwargs))
         if request.described.missing is not None and not planned:
@@ -148,9 +141,7 @@ class PackedItems(WrappedTower):
         return parts, self.grids_of_rows(mm_kwargs[grid_key], grid_key, rows, f"{key}: {grid_key} describes")
 
     def check_patches(self, patches: Any, name: str) -> None:
-        """Raises InputError unless patches are a tensor of (patches, features), whatever shape the features
-        have.
-        """
+        """Raises InputError unless patches are a tensor of (patches, features), in any shape of features."""
         check_pixels(patches, name)
         shape = patches.shape
         if len(shape) < 2 or math.prod(shape[1:]) != self.patch_features:
@@ -160,16 +151,8 @@ class PackedItems(WrappedTower):
             )
 
     def grids_of_rows(self, grids: Any, name: str, rows: int | None, claim: str) -> list[Grid]:
-        """The grids that describe `rows` rows of patches.
-
-        Args:
-            grids: as they were given.
-            name: where they were found.
-            rows: of patches; None: any number, for a plan.
-            claim: how a message begins that goes on with what they describe.
-
-        Raises:
-            InputError: they describe another number, or are not grids of this tower.
+        """The grids that describe `rows` rows of patches (None: any number, for a plan), else InputError.
+        `name` is where they were found, `claim` how a message begins that goes on with what they describe.
         """
         capacity = MOST_PLANNED_ITEMS if rows is None else rows // self.rows_per_token
         if number_of(grids) > capacity:
@@ -184,11 +167,7 @@ class PackedItems(WrappedTower):
         return result
 
     def item_grids(self, mm_kwargs: dict[str, Any]) -> Sequence[Grid]:
-        """The grids of a batch: the images', then the videos'.
-
-        Raises:
-            InputError: as `read_request`.
-        """
+        """The grids of a batch, images' then videos'; raises as `read_request`."""
         return self.read_request(mm_kwargs, planned=True).described.grids
 
     # --- the manager's protocol
@@ -198,11 +177,7 @@ class PackedItems(WrappedTower):
         return "video" if mm_kwargs.get("video_grid_thw") is not None else "image"
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """The patches and output tokens of every item. Patches may be missing.
-
-        Raises:
-            InputError: as `read_request`.
-        """
+        """Patches and output tokens of every item; patches may be missing. Raises as `read_request`."""
         return [self.item_spec(grid) for grid in self.item_grids(mm_kwargs)]
 
     def item_spec(self, grid: Grid) -> EncoderItemSpec:
@@ -245,3 +220,102 @@ class PackedItems(WrappedTower):
         """(patches, features) of every tensor of a request; one without rows if there is none."""
         flat = [part.flatten(1) if part.dim() > 2 else part for part in patches]
         return flat or [torch.zeros(0, self.patch_features, dtype=torch.float32, device="cpu")]
+
+
+# --- what was read of requests
+#
+# Inputs may change between requests without a trace, so the key is made anew of each: the numbers in its
+# grids, and what tensors of patches say of themselves but their values, which nobody reads.
+
+# Requests that are kept, and the most items and tensors of patches of one. Choices: a service sees few sizes.
+_KEPT = 1024
+_MOST_ITEMS = 64
+
+_ONLY_INTEGERS = {int}
+
+
+class Described:
+    """What the inputs of requests say of their items: the same object for all that say the same."""
+
+    __slots__ = ("grids", "missing", "num_images")
+
+    def __init__(self, grids: Sequence[Grid], num_images: int, missing: tuple[str, str] | None) -> None:
+        self.grids = tuple(grids)
+        """Of the images, then of the videos."""
+        self.num_images = num_images
+        self.missing = missing
+        """The names of patches that were not given, and of their grids; None: all were."""
+
+
+class Look(NamedTuple):
+    """A look at a request's inputs, consistent in itself whatever becomes of them meanwhile."""
+
+    key: Hashable
+    """Requests of equal keys are read alike."""
+    patches: list[Tensor]
+    """As they were given, in the order of their names."""
+    inputs: dict[str, Any]
+    """The inputs, with the grids that the key has."""
+
+
+def look(mm_kwargs: dict[str, Any], input_keys: Sequence[tuple[str, str]]) -> Look | None:
+    """Makes the key of a request; None: it holds something other than `input_keys`, and has to be read."""
+    entries: list[Hashable] = []
+    patches: list[Tensor] = []
+    inputs: dict[str, Any] = {}
+    seen = 0
+    for key, grid_key in input_keys:
+        seen += (key in mm_kwargs) + (grid_key in mm_kwargs)
+        parts, grids = mm_kwargs.get(key), mm_kwargs.get(grid_key)
+        if parts is not None:
+            inputs[key] = several = list(parts) if isinstance(parts, list | tuple) else [parts]
+            entries.append(key)
+            for part in several:
+                if type(part) is not Tensor or part.is_nested:
+                    return None
+                entries.append((part.shape, part.dtype, part.device, part.layout))
+            patches += several
+        if grids is not None:
+            if (numbers := _numbers_of(grids)) is None:
+                return None
+            entries.append((grid_key, numbers))
+            inputs[grid_key] = numbers
+    if seen != len(mm_kwargs) or not inputs or len(patches) > _MOST_ITEMS:
+        return None
+    return Look(tuple(entries), patches, inputs)
+
+
+def _numbers_of(grids: Any) -> tuple[tuple[int, ...], ...] | None:
+    """A few grids as Python's numbers; None: they are many, or something else."""
+    if type(grids) is Tensor:
+        is_plain = grids.dtype in INTEGERS and not (grids.is_nested or grids.is_meta)
+        if not is_plain or grids.layout != torch.strided or grids.dim() != 2:
+            return None
+        return tuple(map(tuple, grids.tolist())) if 0 < grids.numel() <= 3 * _MOST_ITEMS else None
+    if type(grids) is not list or not 0 < len(grids) <= _MOST_ITEMS:
+        return None
+    for row in grids:
+        # True and 1.0 are equal to 1, and no integers.
+        if type(row) is not tuple or not 0 < len(row) <= 3 or set(map(type, row)) != _ONLY_INTEGERS:
+            return None
+    return tuple(grids)
+
+
+class KnownRequests:
+    """What was read, by `Look.key`. Once there is too much, all of it is forgotten."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Described] = {}
+
+    def __reduce__(self) -> tuple[type[KnownRequests], tuple[()]]:
+        return KnownRequests, ()  # copies, also those for other processes, know of none
+
+    def get(self, key: Hashable) -> Described | None:
+        """What was read of requests with this key; None: none was."""
+        return self._known.get(key)
+
+    def keep(self, key: Hashable, described: Described) -> None:
+        """Remembers what was read. Threads may call this at the same time."""
+        if len(self._known) >= _KEPT:
+            self._known = {}
+        self._known[key] = described

@@ -16,14 +16,12 @@ from fxsplit_encoder.towers.packed import PackedTower
 
 
 class PixtralTower(PackedTower):
-    """Wraps `PixtralVisionModel`.
-
-    `mm_kwargs` are `pixel_values` (patches, channels * patch_size ** 2) and `image_grid_thw` (images, 3);
-    `patches` cuts images into them. An image's embedding is (patches, hidden_size) of each of `layers`.
+    """Wraps `PixtralVisionModel`. `mm_kwargs` are `pixel_values` (patches, channels * patch_size ** 2), as
+    `patches` cuts them, and `image_grid_thw` (images, 3). An embedding is (patches, hidden_size) of each
+    of `layers`.
 
     Args:
-        layers: whose hidden states make an embedding: 0 is what goes into the first, and the last is the
-            tower's output.
+        layers: hidden states of an embedding: 0 goes into the first, the last is the tower's output.
     """
 
     has_plain_blocks = True
@@ -50,8 +48,8 @@ class PixtralTower(PackedTower):
             self.grid_side = config.image_size // config.patch_size
 
     def patches(self, image: Tensor) -> Tensor:
-        """(patches, features) of an image (channels, height, width), row by row, in the order in which the
-        convolution's weights lie.
+        """(patches, features) of an image (channels, height, width), row by row, as the convolution's weights
+        lie.
         """
         channels, height, width = image.shape
         side = self.patch_size

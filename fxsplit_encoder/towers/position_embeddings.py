@@ -1,9 +1,5 @@
-"""What positions add to a patch: rows of a learned table, resampled, and the cosines and sines of a rotary
-embedding.
-
-Of a learned table the host computes which rows ("taps") are next to a patch, and their weights: both follow
-from the grids alone, and the graph adds up the rows. So no interpolation, and no loop over images, is in the
-graph.
+"""What positions add to a patch: rows of a learned table, resampled, and rotary cosines and sines. The host
+computes which rows ("taps") of the table are near a patch and their weights; the graph adds up the rows.
 """
 
 from __future__ import annotations
@@ -35,16 +31,9 @@ _KEYS_A = np.float32(-0.75)
 def interpolation(
     grids: Sequence[Grid], table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
 ) -> tuple[Tensor, Tensor]:
-    """The taps of every patch of a batch.
-
-    Args:
-        grids: of the batch.
-        table: height and width of the position table.
-        merge_size: of the blocks that the patches of a frame come in; 1: row by row.
-        align_corners, mode: as of `torch.nn.functional.interpolate`.
-
-    Returns:
-        Indices into the flattened table, int32, and their weights, float32: both (patches, taps).
+    """The taps of every patch of a batch: indices into the flattened table, int32, and weights, float32, both
+    (patches, taps). `merge_size` is of the blocks in which patches come, 1 for row by row; `align_corners`
+    and `mode` are those of `torch.nn.functional.interpolate`.
     """
     frames = [
         frame_interpolation(h, w, table, merge_size, align_corners, mode)
@@ -78,11 +67,9 @@ def frame_interpolation(
 def _axis_taps(
     size: int, side: int, align_corners: bool, mode: Mode
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The nearest of `side` table positions for each of `size` target positions along one axis, and their
-    weights, (size, taps of the axis); positions outside the table are those at its border.
-
-    In float32 and in the order of operations of `torch.nn.functional.interpolate`, so that the weights are
-    its own.
+    """The nearest of `side` table positions for each of `size` targets along one axis, and weights, (size,
+    taps). In float32 and in the order of operations of `torch.nn.functional.interpolate`, whose weights
+    they are.
     """
     target = np.arange(size, dtype=np.float32)
     if align_corners:
@@ -113,8 +100,8 @@ def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def gives_angles(rotary: nn.Module) -> bool:
-    """Whether a vision tower's rotary embedding makes angles of positions, as transformers' did before 5.17;
-    later ones make cosines and sines, for hidden states that they get too.
+    """Whether a rotary embedding makes angles of positions, as before transformers 5.17; later ones make
+    cosines and sines.
     """
     return len(inspect.signature(rotary.forward).parameters) == 1
 
@@ -122,11 +109,8 @@ def gives_angles(rotary: nn.Module) -> bool:
 def cosines_and_sines(
     rotary: Any, hidden: Tensor, position_ids: Tensor, *, from_angles: bool
 ) -> tuple[Tensor, Tensor]:
-    """(patches, head_dim) each, from (patches, 2) positions.
-
-    Args:
-        from_angles: whether the embedding `gives_angles`; the towers of that time take each of them for both
-            halves of a head.
+    """(patches, head_dim) each, from (patches, 2) positions. Before 5.17 (`from_angles`) each is for both
+    halves of a head.
     """
     if not from_angles:
         return rotary(hidden, position_ids)  # type: ignore[no-any-return]

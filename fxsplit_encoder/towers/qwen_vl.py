@@ -40,12 +40,10 @@ class Qwen2VLTower(PackedTower):
 
 
 class Qwen25VLTower(PackedTower):
-    """Wraps `Qwen2_5_VisionTransformerPretrainedModel`: most blocks attend within windows, some within whole
-    frames.
+    """Wraps `Qwen2_5_VisionTransformerPretrainedModel`, most of whose blocks attend within windows.
 
-    The blocks see each frame's patches window by window. The permutation, and its inverse, come from the host
-    as per-patch metadata, so that all lengths follow from one token count; rotary positions are permuted
-    there too.
+    The permutation to the order of windows, its inverse and permuted rotary positions come from the host as
+    per-patch metadata, so that all lengths follow from one token count.
     """
 
     has_plain_blocks = True
@@ -101,10 +99,8 @@ class Qwen25VLTower(PackedTower):
     def core(
         self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]
     ) -> BaseModelOutputWithPooling:
-        """The tower's forward with the permutations around its blocks computed beforehand.
-
-        Patches return to their own order before the merger rather than after it: it joins neighbors, which
-        the order of windows keeps together, so the result is the same, and every row is then a token.
+        """The tower's forward with the permutations computed beforehand. Patches return to their order before
+        the merger, which joins the same neighbors either way, so that every row is a token.
         """
         tower: Any = self.tower
         hidden = permute_rows(tower.patch_embed(pixel_values), metadata["window_permutation"])
@@ -124,10 +120,8 @@ class Qwen25VLTower(PackedTower):
 
 
 class Qwen3VLTower(PackedTower):
-    """Wraps `Qwen3VLVisionModel` and `Qwen3VLMoeVisionModel`: deepstack features besides the main output.
-
-    An item's embedding is (output tokens, out_hidden_size * (1 + deepstack levels)): the main output, then
-    every deepstack level, along the hidden dimension.
+    """Wraps `Qwen3VLVisionModel` and `Qwen3VLMoeVisionModel`. An embedding is (output tokens, out_hidden_size
+    * (1 + deepstack levels)): the main output, then every level.
     """
 
     has_plain_blocks = True

@@ -42,11 +42,10 @@ def supported_towers() -> list[str]:
 
 
 def wrap(tower: nn.Module, spec: DenseTowerSpec | None = None) -> PackedTower | DenseTower | TiledTower:
-    """Adapts a vision tower to the manager's protocol.
+    """Adapts a vision tower to the manager's protocol, as a module with the tower's own forward.
 
-    The result is a module with the tower's own forward. The tower itself is used, not copied; the attention
-    layers of a packed tower now call `fxsplit::varlen_attention`, those of a dense one torch's
-    `scaled_dot_product_attention`.
+    The tower is used, not copied: attention of a packed tower now calls `fxsplit::varlen_attention`, that of
+    a dense one torch's `scaled_dot_product_attention`.
 
     Args:
         tower: a tower that `supported_towers` names; where the connector belongs to the model, the model.

@@ -22,12 +22,9 @@ _PLACE = 8
 class Siglip2Tower(DenseTower):
     """Wraps `Siglip2VisionModel`.
 
-    A "tile" is an image as (1, patches, columns): the features of each patch, its place in an image of this
-    shape, and whether it is one of the image's. `images` makes them. So the graph sees images of one size,
-    and computes positions of any shape from the table as it is then.
-
-    An image's embedding is (patches + 1, hidden_size): the last hidden state, and the pooled one where the
-    tower has a head.
+    A "tile" is an image as (1, patches, columns), made by `images`: each patch's features, its place in an
+    image of this shape, and whether it exists. So the graph sees images of one size. An embedding is (patches
+    + 1, hidden_size): the last hidden state, and the pooled one where the tower has a head.
 
     Args:
         patches: of an image at most, as the image processor pads it.
@@ -64,8 +61,8 @@ class Siglip2Tower(DenseTower):
         return torch.cat([hidden, self._pooled(hidden, mask)[:, None]], dim=1) if self.pools else hidden
 
     def _positions(self, places: Tensor) -> Tensor:
-        """(tiles, patches, hidden_size): the position table resized to each image's shape, as by the tower
-        itself: along each axis with the weights of a triangle, which is wider where the shape is smaller.
+        """(tiles, patches, hidden_size): the position table resized to each image's shape as by the tower
+        itself, along each axis with the weights of a triangle, wider where the shape is smaller.
         """
         embeddings = self.tower.embeddings
         table, side = embeddings.position_embedding.weight, embeddings.position_embedding_size
@@ -81,9 +78,7 @@ class Siglip2Tower(DenseTower):
         return positions
 
     def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """The tower's head: attention of one probe over an image's patches. The head itself asks the host
-        whether a mask is whole.
-        """
+        """The tower's head, attention of one probe; the head itself asks the host whether a mask is whole."""
         head = self.tower.head
         probe = head.probe.repeat(hidden.shape[0], 1, 1)
         bias = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
@@ -94,12 +89,8 @@ class Siglip2Tower(DenseTower):
 
     @torch.no_grad()
     def images(self, pixels: Tensor, mask: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
-        """(images, 1, patches, columns).
-
-        Args:
-            pixels: (images, patches, features).
-            mask: (images, patches), which are the image's.
-            shapes: rows and columns of every image.
+        """(images, 1, patches, columns) of pixels (images, patches, features), a mask (images, patches) of
+        those that exist, and rows and columns of every image.
         """
         weight: Tensor = self.tower.embeddings.patch_embedding.weight
         places = torch.stack([self._places_of(shape, weight) for shape in shapes])

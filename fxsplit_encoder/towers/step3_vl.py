@@ -12,11 +12,9 @@ from fxsplit_encoder.towers.tiles import View
 
 
 class Step3VLTower(TiledTower):
-    """Wraps `Step3VisionModel`.
-
-    `mm_kwargs`: `pixel_values` (images, 3, 728, 728), `num_patches` (images), and `patch_pixel_values`
-    (crops, 3, 504, 504) of all images one after the other. An image's embedding is the rows of its crops,
-    81 each, then the 169 of the whole image.
+    """Wraps `Step3VisionModel`. `mm_kwargs`: `pixel_values` (images, 3, 728, 728), `num_patches` (images),
+    and `patch_pixel_values` (crops, 3, 504, 504) of all images. An embedding is the rows of its crops, 81
+    each, then the 169 of the whole image.
     """
 
     has_plain_blocks = True

@@ -20,16 +20,14 @@ CROP_SIZE = 504
 
 
 class Step3p7Tower(TiledTower):
-    """Wraps `Step3p7VisionModel`, or `Step3p7Model` for embeddings in the language model's width.
+    """Wraps `Step3p7VisionModel`, or `Step3p7Model` for embeddings in the language model's width; the
+    module's own forward is the vision model's.
 
-    `mm_kwargs` are those of the model's `get_image_features`: `pixel_values` (images, 3, 728, 728),
-    `num_local_patches` (images), and `pixel_values_local` (crops, 3, 504, 504) of all images one after the
-    other. An image's embedding is the rows of its crops, 81 each, then the 169 of the whole image.
-
-    The module's own forward is the vision model's, for both.
+    `mm_kwargs`: `pixel_values` (images, 3, 728, 728), `num_local_patches` (images), and `pixel_values_local`
+    (crops, 3, 504, 504) of all images. An embedding is the rows of its crops, 81 each, then the 169 of the
+    whole image.
 
     Args:
-        model: either of them.
         crop_size: pixels per side of a crop.
     """
 
@@ -73,9 +71,8 @@ class Step3p7Tower(TiledTower):
         return rows
 
     def forward(self, pixel_values: Tensor) -> Any:
-        """The vision model's forward, (tiles, 3, size, size) to its own output type.
-
-        Tiles of another size than the two that are folded go through the vision model itself.
+        """The vision model's forward and output; tiles of other sizes than the two folded ones go through it
+        itself.
         """
         side = pixel_values.shape[-1] // self.tower.config.patch_size
         if side not in self.positions.sides or pixel_values.shape[-1] != pixel_values.shape[-2]:
@@ -85,10 +82,7 @@ class Step3p7Tower(TiledTower):
         return BaseModelOutput(last_hidden_state=features)
 
     def plain_features(self, tiles: Tensor) -> Tensor:
-        """The vision model past its position tables, which it makes on the host at every call.
-
-        (tiles, 3, size, size) to (tiles, tokens, 4 * hidden_size).
-        """
+        """(tiles, tokens, 4 * hidden_size) from tiles, by the vision model without its position tables."""
         tower: Any = self.tower
         side = tiles.shape[-1] // tower.config.patch_size
         embedded = tower.embeddings.patch_embedding(tiles.to(self.dtype)).flatten(2).transpose(1, 2)
@@ -110,9 +104,8 @@ class Step3p7Tower(TiledTower):
 
 
 class Step3p7Tiles(DenseTower):
-    """Wraps `Step3p7VisionModel` for tiles of one size alone, whole images or crops.
-
-    A tile's embedding is (tokens, 4 * hidden_size), not projected.
+    """Wraps `Step3p7VisionModel` for tiles of one size. An embedding is (tokens, 4 * hidden_size), not
+    projected.
     """
 
     has_plain_blocks = True

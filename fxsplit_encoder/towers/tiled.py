@@ -1,8 +1,7 @@
 """Towers that see an image twice, as a whole and as crops of another size: the common part of their adapters.
 
-The two views are two paths, captured apart: "global" for whole images, "local" for crops. Each has square
-tiles of one size, which never see one another; a tile makes a fixed number of output rows, and budgets count
-those. The rows of an image's tiles are put together after the replays.
+The views are two paths, captured apart: "global" and "local". Tiles of a view have one size and never attend
+to one another; an image's rows are put together after the replays.
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ CropGrid = tuple[int, int]
 class TiledTower(TileTower):
     """A tower with two views behind the manager's protocol, and still a module with the tower's own forward.
 
-    Every image has one tile in the "global" view and any number in the "local" one. `mm_kwargs` holds the
-    whole images in order, and the crops of all images one after the other, or a list with an entry for each
-    image. Of an image without any they may be left out, or be a tile of zeros, an empty tensor or None.
-
-    An adapter gives `count_key`, `crop_grids`, `select_grids`, `encode`, and where an image is more than the
-    rows of its tiles, `num_tokens` and `assemble`.
+    Every image has one tile in "global" and any number in "local". `mm_kwargs` holds the whole images, and
+    the crops of all in one tensor or one entry an image, which may be None, empty or a tile of zeros. An
+    adapter gives `count_key`, `crop_grids`, `select_grids`, `encode`, and where an image is more than its
+    tiles' rows `num_tokens` and `assemble`.
     """
 
     max_tiles: ClassVar[int] = 8
@@ -77,12 +74,8 @@ class TiledTower(TileTower):
         return self.views["global"].tokens + crops[0] * crops[1] * self.views["local"].tokens
 
     def assemble(self, whole: Tensor, tiles: Tensor, crops: CropGrid) -> Tensor:
-        """The embedding of an image, in memory of its own.
-
-        Args:
-            whole: (tokens, hidden), the rows of the whole image.
-            tiles: (columns * rows * tokens, hidden), those of its crops, which come row by row.
-            crops: how many columns and rows of crops.
+        """The embedding of an image, in memory of its own, from (tokens, hidden) of the whole image and
+        (columns * rows * tokens, hidden) of its crops, row by row; `crops` are their columns and rows.
         """
         return torch.cat((tiles, whole))
 
@@ -96,8 +89,8 @@ class TiledTower(TileTower):
     # --- the manager's protocol
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """The patches and output rows of every image, and the rows that each path makes of it. Tiles may be
-        missing, of all views: sizes follow from the counts.
+        """Patches and output rows of every image, and the rows of each path. Tiles may be missing, of all
+        views.
 
         Raises:
             InputError: the inputs contradict one another, or there are videos.
@@ -138,10 +131,8 @@ class TiledTower(TileTower):
         clone: bool = False,
         batch_mm_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Puts every image together from its rows on the two paths. What it hands out is always a copy.
-
-        Raises:
-            InputError: without `batch_mm_kwargs`, which hold the number of crops of an image.
+        """Puts every image together from its rows on the two paths, always in a copy; InputError without
+        `batch_mm_kwargs`, which hold the number of crops.
         """
         grids = self.crop_grids(given_batch(batch_mm_kwargs))
         whole = outputs["global"]
@@ -157,17 +148,13 @@ class TiledTower(TileTower):
     # --- inputs
 
     def tiles(self, mm_kwargs: dict[str, Any], path: str) -> list[Tensor]:
-        """The tiles of a view, which may be given in several tensors.
-
-        Raises:
-            InputError: there are more or fewer of them than the images have, or they have another shape.
+        """The tiles of a view, in one tensor or several; InputError for another number or shape than the
+        images have.
         """
         return self._tiles_of(mm_kwargs, path, self._read_grids(mm_kwargs))
 
     def _read_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
-        """The crops of every image, of which there are no more than there are whole images, or a plan
-        without any takes.
-        """
+        """The crops of every image; no more images than there are whole ones, or than a plan takes."""
         name, given = self.first_view.input_name, mm_kwargs.get(self.first_view.input_name)
         images = None if given is None else sum(part.shape[0] for part in pixel_parts(given, name))
         described = number_of(mm_kwargs.get(self.count_key))
@@ -213,11 +200,7 @@ class TiledTower(TileTower):
 
 
 def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
-    """Rows of `length` non-negative integers, from a tensor, an array or nested sequences.
-
-    Raises:
-        InputError: anything else.
-    """
+    """Rows of `length` non-negative integers from a tensor, an array or nested sequences, else InputError."""
     expected = f"{length} non-negative integers for each image"
     rows = integer_rows(values, name, length, expected)
     for row in rows:
@@ -227,13 +210,8 @@ def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
 
 
 def _real_crops(given: Any, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """The crops that images have, without what stands where an image has none: None, an empty tensor or a
-    tile of zeros, as the models' processors make it of an image alone.
-
-    Args:
-        given: a tensor, or tensors, for each image or not.
-        parts: the same in a list without None.
-        counts: crops of every image.
+    """The crops that images have, without placeholders: None, an empty tensor, or a tile of zeros. `given` is
+    a tensor, or tensors for each image, `parts` the same without None, `counts` the crops of every image.
     """
     expected, total = sum(counts), sum(part.shape[0] for part in parts)
     if total != expected and isinstance(given, list | tuple) and len(given) == len(counts):
@@ -247,12 +225,8 @@ def _real_crops(given: Any, parts: Sequence[Tensor], counts: Sequence[int]) -> l
 
 
 def crops_in_a_row(mm_kwargs: dict[str, Any], name: str, whole_name: str) -> list[CropGrid]:
-    """The crops of every image where only their number matters.
-
-    Args:
-        mm_kwargs: the batch.
-        name: where it holds the number of crops of every image; without it, no image has any.
-        whole_name: where it holds the whole images.
+    """The crops of every image where only their number matters; `name` is where `mm_kwargs` holds it, and
+    without it no image has any.
     """
     counts = mm_kwargs.get(name)
     if counts is not None:

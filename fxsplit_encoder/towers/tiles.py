@@ -1,7 +1,5 @@
-"""Towers of tiles, which never see one another: the common part of their adapters.
-
-A tile is a row of a batch, whatever image it belongs to, and gives a fixed number of output rows. Tiles of
-another size are another path, captured apart.
+"""The common part of adapters for towers of tiles. A tile is a row of a batch and gives a fixed number of
+output rows; tiles never attend to one another. Tiles of another size are another path, captured apart.
 """
 
 from __future__ import annotations
@@ -49,9 +47,8 @@ class View:
 
 
 class TileTower(WrappedTower):
-    """A tower of tiles behind the manager's protocol, and still a module with the tower's own forward.
-
-    An adapter gives `encode` and `tiles`, and the facts of items that the protocol asks for.
+    """A tower of tiles behind the manager's protocol, and still a module with the tower's own forward. An
+    adapter gives `encode`, `tiles`, and the facts of items that the protocol asks for.
 
     Args:
         tower: the vision tower, whose parameters determine device and dtype.
@@ -82,9 +79,8 @@ class TileTower(WrappedTower):
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The tiles first, with marks that tell Dynamo that their number varies, so that one trace serves
-        every batch; folds tables. The marks go on an alias: the caller's tensor stays as it is. Other sizes
-        than a tile's are left to the tower.
+        """An alias of the tiles, marked for Dynamo as of varying number, so that one trace serves every
+        batch; folds tables. Tiles of other sizes are left to the tower.
         """
         self._tables.refresh()
         name = self.first_view.input_name
@@ -120,10 +116,8 @@ class TileTower(WrappedTower):
 
     @abstractmethod
     def tiles(self, mm_kwargs: dict[str, Any], path: str) -> list[Tensor]:
-        """The tiles of a batch on a path, in one tensor or several.
-
-        Raises:
-            InputError: the inputs contradict one another, or have another shape.
+        """The tiles of a batch on a path; InputError where inputs contradict one another or have another
+        shape.
         """
 
     # --- the module
@@ -170,11 +164,7 @@ class TileTower(WrappedTower):
         path: str = "default",
         axis_keys: tuple[Hashable, ...] | None = None,
     ) -> EncoderCudaGraphCaptureInputs:
-        """As many whole tiles as a budget holds.
-
-        Raises:
-            InputError: it holds none.
-        """
+        """As many whole tiles as a budget holds; InputError if it holds none."""
         self._tables.refresh()
         view = self.views[path]
         count = token_budget // view.tokens

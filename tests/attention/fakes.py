@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
-from fxsplit_encoder.attention.kernels.generic import PerSegment
+from fxsplit_encoder.attention.kernels.builtin import PerSegment
 from fxsplit_encoder.attention.measure import AttentionMeter
 from fxsplit_encoder.kernels import Measured
 

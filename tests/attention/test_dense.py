@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.attention import KernelChooser, dense, dense_attention
+from fxsplit_encoder.attention import KernelChooser, dense_attention, op
 from fxsplit_encoder.kernels import choosing
 
 
 @pytest.fixture(autouse=True)
 def _fresh_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dense, "_equal_lengths", dense._EqualLengths())
+    monkeypatch.setattr(op, "_equal_lengths", op._EqualLengths())
     yield
 
 
@@ -48,7 +48,7 @@ def test_a_kernel_may_be_pinned() -> None:
 
 
 def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:
-    lengths, device = dense._equal_lengths, torch.device("cpu")
+    lengths, device = op._equal_lengths, torch.device("cpu")
     first = lengths.of(3, 4, device)
     assert first.tolist() == [0, 4, 8, 12]
     assert lengths.of(2, 4, device).data_ptr() == first.data_ptr()

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend
-from fxsplit_encoder.attention.choice import Measurements
-from fxsplit_encoder.attention.invariant import invariant_kernel, invariant_names
+from fxsplit_encoder.attention.choice import Measurements, invariant_kernel, invariant_names
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import base as kernels_base
@@ -41,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_order_of_kernels_and_the_device_decide(gpu: Any) -> None:
     gpu(9, "flash_attn.cute", "fxsplit_encoder")
     assert invariant_kernel(KERNELS, SHAPE).name == "flash_attn_4"
-    assert invariant_names(KERNELS, CUDA) == ["flash_attn_4", "torch_flash", "triton_64x64", "triton_128x64"]
+    assert invariant_names(KERNELS, CUDA) == ["flash_attn_4", "torch_flash", "triton_64x64"]
     assert invariant_kernel(KERNELS, SHAPE, "triton_64x64").name == "triton_64x64"
     gpu(9)
     assert invariant_kernel(KERNELS, SHAPE).name == "torch_flash"

@@ -23,8 +23,7 @@ from fxsplit_encoder.attention.kernels import (
     vllm_flash_attn,
 )
 from fxsplit_encoder.attention.kernels.base import PaddedHeads
-from fxsplit_encoder.attention.kernels.dense import BatchedDense
-from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
+from fxsplit_encoder.attention.kernels.builtin import BatchedDense, Masked, PerSegment
 from fxsplit_encoder.kernels import base
 
 from .fakes import cumulative, fused_qkv, reference, shape
@@ -153,13 +152,12 @@ def test_every_kernel_says_whether_it_can_run_and_none_raises() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["flash_attn_2", "flash_attn_3", "flash_attn_4", "vllm_flash_attn", "cudnn_varlen", "triton_64x64"],
+    ["flash_attn_4", "vllm_flash_attn", "cudnn_varlen", "triton_64x64"],
 )
 def test_a_missing_package_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in (
         "cudnn",
         "flash_attn",
-        "flash_attn_interface",
         "triton",
         "vllm",
     ):  # also where they are installed
@@ -213,36 +211,6 @@ def test_small_tiles_are_tried_for_short_segments_alone(name: str, longest: int)
 # argument in the wrong place shows.
 
 
-def flash_2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float = 0.0,
-) -> Tensor:
-    assert cu_q is cu_k
-    return PerSegment()(q, k, v, cu_q, max(max_q, max_k), softmax_scale)
-
-
-def flash_3(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-    softmax_scale: float = 0.0,
-) -> tuple[Tensor, None]:
-    return flash_2(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=softmax_scale), None
-
-
 def flash_4(
     q: Tensor,
     k: Tensor,
@@ -265,8 +233,8 @@ def flash_4(
             *(x.transpose(1, 2) for x in (q, k, v)), scale=softmax_scale
         ).transpose(1, 2)
     else:
-        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        result = flash_2(q, k, v, *lengths, softmax_scale=softmax_scale)
+        assert cu_seqlens_q is cu_seqlens_k
+        result = PerSegment()(q, k, v, cu_seqlens_q, max(max_seqlen_q, max_seqlen_k), softmax_scale)
     return (result, None) if out is None else (out.copy_(result), None)
 
 
@@ -290,8 +258,6 @@ def flash_vllm(
 @pytest.mark.parametrize(
     ("kernel", "function"),
     [
-        (flash_attn.FlashAttention2(), flash_2),
-        (flash_attn.FlashAttention3(), flash_3),
         (flash_attn.FlashAttention4(), flash_4),
         (flash_attn.FlashAttention4((64, 128)), flash_4),
         (flash_attn.FlashAttention4((128, 128), probabilities_in_registers=True), flash_4),

@@ -52,6 +52,7 @@ def test_keys_keep_their_order() -> None:
     ("attention", "parts"),
     [
         ("fa4", ["attention: unknown", "allowed: auto, torch_flash", "got 'fa4'"]),
+        ("flash_attn_3", ["attention: unknown; did you mean flash_attn_4", "allowed: auto, torch_flash"]),
         ("flash_attn4", ["did you mean flash_attn_4"]),
         ({"small": "masked"}, ["attention.small: unknown", "windowed, full", "tokens<=N", "got 'small'"]),
         ({"tokens<=many": "masked"}, ["attention.tokens<=many: unknown", "did you mean tokens<=N"]),

@@ -13,7 +13,7 @@ from packaging.version import Version
 CHECK = """
 import itertools, torch
 from fxsplit_encoder.attention.kernels.triton_code import attend
-from fxsplit_encoder.attention.kernels.triton_varlen import Tile
+from fxsplit_encoder.attention.kernels.builtin import Tile
 
 torch.manual_seed(0)
 for head_dim in (8, 64, 72, 88, 128):
@@ -82,7 +82,7 @@ class Driver:
 
 driver.set_active(Driver())
 from fxsplit_encoder.attention.kernels import triton_code
-from fxsplit_encoder.attention.kernels.triton_varlen import Tile
+from fxsplit_encoder.attention.kernels.builtin import Tile
 
 tile = Tile(32, 16, num_warps=4, num_stages=2)
 

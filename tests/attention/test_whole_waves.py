@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape, whole_waves
-from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves, rows_of_whole_waves
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape, flash_attn
+from fxsplit_encoder.attention.kernels.flash_attn import WholeWaves, rows_of_whole_waves
 from fxsplit_encoder.kernels import base
 
 from .fakes import cumulative, fused_qkv, reference
@@ -70,8 +70,8 @@ def package(monkeypatch: pytest.MonkeyPatch) -> FlashAttention4:
     """Small tiles and a small GPU: 2 tiles a wave, of 4 queries each."""
     fake = FlashAttention4()
     monkeypatch.setattr(base, "find", lambda module, attribute: (fake, None))
-    monkeypatch.setattr(whole_waves, "processors", lambda device: PROCESSORS)
-    monkeypatch.setattr(whole_waves, "_OWN_ROWS", ((HEAD_DIM, TILE),))
+    monkeypatch.setattr(flash_attn, "processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(flash_attn, "_OWN_ROWS", ((HEAD_DIM, TILE),))
     return fake
 
 
@@ -154,7 +154,7 @@ def test_what_is_cut_off_are_whole_waves(rows: int, heads: int, tile_rows: int, 
 
 
 def test_it_is_offered_for_one_long_captured_segment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_waves, "processors", lambda device: 132)
+    monkeypatch.setattr(flash_attn, "processors", lambda device: 132)
     kernels = [kernel for kernel in KERNELS if isinstance(kernel, WholeWaves)]
     assert [kernel.name for kernel in kernels] == ["flash_attn_4_waves_64x128", "flash_attn_4_waves_128x128"]
 

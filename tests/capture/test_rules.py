@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import varlen_attention
-from fxsplit_encoder.attention.kernels import generic
+from fxsplit_encoder.attention.kernels import builtin
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.capture import (
     BudgetLadder,
@@ -105,7 +105,7 @@ class LeakyAttention:
 @pytest.fixture
 def leaky(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> LeakyAttention:
     kernel = LeakyAttention()
-    monkeypatch.setattr(generic, "_attend_by_segment", kernel)
+    monkeypatch.setattr(builtin, "_attend_by_segment", kernel)
     return kernel
 
 
@@ -229,7 +229,7 @@ def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int,
     """(cumulative lengths, bound, rows) of every attention."""
     seen: list[tuple[list[int], int, int]] = []
     attend_out = breakable.attend_out
-    by_segment = generic._attend_by_segment
+    by_segment = builtin._attend_by_segment
 
     def spy_out(
         q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, scale: float, out: Tensor
@@ -242,7 +242,7 @@ def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int,
         return by_segment(q, k, v, lengths, scale)
 
     monkeypatch.setattr(breakable, "attend_out", spy_out)
-    monkeypatch.setattr(generic, "_attend_by_segment", spy)
+    monkeypatch.setattr(builtin, "_attend_by_segment", spy)
     return seen
 
 

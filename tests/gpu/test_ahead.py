@@ -19,7 +19,7 @@ import time, sys
 from pathlib import Path
 import torch
 from fxsplit_encoder.attention.kernels import KERNELS, ahead
-from fxsplit_encoder.attention.kernels.generic import PerSegment
+from fxsplit_encoder.attention.kernels.builtin import PerSegment
 
 names, device = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_dense"], torch.device("cuda", 0)
 begin = time.perf_counter()

@@ -18,8 +18,8 @@ from fxsplit_encoder.attention import (
 )
 from fxsplit_encoder.attention.choice import Measurements, shape_of
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
-from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
-from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves, rows_of_whole_waves
+from fxsplit_encoder.attention.kernels.builtin import TritonVarlen
+from fxsplit_encoder.attention.kernels.flash_attn import WholeWaves, rows_of_whole_waves
 from fxsplit_encoder.kernels import choosing, describe, measuring, works
 from fxsplit_encoder.kernels.base import processors
 
@@ -265,7 +265,7 @@ def test_measuring_chooses_per_class_and_says_what_it_found(measurements: Measur
     equal = [each for each in report.classes if each.shape.endswith("equal")]
     assert len(equal) == 3
     for each in equal:
-        assert {"torch_flash", "cudnn_dense", "batched_dense"} <= each.microseconds.keys(), each.rejected
+        assert {"torch_flash", "batched_dense"} <= each.microseconds.keys(), each.rejected
         assert all(0.5 < microseconds < 1e5 for microseconds in each.microseconds.values())
         assert each.microseconds[each.chosen] <= min(each.microseconds.values()) / 0.95
     other = Measurements(cache=measurements._cache)

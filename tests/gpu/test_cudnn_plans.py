@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.kernels import cudnn_files, cudnn_plan, cudnn_varlen
+from fxsplit_encoder.attention.kernels import cudnn_files, cudnn_varlen
 from fxsplit_encoder.attention.kernels.cudnn_varlen import CudnnVarlen
 
 LENGTHS = (196, 0, 784, 100)
@@ -32,13 +32,13 @@ def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with every plan that is built."""
     plans: list[str] = []
-    build = cudnn_plan._build
+    build = cudnn_varlen._build
 
     def count(*arguments: object) -> object:
         plans.append("built")
         return build(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cudnn_plan, "_build", count)
+    monkeypatch.setattr(cudnn_varlen, "_build", count)
     return plans
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend
-from fxsplit_encoder.attention.invariant import invariant_names
+from fxsplit_encoder.attention.choice import invariant_names
 from fxsplit_encoder.attention.kernels import KERNELS
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import choosing, measuring

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import inputs as static_inputs
 from fxsplit_encoder.manager import lifecycle
-from fxsplit_encoder.towers import device_metadata
+from fxsplit_encoder.towers import packed
 
 from ..instructions import instructions, python_calls
 from .mock_towers import PackedModel, batch
@@ -102,7 +102,7 @@ def test_metadata_of_a_size_that_came_before_is_not_computed_again(
     manager: Any, tiny_towers: Any, make_batch: Any, computed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tests before this one may have had such sizes.
-    monkeypatch.setattr(tiny_towers.wrapped, "_device_metadata", device_metadata.DeviceMetadata())
+    monkeypatch.setattr(tiny_towers.wrapped, "_device_metadata", packed.DeviceMetadata())
     grids = [(1, 10, 4), (1, 4, 10)]
     manager.execute(make_batch(grids, seed=1))
     assert computed == {"metadata": 1, "_cumulative_lengths": 1}
@@ -119,9 +119,9 @@ def test_metadata_of_many_sizes_is_forgotten_the_least_recently_used_first(
     tiny_towers: Any, make_batch: Any, computed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tower = tiny_towers.wrapped
-    monkeypatch.setattr(tower, "_device_metadata", device_metadata.DeviceMetadata())
-    monkeypatch.setattr(device_metadata, "_KEPT_PATCHES", 20)
-    monkeypatch.setattr(device_metadata, "_MOST_PATCHES", 24)
+    monkeypatch.setattr(tower, "_device_metadata", packed.DeviceMetadata())
+    monkeypatch.setattr(packed, "_KEPT_PATCHES", 20)
+    monkeypatch.setattr(packed, "_MOST_PATCHES", 24)
     first, second, third, large = ([(1, 2, 2 * n)] for n in (1, 2, 3, 7))
     for grids, misses in ((first, 1), (second, 2), (first, 2), (third, 3), (first, 3), (second, 4)):
         tower.prepare_encoder_cudagraph_replay_buffers(make_batch(grids), 0, 0)

@@ -650,7 +650,7 @@ def test_threads_get_the_results_of_a_serial_run(full: Any, make_batch: Any) -> 
         ("torch_flash", "attention: torch_flash cannot run on cpu"),
         ("flash_attn4", "attention: unknown; did you mean flash_attn_4"),
         ({"window": "auto"}, "did you mean windowed"),
-        ({"tokens<=64": "cudnn_dense"}, "attention: cudnn_dense cannot run on cpu"),
+        ({"tokens<=64": "cudnn_varlen"}, "attention: cudnn_varlen cannot run on cpu"),
     ],
 )
 def test_a_kernel_that_cannot_run_is_refused_at_once(attention: Any, problem: str, tiny_towers: Any) -> None:

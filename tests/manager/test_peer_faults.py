@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention.kernels import generic
+from fxsplit_encoder.attention.kernels import builtin
 from fxsplit_encoder.capture import GraphPool, SegmentedCapture
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.planning import CostModel, Item, PathCosts, build_plan
@@ -69,7 +69,7 @@ def test_vllm_57136_unwritten_pad_rows_of_nine_budgets_reach_nobody(
     monkeypatch: pytest.MonkeyPatch,
     poisoned_memory: None,
 ) -> None:
-    monkeypatch.setattr(generic, "_attend_by_segment", leaky_attention)
+    monkeypatch.setattr(builtin, "_attend_by_segment", leaky_attention)
     manager = make_manager(mode="full", token_budgets=NINE_BUDGETS, max_items_per_batch=1)
     manager.capture()
     assert len(manager.budget_graphs["default"]) == 9

@@ -30,7 +30,7 @@ from fxsplit_encoder.models.media import (
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.preprocess import TowerProcessor
 from fxsplit_encoder.models.registry import FAMILIES
-from fxsplit_encoder.towers.pixel_values import PixelValues
+from fxsplit_encoder.towers.inputs import PixelValues
 
 from .checkpoints import CHECKPOINTS, CPU, save
 from .processors import noise

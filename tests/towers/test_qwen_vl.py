@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention.kernels.generic import PerSegment
+from fxsplit_encoder.attention.kernels.builtin import PerSegment
 from fxsplit_encoder.errors import ReplayError
 
 from .packed_tower_tests import Grid, PackedModuleTests, PackedTowerTests, Towers, assert_equal, make_batch

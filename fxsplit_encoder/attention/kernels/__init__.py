@@ -1,27 +1,24 @@
-"""The kernels behind `fxsplit::varlen_attention`, one class each.
-
-Each says what it needs and what it supports; a missing package is a reason, not an error. Which of them runs
-is measured (`attention.choice`).
-"""
+"""The kernels behind `fxsplit::varlen_attention`; which of them runs is measured (`attention.choice`)."""
 
 from fxsplit_encoder.attention.kernels.base import AttentionKernel, AttentionShape, PaddedHeads
+from fxsplit_encoder.attention.kernels.builtin import (
+    BatchedDense,
+    Masked,
+    PerSegment,
+    TorchFlash,
+    TritonVarlen,
+)
 from fxsplit_encoder.attention.kernels.cudnn_varlen import CudnnVarlen
-from fxsplit_encoder.attention.kernels.dense import BatchedDense, CudnnDense
 from fxsplit_encoder.attention.kernels.flash_attn import (
     DenseFlashAttention4,
-    FlashAttention2,
-    FlashAttention3,
     FlashAttention4,
+    WholeWaves,
 )
-from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
-from fxsplit_encoder.attention.kernels.torch_flash import TorchFlash
-from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
 from fxsplit_encoder.attention.kernels.vllm_flash_attn import VllmFlashAttention
-from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves
 
 __all__ = ["KERNELS", "AttentionKernel", "AttentionShape"]
 
-_fa3, _vllm = FlashAttention3(), VllmFlashAttention()
+_vllm = VllmFlashAttention()
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
 # 400 and 1764 tokens (docs/attention.md).
@@ -29,7 +26,6 @@ _SHORT, _MEDIUM = 512, 2048
 
 KERNELS: tuple[AttentionKernel, ...] = (
     TorchFlash(),
-    CudnnDense(),
     CudnnVarlen(),
     FlashAttention4(),
     FlashAttention4((64, 128), up_to=_SHORT),
@@ -38,13 +34,9 @@ KERNELS: tuple[AttentionKernel, ...] = (
     WholeWaves((128, 128), probabilities_in_registers=True),
     DenseFlashAttention4(),
     DenseFlashAttention4((128, 128), up_to=_MEDIUM, probabilities_in_registers=True),
-    _fa3,
-    PaddedHeads(_fa3, 128),
-    FlashAttention2(),
     _vllm,
     PaddedHeads(_vllm, 128),
     TritonVarlen(64, 64, num_warps=4),
-    TritonVarlen(128, 64, num_warps=8),
     BatchedDense(),
     PerSegment(),
     Masked(),

@@ -1,9 +1,7 @@
-"""Variants of kernels compiled in processes of their own, while this one traces and compiles: those of
-FlashAttention 4, and QuACK's, which comes with it.
+"""Compiles variants of FlashAttention 4 and QuACK in processes of their own, while this one traces.
 
-The package compiles a variant when it is first called, for seconds of this process. Where its cache on disk
-is on, as it is by default (`flash_cache`), the same can be done before, on other cores and without a device;
-the first call then loads what it finds there.
+The packages compile a variant for seconds when it is first called. With their cache on disk (`flash_cache`)
+that can be done before, on other cores and without a device; the first call loads it.
 """
 
 from __future__ import annotations
@@ -132,14 +130,10 @@ def jobs_of(names: Iterable[str], variant: Variant, dtype: torch.dtype) -> list[
 def start(
     names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device, *, apart: bool = True
 ) -> list[Job]:
-    """Begins to compile the kernels of these names for such heads, or products. What was asked for before is
-    not begun again.
+    """Starts to compile kernels for such heads, or products, and returns the new jobs.
 
     Args:
         apart: each in a process of its own; else one after the other.
-
-    Returns:
-        What was begun.
     """
     begun: list[Job] = []
     if reason := why_not(device):
@@ -164,8 +158,8 @@ def start(
 
 
 def leave(jobs: Collection[Job]) -> None:
-    """Says that these were begun in vain, and has nobody wait for them. Their processes end by themselves:
-    one that is killed may leave half a file where others look for what is compiled.
+    """Abandons these compile jobs; their processes exit on their own, since one that is killed may leave half
+    a file.
     """
     if not jobs:
         return
@@ -216,9 +210,7 @@ def begin_no_more() -> None:
 
 
 def is_compiling() -> bool:
-    """Whether processes that nobody has waited for are not over yet, as they are some time after
-    `begin_no_more`.
-    """
+    """Whether processes that nobody has waited for still run, as they do some time after `begin_no_more`."""
     with _lock:
         return any(each.popen.poll() is None for each in _processes)
 

@@ -1,10 +1,7 @@
 """What an attention kernel is, and what it is asked to compute.
 
-Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments.
-
-Every kernel writes each row that lies inside a segment and leaves the rest undefined; a caller that reads
-rows past the last segment must therefore cover them by a segment or own their values (see
-`capture.inputs`).
+Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments. A kernel writes
+each row that lies inside a segment and leaves the rest undefined (see `capture.inputs`).
 """
 
 from __future__ import annotations
@@ -45,12 +42,8 @@ class AttentionShape(CallShape):
     a batch, in a graph too."""
 
     def rounded(self, *, own_tokens: bool = False) -> AttentionShape:
-        """The class: every number rounded up to a power of two, or halfway to the next where the call is
-        captured, since such calls are few. The sequences of a captured batch are as long as the model says:
-        their length stays as it is.
-
-        Args:
-            own_tokens: whether the tokens stay as they are, for a kernel that `depends_on_tokens`.
+        """The class: numbers rounded up to a power of two, or halfway to it where the call is captured. The
+        length of a captured batch's sequences stays as it is, as do the tokens with `own_tokens`.
         """
         longest, segments = (
             round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
@@ -76,9 +69,7 @@ class AttentionShape(CallShape):
         return not self.host_lengths
 
     def measured_with(self) -> Collection[AttentionShape]:
-        """With one known segment others of as many tokens: what runs at known lengths has any number of
-        segments, while warm-up sees only one.
-        """
+        """With one known segment others of as many tokens, since warm-up sees only one."""
         shapes = {self}
         if self.host_lengths and self.segments == 1:
             shapes |= {
@@ -100,8 +91,12 @@ class AttentionShape(CallShape):
         )
 
 
+Target = Tensor | None
+"""Where a kernel should write, with as many rows as the query; None: to a tensor of its own."""
+
+
 class AttentionKernel(Kernel[AttentionShape]):
-    """Attention within each segment of a packed sequence. A capturable one takes other segments at every
+    """Attention within each segment of a packed sequence; a capturable one takes other segments at every
     replay.
     """
 
@@ -137,7 +132,7 @@ class AttentionKernel(Kernel[AttentionShape]):
 
         Returns:
             `out_THD`, or a new contiguous (tokens, heads, head_dim). Rows outside every segment are
-            undefined.
+                undefined.
         """
         target = out_THD
         if out_THD is not None and out_THD.shape[0] != query_THD.shape[0]:
@@ -151,18 +146,9 @@ class AttentionKernel(Kernel[AttentionShape]):
 
     @abstractmethod
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        """Returns `target` if it wrote there (same rows as the query), else a result of its own, of any
-        strides.
-        """
+        """Returns `into` if it wrote there (rows as the query's), else another result, of any strides."""
 
 
 class HalfPrecisionKernel(CudaKernel[AttentionShape], AttentionKernel):
@@ -182,12 +168,8 @@ class HalfPrecisionKernel(CudaKernel[AttentionShape], AttentionKernel):
 
 
 class PaddedHeads(AttentionKernel):
-    """Pads head_dim for another kernel; zeros change neither logits nor outputs.
-
-    Args:
-        kernel: what attends.
-        multiple: head_dim is padded to the next multiple of this. A shape that is one already is not
-            supported, since nothing would be padded.
+    """Pads head_dim with zeros to the next `multiple` for another kernel; widths that are one are not
+    supported.
     """
 
     def __init__(self, kernel: AttentionKernel, multiple: int) -> None:
@@ -210,18 +192,11 @@ class PaddedHeads(AttentionKernel):
         return -(-head_dim // self.multiple) * self.multiple
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        head_dim = query.shape[-1]
+        head_dim = q.shape[-1]
         missing = (0, self._width(head_dim) - head_dim)
-        q, k, v = (F.pad(x, missing) for x in (query, key, value))
+        q, k, v = (F.pad(x, missing) for x in (q, k, v))
         return self.kernel(q, k, v, cu_seqlens, max_seqlen, scale)[..., :head_dim]
 
 

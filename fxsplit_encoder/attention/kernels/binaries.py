@@ -1,6 +1,5 @@
-"""Kernels that were compiled in this process and not by Inductor, as files, and back into the caches in which
-their compilers look: Triton's, that of `flash-attn-4`, which is switched on by its environment variable, and
-that of cuDNN's plans, in memory.
+"""Compiled kernels as files, and back into the caches of their compilers: Triton's, that of `flash-attn-4`,
+and that of cuDNN's plans, in memory.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ def compiled_kernels() -> dict[str, bytes]:
 
 
 def restore_kernels(files: Mapping[str, bytes]) -> None:
-    """Puts the files of `compiled_kernels` where the compilers look for them, before the first is launched.
-
-    Raises:
-        ValueError: a path is none of those. Nothing was written then.
+    """Puts the files of `compiled_kernels` where the compilers look for them, before the first is launched;
+    ValueError, and nothing written, for any other path.
     """
     groups: dict[str, dict[str, bytes]] = {}
     objects: dict[str, bytes] = {}

@@ -1,6 +1,5 @@
-"""cuDNN's plans as files in this library's cache directory, for other threads and processes.
-
-What is read is code: only from a directory that nobody else can write.
+"""cuDNN's plans as files in this library's cache directory. They are code, so only a directory that nobody
+else can write is read.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ _captured: set[str] = set()
 
 
 def read_plan(name: str, device: torch.device) -> bytes | None:
-    """A plan that this process or another one on such a device has built; None: there is none, or it is
-    damaged.
-    """
+    """A plan that a process on such a device has built; None: there is none, or it is damaged."""
     if (content := _kept.get(name)) is not None:
         return content
     directory = _directory(device)
@@ -60,9 +57,7 @@ def read_plan(name: str, device: torch.device) -> bytes | None:
 
 
 def write_plan(name: str, content: bytes, device: torch.device) -> None:
-    """Keeps a plan, in memory and on disk. A directory that is full or cannot be written costs others the
-    time to build it, and nothing else.
-    """
+    """Keeps a plan in memory and on disk; a directory that is full or cannot be written is no error."""
     _keep(name, content)
     directory = _directory(device)
     if directory is None:

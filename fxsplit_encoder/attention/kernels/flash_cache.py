@@ -1,9 +1,6 @@
-"""The cache on disk of `flash-attn-4`, which the package leaves off unless its environment variable is set.
-
-It is switched on here, in a directory of this library's own. The package names what it compiled by its own
-sources and the versions of Python, CUTLASS and TVM FFI; the directory adds those of the other packages whose
-code gets in. And what it would take for itself lies under the temporary directory that all users share, where
-another could put code that is loaded.
+"""Switches on the disk cache of `flash-attn-4`, in a private directory of this library. The package's own
+lies in a temporary directory where others could put code; ours adds the versions of packages whose code
+gets in.
 """
 
 from __future__ import annotations
@@ -27,11 +24,8 @@ _PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-
 
 
 def switch_on() -> str:
-    """Has the package keep what it compiles on disk, for this process and those that it starts, before the
-    package is imported. What the user set of its two variables stays.
-
-    Returns:
-        Why it is off; empty: it is on.
+    """Has the package keep what it compiles on disk, for this process and its children, before it is
+    imported. The user's values of its two variables stay. Returns why it is off; empty: it is on.
     """
     if (imported := sys.modules.get(_MODULE)) is not None:
         is_on = imported.CUTE_DSL_CACHE_ENABLED
@@ -63,9 +57,7 @@ def _version(package: str) -> str:
 
 
 def problem_of(directory: Path) -> str:
-    """Why the package should not use a directory; empty: it may. It locks files there, and where it cannot,
-    its calls fail.
-    """
+    """Why the package, which locks files there, should not use a directory; empty: it may."""
     if problem := why_not_private(directory):
         return problem
     try:

@@ -1,8 +1,7 @@
 """A FlashAttention forward for packed segments in Triton. Imported only where Triton is installed.
 
-The online softmax is that of FlashAttention (Dao et al., 2022, algorithm 1), exponentials of base 2. What
-differs is the grid: a program for every tile of queries that there can be, whatever the segments. Neither a
-loose bound of the longest segment nor empty segments cost more than programs that end at once.
+The grid has a program for every tile of queries that there can be, whatever the segments: a loose bound of
+the longest segment, and empty segments, cost no more than programs that end at once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxsplit_encoder._torch.triton import driver
-from fxsplit_encoder.attention.kernels.triton_varlen import Tile
+from fxsplit_encoder.attention.kernels.builtin import Tile
 
 # Boundaries that a program reads at once. Every number of them is another compilation.
 _BOUNDARIES = (32, 128, 1024)
@@ -32,10 +31,8 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _segment_of(tile, cu_seqlens, segments, BLOCK_M: tl.constexpr, BOUNDARIES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The segment that owns a tile.
-
-    Segment s owns the tiles from cu_seqlens[s] // BLOCK_M + s on: no two segments share one, and where they
-    begin follows from one boundary, without the lengths of those before.
+    """The segment that owns a tile: s owns those from cu_seqlens[s] // BLOCK_M + s on. No two segments share
+    one.
     """
     segment = -1
     for first in range(0, segments, BOUNDARIES):
@@ -174,11 +171,8 @@ def _launch(
 ) -> None:
     """Launches the kernel, past Triton's search for the version if that has run before.
 
-    Between the graphs of a piecewise capture every microsecond of this counts once per layer.
-
     Args:
-        args: of the kernel; the first four are the tensors by whose dtype and alignment Triton tells versions
-            apart.
+        args: the first four are the tensors by whose dtype and alignment Triton tells versions apart.
         numbers: those arguments by whose value it does.
     """
     query, key, value, out = args[:4]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
+from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel, Target
 from fxsplit_encoder.kernels import capability, find
 
 _ALIAS = "fxsplit_encoder_vllm_flash_attn"
@@ -29,29 +29,22 @@ class VllmFlashAttention(HalfPrecisionKernel):
         return _function(_version(device))[1]
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        target: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        version = _version(query.device)
+        version = _version(q.device)
         result: Tensor = _function(version)[0](
-            query,
-            key,
-            value,
+            q,
+            k,
+            v,
             max_seqlen_q=max_seqlen,
             cu_seqlens_q=cu_seqlens,
             max_seqlen_k=max_seqlen,
             cu_seqlens_k=cu_seqlens,
             softmax_scale=scale,
-            out=target,
+            out=into,
             fa_version=version,
         )
-        return result if target is None else target
+        return result if into is None else into
 
 
 def _version(device: torch.device) -> int:

@@ -1,7 +1,5 @@
-"""Models of transformers, whose vision towers are served by captures in place.
-
-The tower's module stays where it is, and what it is: only its forward is another. So checkpoints, devices,
-dtypes, adapters and training see the model that was loaded.
+"""Serves the vision towers of transformers' models by captures. Only a tower's forward is replaced, so that
+checkpoints, devices, dtypes, adapters and training see the model that was loaded.
 """
 
 from fxsplit_encoder.integrations.hugging_face.lifecycle import accelerate, restore, served_towers_of

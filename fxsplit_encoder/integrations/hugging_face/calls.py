@@ -1,5 +1,5 @@
-"""Calls of a vision tower: from the arguments of its forward to an adapter's inputs, and from encoded items
-back to its own output.
+"""Calls of a tower: from its forward's arguments to an adapter's inputs, and from encoded items to its
+output.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class Calls(ABC):
 
     Args:
         twin: a linked copy of the tower, whose modules an adapter may change.
-        reads: what the model reads: layers, by the numbers of their hidden states, and names of fields;
-            empty: the tower's output.
+        reads: what the model reads: numbers of hidden states, names of fields; empty: the tower's output.
     """
 
     input_names: Sequence[str]
@@ -79,20 +78,14 @@ class Calls(ABC):
     @property
     @abstractmethod
     def expected_keys(self) -> Sequence[Hashable]:
-        """The keys of the calls that the tower's configuration is for: those are captured when the first
-        comes, and by a warm-up; others if they recur.
+        """The keys that the tower's configuration is for, captured at the first call and by a warm-up; others
+        if they recur.
         """
 
     @abstractmethod
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
-        """A call's inputs; or why the tower itself has to serve it.
-
-        Args:
-            given: the inputs by name.
-            options: other arguments, of those that change the result.
-
-        Raises:
-            InputError: the inputs are not what an adapter takes.
+        """A call's inputs, or why the tower itself has to serve it; InputError for what an adapter does not
+        take. `given` are the inputs by name, `options` other arguments that change the result.
         """
 
     @abstractmethod
@@ -105,10 +98,8 @@ class Calls(ABC):
 
     @abstractmethod
     def adapter(self, key: Hashable, example: Any) -> Any:
-        """The adapter that serves calls of this key.
-
-        Args:
-            example: the tower's output of the example, on the meta device.
+        """The adapter for calls of this key; `example` is the tower's output of the example, on the meta
+        device.
         """
 
     @abstractmethod
@@ -127,11 +118,8 @@ class Calls(ABC):
 def asked_for(
     given: Mapping[str, Any], changing: Mapping[str, Any], tower_config: Any
 ) -> tuple[set[str], dict[str, Any]]:
-    """The further fields of the output that a call asks for, and the options that change more.
-
-    Args:
-        given: all arguments by name; where one says nothing, the configuration does.
-        changing: the options that change the result.
+    """The further fields of the output that a call asks for, and the options of `changing` that change more.
+    Where `given`, all arguments, says nothing, the configuration does.
     """
     fields = set()
     for option, name in _PENDING.items():

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
+import types
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.modules import OWN
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
 from fxsplit_encoder._torch.transformers import remove_output_hooks
+from fxsplit_encoder.backend import warmup
+from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.integrations.hugging_face.calls import Call, Calls, Reads
-from fxsplit_encoder.integrations.hugging_face.families import calls_of
-from fxsplit_encoder.integrations.hugging_face.runners import CompiledRunner, ManagerRunner, Runner
-from fxsplit_encoder.integrations.hugging_face.structure import foreign_code, is_in_one_place
+from fxsplit_encoder.integrations.hugging_face.find import calls_of
+from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.statistics import ManagerStats
@@ -66,10 +71,8 @@ class Served:
 
 
 class CapturedTower:
-    """A tower's captures. They hold for its modules, and for the device and dtype of its parameters.
-
-    Args:
-        reads: as of `Calls`.
+    """A tower's captures, which hold for its modules and for its parameters' device and dtype. `reads` as of
+    `Calls`.
     """
 
     def __init__(self, tower: nn.Module, reads: Reads, settings: Settings) -> None:
@@ -123,9 +126,8 @@ class CapturedTower:
     # --- serving
 
     def serves(self, call: Call, *, at_once: bool = False) -> bool:
-        """Whether a call is served, or its tower's own forward does it: images of other sizes than the
-        tower's own have to recur. Where all places are taken, they have to recur while the size that was used
-        least recently did not.
+        """Whether a call is served: images of other sizes than the tower's own have to recur, and where all
+        places are taken, more recently than the least recently used size.
         """
         assert self.calls is not None
         self._calls += 1
@@ -181,8 +183,8 @@ class CapturedTower:
         self._next = self._calls + self._wait
 
     def reads_argument(self, name: str) -> bool:
-        """Whether the tower's forward reads an argument that it is given by name, as small calls of it show.
-        Models pass on what is meant for others.
+        """Whether small calls show that the tower's forward reads an argument; models pass on what is for
+        others.
         """
         matters: bool | None = self._matters.get(name)
         if matters is None:
@@ -193,9 +195,7 @@ class CapturedTower:
         return matters
 
     def _example(self, key: Hashable) -> tuple[dict[str, Any], nn.Module]:
-        """The arguments of a small call, and another copy for it: what the calls have may be another tower
-        than it was, and this may install hooks.
-        """
+        """The arguments of a small call, and a new copy of the tower, since this may install hooks."""
         assert self.calls is not None
         call = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self.calls.example(key))
         return {**call, "return_dict": True}, _twin(self._tower)
@@ -236,9 +236,7 @@ class CapturedTower:
 
 
 def _twin(tower: nn.Module) -> nn.Module:
-    """A linked copy in evaluation mode and without hooks: those of the tower itself run around whatever
-    stands in its place, and any others only collect outputs.
-    """
+    """A linked copy in evaluation mode without hooks: the tower's own run around whatever takes its place."""
     twin = linked_copy(tower)
     for module in twin.modules():
         vars(module)["training"] = False
@@ -258,3 +256,138 @@ def _empty_like(value: Any) -> Any:
 
 def _on_meta(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
+
+
+# --- what a capture would leave out
+
+_SHOWN = {"hook": "a hook", "forward": "another forward"}
+
+
+def foreign_code(tower: nn.Module, structure: Structure) -> str | None:
+    """What of a tower a capture of its modules' own forwards would leave out; None: nothing."""
+    for name, what in structure.additions:
+        return f"{_SHOWN[what]} of {name}"
+    for name, module in tower.named_modules():
+        if is_parametrized(module):
+            return f"the parametrization of {name}"
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return None
+    named = tower.named_modules()
+    layers = (
+        f"the adapter layer {name}" for name, module in named if isinstance(module, tuners.BaseTunerLayer)
+    )
+    return next(layers, None)
+
+
+def is_in_one_place(tower: nn.Module) -> bool:
+    """Whether all parameters are on one device; accelerate's offloaded ones are on meta between two calls."""
+    devices = {parameter.device for parameter in tower.parameters()}
+    return len(devices) == 1 and next(iter(devices)).type != "meta"
+
+
+# --- what encodes a tower's calls
+
+
+class Runner(Protocol):
+    """Encodes what an adapter takes."""
+
+    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
+        """Every item's rows, (output tokens, hidden), in memory of their own."""
+
+    def capture(self) -> None:
+        """Compiles and captures whatever is not yet."""
+
+    def stats(self) -> ManagerStats:
+        """What was served so far."""
+
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
+
+    def clear(self) -> None:
+        """Gives all memory back."""
+
+
+class ManagerRunner:
+    """A tower's adapter in a manager, which captures when it is used first."""
+
+    def __init__(self, adapter: Any, config: EncoderConfig) -> None:
+        self.manager = EncoderCudaGraphManager(adapter, config)
+        self._lock = threading.Lock()
+
+    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
+        """As `EncoderCudaGraphManager.execute`."""
+        self.capture()
+        return self.manager.execute(inputs)
+
+    def capture(self) -> None:
+        """As `EncoderCudaGraphManager.capture`."""
+        if not self.manager.is_captured():
+            with self._lock:
+                if not self.manager.is_captured():  # no other thread has done it
+                    self.manager.capture()
+
+    def stats(self) -> ManagerStats:
+        """The manager's."""
+        return self.manager.stats()
+
+    def refresh(self) -> None:
+        """As `EncoderCudaGraphManager.check_weights`."""
+        self.manager.check_weights()
+
+    def clear(self) -> None:
+        """Releases every capture."""
+        self.manager.clear()
+
+
+class CompiledRunner:
+    """An adapter behind `torch.compile(backend="encoder_cg")`, where a call is one batch. `arguments` makes
+    those of its forward from `mm_kwargs`.
+    """
+
+    def __init__(
+        self,
+        adapter: Any,
+        config: EncoderConfig,
+        arguments: Callable[[Mapping[str, Any]], tuple[Tensor, ...]],
+    ) -> None:
+        self.adapter = adapter
+        self._arguments = arguments
+        adapter.returns_rows = True
+        # Dynamo limits how often one piece of code is compiled; every tower is to have a limit of its own.
+        from fxsplit_encoder.compile import with_own_code
+
+        adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
+        options: Any = {"config": config}
+        self._compiled = torch.compile(adapter, backend="encoder_cg", fullgraph=True, options=options)
+        self._first: contextlib.AbstractContextManager[object] = threading.Lock()
+        """Held in the first call, which compiles."""
+
+    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
+        """Encodes all items in one call."""
+        specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
+        with self._first, torch.inference_mode(False), torch.no_grad():
+            rows = self._compiled(*self._arguments(inputs))  # type: ignore[no-untyped-call]
+        self._first = contextlib.nullcontext()
+        items: dict[int, Tensor] = {}
+        tokens = [spec.output_tokens for spec in specs]
+        self.adapter.postprocess_encoder_output(
+            {"default": rows}, list(range(len(specs))), tokens, items, batch_mm_kwargs=inputs
+        )
+        return [items[index] for index in range(len(specs))]
+
+    def capture(self) -> None:
+        """As `warmup`."""
+        with self._first:
+            warmup(self._compiled)
+
+    def stats(self) -> ManagerStats:
+        """Those of the graphs that were compiled; each call is an item."""
+        return stats_of_compiled(self._compiled)
+
+    def refresh(self) -> None:
+        """As `refresh_compiled`."""
+        refresh_compiled(self._compiled)
+
+    def clear(self) -> None:
+        """Nothing: what was compiled is released with the adapter."""

@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.integrations.hugging_face.calls import Call, Calls, Made, is_pixels
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.generic import DenseTowerSpec
+from fxsplit_encoder.towers.idefics3 import Idefics3Tower
+from fxsplit_encoder.towers.inputs import integer_rows
 from fxsplit_encoder.towers.registry import wrap
+from fxsplit_encoder.towers.siglip2 import Siglip2Tower
+from fxsplit_encoder.towers.step3p7 import CROP_SIZE, Step3p7Tiles
 
 _INTERPOLATES = "interpolate_pos_encoding"
 
@@ -146,3 +151,132 @@ class DenseCalls(Calls):
             else:
                 fields[part.name] = value[:, 0].contiguous()
         return Made(fields, layers)
+
+
+# --- towers of tiles with adapters of their own
+
+
+class Llama4Calls(DenseCalls):
+    """Llama 4's tower, which takes one size and is wrapped by an adapter of its own."""
+
+    makes_layers = False
+
+    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
+        """The tiles."""
+        call = super().read(given, options)
+        if isinstance(call, Call) and call.key != self.default_key:
+            return MissReason.UNSUPPORTED_INPUT
+        return call
+
+    def adapter(self, key: Hashable, example: Any) -> DenseTower:
+        """The adapter of the class, which computes without complex numbers."""
+        adapter = wrap(self.twin)
+        assert isinstance(adapter, DenseTower)
+        return adapter
+
+
+class Step3p7Calls(DenseCalls):
+    """Step-3.7's tower, which is called with whole images, and with crops of another size."""
+
+    makes_layers = False
+
+    @property
+    def expected_keys(self) -> Sequence[DenseKey]:
+        """Both sizes."""
+        whole = self.default_key
+        return whole, DenseKey((whole.shape[0], CROP_SIZE, CROP_SIZE))
+
+    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
+        """The tiles, if they are square."""
+        call = super().read(given, options)
+        if isinstance(call, Call):
+            assert isinstance(call.key, DenseKey)
+            _, height, width = call.key.shape
+            if height != width or call.key.interpolates:
+                return MissReason.UNSUPPORTED_INPUT
+        return call
+
+    def adapter(self, key: Hashable, example: Any) -> DenseTower:
+        """The adapter of the class for tiles of this size, with modules of its own, since it stores tables in
+        them.
+        """
+        assert isinstance(key, DenseKey)
+        return Step3p7Tiles(linked_copy(self.twin), key.shape[-1])
+
+
+class Idefics3Calls(DenseCalls):
+    """Idefics 3's and SmolVLM's tower. Images with padding go to the tower itself."""
+
+    input_names = ("pixel_values", "patch_attention_mask")
+
+    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
+        """The images, if all are whole."""
+        mask = given.get("patch_attention_mask")
+        if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+            return MissReason.UNSUPPORTED_INPUT
+        return super().read(given, options)
+
+    def adapter(self, key: Hashable, example: Any) -> DenseTower:
+        """The adapter of the class, for images of this size."""
+        assert isinstance(key, DenseKey)
+        layers = [part.layer for part in self.parts(example)]
+        _, height, width = key.shape
+        return Idefics3Tower(self.twin, height, width, layers)
+
+
+class Siglip2Calls(DenseCalls):
+    """Calls with (images, patches, features), which patches are an image's own, and its rows and columns."""
+
+    input_names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+    makes_layers = False
+
+    @property
+    def default_key(self) -> DenseKey:
+        """The number of patches that the configuration names."""
+        return DenseKey((self.twin.config.num_patches,))
+
+    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
+        """The patches, and the shapes as numbers."""
+        if options:
+            return MissReason.OPTIONS
+        pixels, mask, shapes = (given.get(name) for name in self.input_names)
+        if not is_pixels(pixels, 3) or not isinstance(mask, torch.Tensor) or shapes is None:
+            return MissReason.UNSUPPORTED_INPUT
+        assert isinstance(pixels, torch.Tensor)
+        read = integer_rows(shapes, "spatial_shapes", 2, "rows of two integers, in patches")
+        count, patches, _ = pixels.shape
+        fits = all(h > 0 and w > 0 and h * w <= patches for h, w in read)
+        if len(read) != count or mask.shape != (count, patches) or not fits:
+            return MissReason.UNSUPPORTED_INPUT
+        inputs = {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": read}
+        return Call(inputs, key=DenseKey((patches,)))
+
+    def example(self, key: Hashable) -> dict[str, Any]:
+        """One image, of one row of patches."""
+        assert isinstance(key, DenseKey)
+        (patches,) = key.shape
+        config, parameter = self.twin.config, next(self.twin.parameters())
+        columns = config.num_channels * config.patch_size**2
+        return {
+            "pixel_values": torch.zeros(1, patches, columns, device=parameter.device, dtype=parameter.dtype),
+            "pixel_attention_mask": torch.ones(1, patches, dtype=torch.int64, device=parameter.device),
+            "spatial_shapes": torch.tensor([[1, patches]], device="cpu"),
+        }
+
+    def adapter(self, key: Hashable, example: Any) -> DenseTower:
+        """The adapter of the class, for so many patches."""
+        assert isinstance(key, DenseKey)
+        return Siglip2Tower(self.twin, key.shape[0])
+
+    def parts(self, example: Any) -> list[Part]:
+        """The last hidden state, and the pooled one."""
+        parts = [Part("last_hidden_state", None, example.last_hidden_state.shape[1])]
+        if example.pooler_output is not None:
+            parts.append(Part("pooler_output", None, 1))
+        return parts
+
+    def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
+        """The images with their positions."""
+        with torch.inference_mode(False):
+            images = adapter.images(*(call.inputs[name] for name in self.input_names))
+        return super().inputs(Call({"pixel_values": images}), adapter)

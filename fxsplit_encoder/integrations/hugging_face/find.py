@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from torch import nn
 
 from fxsplit_encoder._torch.dynamo import original_module
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError
-from fxsplit_encoder.integrations.hugging_face.families import is_served, served_towers
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.towers.base import WrappedTower
 
@@ -29,11 +29,8 @@ class FoundTower:
 
 
 def find_towers(model: Any) -> list[FoundTower]:
-    """The towers of a model that can be served, each once.
-
-    Raises:
-        InputError: it is no module, or one that is wrapped already.
-        UnsupportedTowerError: it has none.
+    """The towers of a model that can be served, each once; InputError for what is no module or is wrapped,
+    UnsupportedTowerError if there is none.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"accelerate: expected a model of transformers; got {shown(model)}")
@@ -72,3 +69,56 @@ def _layers_of(owner: nn.Module) -> tuple[int, ...]:
         if layers is not None:
             return (layers,) if isinstance(layers, int) else tuple(layers)
     return ()
+
+
+# --- classes of towers
+
+# By name, so that neither a model family nor an adapter is imported before it is used.
+_CALLS = {
+    "CLIPVisionModel": ("dense_calls", "DenseCalls"),
+    "CLIPVisionTransformer": ("dense_calls", "DenseCalls"),
+    "DINOv3ViTModel": ("dense_calls", "DenseCalls"),
+    "Dinov2Model": ("dense_calls", "DenseCalls"),
+    "Dinov2WithRegistersModel": ("dense_calls", "DenseCalls"),
+    "Glm4vMoeVisionModel": ("packed_calls", "GridCalls"),
+    "Glm4vVisionModel": ("packed_calls", "GridCalls"),
+    "Idefics3VisionTransformer": ("dense_calls", "Idefics3Calls"),
+    "InternVLVisionModel": ("dense_calls", "DenseCalls"),
+    "Kimi_K25VisionModel": ("packed_calls", "GridCalls"),
+    "Llama4VisionModel": ("dense_calls", "Llama4Calls"),
+    "PixtralVisionModel": ("packed_calls", "PixtralCalls"),
+    "Qwen2VisionTransformerPretrainedModel": ("packed_calls", "GridCalls"),
+    "Qwen2_5_VisionTransformerPretrainedModel": ("packed_calls", "GridCalls"),
+    "Qwen3VLMoeVisionModel": ("packed_calls", "GridCalls"),
+    "Qwen3VLVisionModel": ("packed_calls", "GridCalls"),
+    "Qwen3_5MoeVisionModel": ("packed_calls", "GridCalls"),
+    "Qwen3_5VisionModel": ("packed_calls", "GridCalls"),
+    "Siglip2VisionModel": ("dense_calls", "Siglip2Calls"),
+    "Siglip2VisionTransformer": ("dense_calls", "Siglip2Calls"),
+    "SiglipVisionModel": ("dense_calls", "DenseCalls"),
+    "SiglipVisionTransformer": ("dense_calls", "DenseCalls"),
+    "SmolVLMVisionTransformer": ("dense_calls", "Idefics3Calls"),
+    "Step3p7VisionModel": ("dense_calls", "Step3p7Calls"),
+}
+
+
+def served_towers() -> list[str]:
+    """The class names of the towers that `accelerate` serves."""
+    return sorted(_CALLS)
+
+
+def is_served(module: nn.Module) -> bool:
+    """Whether a module is such a tower."""
+    return _name(module) is not None
+
+
+def calls_of(module: nn.Module) -> Any:
+    """The class of `Calls` for a tower."""
+    name = _name(module)
+    assert name is not None
+    file, kind = _CALLS[name]
+    return getattr(importlib.import_module(f"fxsplit_encoder.integrations.hugging_face.{file}"), kind)
+
+
+def _name(module: nn.Module) -> str | None:
+    return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _CALLS), None)

@@ -29,10 +29,9 @@ _FORWARD = "forward"
 def accelerate(model: Model, config: Config | None = None, *, compile: bool = False) -> Model:
     """Has the vision towers of a model of transformers encode by captures; everything else stays as it is.
 
-    Whatever calls the towers gets what it got before, of the same classes: `generate`, a pipeline, the
-    model's own `get_image_features`. Parameters, their names and the modules are the model's own. Captures
-    are made when a tower is called first, or by `warmup`. Calls that captures do not serve, such as those
-    in training, go to the tower's own forward, and are counted: `stats(model)`.
+    Callers of the towers (`generate`, a pipeline, `get_image_features`) get what they got before, of the same
+    classes. Captures are made when a tower is called first, or by `warmup`. Calls that captures do not serve,
+    such as those in training, go to the tower's own forward and are counted: `stats(model)`.
 
     Args:
         model: is changed in place, by nothing but the forward of its towers.
@@ -64,11 +63,8 @@ def accelerate(model: Model, config: Config | None = None, *, compile: bool = Fa
 
 
 def restore(model: Model) -> Model:
-    """Undoes `accelerate`, and gives the memory of captures back. Returns the model; one that is not
-    accelerated stays as it is.
-
-    Raises:
-        InputError: it is no model.
+    """Undoes `accelerate`, if it was done, and frees the memory of captures. Returns the model; InputError if
+    it is none.
     """
     for module, served in served_towers_of(model):
         for name in (_FORWARD, INNER_FORWARD):
@@ -79,11 +75,7 @@ def restore(model: Model) -> Model:
 
 
 def served_towers_of(model: Any) -> list[tuple[nn.Module, ServedTower]]:
-    """The towers of a model that are accelerated.
-
-    Raises:
-        InputError: it is no model.
-    """
+    """The towers of a model that are accelerated; InputError if it is no model."""
     if not isinstance(model, nn.Module):
         raise InputError(f"restore: expected a model of transformers; got {shown(model)}")
     return list(_walk(original_module(model)))

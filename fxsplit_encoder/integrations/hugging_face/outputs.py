@@ -1,8 +1,5 @@
-"""A tower's own outputs, of which captures make what models read.
-
-What they do not make, as hidden states that a caller asked for, has its place in the output, and the tower
-itself computes it once it is used: whatever walks over an output, moves it to another device or makes another
-of its entries has nothing computed.
+"""A tower's own outputs, of which captures make what models read. What they do not make, as hidden states,
+the tower itself computes once it is used, not when an output is walked over, moved or copied.
 """
 
 from __future__ import annotations
@@ -25,10 +22,7 @@ _KNOWN = frozenset({"device", "dtype", "requires_grad", "grad_fn", "is_cuda", "l
 
 class Lazy:
     """A value that is computed when it is used, by an operator, by torch or as an attribute of an output.
-
-    Args:
-        like: an empty value of the same class; of a tensor also with its dtype and device.
-        compute: the value.
+    `like` is an empty value of its class, dtype and device.
     """
 
     __slots__ = ("_compute", "_like", "_value")
@@ -117,12 +111,7 @@ register_tuple(LazyTuple)
 
 
 def make_output(kind: type, values: Mapping[str, Any]) -> Any:
-    """An output of a tower.
-
-    Args:
-        kind: the tower's class of outputs.
-        values: of all its fields, in its order. Any may be one that is computed when it is used.
-    """
+    """An output of the tower's class `kind` with values for all fields, in order; any may be a `Lazy`."""
     if not any(type(value) in (Lazy, LazyTuple) for value in values.values()):
         return kind(**values)
     output = _deferring(kind)(**values)

@@ -22,8 +22,7 @@ from fxsplit_encoder._torch.transformers import attention_implementation, select
 from fxsplit_encoder.errors import InputError, WeightsLayoutError
 from fxsplit_encoder.integrations.hugging_face.calls import Call, Made, Reads, asked_for
 from fxsplit_encoder.integrations.hugging_face.captured import CapturedTower, Served, Settings
-from fxsplit_encoder.integrations.hugging_face.families import calls_of
-from fxsplit_encoder.integrations.hugging_face.find import FoundTower
+from fxsplit_encoder.integrations.hugging_face.find import FoundTower, calls_of
 from fxsplit_encoder.integrations.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.recent import Recent
@@ -56,12 +55,10 @@ def capturing_at_once() -> Iterator[None]:
 
 
 class ServedTower:
-    """Encodes a tower's calls by captures; those that captures cannot serve by the forward that was there
-    before it, counted by why.
+    """Encodes a tower's calls by captures; others by the forward that was there before it, counted by reason.
 
-    The tower itself stays as it is: parameters, configuration and submodules are untouched, and captures are
-    made of a copy of its modules on the same parameters. A copy or a pickle of the tower has the forward that
-    was there before.
+    Captures are made of a copy of the tower's modules on the same parameters. A copy or a pickle of the tower
+    has the forward that was there before.
     """
 
     def __init__(self, found: FoundTower, settings: Settings, previous: Callable[..., Any] | None) -> None:
@@ -328,13 +325,8 @@ class ServedTower:
 def _values(
     served: Served, made: Made, fields: set[str], selected: list[int] | None, read: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """The fields of the tower's output: those that captures made, and others that are computed once they are
-    used.
-
-    Args:
-        fields: those that were asked for beside the ones that the output has anyway.
-        selected: the hidden states that were asked for, by their numbers; None: all.
-        read: computes a field, or the hidden state of a layer.
+    """The fields of the tower's output: those that captures made, and `Lazy` ones, which `read` computes.
+    `fields` were asked for beside those it has anyway, `selected` are numbers of hidden states; None: all.
     """
     values: dict[str, Any] = {}
     for name, empty in served.empty.items():

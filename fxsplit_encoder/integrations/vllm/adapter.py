@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from fxsplit_encoder.errors import CaptureError, InputError, RankError
-from fxsplit_encoder.integrations.vllm.attention import noting_bounds
 from fxsplit_encoder.integrations.vllm.known_grids import keep_metadata
-from fxsplit_encoder.integrations.vllm.leave import reason_to_leave
-from fxsplit_encoder.integrations.vllm.log import logger, warn_once
-from fxsplit_encoder.integrations.vllm.ranks import all_agree, device_group, is_data_parallel
-from fxsplit_encoder.integrations.vllm.reloads import note_reloads
+from fxsplit_encoder.integrations.vllm.layers import noting_bounds
+from fxsplit_encoder.integrations.vllm.plugin import logger, warn_once
 from fxsplit_encoder.integrations.vllm.settings import (
     VARIABLE,
     PluginSettings,
@@ -55,16 +54,8 @@ class _Served:
 class VllmEncoderManager:
     """vLLM's manager of encoder CUDA graphs, by this library's; by vLLM's own wherever this one fails.
 
-    `make_adapter` derives the class that a `StandIn` makes, from this and from vLLM's own: what is not here
-    is vLLM's.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        device, dtype: where and in what the encoder computes.
-        model: implements vLLM's `SupportsEncoderCudaGraph`.
-
-    Raises:
-        Whatever vLLM's own constructor raises for this configuration.
+    `make_adapter` derives the class from this and from vLLM's own, whose constructor may raise. `model`
+    implements vLLM's `SupportsEncoderCudaGraph`.
     """
 
     settings: ClassVar[PluginSettings]
@@ -133,8 +124,8 @@ class VllmEncoderManager:
             self.manager.check_weights()
 
     def _attempt(self, action: Callable[[], None]) -> bool:
-        """Whether an action succeeded, on every rank that shares the items. If not, vLLM's own manager serves
-        from now on: whatever fails, the engine starts.
+        """Whether an action succeeded, on every rank that shares the items. If not, vLLM's own manager takes
+        over.
         """
         failure: Exception | None = None
         try:
@@ -171,11 +162,8 @@ class VllmEncoderManager:
         return bool((self.manager or self._inherited).is_captured())
 
     def capture(self, graph_pool: Any = None) -> None:
-        """Captures every budget. What was compiled and measured by a capture of the same model before, which
-        was cleared, is not done again.
-
-        Args:
-            graph_pool: of vLLM's own manager. This library's captures have a pool of their own.
+        """Captures every budget, reusing what a cleared capture of the same model compiled and measured.
+        `graph_pool` is for vLLM's own manager: this library's captures have another.
         """
         manager = self.manager
         if manager is None or not self._attempt(lambda: self._capture(manager)):
@@ -204,10 +192,8 @@ class VllmEncoderManager:
         vars(manager.tower)[_CLEARED] = manager
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor] | None:
-        """Encodes a batch of images or of videos.
-
-        Returns:
-            One tensor an item, (output tokens, hidden); None: vLLM has to encode the batch eagerly.
+        """Encodes a batch: a tensor an item, (output tokens, hidden); None: vLLM has to encode the batch
+        eagerly.
         """
         if self.manager is None:
             outputs: list[Tensor] | None = self._inherited.execute(mm_kwargs)
@@ -252,3 +238,88 @@ def _note_bounds(manager: EncoderCudaGraphManager) -> None:
             for budget in {path.budgets[0], path.budgets[-1]} if path.budgets else ():
                 with contextlib.suppress(InputError):
                     path.forward(path.forward.capture_values(budget))
+
+
+# --- what is left to vLLM's own manager
+
+
+def reason_to_leave(vllm_config: Any, device: torch.device) -> str | None:
+    """Why this library does not serve an engine of this configuration; None: it does."""
+    if device.type not in ("cuda", "cpu") or torch.version.hip:
+        return f"devices of type {'rocm' if torch.version.hip else device.type} are not supported"
+    if shares_weights(vllm_config):
+        return (
+            "ranks share its weights, and have to capture the same; with --mm-encoder-tp-mode data they "
+            "share the images instead"
+        )
+    lora = vllm_config.lora_config
+    if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
+        return "its LoRA adapters belong to images by their order, which packing changes"
+    return None
+
+
+# --- vLLM's tensor parallel group
+
+
+def is_data_parallel(vllm_config: Any) -> bool:
+    """Whether ranks share the items of a batch, each with a whole encoder."""
+    return _num_ranks(vllm_config) > 1 and _mode(vllm_config) == "data"
+
+
+def shares_weights(vllm_config: Any) -> bool:
+    """Whether ranks share the encoder's weights."""
+    return _num_ranks(vllm_config) > 1 and _mode(vllm_config) != "data"
+
+
+def device_group() -> dist.ProcessGroup:
+    """The group over which ranks exchange rows."""
+    from vllm.distributed import get_tp_group
+
+    group: dist.ProcessGroup = get_tp_group().device_group
+    return group
+
+
+def all_agree(ready: bool) -> bool:
+    """Whether every rank says yes, as a call that all of them must make."""
+    from vllm.distributed import get_tp_group
+
+    vote = torch.tensor([int(ready)], device="cpu")
+    dist.all_reduce(vote, dist.ReduceOp.MIN, get_tp_group().cpu_group)
+    return bool(vote.item())
+
+
+def _num_ranks(vllm_config: Any) -> int:
+    ranks: int = vllm_config.parallel_config.tensor_parallel_size
+    return ranks
+
+
+def _mode(vllm_config: Any) -> str | None:
+    multimodal = vllm_config.model_config.multimodal_config
+    mode: str | None = None if multimodal is None else multimodal.mm_encoder_tp_mode
+    return mode
+
+
+# --- weights that vLLM loads into a model that runs
+
+
+def note_reloads(model: nn.Module, then: Callable[[], None]) -> None:
+    """Has every later `model.load_weights` call `then` at its end, once.
+
+    vLLM copies new weights through `parameter.data`, which leaves no version, some of them after that end.
+    """
+    load: Any = getattr(model, "load_weights", None)
+    if load is None:
+        return
+    if hasattr(load, "after_load"):
+        load.after_load = then
+        return
+
+    @functools.wraps(load)
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(*args, **kwargs)
+        finally:
+            load_weights.after_load()  # type: ignore[attr-defined]
+
+    load_weights.after_load = then  # type: ignore[attr-defined]
+    model.load_weights = load_weights  # type: ignore[assignment]

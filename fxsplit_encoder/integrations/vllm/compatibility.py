@@ -64,12 +64,8 @@ ROTARY: Mapping[str, tuple[str, ...]] = {
 
 
 def manager_problem(manager: type, protocol: type, definitions: Any) -> str | None:
-    """What of vLLM's manager and protocol is not as it was recorded; None: nothing.
-
-    Args:
-        manager: vLLM's `EncoderCudaGraphManager`.
-        protocol: its `SupportsEncoderCudaGraph`.
-        definitions: the module of what they exchange.
+    """What of vLLM's manager, of its `SupportsEncoderCudaGraph` and of the module of what they exchange is
+    not as it was recorded; None: nothing.
     """
     public = {name for name, value in vars(manager).items() if callable(value) and name[0] != "_"}
     if public != set(MEMBERS):

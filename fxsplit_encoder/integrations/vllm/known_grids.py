@@ -1,8 +1,5 @@
-"""What vLLM's towers compute of grids alone for a replay is kept for requests of the same grids.
-
-Indices, cumulative lengths and rotary embeddings are some hundred microseconds of the host a request, and
-launches of small kernels. What depends on weights, the interpolated position embeddings, is computed every
-time: weights may change.
+"""Keeps what vLLM's towers compute of grids alone for replays of the same grids: indices, lengths and rotary
+embeddings, some hundred microseconds of the host. Position embeddings depend on weights, and are not kept.
 """
 
 from __future__ import annotations
@@ -51,8 +48,8 @@ _is_replay: ContextVar[bool] = ContextVar("fxsplit_encoder_vllm_replay", default
 
 
 def keep_metadata(model: nn.Module) -> None:
-    """Has a model's towers keep what they prepare of grids for replays, and for nothing else: captures may
-    take what they are given as buffers of their own. Calling it again changes nothing.
+    """Has a model's towers keep what they prepare of grids, once. For replays alone: captures may take theirs
+    as buffers.
     """
     prepare: Any = getattr(model, _REPLAY, None)
     towers = [module for module in model.modules() if callable(getattr(module, _METADATA, None))]
@@ -126,9 +123,7 @@ class KeptMetadata:
 
 
 def _key_of(grids: Any, options: Mapping[str, Any]) -> Any | None:
-    """What the metadata depend on: on another stream they might be read before they are there. None: it
-    cannot be told.
-    """
+    """What the metadata depend on, the stream included, on which they are ready; None: it cannot be told."""
     if not isinstance(grids, list | tuple):
         return None
     rows = []

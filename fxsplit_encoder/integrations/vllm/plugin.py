@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.integrations.vllm.compatibility import manager_problem
-from fxsplit_encoder.integrations.vllm.log import warn_once
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings, read_plugin_settings
-from fxsplit_encoder.integrations.vllm.stand_in import StandIn, make_stand_in
+from fxsplit_encoder.recent import Recent
 
 _NAME = "EncoderCudaGraphManager"
 
@@ -19,10 +19,8 @@ _MODULES = ("vllm.v1.worker.encoder_cudagraph", "vllm.v1.worker.gpu.model_states
 
 
 def register() -> None:
-    """Puts this library's manager in place of vLLM's. Calling it again changes nothing.
-
-    Never raises: with a vLLM that it does not know, or settings that are wrong, one warning says so, and vLLM
-    is as it was.
+    """Puts this library's manager in place of vLLM's, once. Never raises: with an unknown vLLM or wrong
+    settings one warning says so, and vLLM is as it was.
     """
     try:
         settings = read_plugin_settings()
@@ -64,10 +62,12 @@ def _install(settings: PluginSettings) -> str | None:
 
 def install_layers() -> str | None:
     """What keeps the encoders that vLLM builds from being traced; None: they can be."""
-    from fxsplit_encoder.integrations.vllm.attention import install_attention
-    from fxsplit_encoder.integrations.vllm.input_norm import install_input_norm
-    from fxsplit_encoder.integrations.vllm.relative_positions import install_relative_positions
-    from fxsplit_encoder.integrations.vllm.rotary import install_rotary
+    from fxsplit_encoder.integrations.vllm.layers import (
+        install_attention,
+        install_input_norm,
+        install_relative_positions,
+        install_rotary,
+    )
 
     problem = install_rotary() or install_attention()
     if problem is None:
@@ -81,3 +81,54 @@ def _replace(original: Any, adapter: Any) -> None:
         module = sys.modules.get(name)
         if module is not None and getattr(module, _NAME, None) is original:
             setattr(module, _NAME, adapter)
+
+
+# --- what stands in vLLM's modules until a runner makes a manager
+
+
+class StandIn:
+    """Makes this library's manager when it is called, so that processes of vLLM that make none need not
+    import it. `make_stand_in` derives it from vLLM's own too, for classes that others derive.
+    """
+
+    settings: ClassVar[PluginSettings]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A `VllmEncoderManager`; vLLM's own if that cannot be imported; an object of a derived class as it
+        is.
+        """
+        if StandIn not in cls.__bases__:
+            warn_once(
+                f"{cls.__module__}.{cls.__qualname__} captures the encoder: fxsplit_encoder does not replace "
+                "classes that are derived from vLLM's manager"
+            )
+            return object.__new__(cls)
+        try:
+            from fxsplit_encoder.integrations.vllm.adapter import make_adapter
+        except Exception as error:
+            warn_once(
+                "vLLM's own manager captures the encoder, since fxsplit_encoder could not be imported: "
+                f"{type(error).__name__}: {error}"
+            )
+            return object.__new__(cls)
+        return object.__new__(make_adapter(cls, cls.settings))
+
+
+def make_stand_in(vllm_class: type, settings: PluginSettings) -> type[StandIn]:
+    """The class that takes the place of vLLM's."""
+    return type(vllm_class.__name__, (StandIn, vllm_class), {"settings": settings})
+
+
+# --- what the plugin says, through vLLM's handlers
+
+# Below vLLM's logger, so that its settings hold and its process's name is in front.
+logger = logging.getLogger("vllm.fxsplit_encoder")
+
+_said: Recent[str, bool] = Recent(256)
+
+
+def warn_once(message: str) -> None:
+    """Warns of something, once in this process: managers are made more than once."""
+    if not _said.get(message):
+        _said[message] = True
+        logger.warning("%s", message)

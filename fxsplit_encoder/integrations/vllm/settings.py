@@ -44,11 +44,7 @@ class PluginSettings:
 
 
 def read_plugin_settings(environment: Mapping[str, str] = os.environ) -> PluginSettings:
-    """The settings in the file that the environment names; the defaults where it names none.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds bad settings.
-    """
+    """The settings in the file that the environment names, or the defaults; ConfigError for a bad file."""
     value = environment.get(VARIABLE, "").strip()
     if not value:
         return PluginSettings()
@@ -70,18 +66,13 @@ def _parsed(values: dict[Any, Any]) -> PluginSettings:
 def encoder_config(
     own: EncoderConfig, vllm_config: Any, model_config: Any, budget_range: tuple[int, int] | None
 ) -> EncoderConfig:
-    """The manager's settings for a model that vLLM serves.
-
-    What the plugin's file sets wins; what it leaves open is vLLM's four settings of encoder CUDA graphs,
-    with their meanings there; what these leave open is inferred.
+    """The manager's settings for a model that vLLM serves: the plugin's file (`own`), then vLLM's four
+    settings of encoder CUDA graphs, then what is inferred. ConfigError for settings that do not suit the
+    model.
 
     Args:
-        own: of the plugin's file.
-        model_config: the model's `get_encoder_cudagraph_config()`.
-        budget_range: the model's `get_encoder_cudagraph_budget_range()`; None where nothing depends on it.
-
-    Raises:
-        ConfigError: the settings do not suit the model.
+        model_config, budget_range: the model's `get_encoder_cudagraph_config()` and `..._budget_range()`; the
+            latter None where nothing depends on it.
     """
     config = _with_vllms(own, vllm_config, model_config)
     if config.max_frames_per_batch is None and "video" in model_config.modalities:
@@ -137,11 +128,8 @@ def _path_budgets(
 
 
 def _inferred_frames(config: EncoderConfig, model_config: Any, budget_range: tuple[int, int] | None) -> int:
-    """Less than two frames an item, but for batches of few items.
-
-    Models lay out the inputs of a capture as the frames of a batch divided evenly among its items. With as
-    many frames as the longest videos have, which is what vLLM infers, a capture for 64 tokens has the rows of
-    thousands, and every replay computes them.
+    """Less than two frames an item, but for batches of few items. Models divide a capture's frames evenly
+    among items: with vLLM's, the longest videos', a capture for 64 tokens would have thousands of rows.
     """
     limits = resolve_limits(config, model_config, budget_range, has_video=True)
     return min(limits.max_frames_per_batch, max(2 * limits.max_items_per_batch - 1, _FEW_FRAMES))

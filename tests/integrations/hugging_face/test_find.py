@@ -10,8 +10,7 @@ import transformers
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.integrations.hugging_face.families import served_towers
-from fxsplit_encoder.integrations.hugging_face.find import find_towers
+from fxsplit_encoder.integrations.hugging_face.find import find_towers, served_towers
 
 from .models import MODELS
 from .tile_models import TOWER

@@ -21,7 +21,7 @@ from fxsplit_encoder.integrations.images import (
 )
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import read_family
-from fxsplit_encoder.towers.pixel_values import PixelValues
+from fxsplit_encoder.towers.inputs import PixelValues
 
 from ...models.checkpoints import CHECKPOINTS, CPU, save
 from .photographs import encoded, photograph, settings_of

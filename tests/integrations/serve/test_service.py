@@ -29,7 +29,7 @@ from PIL import Image
 
 from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettings
 from fxsplit_encoder.integrations.serve.frontend import joined
-from fxsplit_encoder.towers.pixel_values import PixelValues
+from fxsplit_encoder.towers.inputs import PixelValues
 
 from ...models.checkpoints import save
 from ..images.photographs import EXAMPLES, encoded

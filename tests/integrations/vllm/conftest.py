@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fxsplit_encoder.integrations.vllm import log
+from fxsplit_encoder.integrations.vllm import plugin
 from fxsplit_encoder.integrations.vllm.settings import VARIABLE
 
 from .fake_vllm import VERSIONS, FakeVllm
@@ -17,9 +17,9 @@ from .fake_vllm import VERSIONS, FakeVllm
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
     """The latest recorded version."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    log._said.clear()
+    plugin._said.clear()
     yield FakeVllm(VERSIONS[-1], monkeypatch)
-    log._said.clear()
+    plugin._said.clear()
 
 
 @pytest.fixture
@@ -32,5 +32,5 @@ def warnings_of_plugin(caplog: pytest.LogCaptureFixture) -> list[str]:
             messages.append(record.getMessage())
 
     handler = Collecting(logging.WARNING)
-    log.logger.addHandler(handler)
+    plugin.logger.addHandler(handler)
     return messages

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxsplit_encoder.integrations.vllm.attention import (
+from fxsplit_encoder.integrations.vllm.layers import (
     install_attention,
     noting_bounds,
     split_attention,
@@ -82,7 +82,7 @@ def test_a_bound_that_is_the_same_at_every_size_is_known_to_a_trace(monkeypatch:
     seen: list[int] = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(
-        "fxsplit_encoder.integrations.vllm.attention.varlen_attention",
+        "fxsplit_encoder.integrations.vllm.layers.varlen_attention",
         lambda q, k, v, cu_seqlens, bound, scale: seen.append(bound) or q,
     )
     for each in (windowed, whole):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.integrations.vllm.input_norm import install_input_norm, traceable_input_norm
+from fxsplit_encoder.integrations.vllm.layers import install_input_norm, traceable_input_norm
 from fxsplit_encoder.integrations.vllm.plugin import install_layers
 
 from .fake_vllm import CUSTOM_OP, FakeVllm

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 import fxsplit_encoder.integrations
-from fxsplit_encoder.integrations.vllm.plugin import register
+from fxsplit_encoder.integrations.vllm.plugin import StandIn, register
 from fxsplit_encoder.integrations.vllm.settings import VARIABLE
-from fxsplit_encoder.integrations.vllm.stand_in import StandIn
 
 from .fake_vllm import CUSTOM_OP, VERSIONS, FakeVllm
 
@@ -187,8 +186,8 @@ COMPILING = {"_torch", "attention", "kernels", "parts"}
     ("setting", "module", "more"),
     [
         ("off", "vllm.v1.worker.encoder_cudagraph", set()),
-        ("", "fxsplit_encoder.integrations.vllm.stand_in", set()),
-        ("compile: true", "fxsplit_encoder.integrations.vllm.stand_in", COMPILING),
+        ("", "fxsplit_encoder.integrations.vllm.plugin", set()),
+        ("compile: true", "fxsplit_encoder.integrations.vllm.plugin", COMPILING),
     ],
 )
 def test_a_process_that_makes_no_manager_imports_little(

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.integrations.vllm.plugin import install_layers
-from fxsplit_encoder.integrations.vllm.relative_positions import (
+from fxsplit_encoder.integrations.vllm.layers import (
     install_relative_positions,
     traceable_relative_positions,
 )
+from fxsplit_encoder.integrations.vllm.plugin import install_layers
 
 from .fake_vllm import CUSTOM_OP, FakeVllm
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
-from fxsplit_encoder.integrations.vllm.reloads import note_reloads
+from fxsplit_encoder.integrations.vllm.adapter import note_reloads
 
 
 class Model(nn.Module):

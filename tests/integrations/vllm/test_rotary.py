@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.integrations.vllm.rotary import install_rotary, traceable_rotary
+from fxsplit_encoder.integrations.vllm.layers import install_rotary, traceable_rotary
 
 from .fake_vllm import CUSTOM_OP, FakeVllm
 
