@@ -36,11 +36,11 @@ from vllm_classes import (
     CLASSES,
     MAX_ITEMS,
     MAX_TOKENS,
+    TINY,
     build,
     captured_manager,
     engine_config,
     installed_version,
-    narrow,
     prepare_environment,
     start_vllm,
 )
@@ -155,7 +155,7 @@ class _Contest:
         self.tiny, self.device, self.samples = options.tiny, device, options.samples
         self.variants: Sequence[str] = options.variants
         self.dtype = torch.float32 if self.tiny else torch.bfloat16
-        self.cls = narrow(CLASSES[tower]) if self.tiny else CLASSES[tower]
+        self.cls = TINY if self.tiny else CLASSES[tower]
         self.config = engine_config(self.cls, self.dtype)
         self.batches: dict[str, tuple[dict[str, Tensor], int]] = {}
         for seed, workload in enumerate(_workloads(tower, options)):
@@ -361,7 +361,7 @@ def _warnings() -> Iterator[list[str]]:
 
 def _prepare_cpu() -> None:
     """vLLM's attention of a CPU takes no padding rows; the one of its tests does."""
-    from tests_vllm.padded_attention import use_padded_attention
+    from vllm_cpu import use_padded_attention
 
     use_padded_attention()
     torch.cuda.is_current_stream_capturing = lambda: False

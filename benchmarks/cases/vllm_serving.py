@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import torch
 from storage import Result, new_result, one_line, store
 from timing import percentile
-from vllm_classes import CLASSES, MAX_ITEMS, MAX_TOKENS, installed_version, narrow, prepare_environment
+from vllm_classes import CLASSES, MAX_ITEMS, MAX_TOKENS, TINY, installed_version, prepare_environment
 
 Row = dict[str, Any]
 
@@ -236,8 +236,8 @@ def save_model(directory: Path, tiny: bool) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=_SPECIAL[0], additional_special_tokens=[*_SPECIAL[1:], *_PADS]
     ).save_pretrained(directory)
-    cls = CLASSES["qwen3-vl-8b"]
-    config = dict((narrow(cls) if tiny else cls).config)
+    config = dict((TINY if tiny else CLASSES["qwen3-vl-8b"]).config)
+    patch = config["vision_config"]["patch_size"]
     config["text_config"] = {
         **config["text_config"],
         **dict(num_hidden_layers=2, vocab_size=len(vocabulary), bos_token_id=0, eos_token_id=0),
@@ -252,8 +252,8 @@ def save_model(directory: Path, tiny: bool) -> None:
     config |= {f"{name}_token_id": vocabulary[f"<|{name}_pad|>"] for name in ("image", "video")}
     processor = dict(
         processor_class="Qwen3VLProcessor",
-        size={"shortest_edge": 65536, "longest_edge": 1024 * 1024},
-        **dict(patch_size=16, temporal_patch_size=2, merge_size=2),
+        size={"shortest_edge": (16 * patch) ** 2, "longest_edge": (64 * patch) ** 2},
+        **dict(patch_size=patch, temporal_patch_size=2, merge_size=2),
         **dict(image_mean=[0.5] * 3, image_std=[0.5] * 3),
     )
     files = {

@@ -8,7 +8,7 @@ import sys
 
 
 def test_ranks_share_the_images_and_weights_are_left_to_vllm() -> None:
-    command = [sys.executable, "-m", "tests_vllm.ranks"]
+    command = [sys.executable, "-m", "tests.vllm.ranks"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-4000:]
     first, second = json.loads(ran.stdout.strip().splitlines()[-1])

@@ -23,7 +23,7 @@ def test_the_same_tokens_with_and_without_captures(
     monkeypatch.setenv("FXSPLIT_ENCODER_CONFIG", str(settings))
     model = tmp_path / "model"
     model.mkdir()
-    command = [sys.executable, "-m", "tests_vllm.generate", str(model)]
+    command = [sys.executable, "-m", "tests.vllm.generate", str(model)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-4000:]
     result = json.loads(ran.stdout.strip().splitlines()[-1])
