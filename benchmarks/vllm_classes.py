@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from workloads import Request
+from workloads import Request, most_square
 
 # Read when vLLM is imported: one process, no network, and every log line in the language of its operators.
 ENVIRONMENT = {
@@ -113,15 +113,9 @@ def pages_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tu
     """A page as a whole and as crops, and the grid of those: DeepSeek-OCR."""
     whole = _normal(generator, len(request.tiles), 3, 1024, 1024)
     crops = _normal(generator, sum(request.tiles), 3, 640, 640)
-    grids = torch.tensor([_most_square(count) for count in request.tiles])
+    grids = torch.tensor([most_square(count) for count in request.tiles])
     inputs = {"pixel_values": whole, "images_crop": crops, "images_spatial_crop": grids}
     return inputs, len(whole) * 64**2 + len(crops) * 40**2
-
-
-def _most_square(count: int) -> tuple[int, int]:
-    """(columns, rows) of so many crops; a page without any is its own single one."""
-    rows = next((r for r in range(math.isqrt(count), 0, -1) if count % r == 0), 1)
-    return max(1, count) // rows, rows
 
 
 # --- the classes

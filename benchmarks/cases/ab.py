@@ -222,18 +222,11 @@ def run(arguments: argparse.Namespace) -> int:
         result[what] = {name: start[what] for name, start in started.items()}
     result["rows"] = compare(samples)
     store(arguments.output, result)
-    _report(result)
-    return 1 if result["wrong"] else 0
+    import tables
 
-
-def _report(result: Mapping[str, Any]) -> None:
-    print(f"{'workload':18} {'time':8} {'baseline ms':>12} {'this ms':>12} {'ratio':>7} {'turns':>15}")
-    for row in result["rows"]:
-        one, other = (f"{row[side]['p50']:12.4f}" for side in SIDES)
-        turns = f"{row['lowest']:.3f} - {row['highest']:.3f}"
-        print(f"{row['workload']:18} {row['time']:8} {one} {other} {row['ratio']:7.3f} {turns:>15}")
+    print(tables.ab(result))
     for what, seconds in result["seconds"]["baseline"].items():
-        mine = result["seconds"]["this"][what]
-        print(f"{what:27} {seconds:10.2f} s {mine:10.2f} s {mine / seconds:7.3f}")
+        print(f"{what}: {seconds:.2f} s and {result['seconds']['this'][what]:.2f} s")
     for sentence in result["wrong"]:
         print(f"wrong: {sentence}", file=sys.stderr)
+    return 1 if result["wrong"] else 0

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CONTENDERS
 from models import DEFAULT_TOWERS, TINY, kind_of, tower_names
 from storage import Result, new_result, store
 from variants import MODES
 from vllm_classes import vllm_or_none
+from vllm_variants import CONTENDERS
 from worker import FLOOR, Job, known_workloads, run_job, start_method
 
 README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")

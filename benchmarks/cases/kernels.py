@@ -25,10 +25,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from contenders import CONTENDERS
 from models import DEFAULT_TOWERS, make_model, tower_names
 from storage import new_result, one_line, store
 from timing import synchronize, wall_ms
+from vllm_variants import CONTENDERS
 from worker import known_workloads, settle
 
 REST = "norms and pointwise"

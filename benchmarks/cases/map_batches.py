@@ -26,9 +26,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 from checkpoints import random_checkpoint
-from layout import by_columns
 from photographs import photographs
-from storage import Result, new_result, store
+from storage import new_result, store
 from timing import synchronize
 
 from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettings, ImagePreparer
@@ -91,7 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="actors, each with a GPU")
     parser.add_argument("--images", type=int, default=None, help="images of each run; 50 batches a GPU")
     parser.add_argument("--model", default="qwen3-vl-8b", help="a published model's tower")
-    parser.add_argument("--only", choices=("files", "prepared"), default=None, help="one of the two runs")
     parser.add_argument("--tiny", action="store_true", help="a small tower in two actors on the CPU")
 
 
@@ -121,14 +119,17 @@ def run(arguments: argparse.Namespace) -> int:
             settings: dict[str, Any] = {"model": str(model), "pooling": "mean"}
             settings |= {"config": {"enabled": False}} if tiny else {}
             result["rows"].append(prepare_row(settings, int(ray.cluster_resources()["CPU"])))
-            for way in ("files", "prepared") if arguments.only is None else (arguments.only,):
+            for way in ("files", "prepared"):
                 result["rows"].append(run_row(way, actors, images, batch, settings))
                 store(arguments.output, result)
     finally:
         ray.shutdown()
-    needed(result["rows"])
+    first, *runs = result["rows"]
+    first["CPUs needed"] = max(row["execute alone"] for row in runs) / first["images/s"]
     store(arguments.output, result)
-    print(table(result))
+    import tables
+
+    print(tables.map_batches(result))
     return 0
 
 
@@ -209,16 +210,3 @@ def second_half(arrived: Sequence[tuple[float, int]]) -> float:
         if seen >= total / 2 and number + 1 < len(arrived):
             return (total - seen) / (arrived[-1][0] - when)
     raise SystemExit("expected more than two batches; give more --images")
-
-
-def needed(rows: Sequence[Row]) -> None:
-    """What preparing for all GPUs takes, into the first row."""
-    first, *runs = rows
-    if runs:
-        first["CPUs needed"] = max(row["execute alone"] for row in runs) / first["images/s"]
-
-
-def table(result: Result) -> str:
-    """All rows."""
-    shown = ("way", "actors", "images/s", "execute alone", "share", "CPUs here", "CPUs needed")
-    return by_columns({name: name for name in shown}, result["rows"])

@@ -20,16 +20,15 @@ import argparse
 import contextlib
 import gc
 import logging
-import multiprocessing
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from storage import Result, new_result, one_line, store
+from processes import run_process
+from storage import new_result, one_line, store
 from timing import summarize, synchronize, timed
 from torch import Tensor
 from vllm_classes import (
@@ -86,10 +85,15 @@ def run(options: argparse.Namespace) -> int:
     result["vllm"] = installed_version()
     for tower in [_TINY] if options.tiny else options.towers:
         start = time.monotonic()
-        failure = _run_tower(tower, options, result)
-        if failure is not None:
-            result["rows"].append({"tower": tower, "variant": "all", "workload": "all", "failure": failure})
+
+        def keep(row: Row, tower: str = tower) -> None:
+            result["rows"].append({"tower": tower, **row})
             store(options.output, result)
+            print(tower, *(f"{name}={value}" for name, value in row.items()), flush=True)
+
+        failure = run_process(contest, (tower, options), options.timeout, keep, "spawn")
+        if failure is not None:
+            keep({"variant": "all", "workload": "all", "failure": failure})
         print(f"{tower}: {failure or 'done'} ({time.monotonic() - start:.0f} s)", flush=True)
     import tables
 
@@ -97,49 +101,12 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any("failure" in row for row in result["rows"]) else 0
 
 
-def _run_tower(tower: str, options: argparse.Namespace, result: Result) -> str | None:
-    """Runs a tower in a process of its own, and keeps each row that it sends; why it failed, or None."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(tower, options, sender))
-    process.start()
-    sender.close()
-    deadline = time.monotonic() + options.timeout
-    try:
-        while receiver.poll(max(0.0, deadline - time.monotonic())):
-            row: Row = receiver.recv()
-            if "end" in row:
-                failure: str | None = row["end"]
-                return failure
-            result["rows"].append({"tower": tower, **row})
-            store(options.output, result)
-            print(tower, *(f"{name}={value}" for name, value in row.items()), flush=True)
-        return f"stopped after {options.timeout:.0f} s"
-    except EOFError:
-        process.join()
-        return f"the process ended with exit code {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
-
-
-def _work(tower: str, options: argparse.Namespace, sender: Connection) -> None:
-    failure = None
-    try:
-        prepare_environment()
-        for row in contest(tower, options):
-            sender.send(row)
-    except Exception as error:
-        traceback.print_exc()
-        failure = one_line(error)
-    sender.send({"end": failure})
-
-
 # --- in the process of a tower
 
 
 def contest(tower: str, options: argparse.Namespace) -> Iterator[Row]:
     """What every variant takes to start, then a row for each variant of each workload."""
+    prepare_environment()
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     if options.tiny:
         _prepare_cpu()
