@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from storage import ROOT
 from torch import Tensor
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
@@ -221,6 +223,18 @@ def tiny_tower(blocks: int = 2) -> Any:
         deepstack_visual_indexes=[0],
     )
     return Qwen3VLVisionModel(config).requires_grad_(False).eval()
+
+
+def photographs(size: tuple[int, int]) -> list[bytes]:
+    """The example pictures as JPEG files of one size, (width, height)."""
+    from PIL import Image
+
+    files = []
+    for path in sorted((ROOT / "examples" / "images").iterdir()):
+        stream = io.BytesIO()
+        Image.open(path).convert("RGB").resize(size).save(stream, "JPEG", quality=90)
+        files.append(stream.getvalue())
+    return files
 
 
 def rows_of(output: Any) -> Tensor:

@@ -37,7 +37,6 @@ def vllm_inputs(kind: str, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 class VllmEager(Variant):
     name = "vllm-eager"
-    title = "vLLM eager"
     needs_cuda = True
 
     @classmethod
@@ -77,7 +76,6 @@ class VllmEager(Variant):
 
 class VllmManager(VllmEager):
     name = "vllm"
-    title = "vLLM's encoder manager"
 
     @functools.cached_property
     def _manager(self) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from storage import new_result, store
+from storage import Result, new_result, store
 from timing import measure
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -112,7 +112,7 @@ def made_so_far(model: nn.Module) -> dict[str, int]:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
     if not tiny and device == "cpu":
         raise SystemExit("accelerate: needs a CUDA device, or --tiny: there is nothing to replay without one")
@@ -143,10 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     manager.capture()
     add("execute", functools.partial(execute, manager, width))
     store(arguments.output, result)
-    import tables
-
-    print(tables.accelerate(result))
-    return 0
+    return result
 
 
 def generate_again(model: Any, inputs: dict[str, dict[str, Tensor]]) -> dict[str, int]:

@@ -49,8 +49,7 @@ import numpy as np
 import torch
 from busy import watched_gpu
 from decoder import TINY, Decoder, Shape
-from models import tiny_tower
-from photographs import photographs
+from models import photographs, tiny_tower
 from serving import Arrival, Beside, Engine, Inline, Medium, Ready, Run, Source, arrivals
 from storage import ROOT, Result, new_result, store
 from timing import between_events, percentile, synchronize, wall_ms
@@ -446,7 +445,7 @@ def _stages(run: Run) -> dict[str, float | None]:
     return {f"{name} p50": 1e3 * statistics.median(stages[name] for stages in known) for name in names}
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     if not (torch.cuda.is_available() or arguments.tiny):
         raise SystemExit("connector: needs a CUDA device, or --tiny: there is nothing to capture without one")
     begin = time.perf_counter()
@@ -456,10 +455,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with torch.no_grad():
         result = measure(Bench(arguments, say), arguments, say)
-    import tables
-
-    print(tables.connector(result))
-    return 0
+    return result
 
 
 def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], None]) -> Result:

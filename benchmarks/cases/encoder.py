@@ -6,8 +6,7 @@
     python benchmarks/bench.py encoder --quick                                  # a tiny tower, on any machine
 
 Towers have their published sizes and seeded random weights. Every variant of every tower runs in a process of
-its own; its outputs are compared with eager's before they are timed, and what differs is not timed. Results
-are written after every row, so a run that is cut off keeps what it has.
+its own; its outputs are compared with eager's, and what differs is not timed.
 
 Per workload, in milliseconds: median, 10th and 90th percentile of the wall time to the end of the device's
 work; "host", the CPU's time, and "device", between events; the share of padding, the error, the device memory

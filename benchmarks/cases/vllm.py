@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from processes import run_process
-from storage import new_result, one_line, store
+from storage import Result, new_result, one_line, store
 from timing import summarize, synchronize, timed
 from torch import Tensor
 from vllm_classes import (
@@ -57,14 +57,8 @@ _MOST_REPORTS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--towers",
-        nargs="+",
-        choices=CLASSES,
-        default=list(CLASSES),
-        metavar="TOWER",
-        help=", ".join(CLASSES),
-    )
+    names = ", ".join(CLASSES)
+    add("--towers", nargs="+", choices=CLASSES, default=list(CLASSES), metavar="TOWER", help=names)
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help=", ".join(VARIANTS))
     add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
     add("--samples", type=int, default=15, help="timed calls of each variant of a row")
@@ -72,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tiny", action="store_true", help="two narrow blocks of Qwen3-VL's class, on a CPU")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     if not (torch.cuda.is_available() or options.tiny):
         raise SystemExit("vllm: needs a CUDA device, or --tiny: there is nothing to capture without one")
     result = new_result(
@@ -95,10 +89,7 @@ def run(options: argparse.Namespace) -> int:
         if failure is not None:
             keep({"variant": "all", "workload": "all", "failure": failure})
         print(f"{tower}: {failure or 'done'} ({time.monotonic() - start:.0f} s)", flush=True)
-    import tables
-
-    print(tables.vllm(result))
-    return 1 if any("failure" in row for row in result["rows"]) else 0
+    return result
 
 
 # --- in the process of a tower

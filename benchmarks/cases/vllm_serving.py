@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tiny", action="store_true", help="narrow models, on a CPU")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     if not (torch.cuda.is_available() or options.tiny):
         raise SystemExit("vllm_serving: needs a CUDA device, or --tiny")
     dtype = "float32" if options.tiny else "bfloat16"
@@ -95,10 +95,7 @@ def run(options: argparse.Namespace) -> int:
         save_model(Path(folder), options.tiny)
         _run_all(options, folder, result)
     store(options.output, result)
-    import tables
-
-    print(tables.vllm_serving(result))
-    return 1 if any("failure" in row for row in result["rows"]) else 0
+    return result
 
 
 def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
