@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layout import by_columns, formatted, shown
 from storage import RESULTS, ROOT, Result, described, load, merge, store
+from tabulate import tabulate
 
 Row = Mapping[str, Any]
 
@@ -122,6 +122,31 @@ def claim(result: Result) -> str:
 
 def _ratio(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one / other
+
+
+def formatted(headers: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """A table; None is a dash, and columns of numbers are aligned to the right."""
+    numeric = [all(isinstance(line[i], int | float | None) for line in lines) for i in range(len(headers))]
+    return tabulate(
+        [[shown(value) for value in line] for line in lines],
+        headers,
+        tablefmt="pipe",
+        missingval="-",
+        disable_numparse=True,
+        colalign=["right" if each else "left" for each in numeric] if lines else None,
+    )
+
+
+def by_columns(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of some values of every row: headers, and the names of the values below them."""
+    return formatted(list(columns), [[row.get(name) for name in columns.values()] for row in rows])
+
+
+def shown(value: Any) -> Any:
+    """Three digits, and all digits of what is larger."""
+    if not isinstance(value, float):
+        return value
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 # --- encoder
@@ -530,7 +555,6 @@ class Table(NamedTuple):
     """In benchmarks/results."""
     make: Callable[..., str]
     """Markdown from the result and the arguments of the mark."""
-    """Whether figures of a machine without a GPU are refused."""
 
 
 TABLES: Mapping[str, Table] = {

@@ -36,18 +36,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from busy import watched_gpu
 from decoder import TINY, Decoder, Shape
 from models import photographs, tiny_tower
 from serving import Arrival, Beside, Engine, Inline, Medium, Ready, Run, Source, arrivals
@@ -97,6 +98,7 @@ BESIDE: Mapping[str, tuple[float | None, Mapping[str, float]]] = {
 }
 """Seconds between the beginnings of two videos, and settings of the connector."""
 _PARTS = ("batch", "merge", "beside", "mix")
+_BUSY_EVERY_MS = 100
 _STREAM = 4
 """Batches."""
 _PIXELS = 16
@@ -353,7 +355,7 @@ class Bench:
 
     def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
         stats: ConnectorStats | None = None
-        with watched_gpu() as busy:
+        with _watched_gpu() as busy:
             if variant in WAYS:
                 with self.connector() as connector:
                     run = Engine(self._decoder_at(WAYS[variant]), Beside(connector)).run(load)
@@ -361,7 +363,7 @@ class Bench:
             else:
                 with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
                     run = Engine(self.decoder, self._source(variant, workers)).run(load)
-        row = {**_summary(run), "busy": busy.mean}
+        row = {**_summary(run), "busy": statistics.fmean(busy) if busy else None}
         if stats is not None:
             row |= {"items a batch": stats.mean_batch_items, "batch fill": stats.batch_fill}
             row |= _stages(run)
@@ -377,6 +379,32 @@ class Bench:
             return Ready()
         processor = self.model_processor if variant == SYNCHRONOUS else self.processor
         return Inline(processor, ManagerEncoder(self.manager), workers if variant == PREPARED else None)
+
+
+@contextmanager
+def _watched_gpu() -> Iterator[list[float]]:
+    """Samples of how busy the first GPU is, from 0 to 1, by nvidia-smi; none where there is none."""
+    samples: list[float] = []
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        yield samples
+        return
+    query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0"]
+    command = ["nvidia-smi", *query, f"--loop-ms={_BUSY_EVERY_MS}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def read() -> None:
+        for line in process.stdout or ():
+            with suppress(ValueError):
+                samples.append(int(line) / 100)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield samples
+    finally:
+        process.terminate()
+        reader.join(5)
+        process.wait(5)
 
 
 @contextmanager
