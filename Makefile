@@ -22,10 +22,10 @@ test-all: $(STAMP)
 
 # vLLM's own classes, in an environment of their own: 0.32.0, and the Python code of 0.31.0 and 0.33.0 over it.
 test-vllm: $(VLLM)/.installed
-	cd tests_vllm && OMP_NUM_THREADS=1 PYTHONPATH=site:.. ../$(VLLM)/bin/pytest -n 2 --dist loadscope
+	cd tests/vllm && OMP_NUM_THREADS=1 PYTHONPATH=site:../.. ../../$(VLLM)/bin/pytest -n 2 --dist loadscope
 	for version in 0.31.0 0.33.0; do \
-		(cd tests_vllm && OMP_NUM_THREADS=1 PYTHONPATH=../$(VLLM)/vllm-$$version:site:.. \
-			../$(VLLM)/bin/pytest -n 2 --dist loadscope test_plugin.py test_classes.py test_reloads.py) || exit 1; \
+		(cd tests/vllm && OMP_NUM_THREADS=1 PYTHONPATH=../../$(VLLM)/vllm-$$version:site:../.. \
+			../../$(VLLM)/bin/pytest -n 2 --dist loadscope test_plugin.py test_classes.py test_reloads.py) || exit 1; \
 	done
 
 # Ray's own classes, clusters of this machine and a service under load, in an environment of their own.
@@ -68,8 +68,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev,cli]'
 	touch $@
 
-$(VLLM)/.installed: tests_vllm/install.sh tests_vllm/constraints.txt
-	PYTHON=$(PYTHON) bash tests_vllm/install.sh $(VLLM)
+$(VLLM)/.installed: tests/vllm/install.sh tests/vllm/constraints.txt
+	PYTHON=$(PYTHON) bash tests/vllm/install.sh $(VLLM)
 	touch $@
 
 # torch first, so that a wheel for CPUs that pip finds locally is not passed over for one with CUDA.

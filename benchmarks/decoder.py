@@ -1,9 +1,7 @@
 """What stands for a language model beside an encoder: the matrix products of its steps, and nothing else.
 
-Qwen3-8B's layers (36 of 4096, whose attention has 32 heads over 8 and whose MLP is 12288 wide) with random
-weights in bf16, each step one CUDA graph for a number of rows. There is no attention over a cache, no
-sampling, no normalization: a step reads every weight once, as a decode step does, and its products are those
-of a prefill of as many rows. How long steps take is measured and stored beside what is measured with them.
+Qwen3-8B's layers with random weights in bf16, each step one CUDA graph for a number of rows: a step reads
+every weight once, as a decode step does, and its products are those of a prefill of as many rows.
 """
 
 from __future__ import annotations

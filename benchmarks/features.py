@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from layout import formatted, shown
 from storage import RESULTS, load
 
 from fxsplit_encoder.attention.kernels import KERNELS as ATTENTION_KERNELS
@@ -94,24 +93,3 @@ def problems(
             continue
         if without and (gain := without[0] / with_it - 1) < LEAST_GAIN:
             yield f"{kind} {name}: gains {gain:.1%}; expected at least {LEAST_GAIN:.0%}"
-
-
-def table(kind: str) -> str:
-    """The rows of a kind, in Markdown."""
-    lines = []
-    for feature in read_features():
-        if feature.kind != kind:
-            continue
-        with_it, *without = feature.values()
-        unit, result = feature.result["unit"], load(RESULTS / feature.result["file"])
-        figure = f"{shown(with_it)} {unit}" + (f", {shown(without[0])} without" if without else "")
-        file = f"[{feature.result['file']}](../benchmarks/results/{feature.result['file']})"
-        gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
-        lines.append([f"`{feature.name}`", feature.purpose, feature.user, figure, _where(feature), file, gpu])
-    return formatted([kind, "for", "who needs it", "measured", "where", "result", "GPU"], lines)
-
-
-def _where(feature: Feature) -> str:
-    """What the two measured rows have in common, and the value that was read."""
-    both = feature.result["with"].items() & feature.result.get("without", feature.result["with"]).items()
-    return ", ".join([*map(str, dict(sorted(both)).values()), feature.result["value"]])

@@ -1,19 +1,16 @@
-"""A fleet of encoders, simulated from times of its parts: what limits it, and how long requests wait.
+"""A fleet of encoders, simulated from times of its parts: how fast it is, and what limits it.
 
     python benchmarks/fleet.py --gpus 64 --cpus-per-gpu 12 --prepare-ms 13 --encode-ms 1.42
 
-`run_offline` is `encoder-cg encode --ray`: shards are prepared by CPUs, sent to a node, encoded by one of its
-GPUs, and written by CPUs again, as many under way as Ray's shared memory holds. `run_online` is the service:
-requests come at random, CPUs prepare them, the encoder with the least before it takes them, and whatever
-waits there is encoded together.
+As in `encoder-cg encode --ray` shards are prepared by CPUs, sent to a node, encoded by one of its GPUs, and
+written by CPUs again, as many under way as Ray's shared memory holds.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +20,6 @@ Process = Generator[simpy.Event, Any, None]
 
 _WRITE, _PREPARE = 0, 1
 """Priorities: Ray drains what is further down first."""
-
-
-# --- offline
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Fleet:
 
 
 @dataclass
-class Offline:
+class Outcome:
     """What came of a simulated run."""
 
     seconds: float = 0.0
@@ -146,7 +140,7 @@ class _Run:
             node.link_s[way] += seconds
 
 
-def run_offline(shards: Sequence[Shard], fleet: Fleet) -> Offline:
+def run_fleet(shards: Sequence[Shard], fleet: Fleet) -> Outcome:
     """All shards through a fleet, in the order given."""
     run = _Run(fleet, max(shard.in_bytes for shard in shards))
     run.env.process(run.source(shards))
@@ -155,7 +149,7 @@ def run_offline(shards: Sequence[Shard], fleet: Fleet) -> Offline:
     link_s = max(max(node.link_s.values()) for node in run.nodes)
     busy = {"GPUs": run.worked["GPUs"] / fleet.gpus, "CPUs": run.worked["CPUs"] / fleet.cpus}
     busy |= {"network": link_s, "driver": run.worked["driver"]}
-    return Offline(seconds, {name: worked / seconds for name, worked in busy.items()})
+    return Outcome(seconds, {name: worked / seconds for name, worked in busy.items()})
 
 
 def varied(shard: Shard, count: int, spread: float = 0.1, seed: int = 0) -> list[Shard]:
@@ -165,129 +159,8 @@ def varied(shard: Shard, count: int, spread: float = 0.1, seed: int = 0) -> list
     def times(seconds: float) -> float:
         return seconds * draw.gammavariate(spread**-2, spread**2) if spread else seconds
 
-    return [
-        Shard(
-            times(shard.prepare_s),
-            times(shard.encode_s),
-            times(shard.write_s),
-            shard.in_bytes,
-            shard.out_bytes,
-        )
-        for _ in range(count)
-    ]
-
-
-# --- online
-
-
-def batch_time(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
-    """Seconds for any number of images, from some that were measured: between them and beyond by a line."""
-    ordered = sorted(points)
-    assert len(ordered) >= 2
-
-    def seconds(images: int) -> float:
-        after = min(max(bisect.bisect(ordered, (images, 0.0)), 1), len(ordered) - 1)
-        (x0, y0), (x1, y1) = ordered[after - 1 : after + 1]
-        return max(y0 + (y1 - y0) * (images - x0) / (x1 - x0), ordered[0][1])
-
-    return seconds
-
-
-@dataclass(frozen=True)
-class Service:
-    """What answers requests of one image each."""
-
-    encoders: int
-    cpus: int
-    prepare_s: float
-    """Of one CPU for an image."""
-    encode_s: Callable[[int], float]
-    """Of one encoder for so many images together."""
-    max_batch: int
-    max_waiting: int = 1 << 30
-    """Requests that are in the service at once; others are refused."""
-    is_random: bool = False
-    """Whether any encoder takes a request, in place of the one with the least before it."""
-
-
-@dataclass
-class Online:
-    """What came of simulated requests."""
-
-    latencies: list[float] = field(default_factory=list)
-    refused: int = 0
-    batches: list[int] = field(default_factory=list)
-
-    def quantile(self, share: float) -> float:
-        """Of the latencies, in seconds."""
-        ordered = sorted(self.latencies)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-class _Encoder:
-    def __init__(self, env: simpy.Environment, service: Service, online: Online) -> None:
-        self.env, self.service, self.online = env, service, online
-        self.waiting: list[simpy.Event] = []
-        self.load = 0
-        self.wake = env.event()
-        env.process(self.work())
-
-    def put(self) -> simpy.Event:
-        done = self.env.event()
-        self.waiting.append(done)
-        self.load += 1
-        if not self.wake.triggered:
-            self.wake.succeed()
-        return done
-
-    def work(self) -> Process:
-        while True:
-            if not self.waiting:
-                self.wake = self.env.event()
-                yield self.wake
-            batch, self.waiting = (
-                self.waiting[: self.service.max_batch],
-                self.waiting[self.service.max_batch :],
-            )
-            yield self.env.timeout(self.service.encode_s(len(batch)))
-            self.online.batches.append(len(batch))
-            self.load -= len(batch)
-            for done in batch:
-                done.succeed()
-
-
-def run_online(service: Service, rate: float, requests: int, seed: int = 0) -> Online:
-    """So many requests a second, at random times."""
-    env, online, draw = simpy.Environment(), Online(), random.Random(seed)
-    cpus = simpy.Resource(env, service.cpus)
-    encoders = [_Encoder(env, service, online) for _ in range(service.encoders)]
-    inside = 0
-
-    def request() -> Process:
-        nonlocal inside
-        begin, inside = env.now, inside + 1
-        with cpus.request() as cpu:
-            yield cpu
-            yield env.timeout(service.prepare_s)
-        chosen = draw.choice(encoders) if service.is_random else min(encoders, key=lambda each: each.load)
-        yield chosen.put()
-        inside -= 1
-        online.latencies.append(env.now - begin)
-
-    def source() -> Process:
-        for _ in range(requests):
-            yield env.timeout(draw.expovariate(rate))
-            if inside >= service.max_waiting:
-                online.refused += 1
-            else:
-                env.process(request())
-
-    env.process(source())
-    env.run()
-    return online
-
-
-# --- by hand
+    seconds = (shard.prepare_s, shard.encode_s, shard.write_s)
+    return [Shard(*map(times, seconds), shard.in_bytes, shard.out_bytes) for _ in range(count)]
 
 
 def main() -> None:
@@ -318,7 +191,7 @@ def main() -> None:
     one = Shard(*(ms * images / 1e3 for ms in (given.prepare_ms, given.encode_ms, given.write_ms)))
     shard = Shard(one.prepare_s, one.encode_s, one.write_s, in_bytes=given.image_kb * 1e3 * images)
     count = 40 * given.gpus
-    outcome = run_offline(varied(shard, count), fleet)
+    outcome = run_fleet(varied(shard, count), fleet)
     print(f"{count * images / outcome.seconds:.0f} images a second; limit: {outcome.limit}")
     print(", ".join(f"{name} {share:.0%}" for name, share in outcome.busy.items()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from storage import ROOT
 from torch import Tensor
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-from workloads import Request
+from workloads import Request, most_square
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.ways import Prepared, cut_items, prepare
@@ -168,7 +170,7 @@ class PagesModel(Model):
         whole = self._random(len(request.tiles), 3, config.base_size, config.base_size)
         crops = self._random(sum(request.tiles), 3, config.image_size, config.image_size)
         mm_kwargs = {"pixel_values": whole, "images_crop": crops}
-        mm_kwargs["images_spatial_crop"] = torch.tensor([_most_square(count) for count in request.tiles])
+        mm_kwargs["images_spatial_crop"] = torch.tensor([most_square(count) for count in request.tiles])
         patch = config.sam.patch_size
         patches = sum(tiles.numel() // (3 * patch**2) for tiles in (whole, crops))
         calls = ((whole,), (crops,)) if sum(request.tiles) else ((whole,),)
@@ -176,12 +178,6 @@ class PagesModel(Model):
 
     def eager(self, batch: Batch) -> Any:
         return self.forward(self.prepare(batch))  # the adapter only adds newlines, as the model does
-
-
-def _most_square(count: int) -> tuple[int, int]:
-    """(columns, rows) of so many crops; a page without any is its own single one."""
-    rows = next((r for r in range(math.isqrt(count), 0, -1) if count % r == 0), 1)
-    return max(1, count) // rows, rows
 
 
 _KINDS: Mapping[str, type[Model]] = {
@@ -227,6 +223,18 @@ def tiny_tower(blocks: int = 2) -> Any:
         deepstack_visual_indexes=[0],
     )
     return Qwen3VLVisionModel(config).requires_grad_(False).eval()
+
+
+def photographs(size: tuple[int, int]) -> list[bytes]:
+    """The example pictures as JPEG files of one size, (width, height)."""
+    from PIL import Image
+
+    files = []
+    for path in sorted((ROOT / "examples" / "images").iterdir()):
+        stream = io.BytesIO()
+        Image.open(path).convert("RGB").resize(size).save(stream, "JPEG", quality=90)
+        files.append(stream.getvalue())
+    return files
 
 
 def rows_of(output: Any) -> Tensor:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import features
-from layout import by_columns, formatted, shown
 from storage import RESULTS, ROOT, Result, described, load, merge, store
+from tabulate import tabulate
 
 Row = Mapping[str, Any]
 
@@ -102,7 +102,7 @@ def rewritten(document: Path, results: Path = RESULTS) -> str:
 
     def table_of(match: re.Match[str]) -> str:
         if match["name"] == "features":
-            return f"{match['begin']}\n{features.table(match['arguments'].strip())}\n\n{match['end']}"
+            return f"{match['begin']}\n{feature_rows(match['arguments'].strip())}\n\n{match['end']}"
         table = TABLES.get(match["name"])
         if table is None:
             raise ValueError(f"{document.name}: no table {match['name']}; there are {', '.join(TABLES)}")
@@ -125,6 +125,31 @@ def claim(result: Result) -> str:
 
 def _ratio(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one / other
+
+
+def formatted(headers: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """A table; None is a dash, and columns of numbers are aligned to the right."""
+    numeric = [all(isinstance(line[i], int | float | None) for line in lines) for i in range(len(headers))]
+    return tabulate(
+        [[shown(value) for value in line] for line in lines],
+        headers,
+        tablefmt="pipe",
+        missingval="-",
+        disable_numparse=True,
+        colalign=["right" if each else "left" for each in numeric] if lines else None,
+    )
+
+
+def by_columns(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of some values of every row: headers, and the names of the values below them."""
+    return formatted(list(columns), [[row.get(name) for name in columns.values()] for row in rows])
+
+
+def shown(value: Any) -> Any:
+    """Three digits, and all digits of what is larger."""
+    if not isinstance(value, float):
+        return value
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 # --- encoder
@@ -526,6 +551,30 @@ def _if_any(name: str, rows: Iterable[Row]) -> list[str]:
     return [name] if any(name in row for row in rows) else []
 
 
+# --- features
+
+
+def feature_rows(kind: str) -> str:
+    """The features of a kind with what they gain."""
+    lines = []
+    for feature in features.read_features():
+        if feature.kind != kind:
+            continue
+        with_it, *without = feature.values()
+        unit, result = feature.result["unit"], load(RESULTS / feature.result["file"])
+        figure = f"{shown(with_it)} {unit}" + (f", {shown(without[0])} without" if without else "")
+        file = f"[{feature.result['file']}](../benchmarks/results/{feature.result['file']})"
+        gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
+        lines.append([f"`{feature.name}`", feature.purpose, feature.user, figure, _where(feature), file, gpu])
+    return formatted([kind, "for", "who needs it", "measured", "where", "result", "GPU"], lines)
+
+
+def _where(feature: features.Feature) -> str:
+    """What the two measured rows have in common, and the value that was read."""
+    both = feature.result["with"].items() & feature.result.get("without", feature.result["with"]).items()
+    return ", ".join([*map(str, dict(sorted(both)).values()), feature.result["value"]])
+
+
 class Table(NamedTuple):
     """What a table is made of."""
 
@@ -533,7 +582,6 @@ class Table(NamedTuple):
     """In benchmarks/results."""
     make: Callable[..., str]
     """Markdown from the result and the arguments of the mark."""
-    """Whether figures of a machine without a GPU are refused."""
 
 
 TABLES: Mapping[str, Table] = {

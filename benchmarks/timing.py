@@ -54,7 +54,7 @@ def measure(calls: Sequence[Callable[[], Any]], samples: int, warmups: int = 1) 
         call()
     rounds = [*calls] * math.ceil(samples / len(calls))
     wall, host = zip(*(timed(call) for call in rounds), strict=True)
-    device = statistics.median(map(_between_events, rounds)) if torch.cuda.is_available() else None
+    device = statistics.median(map(between_events, rounds)) if torch.cuda.is_available() else None
     return {**summarize(wall), "host": statistics.median(host), "device": device}
 
 
@@ -122,7 +122,8 @@ def _recording() -> Iterator[_Around]:
         _around = None
 
 
-def _between_events(call: Callable[[], Any]) -> float:
+def between_events(call: Callable[[], Any]) -> float:
+    """Milliseconds of the device between events before and after a call."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     call()

@@ -46,7 +46,6 @@ class Variant(ABC):
     """
 
     name: ClassVar[str]
-    title: ClassVar[str]
     needs_cuda: ClassVar[bool] = False
     needs_compiler: ClassVar[bool] = False
     seconds_to_settle: ClassVar[float] = 0.0
@@ -107,7 +106,6 @@ class Variant(ABC):
 
 class Eager(Variant):
     name = "eager"
-    title = "Hugging Face eager (sdpa)"
 
     def run(self, batch: Batch) -> Any:
         return self.model.eager(batch)
@@ -144,7 +142,6 @@ class Compile(_OnPrepared):
     """One trace for all sizes, as far as Dynamo keeps them symbolic."""
 
     name = "compile"
-    title = "torch.compile"
     needs_compiler = True
     settings: ClassVar[Mapping[str, Any]] = {}
 
@@ -169,7 +166,6 @@ class CompileReduceOverhead(Compile):
     """One compilation, with CUDA graphs, for each size."""
 
     name = "compile-reduce-overhead"
-    title = 'torch.compile, mode="reduce-overhead"'
     needs_cuda = True
     settings: ClassVar[Mapping[str, Any]] = REDUCE_OVERHEAD
 
@@ -187,7 +183,6 @@ class ExactGraph(_OnPrepared):
     """One CUDA graph of the eager model for every layout of segments, as SGLang's runner keys them."""
 
     name = "graph-exact"
-    title = "eager model in one CUDA graph, exact shape"
     needs_cuda = True
 
     def start(self) -> None:
@@ -227,7 +222,6 @@ class Managed(Variant):
 
 class Backend(Variant):
     name = "ours-backend"
-    title = 'torch.compile(backend="encoder_cg")'
 
     @classmethod
     def unavailable(cls, kind: str, device: str) -> str | None:
@@ -250,7 +244,6 @@ class Backend(Variant):
 def _ours(selected: str) -> type[Managed]:
     class Ours(Managed):
         name: ClassVar[str] = f"ours-{selected}"
-        title: ClassVar[str] = "ours" if selected == "auto" else f"ours, mode: {selected}"
         seconds_to_settle: ClassVar[float] = 10.0 if selected == "auto" else 0.0
 
         def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
@@ -261,7 +254,6 @@ def _ours(selected: str) -> type[Managed]:
 
 class Invariant(Managed):
     name = "ours-invariant"
-    title = "ours, invariant: true"
 
     def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
         super().__init__(model, {**config, "invariant": True})

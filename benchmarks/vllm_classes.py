@@ -1,4 +1,6 @@
-"""vLLM's own model classes at published sizes: configurations, inputs, and encoders of random weights."""
+"""vLLM's own model classes: configurations at published sizes and a tiny one, inputs, and encoders of random
+weights. The tests in tests/vllm/ build their classes with what is here too.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from workloads import Request
+from workloads import Request, most_square
 
 # Read when vLLM is imported: one process, no network, and every log line in the language of its operators.
 ENVIRONMENT = {
@@ -74,8 +76,6 @@ class VllmClass:
     kind: str
     """Its requests, a key of `workloads.WORKLOADS`."""
     inputs: Inputs
-    code: bool = False
-    """Whether vLLM and transformers know no configuration class: one has to lie beside config.json."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What is replaced while the model is described and built: it asks a tokenizer."""
     adjust: Callable[[Any], None] = lambda model: None
@@ -113,36 +113,39 @@ def pages_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tu
     """A page as a whole and as crops, and the grid of those: DeepSeek-OCR."""
     whole = _normal(generator, len(request.tiles), 3, 1024, 1024)
     crops = _normal(generator, sum(request.tiles), 3, 640, 640)
-    grids = torch.tensor([_most_square(count) for count in request.tiles])
+    grids = torch.tensor([most_square(count) for count in request.tiles])
     inputs = {"pixel_values": whole, "images_crop": crops, "images_spatial_crop": grids}
     return inputs, len(whole) * 64**2 + len(crops) * 40**2
-
-
-def _most_square(count: int) -> tuple[int, int]:
-    """(columns, rows) of so many crops; a page without any is its own single one."""
-    rows = next((r for r in range(math.isqrt(count), 0, -1) if count % r == 0), 1)
-    return max(1, count) // rows, rows
 
 
 # --- the classes
 
 
-def _tokenizer(module: str) -> AbstractContextManager[Any]:
-    tokenizer = SimpleNamespace(vocab={"<image>": 128815})
+def tokenizer_of(module: str, image_token: int) -> AbstractContextManager[Any]:
+    """A tokenizer that knows the image token alone, for a module that asks one."""
+    tokenizer = SimpleNamespace(vocab={"<image>": image_token})
     return mock.patch(
         f"vllm.model_executor.models.{module}.cached_tokenizer_from_config", lambda config: tokenizer
     )
 
 
-def _no_videos() -> AbstractContextManager[Any]:
+def internvl_without_tokenizer() -> AbstractContextManager[Any]:
+    """InternVL asks a tokenizer whether the model takes videos."""
     return mock.patch("vllm.model_executor.models.internvl.InternVLProcessingInfo.ctx_video_token", "<video>")
 
 
-def _one_frame(model: Any) -> None:
-    model.get_max_frames_per_video = lambda: 1
+def frames_without_processor(frames: int) -> Callable[[Any], None]:
+    """Sets the most frames of a video, for which a model asks its processor."""
+
+    def adjust(model: Any) -> None:
+        model.get_max_frames_per_video = lambda: frames
+
+    return adjust
 
 
 INTERNVL_IMAGE = 151667
+AUTO_MAP = {"AutoConfig": "configuration_given.GivenConfig"}
+"""Of a class of which vLLM and transformers know no configuration class: it lies beside config.json."""
 
 CLASSES: Mapping[str, VllmClass] = {
     "qwen3-vl-8b": VllmClass(
@@ -182,7 +185,7 @@ CLASSES: Mapping[str, VllmClass] = {
         ),
         "packed",
         patches_of,
-        adjust=_one_frame,
+        adjust=frames_without_processor(1),
     ),
     "qwen2.5-vl-7b": VllmClass(
         dict(
@@ -209,13 +212,13 @@ CLASSES: Mapping[str, VllmClass] = {
         ),
         "packed",
         patches_of,
-        adjust=_one_frame,
+        adjust=frames_without_processor(1),
     ),
     "internvl3-8b": VllmClass(
         dict(
             architectures=["InternVLChatModel"],
             model_type="internvl_chat",
-            auto_map={"AutoConfig": "configuration_given.GivenConfig"},
+            auto_map=AUTO_MAP,
             text_config=dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", **_QWEN_7B),
             vision_config=dict(
                 model_type="intern_vit_6b",
@@ -242,8 +245,7 @@ CLASSES: Mapping[str, VllmClass] = {
         ),
         "tiles",
         tiles_of,
-        code=True,
-        around=_no_videos,
+        around=internvl_without_tokenizer,
     ),
     "deepseek-ocr": VllmClass(
         dict(
@@ -276,19 +278,49 @@ CLASSES: Mapping[str, VllmClass] = {
         ),
         "pages",
         pages_of,
-        around=lambda: _tokenizer("deepseek_ocr"),
+        around=lambda: tokenizer_of("deepseek_ocr", 128815),
     ),
 }
 """By the names of towers elsewhere in the benchmarks."""
 
 
-def narrow(cls: VllmClass) -> VllmClass:
-    """The same class with two narrow blocks, for a CPU."""
-    sizes = dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64)
-    vision = {**cls.config["vision_config"], **sizes, "deepstack_visual_indexes": [0]}
-    text = {**cls.config["text_config"], "hidden_size": 64}
-    return dataclasses.replace(cls, config={**cls.config, "vision_config": vision, "text_config": text})
+TINY_WIDTH = 64
+TINY_TEXT = dict(
+    hidden_size=TINY_WIDTH,
+    intermediate_size=TINY_WIDTH,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=256,
+    max_position_embeddings=4096,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+TINY_VISION = dict(
+    depth=2, hidden_size=TINY_WIDTH, num_heads=4, patch_size=4, spatial_merge_size=2, in_channels=3
+)
+TINY_MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
+TINY_IDS = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
 
+TINY = dataclasses.replace(
+    CLASSES["qwen3-vl-8b"],
+    config=dict(
+        architectures=["Qwen3VLForConditionalGeneration"],
+        model_type="qwen3_vl",
+        **TINY_IDS,
+        text_config=dict(model_type="qwen3_vl_text", **TINY_TEXT, head_dim=16, rope_scaling=TINY_MROPE),
+        vision_config=dict(
+            **TINY_VISION,
+            out_hidden_size=TINY_WIDTH,
+            intermediate_size=96,
+            temporal_patch_size=2,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[0],
+        ),
+    ),
+)
+"""Qwen3-VL with two narrow blocks, for a CPU."""
 
 _CONFIGURATION = """
 from transformers import AutoConfig, PretrainedConfig
@@ -310,31 +342,44 @@ class GivenConfig(PretrainedConfig):
 
 def start_vllm(device: torch.device) -> None:
     """Its process group, of one rank. Once in a process, before a model is built."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
     # It would look at the class in another process, for the sake of what an import leaves behind.
     registry._run_in_subprocess = lambda function: function()
     current_platform.import_kernels()
+    join_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def join_group(backend: str, rank: int = 0, ranks: int = 1, rendezvous: str = "") -> None:
+    """Makes vLLM's process groups, whose ranks share a model by tensor parallelism."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    place = rendezvous or f"file://{tempfile.mkdtemp()}/rendezvous"
     with set_current_vllm_config(VllmConfig()):
-        place = f"file://{tempfile.mkdtemp()}/rendezvous"
-        init_distributed_environment(1, 0, place, 0, "nccl" if device.type == "cuda" else "gloo")
-        initialize_model_parallel(1, 1)
+        init_distributed_environment(ranks, rank, place, rank, backend)
+        initialize_model_parallel(ranks, 1)
+
+
+def write_model(config: Mapping[str, Any], processor: Mapping[str, Any] | None = None) -> str:
+    """A new directory with config.json, the class that its `AUTO_MAP` names, and a processor's settings."""
+    directory = Path(tempfile.mkdtemp())
+    files = {"config": config} | ({"preprocessor_config": processor} if processor is not None else {})
+    for name, value in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    if "auto_map" in config:
+        source = _CONFIGURATION.format(config["model_type"])
+        (directory / "configuration_given.py").write_text(source, encoding="utf-8")
+    return str(directory)
 
 
 def engine_config(cls: VllmClass, dtype: torch.dtype) -> Any:
     """vLLM's configuration of a class, its encoder graphs on and their budgets left to each manager."""
     from vllm.engine.arg_utils import EngineArgs
 
-    directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps(cls.config), encoding="utf-8")
-    if cls.code:
-        source = _CONFIGURATION.format(cls.config["model_type"])
-        (directory / "configuration_given.py").write_text(source, encoding="utf-8")
     arguments = EngineArgs(
-        model=str(directory),
+        model=write_model(cls.config),
         skip_tokenizer_init=True,
         dtype=str(dtype).removeprefix("torch."),
         load_format="dummy",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from models import Batch, rows_of
 from torch import Tensor
-from variants import Variant
+from variants import VARIANTS, Variant
 from vllm_classes import (
     CLASSES,
     INTERNVL_IMAGE,
@@ -37,7 +37,6 @@ def vllm_inputs(kind: str, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 class VllmEager(Variant):
     name = "vllm-eager"
-    title = "vLLM eager"
     needs_cuda = True
 
     @classmethod
@@ -77,7 +76,6 @@ class VllmEager(Variant):
 
 class VllmManager(VllmEager):
     name = "vllm"
-    title = "vLLM's encoder manager"
 
     @functools.cached_property
     def _manager(self) -> Any:
@@ -98,5 +96,9 @@ class VllmManager(VllmEager):
         return self._manager.execute(self._inputs(batch))
 
 
-VLLM_VARIANTS: Mapping[str, type[Variant]] = {each.name: each for each in (VllmEager, VllmManager)}
-"""By name."""
+CONTENDERS: Mapping[str, type[Variant]] = {
+    **VARIANTS,
+    VllmEager.name: VllmEager,
+    VllmManager.name: VllmManager,
+}
+"""All that are compared, by name, in the order in which they run."""

@@ -42,19 +42,6 @@ class EncoderWatch:
             torch.cuda.synchronize()
         return {"host": host, "device": [start.elapsed_time(end) for start, end in events]}
 
-    def start_trace(self) -> None:
-        """Records what the worker's thread and the GPU do from now on."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
-        self._profiler.start()
-
-    def write_trace(self, path: str) -> None:
-        """Ends what `start_trace` began, and writes it for a viewer of Chrome's traces."""
-        self._profiler.stop()
-        self._profiler.export_chrome_trace(path)
-
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
     if not torch.cuda.is_available():

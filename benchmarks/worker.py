@@ -1,16 +1,10 @@
-"""One tower by one variant in a process of its own, so that none can harm or help another.
-
-`run_job` starts the process and hands on the rows that it sends, until it ends, fails or has taken too long:
-what was measured before that stays.
-"""
+"""One tower by one variant in a process of its own, so that none can harm or help another."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
-import signal
 import statistics
 import tempfile
 import time
@@ -22,12 +16,13 @@ from typing import Any
 
 import torch
 from arithmetic import count_flops, gemm_flops_per_second
-from contenders import CONTENDERS
 from models import Batch, Model, kind_of, make_model, rows_of
+from processes import run_process
 from storage import one_line
 from timing import measure, synchronize
 from torch import Tensor
 from variants import Variant
+from vllm_variants import CONTENDERS
 from workloads import QUICK_WORKLOADS, WORKLOADS, Workload
 
 FLOOR = "floor"
@@ -41,7 +36,6 @@ START = "start"
 ERROR_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
 
 _MOST_SAMPLES = 200
-_SECONDS_TO_END = 30
 
 Row = dict[str, Any]
 
@@ -74,27 +68,14 @@ def known_workloads(tower: str, quick: bool) -> Mapping[str, Workload]:
 
 def run_job(job: Job, timeout: float, on_row: Callable[[Row], None], method: str) -> str | None:
     """Runs a job to its end and calls `on_row` for each row that it sends; returns why it failed, or None."""
-    context: Any = multiprocessing.get_context(method)
-    receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="encoder_benchmark_", ignore_cleanup_errors=True) as cache:
-        process = context.Process(target=_work, args=(job, sender, None if job.shared_cache else cache))
-        process.start()
-        sender.close()
-        deadline = time.monotonic() + timeout
-        try:
-            while receiver.poll(max(0.0, deadline - time.monotonic())):
-                sent: Row = receiver.recv()
-                if "end" in sent:
-                    process.join(_SECONDS_TO_END)
-                    failure: str | None = sent["end"]
-                    return failure
-                on_row({"tower": job.tower, "variant": job.variant, **sent})
-            return f"stopped after {timeout:.0f} s"
-        except EOFError:
-            process.join()
-            return f"the process ended with exit code {process.exitcode}"
-        finally:
-            _stop(process)
+        return run_process(
+            _rows,
+            (job, None if job.shared_cache else cache),
+            timeout,
+            lambda row: on_row({"tower": job.tower, "variant": job.variant, **row}),
+            method,
+        )
 
 
 def start_method() -> str:
@@ -113,28 +94,11 @@ def _probe_fork(sender: Connection) -> None:
     sender.send(not torch.cuda._is_in_bad_fork())
 
 
-def _stop(process: Any) -> None:
-    """Ends a process that still runs, with what it started: compilers run in processes of their own."""
-    if process.is_alive():
-        with contextlib.suppress(ProcessLookupError):  # it had no group of its own yet
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-
-
-def _work(job: Job, sender: Connection, cache: str | None) -> None:
-    os.setpgrp()
+def _rows(job: Job, cache: str | None) -> Iterator[Row]:
     if cache is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    failure = None
-    try:
-        with torch.no_grad():
-            for row in floor(job) if job.variant == FLOOR else contest(job):
-                sender.send(row)
-    except Exception as error:
-        traceback.print_exc()
-        failure = one_line(error)
-    sender.send({"end": failure})
+    with torch.no_grad():
+        yield from floor(job) if job.variant == FLOOR else contest(job)
 
 
 def floor(job: Job) -> Iterator[Row]:

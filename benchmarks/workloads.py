@@ -47,6 +47,12 @@ def random_grid(generator: random.Random) -> tuple[int, int, int]:
     return 1, 2 * height, 2 * width
 
 
+def most_square(count: int) -> tuple[int, int]:
+    """(columns, rows) of so many crops; a page without any is its own single one."""
+    rows = next((r for r in range(math.isqrt(count), 0, -1) if count % r == 0), 1)
+    return max(1, count) // rows, rows
+
+
 def _photographs(seed: int = 0) -> Workload:
     """Requests of 1 to 16 mixed photographs, sized for 32 x 32 pixels an output token."""
     generator = random.Random(seed)

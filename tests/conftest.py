@@ -19,6 +19,7 @@ from fxsplit_encoder.compile.blocks import op
 Grid = tuple[int, int, int]
 INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 FEATURES = 1536
+collect_ignore = ["vllm"]  # it has an environment of its own: `make test-vllm`
 BUDGETS = (4, 16, 32, 64)
 
 # No property fails for how long it takes, on however busy a machine. Fixtures are made once for all examples

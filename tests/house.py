@@ -91,7 +91,6 @@ def _lines(sources: Mapping[str, str]) -> int:
 
 def _sizes(sources: Mapping[str, str]) -> dict[str, Figure | int]:
     core = {path: text for path, text in sources.items() if not _is_side(path)}
-    tests = [_sources(ROOT / name) for name in ("tests", "tests_vllm") if (ROOT / name).is_dir()]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     rooms: dict[str, dict[str, str]] = {}
     for path, text in sources.items():
@@ -101,7 +100,7 @@ def _sizes(sources: Mapping[str, str]) -> dict[str, Figure | int]:
         "package lines": _lines(sources),
         "core files": len(core),
         "core lines": _lines(core),
-        "test lines": sum(map(_lines, tests)),
+        "test lines": _lines(_sources(ROOT / "tests")),
         "benchmark lines": _lines(_sources(ROOT / "benchmarks")),
         "words of pages": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
         f"files below {SMALL_FILE} lines": sum(text.count("\n") < SMALL_FILE for text in sources.values()),

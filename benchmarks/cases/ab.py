@@ -3,14 +3,13 @@
     git worktree add /tmp/base COMMIT
     python benchmarks/bench.py ab --baseline /tmp/base --output ab.json
 
-Each side is a process that imports the package of its checkout. They build the same seeded tower, compile and
-capture one after the other, and are then timed in turns, a few calls of a workload each; only one of them
-works at a time. Outputs of both are compared with the eager model's first. "execute" is the wall time of
+Each side is a process that imports the package of its checkout. Outputs of both are compared with the eager
+model's; then they are timed in turns, a few calls of a workload each. "execute" is the wall time of
 `manager.execute` to the end of its device work, "host" what it keeps the CPU, "replay" the time between
-events around the CUDA graphs that it replays. "ratio" is the median of this checkout's over the median of the
-baseline's; "lowest" and "highest" are the same of a single turn: what the noise is. Workloads are those of
-the default settings, and "full graph", one image of 64 output tokens in a manager of three budgets in mode
-`full`. Every side has caches of its own, empty unless `--caches` names a folder where they are kept.
+events around the CUDA graphs that it replays. "ratio" is the median of this checkout's over that of the
+baseline's; "lowest" and "highest" are the same of a single turn. Workloads are those of the default settings,
+and "full graph", one image of 64 output tokens in a manager of three budgets in mode `full`. Every side has
+caches of its own, empty unless `--caches` names a folder where they are kept.
 """
 
 from __future__ import annotations
@@ -222,18 +221,11 @@ def run(arguments: argparse.Namespace) -> int:
         result[what] = {name: start[what] for name, start in started.items()}
     result["rows"] = compare(samples)
     store(arguments.output, result)
-    _report(result)
-    return 1 if result["wrong"] else 0
+    import tables
 
-
-def _report(result: Mapping[str, Any]) -> None:
-    print(f"{'workload':18} {'time':8} {'baseline ms':>12} {'this ms':>12} {'ratio':>7} {'turns':>15}")
-    for row in result["rows"]:
-        one, other = (f"{row[side]['p50']:12.4f}" for side in SIDES)
-        turns = f"{row['lowest']:.3f} - {row['highest']:.3f}"
-        print(f"{row['workload']:18} {row['time']:8} {one} {other} {row['ratio']:7.3f} {turns:>15}")
+    print(tables.ab(result))
     for what, seconds in result["seconds"]["baseline"].items():
-        mine = result["seconds"]["this"][what]
-        print(f"{what:27} {seconds:10.2f} s {mine:10.2f} s {mine / seconds:7.3f}")
+        print(f"{what}: {seconds:.2f} s and {result['seconds']['this'][what]:.2f} s")
     for sentence in result["wrong"]:
         print(f"wrong: {sentence}", file=sys.stderr)
+    return 1 if result["wrong"] else 0

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 import transformers
-from storage import new_result, store
+from storage import Result, new_result, store
 from timing import measure
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from worker import relative_error
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import draw_weights
@@ -102,11 +103,6 @@ def execute(manager: fx.EncoderCudaGraphManager, width: int, inputs: dict[str, T
     return torch.cat(manager.execute(inputs))[:, :width]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    difference = found.double() - expected.double()
-    return float(difference.square().mean().sqrt() / expected.double().square().mean().sqrt())
-
-
 def made_so_far(model: nn.Module) -> dict[str, int]:
     captures = fx.stats(model).budgets.values()
     return {
@@ -116,7 +112,7 @@ def made_so_far(model: nn.Module) -> dict[str, int]:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
     if not tiny and device == "cpu":
         raise SystemExit("accelerate: needs a CUDA device, or --tiny: there is nothing to replay without one")
@@ -128,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def add(way: str, call: Callable[[dict[str, Tensor]], Tensor]) -> None:
         for name, each in inputs.items():
-            row = {"workload": name, "way": way, "error": error(call(each), expected[name])}
+            row = {"workload": name, "way": way, "error": relative_error(call(each), expected[name])}
             result["rows"].append({**row, **measure([functools.partial(call, each)], arguments.samples, 3)})
             store(arguments.output, result)
 
@@ -147,10 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     manager.capture()
     add("execute", functools.partial(execute, manager, width))
     store(arguments.output, result)
-    import tables
-
-    print(tables.accelerate(result))
-    return 0
+    return result
 
 
 def generate_again(model: Any, inputs: dict[str, dict[str, Tensor]]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from storage import new_result, one_line, store
+from storage import Result, new_result, one_line, store
 from timing import host_us
 
 from fxsplit_encoder.attention import KernelChooser
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     if not torch.cuda.is_available():
         raise SystemExit("attention: needs a CUDA device")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -106,7 +106,4 @@ def run(arguments: argparse.Namespace) -> int:
         with measuring():
             result["rows"] += measure(name, SEGMENTS[name], arguments.head_dim, chooser)
         store(arguments.output, result)
-    import tables
-
-    print(tables.attention(result))
-    return 0
+    return result

@@ -11,13 +11,12 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
 
 * "mix": by share of images and videos. "no encoding" has every feature lie ready. "asynchronous" is the
   connector. "synchronous" prepares by the model's own processor and encodes on the engine's thread, one
-  request a step; "prepared as here": with pixels as the connector has them, normalized on the device;
-  "prepared beside": so by threads, as the connector does, and only encoding holds up the engine. The streams
-  of engine and encoder have the same priority, but in "asynchronous, engine first" and "encoder first".
-  Milliseconds to the first token from the moment the request was due; "lost" is how much fewer
-  tokens a second a request of text alone gets while it decodes than in "no encoding". "busy" is what
-  nvidia-smi says. Of media in the connector, medians: "prepare" to having been preprocessed, "queue" for a
-  batch, "encode" in it, "then" until the first token.
+  request a step; "prepared as here": with pixels as the connector has them; "prepared beside": so by threads,
+  and only encoding holds up the engine. The streams of engine and encoder have the same priority, but in
+  "asynchronous, engine first" and "encoder first". Milliseconds to the first token from the moment the
+  request was due; "lost" is how much fewer tokens a second a request of text alone gets while it decodes than
+  in "no encoding". "busy" is what nvidia-smi says. Of media in the connector, medians: "prepare" to having
+  been preprocessed, "queue" for a batch, "encode" in it, "then" until the first token.
 * "batch": 8 images, preprocessed and staged, at once against one after the other, without a wait in between:
   milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand. Both have
   come before until they were replayed without padding, which a manager does that captures what recurs
@@ -26,43 +25,35 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
   in slices of 5 ms, and with a worker that rests.
 * "merge": 5,000 rows of width 4096 to their places.
 
-A percentile of few requests is one of the slowest: of 120, p99 is the second slowest, of the 12 with images
-the slowest. "beyond" and "media beyond" in the results count those that were slower than their p99. A
-figure to be relied on has ten: 1,000 requests, 42 seconds at 24 a second; of those with media the time that
-1,000 of them take, 7 minutes for 10 % images. `--mixes`, `--variants`, `--seconds` and `--beside-seconds`
-choose. Starting takes about a minute, for all parts together; a variant takes its seconds and a few more, and
-"beside" six times its own. A run of about seven minutes that says something of all requests' p99, and of
-what else is to be reached: `--parts batch beside mix --mixes "10 % images" --seconds 45 --beside-seconds 10
---variants "no encoding" asynchronous "asynchronous, encoder first" "synchronous,
-prepared as here"`.
-
-`--encoder-device cuda:1` gives the connector a GPU of its own. `--tiny` shows on a CPU that it runs.
+A percentile of few requests is one of the slowest. A p99 to be relied on has ten slower requests: 1,000
+requests, 42 seconds at 24 a second, or for media the time in which 1,000 of them come. A variant takes its
+`--seconds` and a few more, "beside" six times its own. `--encoder-device cuda:1` gives the connector a GPU of
+its own. `--tiny` shows on a CPU that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
+import shutil
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from busy import watched_gpu
 from decoder import TINY, Decoder, Shape
-from models import tiny_tower
-from photographs import photographs
+from models import photographs, tiny_tower
 from serving import Arrival, Beside, Engine, Inline, Medium, Ready, Run, Source, arrivals
 from storage import ROOT, Result, new_result, store
-from timing import synchronize, wall_ms
+from timing import between_events, percentile, synchronize, wall_ms
 from workloads import random_grid
 
 import fxsplit_encoder as fx
@@ -105,6 +96,7 @@ BESIDE: Mapping[str, tuple[float | None, Mapping[str, float]]] = {
 }
 """Seconds between the beginnings of two videos, and settings of the connector."""
 _PARTS = ("batch", "merge", "beside", "mix")
+_BUSY_EVERY_MS = 100
 _STREAM = 4
 """Batches."""
 _PIXELS = 16
@@ -361,7 +353,7 @@ class Bench:
 
     def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
         stats: ConnectorStats | None = None
-        with watched_gpu() as busy:
+        with _watched_gpu() as busy:
             if variant in WAYS:
                 with self.connector() as connector:
                     run = Engine(self._decoder_at(WAYS[variant]), Beside(connector)).run(load)
@@ -369,7 +361,7 @@ class Bench:
             else:
                 with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
                     run = Engine(self.decoder, self._source(variant, workers)).run(load)
-        row = {**_summary(run), "busy": busy.mean}
+        row = {**_summary(run), "busy": statistics.fmean(busy) if busy else None}
         if stats is not None:
             row |= {"items a batch": stats.mean_batch_items, "batch fill": stats.batch_fill}
             row |= _stages(run)
@@ -385,6 +377,32 @@ class Bench:
             return Ready()
         processor = self.model_processor if variant == SYNCHRONOUS else self.processor
         return Inline(processor, ManagerEncoder(self.manager), workers if variant == PREPARED else None)
+
+
+@contextmanager
+def _watched_gpu() -> Iterator[list[float]]:
+    """Samples of how busy the first GPU is, from 0 to 1, by nvidia-smi; none where there is none."""
+    samples: list[float] = []
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        yield samples
+        return
+    query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0"]
+    command = ["nvidia-smi", *query, f"--loop-ms={_BUSY_EVERY_MS}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def read() -> None:
+        for line in process.stdout or ():
+            with suppress(ValueError):
+                samples.append(int(line) / 100)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield samples
+    finally:
+        process.terminate()
+        reader.join(5)
+        process.wait(5)
 
 
 @contextmanager
@@ -422,24 +440,12 @@ def _device_ms(call: Callable[[], None], samples: int) -> float | None:
     """Median milliseconds between events around a call; None without CUDA."""
     if not torch.cuda.is_available():
         return None
-    times = []
-    for _ in range(samples):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return statistics.median(between_events(call) for _ in range(samples))
 
 
-def _percentiles(values: Sequence[float], name: str, factor: float = 1e3) -> dict[str, float | None]:
-    ordered = sorted(values)
+def _percentiles(seconds: Sequence[float], name: str) -> dict[str, float | None]:
     shares = {"p50": 0.5, "p99": 0.99}
-    return {
-        f"{name} {which}": factor * ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
-        for which, share in shares.items()
-    }
+    return {f"{name} {p}": 1e3 * percentile(seconds, each) if seconds else None for p, each in shares.items()}
 
 
 def _summary(run: Run) -> dict[str, Any]:
@@ -452,31 +458,20 @@ def _summary(run: Run) -> dict[str, Any]:
         "seconds": run.seconds,
         **_percentiles([request.seconds_to_first for request in run.served], "first token"),
         **_percentiles(media, "with media"),
-        "beyond": len(run.served) // 100,
-        "media beyond": len(media) // 100,
-        **_percentiles([request.seconds_to_first for request in texts], "text"),
         "text tokens/s": sum(request.generated - 1 for request in texts) / decoding,
         **_percentiles(run.step_seconds, "step"),
         "longest step": 1e3 * max(run.step_seconds),
-        **_percentiles([request.submit_seconds for request in run.served], "submit"),
     }
 
 
 def _stages(run: Run) -> dict[str, float | None]:
-    """Milliseconds of each stage on the way of media through the connector: medians, and means of that tenth
-    of them which waited longest for the first token.
-    """
-    found: dict[str, float | None] = {}
-    known = [(request.seconds_to_first, stages) for request in run.served if (stages := request.stages)]
-    known.sort(key=lambda pair: pair[0])
-    slowest = known[-max(1, len(known) // 10) :]
-    for name in known[0][1] if known else ():
-        found[f"{name} p50"] = 1e3 * statistics.median(stages[name] for _, stages in known)
-        found[f"{name} of the slowest"] = 1e3 * statistics.mean(stages[name] for _, stages in slowest)
-    return found
+    """Median milliseconds of each stage on the way of media through the connector."""
+    known = [stages for request in run.served if (stages := request.stages)]
+    names = known[0] if known else ()
+    return {f"{name} p50": 1e3 * statistics.median(stages[name] for stages in known) for name in names}
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     if not (torch.cuda.is_available() or arguments.tiny):
         raise SystemExit("connector: needs a CUDA device, or --tiny: there is nothing to capture without one")
     begin = time.perf_counter()
@@ -486,10 +481,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with torch.no_grad():
         result = measure(Bench(arguments, say), arguments, say)
-    import tables
-
-    print(tables.connector(result))
-    return 0
+    return result
 
 
 def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], None]) -> Result:

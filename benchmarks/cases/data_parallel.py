@@ -3,12 +3,9 @@
     python benchmarks/bench.py data_parallel --ranks 1 2 4 --output out/data_parallel.json
 
 27 blocks, 1152 wide, bf16, seeded random weights, mode `auto`. Each image has 336 x 336 pixels, which the
-model's processor rounds to 320 x 320: 400 patches, 100 output tokens. The script starts one process a GPU
-itself, for each number of ranks in turn.
-
-Times are milliseconds of wall time of `manager.execute` on rank 0: all ranks start together, and it ends when
-rank 0 has all items and its GPU is idle. "error" is the relative root mean square of the difference of rank
-0's items from those of the run with one rank, which comes first.
+model's processor rounds to 320 x 320: 400 patches, 100 output tokens. Times are milliseconds of wall time of
+`manager.execute` on rank 0, until it has all items and its GPU is idle. "error" is the relative root mean
+square of the difference of rank 0's items from those of the run with one rank, which comes first.
 
 `--tiny` runs a small tower on the CPU, over gloo: it shows that the script works, and no speed-up.
 """
@@ -25,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import tiny_tower
-from storage import new_result, store
+from storage import Result, new_result, store
 from timing import summarize, synchronize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from worker import relative_error
@@ -113,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a small tower on the CPU")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     ranks = sorted({1, *arguments.ranks})
     if not arguments.tiny and torch.cuda.device_count() < ranks[-1]:
         raise SystemExit(f"{ranks[-1]} ranks need as many GPUs; there are {torch.cuda.device_count()}")
@@ -129,7 +126,4 @@ def run(arguments: argparse.Namespace) -> int:
             {"ranks": num_ranks, **times, "speed-up": alone["p50"] / times["p50"], "error": error}
         )
         store(arguments.output, result)
-    import tables
-
-    print(tables.data_parallel(result))
-    return 0
+    return result

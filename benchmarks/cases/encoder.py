@@ -6,8 +6,7 @@
     python benchmarks/bench.py encoder --quick                                  # a tiny tower, on any machine
 
 Towers have their published sizes and seeded random weights. Every variant of every tower runs in a process of
-its own; its outputs are compared with eager's before they are timed, and what differs is not timed. Results
-are written after every row, so a run that is cut off keeps what it has.
+its own; its outputs are compared with eager's, and what differs is not timed.
 
 Per workload, in milliseconds: median, 10th and 90th percentile of the wall time to the end of the device's
 work; "host", the CPU's time, and "device", between events; the share of padding, the error, the device memory
@@ -30,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CONTENDERS
 from models import DEFAULT_TOWERS, TINY, kind_of, tower_names
 from storage import Result, new_result, store
 from variants import MODES
 from vllm_classes import vllm_or_none
+from vllm_variants import CONTENDERS
 from worker import FLOOR, Job, known_workloads, run_job, start_method
 
 README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from models import tiny_tower
-from storage import new_result, store
+from storage import Result, new_result, store
 from timing import host_us, timed
 from torch.compiler import skip_guard_on_all_nn_modules_unsafe
 from workloads import random_grid
@@ -134,7 +134,7 @@ def _steady(call: Any, samples: int) -> float:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
     if not tiny and device == "cpu":
         raise SystemExit("host: needs a CUDA device, or --tiny: there is nothing to replay without one")
@@ -146,7 +146,4 @@ def run(arguments: argparse.Namespace) -> int:
     for what, microseconds in itertools.chain(*measured):
         result["rows"].append({"what": what, "us": microseconds})
         store(arguments.output, result)
-    import tables
-
-    print(tables.host(result))
-    return 0
+    return result

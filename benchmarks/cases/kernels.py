@@ -25,10 +25,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from contenders import CONTENDERS
 from models import DEFAULT_TOWERS, make_model, tower_names
-from storage import new_result, one_line, store
+from storage import Result, new_result, one_line, store
 from timing import synchronize, wall_ms
+from vllm_variants import CONTENDERS
 from worker import known_workloads, settle
 
 REST = "norms and pointwise"
@@ -134,11 +134,10 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
 
 
 @torch.no_grad()
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     if not torch.cuda.is_available():
         raise SystemExit("kernels: needs a CUDA device")
     result = new_result("kernels", config=options.config, dtype="bfloat16", samples=_SAMPLES)
-    failed = False
     for tower in options.towers:
         for variant in options.variants:
             try:
@@ -147,7 +146,6 @@ def run(options: argparse.Namespace) -> int:
                     store(options.output, result)
                     print(*(f"{name}={value}" for name, value in row.items()), flush=True)
             except Exception as error:
-                failed = True
                 row = {"tower": tower, "variant": variant, "workload": "all", "failure": one_line(error)}
                 result["rows"].append(row)
                 print(row, flush=True)
@@ -155,7 +153,4 @@ def run(options: argparse.Namespace) -> int:
             gc.collect()
             torch.cuda.empty_cache()
     store(options.output, result)
-    import tables
-
-    print(tables.kernels(result))
-    return int(failed)
+    return result

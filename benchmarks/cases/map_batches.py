@@ -4,10 +4,8 @@
 
 Photographs of 448 x 448 pixels, a Qwen3-VL-8B tower with random weights in bfloat16, one actor a GPU. Each
 actor first times `manager.execute` alone, on pixels that lie on its GPU, all actors at once. Then images go
-through the pipeline of `encode_images`, once from JPEG files, decoding and resizing counted, and once
-prepared before, which leaves what the pipeline itself costs. Rates are of the second half of the images, when
-what was prepared while actors started is used up. "CPUs" of the first row is what preparing for all GPUs
-would take, by the CPU time of one image.
+through the pipeline of `encode_images`, once from JPEG files and once prepared before. Rates are of the
+second half of the images, when what was prepared while actors started is used up.
 
 `--tiny` runs a small tower in two actors on the CPU: it shows that the script works, and no rate of a GPU.
 """
@@ -16,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import tempfile
 import time
@@ -25,9 +24,8 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from checkpoints import random_checkpoint
-from layout import by_columns
-from photographs import photographs
+from models import photographs
+from safetensors.torch import save_file
 from storage import Result, new_result, store
 from timing import synchronize
 
@@ -35,6 +33,7 @@ from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettin
 from fxsplit_encoder.integrations.images.encoder import upload
 from fxsplit_encoder.integrations.ray import EncodeImages, prepare_images
 from fxsplit_encoder.integrations.ray.encode_images import PREPARING, pool
+from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES, architecture
 
 Row = dict[str, Any]
@@ -91,11 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="actors, each with a GPU")
     parser.add_argument("--images", type=int, default=None, help="images of each run; 50 batches a GPU")
     parser.add_argument("--model", default="qwen3-vl-8b", help="a published model's tower")
-    parser.add_argument("--only", choices=("files", "prepared"), default=None, help="one of the two runs")
     parser.add_argument("--tiny", action="store_true", help="a small tower in two actors on the CPU")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     import ray
 
     tiny: bool = arguments.tiny
@@ -121,24 +119,30 @@ def run(arguments: argparse.Namespace) -> int:
             settings: dict[str, Any] = {"model": str(model), "pooling": "mean"}
             settings |= {"config": {"enabled": False}} if tiny else {}
             result["rows"].append(prepare_row(settings, int(ray.cluster_resources()["CPU"])))
-            for way in ("files", "prepared") if arguments.only is None else (arguments.only,):
+            for way in ("files", "prepared"):
                 result["rows"].append(run_row(way, actors, images, batch, settings))
                 store(arguments.output, result)
     finally:
         ray.shutdown()
-    needed(result["rows"])
+    first, *runs = result["rows"]
+    first["CPUs needed"] = max(row["execute alone"] for row in runs) / first["images/s"]
     store(arguments.output, result)
-    print(table(result))
-    return 0
+    return result
 
 
 def make_checkpoint(directory: Path, model: str, tiny: bool) -> Path:
-    """With random weights."""
-    if tiny:
-        settings = {"model_type": "siglip", "vision_config": _TINY}
-        return random_checkpoint(directory, FAMILIES["siglip"], settings)
-    known = architecture(model)
-    return random_checkpoint(directory, known.family, known.settings(None), torch.bfloat16)
+    """The vision tower of a model with random weights, without the rest of it."""
+    family, settings = FAMILIES["siglip"], {"model_type": "siglip", "vision_config": _TINY}
+    if not tiny:
+        family, settings = architecture(model).family, architecture(model).settings(None)
+    tower = family.empty_tower(settings, torch.device("cpu"))
+    draw_weights(tower, 0)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    prefix, dtype = next(iter(family.prefixes)), torch.float32 if tiny else torch.bfloat16
+    weights = {f"{prefix}{name}": each.to(dtype, copy=True) for name, each in tower.named_parameters()}
+    save_file(weights, directory / "model.safetensors")
+    return directory
 
 
 def prepare_row(settings: dict[str, Any], cpus: int) -> Row:
@@ -209,16 +213,3 @@ def second_half(arrived: Sequence[tuple[float, int]]) -> float:
         if seen >= total / 2 and number + 1 < len(arrived):
             return (total - seen) / (arrived[-1][0] - when)
     raise SystemExit("expected more than two batches; give more --images")
-
-
-def needed(rows: Sequence[Row]) -> None:
-    """What preparing for all GPUs takes, into the first row."""
-    first, *runs = rows
-    if runs:
-        first["CPUs needed"] = max(row["execute alone"] for row in runs) / first["images/s"]
-
-
-def table(result: Result) -> str:
-    """All rows."""
-    shown = ("way", "actors", "images/s", "execute alone", "share", "CPUs here", "CPUs needed")
-    return by_columns({name: name for name in shown}, result["rows"])

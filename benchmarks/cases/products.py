@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from storage import new_result, one_line, store
+from storage import Result, new_result, one_line, store
 from timing import synchronize, wall_ms
 from torch import Tensor
 from worker import relative_error
@@ -170,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     if device is None and not arguments.tiny:
         raise SystemExit("products: needs a CUDA device, or --tiny")
@@ -188,7 +188,4 @@ def run(arguments: argparse.Namespace) -> int:
             chosen = chooser.ranking(call.shape)[0].name
         result["rows"] += [{**row, "chosen": row["kernel"] == chosen} for row in rows]
         store(arguments.output, result)
-    import tables
-
-    print(tables.products(result))
-    return 0
+    return result

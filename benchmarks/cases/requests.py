@@ -2,10 +2,9 @@
 
     python benchmarks/bench.py requests --output out/requests.json
 
-27 blocks, 1152 wide, bf16, seeded random weights. A request holds 1 to 16 images, all counts as likely; the
-output tokens of an image are lognormal with a median of 500, its aspect ratio up to 2 to 1. Every request is
-timed by each variant, wall milliseconds to the end of its device work, the median of a few repeats after all
-requests have run twice (cuDNN plans a shape when it comes for the second time):
+27 blocks, 1152 wide, bf16, seeded random weights. A request holds 1 to 16 images of lognormal sizes. Wall
+milliseconds to the end of a request's device work, the median of a few repeats after all requests have run
+twice (cuDNN plans a shape when it comes for the second time):
 
 * "eager": the Hugging Face tower as it is (sdpa), the whole request at once.
 * "powers of two": our compiled program in one full graph for each power of two from 64 to 8192 tokens, greedy
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 from models import rows_of, tiny_tower
-from storage import new_result, store
+from storage import Result, new_result, store
 from timing import wall_ms
 from worker import ERROR_LIMITS, relative_error
 from workloads import MOST_IMAGES, random_grid
@@ -93,7 +92,7 @@ def summary(times: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
     if not tiny and device == "cpu":
         raise SystemExit("requests: needs a CUDA device, or --tiny: there is nothing to capture without one")
@@ -131,7 +130,4 @@ def run(arguments: argparse.Namespace) -> int:
         if row["variant"] in managers:
             row["padding"] = managers[row["variant"]].stats().padding_fraction
     store(arguments.output, result)
-    import tables
-
-    print(tables.requests(result))
-    return 0
+    return result

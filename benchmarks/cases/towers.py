@@ -12,8 +12,7 @@ of packed towers, tiles of towers of equal tiles, and crops of those that also s
   model's own forward in transformers (sdpa); Kimi-VL, DeepSeek-OCR and Step3 are not in transformers, theirs
   is the eager forward of the model in this library.
 
-The file is written after each tower; one that fails leaves its error there, and the exit code is 1. Parts of
-several runs are merged by `bench.py tables`. `--tiny` takes one block and tiny inputs, on the CPU.
+Parts of several runs are merged by `bench.py tables`. `--tiny` takes one block and tiny inputs, on the CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 from poison import poison
-from storage import ROOT, new_result, one_line, store
+from storage import ROOT, Result, new_result, one_line, store
 from timing import synchronize, wall_ms
 
 import fxsplit_encoder as fx
@@ -187,11 +186,8 @@ def measure(names: list[str], output: Path | None, tiny: bool) -> dict[str, Any]
     return result
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Result:
     if not (torch.cuda.is_available() or arguments.tiny):
         raise SystemExit("towers: needs a CUDA device, or --tiny: there is nothing to capture without one")
     result = measure(arguments.models, arguments.output, arguments.tiny)
-    import tables
-
-    print(tables.towers(result))
-    return 1 if any("failure" in row for row in result["rows"]) else 0
+    return result

@@ -20,15 +20,14 @@ import argparse
 import contextlib
 import gc
 import logging
-import multiprocessing
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from processes import run_process
 from storage import Result, new_result, one_line, store
 from timing import summarize, synchronize, timed
 from torch import Tensor
@@ -36,11 +35,11 @@ from vllm_classes import (
     CLASSES,
     MAX_ITEMS,
     MAX_TOKENS,
+    TINY,
     build,
     captured_manager,
     engine_config,
     installed_version,
-    narrow,
     prepare_environment,
     start_vllm,
 )
@@ -58,14 +57,8 @@ _MOST_REPORTS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--towers",
-        nargs="+",
-        choices=CLASSES,
-        default=list(CLASSES),
-        metavar="TOWER",
-        help=", ".join(CLASSES),
-    )
+    names = ", ".join(CLASSES)
+    add("--towers", nargs="+", choices=CLASSES, default=list(CLASSES), metavar="TOWER", help=names)
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help=", ".join(VARIANTS))
     add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
     add("--samples", type=int, default=15, help="timed calls of each variant of a row")
@@ -73,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tiny", action="store_true", help="two narrow blocks of Qwen3-VL's class, on a CPU")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     if not (torch.cuda.is_available() or options.tiny):
         raise SystemExit("vllm: needs a CUDA device, or --tiny: there is nothing to capture without one")
     result = new_result(
@@ -86,53 +79,17 @@ def run(options: argparse.Namespace) -> int:
     result["vllm"] = installed_version()
     for tower in [_TINY] if options.tiny else options.towers:
         start = time.monotonic()
-        failure = _run_tower(tower, options, result)
-        if failure is not None:
-            result["rows"].append({"tower": tower, "variant": "all", "workload": "all", "failure": failure})
-            store(options.output, result)
-        print(f"{tower}: {failure or 'done'} ({time.monotonic() - start:.0f} s)", flush=True)
-    import tables
 
-    print(tables.vllm(result))
-    return 1 if any("failure" in row for row in result["rows"]) else 0
-
-
-def _run_tower(tower: str, options: argparse.Namespace, result: Result) -> str | None:
-    """Runs a tower in a process of its own, and keeps each row that it sends; why it failed, or None."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(tower, options, sender))
-    process.start()
-    sender.close()
-    deadline = time.monotonic() + options.timeout
-    try:
-        while receiver.poll(max(0.0, deadline - time.monotonic())):
-            row: Row = receiver.recv()
-            if "end" in row:
-                failure: str | None = row["end"]
-                return failure
+        def keep(row: Row, tower: str = tower) -> None:
             result["rows"].append({"tower": tower, **row})
             store(options.output, result)
             print(tower, *(f"{name}={value}" for name, value in row.items()), flush=True)
-        return f"stopped after {options.timeout:.0f} s"
-    except EOFError:
-        process.join()
-        return f"the process ended with exit code {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
 
-
-def _work(tower: str, options: argparse.Namespace, sender: Connection) -> None:
-    failure = None
-    try:
-        prepare_environment()
-        for row in contest(tower, options):
-            sender.send(row)
-    except Exception as error:
-        traceback.print_exc()
-        failure = one_line(error)
-    sender.send({"end": failure})
+        failure = run_process(contest, (tower, options), options.timeout, keep, "spawn")
+        if failure is not None:
+            keep({"variant": "all", "workload": "all", "failure": failure})
+        print(f"{tower}: {failure or 'done'} ({time.monotonic() - start:.0f} s)", flush=True)
+    return result
 
 
 # --- in the process of a tower
@@ -140,6 +97,7 @@ def _work(tower: str, options: argparse.Namespace, sender: Connection) -> None:
 
 def contest(tower: str, options: argparse.Namespace) -> Iterator[Row]:
     """What every variant takes to start, then a row for each variant of each workload."""
+    prepare_environment()
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     if options.tiny:
         _prepare_cpu()
@@ -155,7 +113,7 @@ class _Contest:
         self.tiny, self.device, self.samples = options.tiny, device, options.samples
         self.variants: Sequence[str] = options.variants
         self.dtype = torch.float32 if self.tiny else torch.bfloat16
-        self.cls = narrow(CLASSES[tower]) if self.tiny else CLASSES[tower]
+        self.cls = TINY if self.tiny else CLASSES[tower]
         self.config = engine_config(self.cls, self.dtype)
         self.batches: dict[str, tuple[dict[str, Tensor], int]] = {}
         for seed, workload in enumerate(_workloads(tower, options)):
@@ -361,7 +319,7 @@ def _warnings() -> Iterator[list[str]]:
 
 def _prepare_cpu() -> None:
     """vLLM's attention of a CPU takes no padding rows; the one of its tests does."""
-    from tests_vllm.padded_attention import use_padded_attention
+    from vllm_cpu import use_padded_attention
 
     use_padded_attention()
     torch.cuda.is_current_stream_capturing = lambda: False

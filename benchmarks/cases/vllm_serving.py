@@ -9,21 +9,16 @@ the GPU, so that no encoder would make a first token come sooner. For each varia
 manager, "ours" the plugin as it is installed, "ours-compiled" with `compile: true`) requests with no, one and
 four images of 448 to 896 pixels a side arrive at a fixed rate; then with one image all at once. Milliseconds
 to the first token (median and 99th percentile) include vLLM's own preprocessing of images; medians of their
-parts are "until queued", in the process that is asked, whose work is the same for all variants, and "in
-engine". "requests per second" is that of the requests that came at once. "encoder host" and "encoder device"
+parts are "until queued", in the process that is asked, and "in engine". "encoder host" and "encoder device"
 are medians of the steps that encode, in vLLM's worker: how long a step keeps the worker, and the time between
 events around it. "same" is the share of requests whose tokens are those of the first variant.
 
-Every variant's engine starts in processes of its own, after the one before has started, so that none times
-its captures while another works. Then the same requests go to each in turn, over and over, so that all of
-them are measured at every time of the run: the GPU holds them all. Every engine runs on the same cores, of
-one memory node of the host, so that none has the nearer memory. Processes differ all the same, by when they
-were started: with `--engines 2` each variant has two, started in the opposite order, whose answers count
-together.
-`--trace FOLDER` writes timelines of each variant's worker under requests with one and with four images.
-One that does not start leaves the first error of its processes, which names the package that is missing, and
-their log is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker makes no manager, so that all
-of them encode eagerly.
+Every engine starts in processes of its own, after the one before has started. Then the same requests go to
+each in turn, over and over, so that all are measured at every time of the run; all run on the cores of one
+memory node. Processes differ all the same, by when they were started: with `--engines 2` each variant has
+two, started in the opposite order, whose answers count together. One that does not start leaves the first
+error of its processes, and their log is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker
+makes no manager, so that all of them encode eagerly.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from storage import Result, new_result, one_line, store
 from timing import percentile
-from vllm_classes import CLASSES, MAX_ITEMS, MAX_TOKENS, installed_version, narrow, prepare_environment
+from vllm_classes import CLASSES, MAX_ITEMS, MAX_TOKENS, TINY, installed_version, prepare_environment
 
 Row = dict[str, Any]
 
@@ -83,18 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=3, help="how often each variant takes its turn")
     add("--engines", type=int, default=1, help="processes of each variant, every other time in reverse")
     add("--language-model", choices=("compiled", "eager"), default="compiled", help="how it runs")
-    add("--trace", type=Path, metavar="FOLDER", help="write a timeline of each variant's worker")
     add("--timeout", type=float, default=480, help="the most seconds until every engine has started")
-    add("--runner", choices=("1", "2"), default="1", help="the generation of vLLM's model runner")
     add("--tiny", action="store_true", help="narrow models, on a CPU")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     if not (torch.cuda.is_available() or options.tiny):
         raise SystemExit("vllm_serving: needs a CUDA device, or --tiny")
     dtype = "float32" if options.tiny else "bfloat16"
     settings = dict(seconds=options.seconds, rounds=options.rounds, rates=RATES, tokens=_TOKENS)
-    settings |= dict(runner=options.runner, engines=options.engines)
+    settings |= dict(engines=options.engines)
     settings |= {"language model": "eager" if options.tiny else options.language_model}
     result = new_result("vllm_serving", dtype=dtype, **settings)
     result["vllm"] = installed_version()
@@ -102,10 +95,7 @@ def run(options: argparse.Namespace) -> int:
         save_model(Path(folder), options.tiny)
         _run_all(options, folder, result)
     store(options.output, result)
-    import tables
-
-    print(tables.vllm_serving(result))
-    return 1 if any("failure" in row for row in result["rows"]) else 0
+    return result
 
 
 def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
@@ -131,8 +121,6 @@ def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
     for requests in (*(f"{images} images" for images in RATES), AT_ONCE):
         for row in _measured(requests, pipes, options):
             _keep(row.pop("variant"), row, options, result)
-    if options.trace is not None:
-        _write_traces(options.trace, pipes)
     for pipe in pipes.values():
         pipe.close()  # an engine that nobody can ask any more ends itself and its own processes
     for process in processes:
@@ -146,21 +134,13 @@ def order_of_start(variants: Sequence[str], engines: int) -> list[Engine]:
     return [Engine(variant, number) for number, each in enumerate(rounds) for variant in each]
 
 
-def _write_traces(folder: Path, pipes: Mapping[Engine, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for engine, pipe in pipes.items():
-        for images in (1, 4):
-            pipe.send(("trace", images, str(folder / f"{engine.name}-{images}.json.gz")))
-            _next(pipe, time.monotonic() + 120)
-
-
 def _measured(requests: str, pipes: dict[Engine, Any], options: argparse.Namespace) -> list[Row]:
     """A row for each variant, of every round of its engines; one that fails is asked for nothing more."""
     given: dict[str, list[Row]] = {engine.variant: [] for engine in pipes}
     failures = []
     for turn in range(options.rounds):
         for engine in _rotated(list(pipes), turn):
-            pipes[engine].send((requests, turn, None))
+            pipes[engine].send((requests, turn))
             answer = _next(pipes[engine], time.monotonic() + 10 * options.seconds + 60)
             if "failure" in answer:
                 failures.append({"variant": engine.variant, **answer, "requests": requests})
@@ -236,8 +216,8 @@ def save_model(directory: Path, tiny: bool) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=_SPECIAL[0], additional_special_tokens=[*_SPECIAL[1:], *_PADS]
     ).save_pretrained(directory)
-    cls = CLASSES["qwen3-vl-8b"]
-    config = dict((narrow(cls) if tiny else cls).config)
+    config = dict((TINY if tiny else CLASSES["qwen3-vl-8b"]).config)
+    patch = config["vision_config"]["patch_size"]
     config["text_config"] = {
         **config["text_config"],
         **dict(num_hidden_layers=2, vocab_size=len(vocabulary), bos_token_id=0, eos_token_id=0),
@@ -252,8 +232,8 @@ def save_model(directory: Path, tiny: bool) -> None:
     config |= {f"{name}_token_id": vocabulary[f"<|{name}_pad|>"] for name in ("image", "video")}
     processor = dict(
         processor_class="Qwen3VLProcessor",
-        size={"shortest_edge": 65536, "longest_edge": 1024 * 1024},
-        **dict(patch_size=16, temporal_patch_size=2, merge_size=2),
+        size={"shortest_edge": (16 * patch) ** 2, "longest_edge": (64 * patch) ** 2},
+        **dict(patch_size=patch, temporal_patch_size=2, merge_size=2),
         **dict(image_mean=[0.5] * 3, image_std=[0.5] * 3),
     )
     files = {
@@ -342,9 +322,9 @@ def plugin_problem(log: str) -> str | None:
     return None if "encoder CUDA graphs by fxsplit_encoder" in log else "the plugin made no manager"
 
 
-def _environment(which: Engine, folder: str, runner: str) -> None:
+def _environment(which: Engine, folder: str) -> None:
     prepare_environment()
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "2"))
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_PLUGINS"] = "fxsplit_encoder"
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
     os.environ["VLLM_CACHE_ROOT"] = f"{folder}/cache"
@@ -363,7 +343,7 @@ def language_model(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _serve(which: Engine, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
-    _environment(which, folder, options.runner)
+    _environment(which, folder)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.model_executor.models import registry
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -410,18 +390,11 @@ async def _serve(which: Engine, folder: str, options: argparse.Namespace, pipe: 
             problem = plugin_problem((Path(folder) / f"{which.name}.log").read_text("utf-8", "replace"))
             if problem is not None:
                 raise RuntimeError(problem)
-        if options.runner == "1":
-            await engine.collective_rpc("watch_encoder")
+        await engine.collective_rpc("watch_encoder")
         pipe.send({"requests": "start", "seconds": time.perf_counter() - begin})
         while True:
-            requests, turn, path = await asyncio.to_thread(pipe.recv)
-            if path is None:
-                pipe.send(await _turn(engine, requests, turn, options))
-            else:
-                await engine.collective_rpc("start_trace")
-                await _arrive(engine, prompts(turn, 10, 0, options.tiny), RATES[turn])
-                await engine.collective_rpc("write_trace", args=(path,))
-                pipe.send({})
+            requests, turn = await asyncio.to_thread(pipe.recv)
+            pipe.send(await _turn(engine, requests, turn, options))
     except EOFError:
         pass  # whoever asks has gone
     finally:
@@ -440,10 +413,8 @@ async def _turn(engine: Any, requests: str, turn: int, options: argparse.Namespa
     answers, seconds = await _arrive(engine, asked, rate)
     row: Row = {"answers": [each.tokens for each in answers], "seconds": seconds}
     row |= {name: [getattr(each, name.replace(" ", "_")) for each in answers] for name in ("first", *PARTS)}
-    if options.runner == "1":
-        (times,) = await engine.collective_rpc("take_encoder_times")
-        row |= {f"encoder {what}": each for what, each in times.items()}
-    return row
+    (times,) = await engine.collective_rpc("take_encoder_times")
+    return row | {f"encoder {what}": each for what, each in times.items()}
 
 
 class Answer(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from arithmetic import count_flops, gemm_flops_per_second
-from models import PackedModel, PagesModel, TilesModel, _most_square, rows_of
+from models import PackedModel, PagesModel, TilesModel, most_square, rows_of
 from worker import relative_error
 from workloads import Request
 
@@ -108,4 +108,4 @@ def test_pages_are_whole_and_in_crops() -> None:
 
 @pytest.mark.parametrize(("count", "grid"), [(0, (1, 1)), (2, (2, 1)), (4, (2, 2)), (6, (3, 2)), (9, (3, 3))])
 def test_crops_form_the_most_square_grid(count: int, grid: tuple[int, int]) -> None:
-    assert _most_square(count) == grid
+    assert most_square(count) == grid

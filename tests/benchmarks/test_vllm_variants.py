@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_variants
-from contenders import CONTENDERS
-from vllm_variants import VllmEager, VllmManager, vllm_inputs
+from vllm_variants import CONTENDERS, VllmEager, VllmManager, vllm_inputs
 from worker import _measure, settle
 from workloads import WORKLOADS
 

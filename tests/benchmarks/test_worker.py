@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 import torch
 import worker
@@ -69,7 +70,7 @@ def test_what_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None
     # The time is up once the event is there, however long the process took to start.
     clock = SimpleNamespace(monotonic=lambda: 60.0 * len(events))
     monkeypatch.setattr(worker, "contest", contest)
-    monkeypatch.setattr(worker, "time", clock)
+    monkeypatch.setattr(processes, "time", clock)
     assert run_job(JOB, 60, events.append, "fork") == "stopped after 60 s"
     (start,) = events
     with pytest.raises(ProcessLookupError):

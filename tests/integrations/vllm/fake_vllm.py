@@ -1,6 +1,6 @@
 """A package that looks like vLLM: its recorded interfaces, whose methods note that they were called.
 
-`python -m tests_vllm.record` refreshes what is recorded.
+`python -m tests.vllm.record` refreshes what is recorded.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-@torch.library.custom_op("tests_vllm::padded_attention", mutates_args=())
+@torch.library.custom_op("fxsplit_encoder_benchmarks::padded_attention", mutates_args=())
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor) -> Tensor:
     """(batch, rows, heads, width) each; rows outside every segment are NaN."""
     out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)

@@ -10,8 +10,8 @@ from transformers import BatchFeature
 
 from fxsplit_encoder.integrations.vllm.adapter import make_adapter
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
-from tests_vllm import engine
-from tests_vllm.tiny import TINY
+from tests.vllm import engine
+from tests.vllm.tiny import TINY
 
 CPU = torch.device("cpu")
 TINY_QWEN = TINY["Qwen3-VL"]

@@ -1,4 +1,4 @@
-"""`python -m tests_vllm.ranks`: two ranks of vLLM's tensor parallelism encode what the model itself does.
+"""`python -m tests.vllm.ranks`: two ranks of vLLM's tensor parallelism encode what the model itself does.
 
 Rank 0 prints a line of JSON: for each rank and mode the largest difference, and the items that it encoded.
 """
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from tests_vllm import (
+from tests.vllm import (
     conftest,  # noqa: F401
     engine,
 )
-from tests_vllm.tiny import TINY
+from tests.vllm.tiny import TINY
 
 RANKS = 2
 NAME = "Qwen2-VL"

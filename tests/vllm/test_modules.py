@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from vllm_classes import AUTO_MAP
 
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import load_tower, read_family
-from tests_vllm import engine
-from tests_vllm.tiny import TEXT, TINY, WIDTH, Tiny
+from tests.vllm import engine
+from tests.vllm.tiny import TEXT, TINY, WIDTH, Tiny
 
 CPU = torch.device("cpu")
 
@@ -73,7 +74,7 @@ STEP3P7 = Tiny(
         **TINY["Step3-VL"].config,
         "architectures": ["Step3p7ForConditionalGeneration"],
         "model_type": "step3p7",
-        "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"},
+        "auto_map": AUTO_MAP,
         "text_config": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **TEXT},
         "vision_config": {
             # The names of vLLM's class, and those of transformers'.
@@ -85,7 +86,6 @@ STEP3P7 = Tiny(
         },
     },
     TINY["Step3-VL"].inputs,
-    code=True,
 )
 
 COMPARED = {
@@ -149,7 +149,7 @@ def test_one_checkpoint_gives_the_same_rows(name: str, tmp_path: Path, columns_f
     settings = {**tiny.config, **compared.settings}
     (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     with tiny.small():
-        config = engine.engine_config(tiny.config, tiny.sources())
+        config = engine.engine_config(tiny.config)
         model = engine.build(config)
         if compared.published is not None:
             published = {n: torch.randn_like(t) * 0.1 for n, t in compared.published(model).items()}

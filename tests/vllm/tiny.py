@@ -11,8 +11,20 @@ from unittest import mock
 
 import torch
 import vllm
+from vllm_classes import (
+    AUTO_MAP,
+    frames_without_processor,
+    internvl_without_tokenizer,
+    tokenizer_of,
+)
+from vllm_classes import TINY as TINY_QWEN3
+from vllm_classes import TINY_IDS as IDS
+from vllm_classes import TINY_MROPE as MROPE
+from vllm_classes import TINY_TEXT as TEXT
+from vllm_classes import TINY_VISION as VISION
+from vllm_classes import TINY_WIDTH as WIDTH
 
-from tests_vllm.inputs import (
+from tests.vllm.inputs import (
     Grids,
     Positioned,
     Rasters,
@@ -24,24 +36,8 @@ from tests_vllm.inputs import (
 )
 
 VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-WIDTH = 64
-PATCH = 4
-TEXT = dict(
-    hidden_size=WIDTH,
-    intermediate_size=WIDTH,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=256,
-    max_position_embeddings=4096,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
-VISION = dict(depth=2, hidden_size=WIDTH, num_heads=4, patch_size=PATCH, spatial_merge_size=2, in_channels=3)
+PATCH = VISION["patch_size"]
 LAYERS = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=WIDTH, intermediate_size=96)
-MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
-IDS = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
 
 QWEN = Grids(3 * 2 * PATCH**2)
 RAW_QWEN = Grids(QWEN.features, raw=True)
@@ -66,8 +62,6 @@ class Tiny:
     items: int = 4
     frames: int | None = 8
     modality: str = "image"
-    code: bool = False
-    """Whether vLLM and transformers know no configuration class: one has to lie beside config.json."""
     small: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What is replaced while the model is built and used: sizes that its code writes out."""
     adjust: Callable[[Any], None] = lambda model: None
@@ -83,29 +77,8 @@ class Tiny:
     since: tuple[int, int] = (0, 31)
     """The first version that captures it."""
 
-    def sources(self) -> str:
-        """The configuration class beside config.json."""
-        return _CONFIGURATION.format(self.config["model_type"]) if self.code else ""
 
-
-_CONFIGURATION = """
-from transformers import AutoConfig, PretrainedConfig
-
-
-class TinyConfig(PretrainedConfig):
-    model_type = "{}"
-
-    def __init__(self, text_config=None, vision_config=None, **options):
-        if text_config:
-            self.text_config = AutoConfig.for_model(**text_config)
-        self.vision_config = PretrainedConfig(**(vision_config or {{}}))
-        super().__init__(**options)
-"""
-
-
-def few_frames(model: Any) -> None:
-    """Without a processor to ask."""
-    model.get_max_frames_per_video = lambda: 4
+few_frames = frames_without_processor(4)
 
 
 def _qwen(architecture: str, model_type: str, **config: Any) -> dict[str, Any]:
@@ -147,7 +120,7 @@ def small_deepseek_ocr() -> Iterator[None]:
     )
     clip = deepseek_ocr.CLIPVisionConfig
     with (
-        _tokenizer(deepseek_ocr),
+        tokenizer_of("deepseek_ocr", 250),
         mock.patch.object(deepseek_ocr, "build_sam_vit_b", small_sam),
         mock.patch.object(deepseek_ocr, "CLIPVisionConfig", lambda **sizes: clip(**{**sizes, **clip_sizes})),
         mock.patch.object(deepseek_ocr, "BASE_SIZE", 256),
@@ -161,7 +134,6 @@ def small_deepseek_vl2() -> Iterator[None]:
     """SigLIP of two layers."""
     import timm
     from timm.models import create_model as create  # not replaced, where this is entered twice
-    from vllm.model_executor.models import deepseek_vl2
 
     def small(name: str, **options: Any) -> Any:
         return create(
@@ -175,7 +147,7 @@ def small_deepseek_vl2() -> Iterator[None]:
             global_pool="map",  # as SigLIP has it
         )
 
-    with _tokenizer(deepseek_vl2), mock.patch.object(timm, "create_model", small):
+    with tokenizer_of("deepseek_vl2", 250), mock.patch.object(timm, "create_model", small):
         yield
 
 
@@ -220,13 +192,6 @@ def flash_attention_by_name(model: Any) -> None:
     model.vision_tower.vision_model.attn_backend = AttentionBackendEnum.FLASH_ATTN
 
 
-def videos_without_a_tokenizer() -> AbstractContextManager[Any]:
-    """It asks a tokenizer whether the model takes videos."""
-    from vllm.model_executor.models.internvl import InternVLProcessingInfo
-
-    return mock.patch.object(InternVLProcessingInfo, "ctx_video_token", "<video>")
-
-
 @contextmanager
 def one_hot_of_a_gpu() -> Iterator[None]:
     """On a CPU torch's one_hot looks at every index, to refuse those that are out of range."""
@@ -237,12 +202,6 @@ def one_hot_of_a_gpu() -> Iterator[None]:
 
     with mock.patch.object(functional, "one_hot", one_hot):
         yield
-
-
-def _tokenizer(module: Any) -> AbstractContextManager[Any]:
-    return mock.patch.object(
-        module, "cached_tokenizer_from_config", lambda config: SimpleNamespace(vocab={"<image>": 250})
-    )
 
 
 def fixed_positions(model: Any) -> None:
@@ -304,19 +263,7 @@ TINY: dict[str, Tiny] = {
         adjust=few_frames,
     ),
     "Qwen3-VL": Tiny(
-        _qwen(
-            "Qwen3VLForConditionalGeneration",
-            "qwen3_vl",
-            text_config=dict(model_type="qwen3_vl_text", **TEXT, head_dim=16, rope_scaling=MROPE),
-            vision_config=dict(
-                **VISION,
-                out_hidden_size=WIDTH,
-                intermediate_size=96,
-                temporal_patch_size=2,
-                num_position_embeddings=64,
-                deepstack_visual_indexes=[0],
-            ),
-        ),
+        dict(TINY_QWEN3.config),
         QWEN,
         IMAGES,
         VIDEOS,
@@ -348,7 +295,7 @@ TINY: dict[str, Tiny] = {
         dict(
             architectures=["InternVLChatModel"],
             model_type="internvl_chat",
-            auto_map={"AutoConfig": "configuration_tiny.TinyConfig"},
+            auto_map=AUTO_MAP,
             text_config=dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", **TEXT),
             vision_config=dict(
                 model_type="intern_vit_6b",
@@ -382,8 +329,7 @@ TINY: dict[str, Tiny] = {
         [[4], [2, 6]],
         [("image", [40])],
         budgets=(4, 16, 64),
-        code=True,
-        small=videos_without_a_tokenizer,
+        small=internvl_without_tokenizer,
     ),
     "Kimi-VL": Tiny(
         dict(
@@ -521,7 +467,7 @@ TINY: dict[str, Tiny] = {
         dict(
             architectures=["MiniCPMV"],
             model_type="minicpmv",
-            auto_map={"AutoConfig": "configuration_tiny.TinyConfig"},
+            auto_map=AUTO_MAP,
             version="2.6",
             **{**TEXT, "hidden_size": 128},
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -548,7 +494,6 @@ TINY: dict[str, Tiny] = {
         [[[(20, 20), (20, 20)]]],
         [("image", [[(30, 20)], [(40, 20)] * 9])],
         budgets=(8, 16),
-        code=True,
         rounding=1e-6,
         adjust=fixed_positions,
     ),
@@ -586,7 +531,7 @@ TINY["MiniMax-M3"] = Tiny(
     dict(
         architectures=["MiniMaxM3SparseForConditionalGeneration"],
         model_type="minimax_m3_tiny",
-        auto_map={"AutoConfig": "configuration_tiny.TinyConfig"},
+        auto_map=AUTO_MAP,
         text_config=dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", **TEXT),
         vision_config=dict(
             **LAYERS,
@@ -600,7 +545,6 @@ TINY["MiniMax-M3"] = Tiny(
     QWEN,
     [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6],
     eager=[("image", TOO_LARGE)],
-    code=True,
     small=minimax_m3_of_a_cpu,
     adjust=flash_attention_by_name,
 )

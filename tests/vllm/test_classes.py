@@ -20,8 +20,8 @@ from fxsplit_encoder.integrations.vllm.layers import (
     traceable_rotary,
 )
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
-from tests_vllm import engine
-from tests_vllm.tiny import TINY, VERSION, Tiny
+from tests.vllm import engine
+from tests.vllm.tiny import TINY, VERSION, Tiny
 
 CPU = torch.device("cpu")
 
@@ -76,9 +76,7 @@ def serve(tiny: Tiny, settings: PluginSettings) -> Iterator[Served]:
             patch.setitem(op_registry_oot, "ApplyRotaryEmb", rotary_of_a_gpu())
             install_relative_positions()
             patch.setitem(op_registry_oot, "FusedMMInputNorm", input_norm_of_a_gpu())
-        config = engine.engine_config(
-            tiny.config, tiny.sources(), tiny.processor, compilation_config=compilation
-        )
+        config = engine.engine_config(tiny.config, tiny.processor, compilation_config=compilation)
         model = engine.build(config)
         tiny.adjust(model)
         with torch.inference_mode(), engine.as_a_gpu_captures():

@@ -1,4 +1,4 @@
-"""`python -m tests_vllm.generate DIRECTORY`: a tiny Qwen2-VL answers about images, before and after its
+"""`python -m tests.vllm.generate DIRECTORY`: a tiny Qwen2-VL answers about images, before and after its
 encoder is captured.
 
 Prints a line of JSON: the tokens of both, and what the manager counted. The worker of a CPU makes no manager
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from vllm_cpu import use_padded_attention
 
-from tests_vllm import conftest  # noqa: F401
-from tests_vllm.padded_attention import use_padded_attention
+from tests.vllm import conftest  # noqa: F401
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 PADS = ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]

@@ -11,12 +11,12 @@ import vllm
 
 from fxsplit_encoder.integrations.vllm import plugin
 from fxsplit_encoder.integrations.vllm.plugin import StandIn
-from tests_vllm.record import RECORDED, record
+from tests.vllm.record import RECORDED, record
 
 
 def test_the_interfaces_are_those_that_were_recorded() -> None:
     recorded = json.loads((RECORDED / f"{vllm.__version__}.json").read_text(encoding="utf-8"))
-    assert record() == recorded, "python -m tests_vllm.record refreshes what the main tests run against"
+    assert record() == recorded, "python -m tests.vllm.record refreshes what the main tests run against"
 
 
 def test_both_runners_get_this_librarys_manager(monkeypatch: pytest.MonkeyPatch) -> None:

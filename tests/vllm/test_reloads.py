@@ -10,8 +10,8 @@ import torch
 
 from fxsplit_encoder import EncoderConfig
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
-from tests_vllm.test_classes import Served, serve
-from tests_vllm.tiny import TINY, VISION, WIDTH
+from tests.vllm.test_classes import Served, serve
+from tests.vllm.tiny import TINY, VISION, WIDTH
 
 MLP_WIDTH, WIDTH_OF_TILES = 120, 128
 """Of the MLPs of the tower, and of the padded ones."""

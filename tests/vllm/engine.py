@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from vllm_classes import join_group, write_model
+from vllm_cpu import use_padded_attention
 
 MAX_LEN = 2048
 
@@ -43,38 +42,20 @@ def _declare_missing() -> None:
 @functools.cache
 def start_vllm(rank: int = 0, ranks: int = 1, rendezvous: str = "") -> None:
     """What a worker does before it builds a model; the ranks share it by tensor parallelism."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-
-    from tests_vllm.padded_attention import use_padded_attention
-
     use_padded_attention()
     _declare_missing()
     # What models ask of a GPU.
     torch.cuda.is_current_stream_capturing = lambda: _captures
     torch.accelerator.get_memory_info = lambda device=None: (2**30, 2**30)
-    place = rendezvous or f"file://{tempfile.mkdtemp()}/rendezvous"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(ranks, rank, place, rank, "gloo")
-        initialize_model_parallel(ranks, 1)
+    join_group("gloo", rank, ranks, rendezvous)
 
 
-def engine_config(
-    config: dict[str, Any], code: str = "", processor: dict[str, Any] | None = None, **options: Any
-) -> Any:
-    """vLLM's configuration for a model of this config.json; `code` is a configuration class beside it, and
-    `processor` describes its image processor.
-    """
+def engine_config(config: dict[str, Any], processor: dict[str, Any] | None = None, **options: Any) -> Any:
+    """vLLM's configuration for a model of this config.json, whose image processor `processor` describes."""
     from vllm.engine.arg_utils import EngineArgs
 
-    directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    if code:
-        (directory / "configuration_tiny.py").write_text(code, encoding="utf-8")
-    if processor is not None:
-        (directory / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
     settings = dict(
-        model=str(directory),
+        model=write_model(config, processor),
         mm_device_do_normalize=processor is not None,
         skip_tokenizer_init=True,
         dtype="float32",

@@ -1,6 +1,6 @@
 """Records the interfaces of the vLLM that is installed, for the tests that run without it.
 
-    python -m tests_vllm.record            writes tests/integrations/vllm/recorded/VERSION.json
+    python -m tests.vllm.record            writes tests/integrations/vllm/recorded/VERSION.json
 
 The parameters of methods and the names of fields, of which `fake_vllm.py` there makes a package that looks
 like vLLM.
@@ -17,7 +17,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-RECORDED = Path(__file__).parents[1] / "tests" / "integrations" / "vllm" / "recorded"
+RECORDED = Path(__file__).parents[1] / "integrations" / "vllm" / "recorded"
 
 CLASSES = {
     "vllm.v1.worker.encoder_cudagraph": ("EncoderCudaGraphManager",),

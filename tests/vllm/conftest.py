@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-SITE = Path(__file__).parent / "site"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+PATHS = (Path(__file__).parent / "site", ROOT, ROOT / "benchmarks")
 
 os.environ.update(
     {
@@ -18,9 +18,9 @@ os.environ.update(
         "VLLM_PLUGINS": "",
         "TOKENIZERS_PARALLELISM": "false",
         # For the processes that vLLM starts.
-        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]),
     }
 )
-sys.path.insert(0, str(SITE))
+sys.path[:0] = map(str, PATHS)
 
 import sitecustomize  # noqa: E402, F401

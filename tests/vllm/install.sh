@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What tests_vllm/ needs, in a virtual environment of its own: bash tests_vllm/install.sh DIRECTORY
+# What tests/vllm/ needs, in a virtual environment of its own: bash tests/vllm/install.sh DIRECTORY
 #
 # vLLM for CPUs, 0.32.0, without what models of text and sound need; and the sources of 0.31.0 and 0.33.0,
 # whose Python code runs over the same libraries (DIRECTORY/vllm-0.33.0).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 venv=$1
-pip=("$venv/bin/pip" install -q --disable-pip-version-check -c tests_vllm/constraints.txt)
+pip=("$venv/bin/pip" install -q --disable-pip-version-check -c tests/vllm/constraints.txt)
 
 "${PYTHON:-python3}" -m venv "$venv"
 "${pip[@]}" torch transformers einops psutil requests cloudpickle pillow pydantic cbor2 pyzmq aiohttp msgspec \

@@ -7,23 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from tests_vllm.test_classes import AS_IT_IS, COMPILED, serve
-from tests_vllm.tiny import TINY
+from fxsplit_encoder.integrations.vllm.known_grids import KeptMetadata
+from tests.vllm.test_classes import AS_IT_IS, COMPILED, serve
+from tests.vllm.tiny import TINY
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V"])
 @pytest.mark.parametrize("settings", [AS_IT_IS, COMPILED], ids=["as it is", "compiled"])
 def test_grids_that_came_before_are_not_prepared_again(name: str, settings: Any) -> None:
     for served in serve(TINY[name], settings):
-        kept = served.model.visual.prepare_encoder_metadata
+        tower = served.model.visual
+        assert isinstance(tower.prepare_encoder_metadata, KeptMetadata)
         prepared: list[Any] = []
-        prepare = kept._prepare
+        prepare = type(tower).prepare_encoder_metadata
 
-        def count(grids: Any, prepare: Any = prepare, prepared: Any = prepared, **options: Any) -> Any:
+        def count(
+            grids: Any, tower: Any = tower, prepare: Any = prepare, prepared: Any = prepared, **options: Any
+        ) -> Any:
             prepared.append(grids)
-            return prepare(grids, **options)
+            return prepare(tower, grids, **options)
 
-        kept._prepare = count
+        tower.prepare_encoder_metadata = count
+        tower.prepare_encoder_metadata = KeptMetadata(tower)
         batches = [[(1, 8, 8)], [(1, 4, 8), (1, 8, 4)]] * 2
         for expected_number in (2, 0):
             for sizes in batches:
