@@ -39,6 +39,8 @@ class Feature(NamedTuple):
     purpose: str
     user: str
     result: Mapping[str, Any]
+    missing: str = ""
+    """What has to be measured, where there is no result."""
 
     def values(self) -> list[float]:
         """The stored value with the feature, and the one without it if there is one.
@@ -65,7 +67,9 @@ def read_features(path: Path = LEDGER) -> list[Feature]:
     """All rows of the ledger."""
     kinds = tomllib.loads(path.read_text(encoding="utf-8"))
     return [
-        Feature(kind, name, row.get("for", ""), row.get("user", ""), row.get("result", {}))
+        Feature(
+            kind, name, row.get("for", ""), row.get("user", ""), row.get("result", {}), row.get("missing", "")
+        )
         for kind, rows in kinds.items()
         for name, row in rows.items()
     ]
@@ -81,7 +85,8 @@ def problems(
         yield from (f"{kind} {name}: has no row" for name in sorted(set(names) - listed))
         yield from (f"{kind} {name}: is not registered" for name in sorted(listed - set(names)))
     for (kind, name), feature in rows.items():
-        for what, given in (("purpose", feature.purpose), ("user", feature.user), ("result", feature.result)):
+        result = feature.result or feature.missing
+        for what, given in (("purpose", feature.purpose), ("user", feature.user), ("result", result)):
             if not given:
                 yield f"{kind} {name}: names no {what}"
         if not feature.result:

@@ -560,6 +560,17 @@ def feature_rows(kind: str) -> str:
     for feature in features.read_features():
         if feature.kind != kind:
             continue
+        if feature.missing:
+            lines.append(
+                [
+                    f"`{feature.name}`",
+                    feature.purpose,
+                    feature.user,
+                    f"not yet: {feature.missing}",
+                    *[None] * 3,
+                ]
+            )
+            continue
         with_it, *without = feature.values()
         unit, result = feature.result["unit"], load(RESULTS / feature.result["file"])
         figure = f"{shown(with_it)} {unit}" + (f", {shown(without[0])} without" if without else "")
@@ -596,6 +607,7 @@ TABLES: Mapping[str, Table] = {
     "attention": Table("attention.json", attention),
     "products_activations": Table("products_activations.json", products),
     "passes": Table("passes.json", passes),
+    "passes_h200": Table("passes_h200.json", passes),
     "passes_internvl": Table("passes_internvl.json", passes),
     "passes_qwen2_5": Table("passes_qwen2_5.json", passes),
     "host": Table("host.json", host),

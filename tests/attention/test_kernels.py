@@ -22,20 +22,14 @@ from fxsplit_encoder.attention.kernels import (
     flash_attn,
     vllm_flash_attn,
 )
-from fxsplit_encoder.attention.kernels.base import PaddedHeads
 from fxsplit_encoder.attention.kernels.builtin import BatchedDense, Masked, PerSegment
 from fxsplit_encoder.kernels import base
 
-from .fakes import cumulative, fused_qkv, reference, shape
+from .fakes import cumulative, fused_qkv, reference
 
 HEADS, HEAD_DIM = 3, 8
 CPU = torch.device("cpu")
-PACKED: list[AttentionKernel] = [
-    PerSegment(),
-    Masked(),
-    PaddedHeads(PerSegment(), 16),
-    PaddedHeads(Masked(), 12),
-]
+PACKED: list[AttentionKernel] = [PerSegment(), Masked()]
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 
@@ -185,16 +179,6 @@ def test_a_broken_package_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, tmp_p
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 88, 128, 256])
-def test_padded_heads_are_another_candidate_only_where_something_is_padded(head_dim: int) -> None:
-    query = torch.zeros(8, 2, head_dim, dtype=torch.bfloat16)
-    cuda = shape()
-    of_width = type(cuda)(torch.device("cuda"), cuda.dtype, 2, head_dim, len(query), 8, 1)
-    assert PaddedHeads(BY_NAME["flash_attn_4"], 16).supports(of_width) == (head_dim in (72, 88))
-    assert BY_NAME["vllm_flash_attn_padded"].supports(of_width) == (head_dim < 128)
-    assert BY_NAME["flash_attn_4"].supports(of_width) == (head_dim <= 128)
-
-
 @pytest.mark.parametrize(
     ("name", "longest"),
     [("flash_attn_4_64x128", 512), ("flash_attn_4_128x128", 2048), ("flash_attn_4_128x128_dense", 2048)],
@@ -263,7 +247,6 @@ def flash_vllm(
         (flash_attn.FlashAttention4((128, 128), probabilities_in_registers=True), flash_4),
         (flash_attn.DenseFlashAttention4(), flash_4),
         (flash_attn.DenseFlashAttention4((128, 128), probabilities_in_registers=True), flash_4),
-        (PaddedHeads(flash_attn.FlashAttention4(), 16), flash_4),
         (vllm_flash_attn.VllmFlashAttention(), flash_vllm),
     ],
     ids=lambda each: each.name if isinstance(each, AttentionKernel) else "",

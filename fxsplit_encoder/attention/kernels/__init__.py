@@ -1,6 +1,6 @@
 """The kernels behind `fxsplit::varlen_attention`; which of them runs is measured (`attention.choice`)."""
 
-from fxsplit_encoder.attention.kernels.base import AttentionKernel, AttentionShape, PaddedHeads
+from fxsplit_encoder.attention.kernels.base import AttentionKernel, AttentionShape
 from fxsplit_encoder.attention.kernels.builtin import (
     BatchedDense,
     Masked,
@@ -18,8 +18,6 @@ from fxsplit_encoder.attention.kernels.vllm_flash_attn import VllmFlashAttention
 
 __all__ = ["KERNELS", "AttentionKernel", "AttentionShape"]
 
-_vllm = VllmFlashAttention()
-
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
 # 400 and 1764 tokens (docs/attention.md).
 _SHORT, _MEDIUM = 512, 2048
@@ -34,8 +32,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     WholeWaves((128, 128), probabilities_in_registers=True),
     DenseFlashAttention4(),
     DenseFlashAttention4((128, 128), up_to=_MEDIUM, probabilities_in_registers=True),
-    _vllm,
-    PaddedHeads(_vllm, 128),
+    VllmFlashAttention(),
     TritonVarlen(64, 64, num_warps=4),
     BatchedDense(),
     PerSegment(),

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.kernels import CallShape, CudaKernel, Kernel, round_up
@@ -165,39 +164,6 @@ class HalfPrecisionKernel(CudaKernel[AttentionShape], AttentionKernel):
             and shape.head_dim <= self.max_head_dim
             and (shape.equal or not self.needs_equal_segments)
         )
-
-
-class PaddedHeads(AttentionKernel):
-    """Pads head_dim with zeros to the next `multiple` for another kernel; widths that are one are not
-    supported.
-    """
-
-    def __init__(self, kernel: AttentionKernel, multiple: int) -> None:
-        self.kernel = kernel
-        self.multiple = multiple
-        self.name = f"{kernel.name}_padded"
-        self.capturable = kernel.capturable
-        self.plans_each_shape = kernel.plans_each_shape
-
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """As the kernel itself."""
-        return self.kernel.unavailable_reason(device)
-
-    def supports(self, shape: AttentionShape) -> bool:
-        """What the kernel supports at the padded width, where that is another."""
-        width = self._width(shape.head_dim)
-        return width != shape.head_dim and self.kernel.supports(replace(shape, head_dim=width))
-
-    def _width(self, head_dim: int) -> int:
-        return -(-head_dim // self.multiple) * self.multiple
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
-    ) -> Tensor:
-        head_dim = q.shape[-1]
-        missing = (0, self._width(head_dim) - head_dim)
-        q, k, v = (F.pad(x, missing) for x in (q, k, v))
-        return self.kernel(q, k, v, cu_seqlens, max_seqlen, scale)[..., :head_dim]
 
 
 def as_batch(tensor_THD: Tensor, count: int) -> Tensor:
