@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxsplit_encoder.errors import CaptureError, InputError, RankError
+from fxsplit_encoder.integrations.vllm.compatibility import logger, warn_once
 from fxsplit_encoder.integrations.vllm.known_grids import keep_metadata
 from fxsplit_encoder.integrations.vllm.layers import noting_bounds
-from fxsplit_encoder.integrations.vllm.plugin import logger, warn_once
 from fxsplit_encoder.integrations.vllm.settings import (
     VARIABLE,
     PluginSettings,

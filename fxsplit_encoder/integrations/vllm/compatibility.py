@@ -1,11 +1,14 @@
-"""Whether the vLLM that is installed has the interfaces that the plugin was written for."""
+"""Whether the vLLM that is installed has the interfaces that the plugin was written for, and its log."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from fxsplit_encoder.recent import Recent
 
 CONSTRUCTOR = ("vllm_config", "device", "dtype", "model")
 
@@ -113,3 +116,16 @@ def _parameter_problem(method: Callable[..., Any] | None, names: Sequence[str]) 
     if first != tuple(names) or needed:
         return f"takes ({', '.join(parameter.name for parameter in parameters)})"
     return None
+
+
+# Below vLLM's logger, so that its settings hold and its process's name is in front.
+logger = logging.getLogger("vllm.fxsplit_encoder")
+
+_said: Recent[str, bool] = Recent(256)
+
+
+def warn_once(message: str) -> None:
+    """Warns of something, once in this process: managers are made more than once."""
+    if not _said.get(message):
+        _said[message] = True
+        logger.warning("%s", message)

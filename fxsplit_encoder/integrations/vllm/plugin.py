@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any, ClassVar
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.integrations.vllm.compatibility import manager_problem
+from fxsplit_encoder.integrations.vllm.compatibility import manager_problem, warn_once
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings, read_plugin_settings
-from fxsplit_encoder.recent import Recent
 
 _NAME = "EncoderCudaGraphManager"
 
@@ -117,18 +115,3 @@ class StandIn:
 def make_stand_in(vllm_class: type, settings: PluginSettings) -> type[StandIn]:
     """The class that takes the place of vLLM's."""
     return type(vllm_class.__name__, (StandIn, vllm_class), {"settings": settings})
-
-
-# --- what the plugin says, through vLLM's handlers
-
-# Below vLLM's logger, so that its settings hold and its process's name is in front.
-logger = logging.getLogger("vllm.fxsplit_encoder")
-
-_said: Recent[str, bool] = Recent(256)
-
-
-def warn_once(message: str) -> None:
-    """Warns of something, once in this process: managers are made more than once."""
-    if not _said.get(message):
-        _said[message] = True
-        logger.warning("%s", message)

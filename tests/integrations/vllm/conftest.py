@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fxsplit_encoder.integrations.vllm import plugin
+from fxsplit_encoder.integrations.vllm import compatibility
 from fxsplit_encoder.integrations.vllm.settings import VARIABLE
 
 from .fake_vllm import VERSIONS, FakeVllm
@@ -17,9 +17,9 @@ from .fake_vllm import VERSIONS, FakeVllm
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
     """The latest recorded version."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    plugin._said.clear()
+    compatibility._said.clear()
     yield FakeVllm(VERSIONS[-1], monkeypatch)
-    plugin._said.clear()
+    compatibility._said.clear()
 
 
 @pytest.fixture
@@ -32,5 +32,5 @@ def warnings_of_plugin(caplog: pytest.LogCaptureFixture) -> list[str]:
             messages.append(record.getMessage())
 
     handler = Collecting(logging.WARNING)
-    plugin.logger.addHandler(handler)
+    compatibility.logger.addHandler(handler)
     return messages
