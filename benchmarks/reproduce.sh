@@ -16,7 +16,7 @@ out=$(cd "$2" && pwd)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XDG_CACHE_HOME=$out/cache
 python=${PYTHON:-python3}
 
-shown="--only default measured_activations merged_projections"
+shown="--only default measured_activations merged_projections pad_mlp_width"
 tiles="--towers internvl3-8b --workloads tiles12"
 
 # What is needed most first: a name in benchmarks/results, its case and options.
