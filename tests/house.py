@@ -396,7 +396,8 @@ def _capture_and_execute(mode: str) -> None:
     from fxsplit_encoder.models.random import random_inputs
 
     wrapped = fx.wrap(_tiny_tower())
-    config = fx.EncoderConfig(mode=mode, token_budgets=(16,), max_items_per_batch=2, max_frames_per_batch=0)
+    limits = {"token_budgets": (16,), "max_items_per_batch": 2, "max_frames_per_batch": 0}
+    config = fx.EncoderConfig(mode=mode, piece_compiler="eager", **limits)
     manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
     manager.capture()
     for sizes in ([16], [16, 32]):  # patches, four a token
@@ -409,7 +410,7 @@ def _accelerate_and_call() -> None:
 
     import fxsplit_encoder as fx
 
-    tower = fx.accelerate(_tiny_tower())
+    tower = fx.accelerate(_tiny_tower(), fx.EncoderConfig(piece_compiler="eager"))
     with torch.no_grad():
         for _ in range(2):
             tower(torch.zeros(16, 1536), grid_thw=torch.tensor([[1, 4, 4]]))
@@ -421,7 +422,7 @@ def _tiny_tower() -> Any:
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 96}
-    config = Qwen3VLVisionConfig(depth=2, deepstack_visual_indexes=[1], **sizes)
+    config = Qwen3VLVisionConfig(depth=1, deepstack_visual_indexes=[0], **sizes)
     return Qwen3VLVisionModel(config).requires_grad_(False).train(False)
 
 

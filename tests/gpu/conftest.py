@@ -12,17 +12,22 @@ import torch
 import fxsplit_encoder as fx
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def needs_cuda() -> None:
+    """Before any fixture of a module."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session")
-def towers() -> Any:
+def two_devices(needs_cuda: None) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+
+@pytest.fixture(scope="session")
+def towers(needs_cuda: None) -> Any:
     """(Hugging Face tower in bfloat16, the same in float32, a wrapped copy)."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     from fxsplit_encoder.models.random import demo_tower
 
     eager = demo_tower(6, "cuda", torch.bfloat16)

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention.choice import KernelChooser, Measurements
+
 Grid = tuple[int, int, int]
 
 
@@ -34,6 +37,20 @@ def batch(images: list[Grid], videos: list[Grid], features: int) -> dict[str, An
             rows = sum(t * h * w for t, h, w in grids)
             inputs[pixels] = torch.randn(rows, features, device="cuda")
     return inputs
+
+
+def seeded(grids: list[Grid], features: int, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
+    """Images whose pixels are the same on every device."""
+    rows = sum(t * h * w for t, h, w in grids)
+    pixels = torch.randn(rows, features, generator=torch.Generator().manual_seed(seed))
+    return {"pixel_values": pixels.to(device), "image_grid_thw": torch.tensor(grids)}
+
+
+def manager_of(wrapped: Any, config: fx.EncoderConfig) -> fx.EncoderCudaGraphManager:
+    """One that knows nothing of attention, neither from this process nor from the disk."""
+    manager = fx.EncoderCudaGraphManager(wrapped, config)
+    manager.kernels.attention = KernelChooser(measurements=Measurements())
+    return manager
 
 
 def random_batch(source: random.Random, features: int) -> dict[str, Any]:

@@ -44,9 +44,7 @@ def job() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(job: dict[str, Any], tmp_path_factory: Any) -> list[dict[str, Any]]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
+def ranks(two_devices: None, job: dict[str, Any], tmp_path_factory: Any) -> list[dict[str, Any]]:
     return run_ranks(2, tmp_path_factory.mktemp("ranks"), job, "nccl")
 
 

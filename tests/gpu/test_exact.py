@@ -62,8 +62,6 @@ def random_images(source: random.Random, features: int) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=["qwen3-vl-8b", "qwen2.5-vl-7b"])
 def family(request: pytest.FixtureRequest) -> Iterator[Any]:
     """(wrapped tower, Hugging Face's, the same in float32)."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     eager = demo_tower(3, "cuda", torch.bfloat16, model=request.param)
     known = architecture(request.param).family
     theirs = [known.eager_tower(copy.deepcopy(eager).to(dtype)) for dtype in DTYPES]

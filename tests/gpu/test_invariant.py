@@ -91,8 +91,6 @@ def make_encoders(model: str) -> Encoders:
 
 @pytest.fixture(scope="module", params=["qwen3-vl-8b", "internvl3-8b"])
 def encoders(request: pytest.FixtureRequest) -> Iterator[Encoders]:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     made = make_encoders(request.param)
     yield made
     for manager in made.managers.values():

@@ -15,25 +15,18 @@ from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.runtime import Choosers
 
-pytestmark = pytest.mark.gpu
+from .support import seeded
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_devices")]
 
 LIMITS = {"token_budgets": (64, 256), "max_items_per_batch": 4, "max_frames_per_batch": 0}
 BATCHES = ([(1, 16, 16)], [(1, 8, 16), (1, 16, 8)], [(1, 40, 40)], [(1, 8, 8)] * 4)
 
 
 @pytest.fixture(scope="module")
-def tower() -> Iterator[Any]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
+def tower(two_devices: None) -> Iterator[Any]:
     yield fx.wrap(demo_tower(3, "cuda:1", torch.bfloat16))
     torch.cuda.empty_cache()
-
-
-def images(grids: list[tuple[int, int, int]], features: int, device: str) -> dict[str, Any]:
-    rows = sum(t * h * w for t, h, w in grids)
-    generator = torch.Generator().manual_seed(rows)
-    pixels = torch.randn(rows, features, generator=generator).to(device)
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
 
 
 @pytest.mark.parametrize("given_on", ["cpu", "cuda:0", "cuda:1"])
@@ -45,7 +38,7 @@ def test_every_mode_encodes_there(mode: str, given_on: str, tower: Any) -> None:
     manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**settings), log_interval=0)
     manager.capture()
     for grids in BATCHES:
-        inputs = images(grids, tower.patch_features, given_on)
+        inputs = seeded(grids, tower.patch_features, device=given_on)
         with torch.cuda.device(1):
             there = {name: value.to("cuda:1") for name, value in inputs.items() if name == "pixel_values"}
             expected = tower.encoder_eager_forward({**inputs, **there}).float()
@@ -60,9 +53,9 @@ def test_every_mode_encodes_there(mode: str, given_on: str, tower: Any) -> None:
 def test_captures_between_requests_are_made_there(tower: Any) -> None:
     manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(mode="full", **LIMITS), log_interval=0)
     manager.capture(wait=False)
-    inputs = images(BATCHES[0], tower.patch_features, "cpu")
+    inputs = seeded(BATCHES[0], tower.patch_features)
     before = torch.cat(manager.execute(inputs))
-    assert manager.wait_captured(120), manager.stats().progress
+    assert manager.wait_captured(), manager.stats().progress
     assert str(manager.stats().progress).startswith("done"), manager.reports
     assert rms_error([torch.cat(manager.execute(inputs))], [before.float()]) < 0.05
     manager.clear()
@@ -70,8 +63,6 @@ def test_captures_between_requests_are_made_there(tower: Any) -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_embeddings_are_complete_when_they_are_there(index: int) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     weight = torch.randn(4096, 4096, device=f"cuda:{index}") / 64
     rows = torch.randn(4096, 4096, device=f"cuda:{index}")
     Download.start([rows], torch.float32).wait()  # pinned memory is there
@@ -85,8 +76,6 @@ def test_embeddings_are_complete_when_they_are_there(index: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["auto", "torch_flash", "triton_64x64"])
 def test_attention_runs_where_its_tensors_are(kernel: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     q, k, v = torch.randn(3, 96, 4, 64, device="cuda:1", dtype=torch.bfloat16)
     lengths = torch.tensor([0, 32, 96], dtype=torch.int32, device="cuda:1")
     with Choosers.of(fx.EncoderConfig(attention=kernel)).choosing():
@@ -99,8 +88,6 @@ def test_attention_runs_where_its_tensors_are(kernel: str) -> None:
 
 @torch.no_grad()
 def test_a_compiled_module_runs_there() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).to(
         "cuda:1"
     )

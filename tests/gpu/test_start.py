@@ -10,30 +10,24 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention.choice import KernelChooser, Measurements
 from fxsplit_encoder.capture import ladder
 from fxsplit_encoder.integrations.vllm.adapter import make_adapter
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from fxsplit_encoder.kernels import Meter
 from fxsplit_encoder.manager import path as path_module
 
+from .support import manager_of
+
 pytestmark = pytest.mark.gpu
 
 CONFIG = fx.EncoderConfig(token_budgets=(64, 256, 1024), max_items_per_batch=4, max_frames_per_batch=4)
-
-
-def manager_of(wrapped: Any) -> fx.EncoderCudaGraphManager:
-    """One that knows nothing of attention, neither from this process nor from the disk."""
-    manager = fx.EncoderCudaGraphManager(wrapped, CONFIG)
-    manager.kernels.attention = KernelChooser(measurements=Measurements())
-    return manager
 
 
 def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
     towers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrapped = towers[2]
-    first = manager_of(wrapped)
+    first = manager_of(wrapped, CONFIG)
     first.capture()
     path = tmp_path / "a.start"
     first.save_start(path)
@@ -45,7 +39,7 @@ def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
         monkeypatch.setattr(module, name, fail)
     monkeypatch.setattr(Meter, "parts", fail)
     torch._dynamo.utils.counters.clear()
-    second = manager_of(wrapped)
+    second = manager_of(wrapped, CONFIG)
     assert second.load_start(path), second.reports
     second.capture()
     program = second.programs["default"].program

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,25 +10,15 @@ import torch
 from fxsplit_encoder.models.random import demo_tower
 
 from ..manager.tensor_parallel_workers import run_ranks
+from .support import seeded
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_devices")]
 
 LIMITS = {"token_budgets": (64, 256), "max_items_per_batch": 4, "max_frames_per_batch": 0}
 
 
-def batch(grids: list[tuple[int, int, int]], seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    rows = sum(t * h * w for t, h, w in grids)
-    return {
-        "pixel_values": torch.randn(rows, 1536, generator=generator),
-        "image_grid_thw": torch.tensor(grids),
-    }
-
-
 @pytest.mark.parametrize("mode", ["exact", "full"])
 def test_sglang_17255_a_sharded_tower_is_captured_with_its_collectives(mode: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     tower = demo_tower(4, "cpu", torch.bfloat16)
     grids = (
         [(1, 16, 16)],
@@ -39,7 +28,7 @@ def test_sglang_17255_a_sharded_tower_is_captured_with_its_collectives(mode: str
         [(1, 16, 12)],
         [(1, 16, 16)],
     )
-    batches = [batch(images, seed) for seed, images in enumerate(grids)]
+    batches = [seeded(images, 1536, seed) for seed, images in enumerate(grids)]
     job = {"tower": tower, "limits": LIMITS, "batches": batches, "runs": {mode: {"mode": mode}}}
     for rank in run_ranks(2, "nccl", tmp_path, job):
         result = rank[mode]

@@ -15,14 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import fxsplit_encoder as fx
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import MediaLimits, VideoFrames
-from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.media import (
     family_processor,
-    media_processor,
     normalization_of,
     pixel_table,
     tiles_processor,
@@ -32,7 +29,7 @@ from fxsplit_encoder.models.preprocess import TowerProcessor
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.towers.inputs import PixelValues
 
-from .checkpoints import CHECKPOINTS, CPU, save
+from .checkpoints import CHECKPOINTS, CPU
 from .processors import noise
 
 NAMES = [*CHECKPOINTS, "qwen3_vl"]
@@ -266,19 +263,6 @@ def test_frames_that_share_their_pixels_are_shrunk_as_well() -> None:
     assert shorter is not None
     assert shorter.options["num_frames"] == 4
     assert processor.count_tokens(shorter) * 2 <= processor.count_tokens(video)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
-def test_from_a_checkpoint_and_bytes_to_features(name: str, tmp_path: Path) -> None:
-    _, directory = save(tmp_path / "checkpoint", name)
-    family = FAMILIES[name]
-    tower = family.wrap(load_tower(directory, torch.float32, CPU))
-    processor = media_processor(tower, directory)
-    prepared = processor.prepare(MediaItem("image", png(noise(100, 60))))
-    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(enabled=False))
-    (feature,) = manager.execute(dict(prepared.inputs))
-    assert feature.shape == (prepared.num_tokens, prepared.metadata["hidden_size"])
 
 
 def test_processors_that_differ_make_different_digests() -> None:

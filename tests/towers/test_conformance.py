@@ -21,7 +21,7 @@ from fxsplit_encoder.compile.saved import restore_program
 from fxsplit_encoder.manager.tower_part import named_tensors
 from fxsplit_encoder.protocol import missing_methods
 
-from .conformance import FRAMES, ITEMS, Case, make_case
+from .conformance import FRAMES, ITEMS, Case, assert_compiled_once, assert_modes_agree, make_case
 from .padding_table import documented, rows_of
 from .tiny_inputs import items
 from .tiny_towers import TINY, tiny
@@ -33,6 +33,9 @@ CPU = torch.device("cpu")
 
 # A tower of each kind: packed patches, tiles, two views. The others take the same steps, and longer.
 QUICK = ("InternVLModel", "Qwen3VLVisionModel", "Step3VisionModel")
+
+# Those and one with two kinds of segments; behind torch.compile the rest is more of the same.
+COMPILED = (*QUICK, "Qwen2_5_VisionTransformerPretrainedModel")
 
 # The code of another class under another name, or with or without the projector behind it: they are traced to
 # what that one is traced to, which takes seconds. What needs no trace is tested of each.
@@ -56,6 +59,12 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
 each_tower = pytest.mark.parametrize("case", NAMES, indirect=True, scope="module")
 each_captured = pytest.mark.parametrize(
     "case", [pytest.param(name, marks=marks(name)) for name in NAMES], indirect=True, scope="module"
+)
+each_compiled = pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=() if name in COMPILED else pytest.mark.exhaustive) for name in NAMES],
+    indirect=True,
+    scope="module",
 )
 
 
@@ -96,6 +105,23 @@ def test_padding_is_proved_and_every_budget_is_captured(case: Case) -> None:
         assert program.program.splits, "nothing tells where tokens attend"
         assert tuple(case.manager.budget_graphs[path]) == budgets
     assert case.manager.reports == []
+
+
+@each_captured
+def test_every_mode_makes_the_same_items(case: Case) -> None:
+    assert_modes_agree(case)
+
+
+@each_captured
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_memory_that_nobody_wrote_does_not_matter(case: Case, mode: str, poisoned_memory: None) -> None:
+    assert case.misses_of([*case.images, *case.videos], mode) == {}
+
+
+@each_compiled
+@pytest.mark.slow
+def test_torch_compile_traces_each_view_once(case: Case) -> None:
+    assert_compiled_once(case)
 
 
 @each_captured

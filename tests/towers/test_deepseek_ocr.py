@@ -1,8 +1,6 @@
-"""DeepSeek-OCR against plain loops over positions in float64."""
+"""DeepSeek-OCR: images against tiles one by one, its sizes, and what it refuses."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ from fxsplit_encoder.modules.clip_encoder import ClipConfig
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 from fxsplit_encoder.modules.sam import SamConfig
 
-from .deepseek_ocr_reference import CONFIG, Reference, assemble, make_family, make_inputs, make_model
-from .tiny_views import deepseek_ocr_config
-from .two_views import Family, TwoViewTests, assert_items
+from .deepseek_ocr_reference import CONFIG, make_family, make_inputs, make_model
+from .two_views import Family, ServedViewTests, TwoViewTests, assert_items
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +26,9 @@ class TestDeepseekOcr(TwoViewTests):
 
 
 @pytest.mark.slow
-@torch.no_grad()
-def test_the_manager_equals_the_plain_loops(family: Family) -> None:
-    model = family.wrapped.tower
-    inputs = make_inputs([(2, 1)], 3)
-    reference = Reference(model.state_dict(), CONFIG)
-    whole, *crops = (
-        reference.features(tile.double()) for tile in [inputs["pixel_values"][0], *inputs["images_crop"]]
-    )
-    newline, separator = (reference.tensors[name] for name in ("image_newline", "view_seperator"))
-    expected = assemble(whole, torch.stack(crops), 2, newline, separator)
-    manager = family.manager(mode="full")
-    assert_items(manager.execute(inputs), [expected])
-    assert manager.stats().hits == 1
+@pytest.mark.exhaustive  # Step3's tower is served in these ways in any run
+class TestDeepseekOcrServed(ServedViewTests):
+    pass
 
 
 @pytest.mark.slow
@@ -60,17 +47,6 @@ def test_relative_positions_may_be_features_of_queries_and_keys() -> None:
 
 
 # --- sizes
-
-
-@pytest.mark.parametrize("size", [32, 48, 64, 80])
-@torch.no_grad()
-def test_tiles_of_every_mode_equal_the_plain_loops(size: int) -> None:
-    """Smaller than the size whose positions are stored, the same, and larger, as 512, 640, 1024 and 1280."""
-    config = deepseek_ocr_config(base_size=size, image_size=size)
-    model = make_model(config)
-    tile = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(size))
-    expected = Reference(model.state_dict(), config).features(tile[0].double()).flatten(0, 1)
-    torch.testing.assert_close(model(tile)[0], expected.float(), rtol=0, atol=1e-5)
 
 
 PUBLISHED_MODES = [
@@ -122,38 +98,6 @@ def test_published_modes_encode_images_of_their_own_sizes(
     assert large.std() > 0.05
 
 
-class GreedyFamily(Family):
-    """Whose plans do not depend on what a token costs."""
-
-    def manager(self, **config: Any) -> Any:
-        return super().manager(packing="greedy", **config)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive  # the class above is served in these ways with few tokens
-class TestPublishedTokens:
-    """The ways in which two paths are served, with the 110 tokens of a whole image of 640 pixels and the 100
-    of a crop: that of 1024 pixels takes 2.56 times the patches, and six times the attention, to tell no more.
-    """
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def family(cls) -> Family:
-        return make_family(narrow_config(640, 640), GreedyFamily)
-
-    def test_budgets(self, family: Family) -> None:
-        assert family.budgets == {
-            "global": {"token_budgets": [110, 220, 440]},
-            "local": {"token_budgets": [200, 600]},
-        }
-
-    replays = staticmethod(TwoViewTests.replays)
-    test_hit_and_hit = TwoViewTests.test_both_views_are_replayed
-    test_hit_and_skipped = TwoViewTests.test_without_crops_their_view_is_skipped
-    test_fallback_and_hit = TwoViewTests.test_a_view_without_captures_runs_at_its_exact_shape_beside_a_replay
-    test_fallback_and_fallback = TwoViewTests.test_both_views_fall_back
-
-
 @pytest.mark.parametrize(("base_size", "image_size", "whole", "crop"), PUBLISHED_MODES)
 def test_tokens_of_the_published_modes(base_size: int, image_size: int, whole: int, crop: int) -> None:
     with torch.device("meta"):
@@ -162,18 +106,6 @@ def test_tokens_of_the_published_modes(base_size: int, image_size: int, whole: i
     assert {path: view.tokens for path, view in wrapped.views.items()} == {"global": whole, "local": crop}
     assert wrapped.get_encoder_cudagraph_budget_range(None) == (whole, 8 * whole)
     assert wrapped.get_encoder_cudagraph_config().out_hidden_size == 1280
-
-
-def test_rows_of_an_image_count_newlines_and_separator() -> None:
-    with torch.device("meta"):
-        wrapped = fx.wrap(DeepseekOcrVisionModel())
-    inputs = {"images_spatial_crop": [(1, 1), (2, 1), (1, 2), (3, 2)]}
-    specs = wrapped.get_encoder_cudagraph_item_specs(inputs)
-    assert [spec.input_size for spec in specs] == [4096 + 1600 * crops for crops in (0, 2, 2, 6)]
-    assert [spec.output_tokens for spec in specs] == [273, 273 + 10 * 21, 273 + 20 * 11, 273 + 20 * 31]
-    assert [spec.path_output_tokens for spec in specs] == [
-        {"global": 272, "local": 100 * crops} for crops in (0, 2, 2, 6)
-    ]
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

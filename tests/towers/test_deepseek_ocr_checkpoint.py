@@ -97,7 +97,9 @@ def test_the_names_are_all_there_and_the_published_model_has_400_million_paramet
 @pytest.mark.parametrize("sizes", [(64, 48), (80, 32)])
 @torch.no_grad()
 def test_the_model_librarys_tower_computes_the_same(sizes: tuple[int, int]) -> None:
-    """baidu/Unlimited-OCR has DeepSeek-OCR's encoder; transformers has it from 5.23 on."""
+    """baidu/Unlimited-OCR has DeepSeek-OCR's encoder; transformers has it from 5.23 on. Tiles are smaller
+    than those whose positions are stored, of their size and larger, as 512, 640, 1024 and 1280 are.
+    """
     modeling = pytest.importorskip("transformers.models.unlimited_ocr.modeling_unlimited_ocr")
     configuration = pytest.importorskip("transformers.models.unlimited_ocr.configuration_unlimited_ocr")
     sam, clip = CONFIG.sam, CONFIG.clip
@@ -125,7 +127,7 @@ def test_the_model_librarys_tower_computes_the_same(sizes: tuple[int, int]) -> N
             },
         )
     ).train(False)
-    model = make_model(deepseek_ocr_config(layers=2, base_size=sizes[0], image_size=sizes[1]))
+    model = make_model(deepseek_ocr_config(base_size=sizes[0], image_size=sizes[1]))
     library.load_state_dict(library_names(model.state_dict()))
     for size in sizes:
         tiles = torch.randn(2, 3, size, size)

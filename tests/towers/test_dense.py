@@ -15,16 +15,10 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
 from fxsplit_encoder.towers.dense import DenseTower, tiles
 
-from .dense_models import (
-    SHAPE,
-    PlainTower,
-    assert_all_modes,
-    assert_close,
-    assert_compiles_once,
-    captured,
-    random_tiles,
-)
+from .conformance import Case, assert_compiled_once, assert_modes_agree
+from .dense_models import SHAPE, PlainTower, assert_close, random_tiles
 from .random_weights import randomize
+from .tiny_inputs import TileInputs
 
 CPU = torch.device("cpu")
 TOKENS = 4
@@ -65,17 +59,30 @@ def reference() -> Any:
     return randomize(PlainTower())
 
 
-def test_every_mode_and_batch(wrapped: Any, reference: Any, fresh_dynamo: None) -> None:
-    manager = assert_all_modes(wrapped, lambda x: reference(x)["features"][:, 1:])
-    program = manager.programs["default"]
+@pytest.fixture(scope="module")
+def case(wrapped: Any) -> Case:
+    return Case("PlainTower", wrapped, TileInputs())
+
+
+@torch.no_grad()
+def test_rows_are_those_of_the_tower(wrapped: Any, reference: Any) -> None:
+    x = random_tiles(6)
+    got = wrapped.encoder_eager_forward({"pixel_values": x, "num_patches": [2, 1, 3]})
+    assert_close([got], [reference(x)["features"][:, 1:].flatten(0, 1)])
+
+
+def test_every_mode_and_batch(case: Case) -> None:
+    assert_modes_agree(case)
+    program = case.manager.programs["default"]
     assert program is not None
-    assert len(program.program.splits) == 2
-    assert len(program.program.pieces) == 3
-    assert manager.plan({"pixel_values": random_tiles(3)}).hits == 3
+    assert program.program.padding.proved
+    assert program.program.accepts({str(program.program.token_symbol): 1})
+    assert (len(program.program.splits), len(program.program.pieces)) == (2, 3)
+    assert case.manager.plan({"pixel_values": random_tiles(3)}).hits == 3
 
 
-def test_one_trace_through_torch_compile(wrapped: Any, fresh_dynamo: None) -> None:
-    assert_compiles_once(wrapped, lambda output: output["features"])
+def test_one_trace_through_torch_compile(case: Case) -> None:
+    assert_compiled_once(case)
 
 
 @torch.no_grad()
@@ -127,18 +134,15 @@ def test_a_single_budget_of_a_single_tile_is_compiled(
     assert manager.stats().hits == 3
 
 
-def test_one_tile_at_its_exact_shape_runs_the_program(
-    wrapped: Any, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
-) -> None:
-    manager = captured(wrapped, [4, 8], mode="none")
+def test_one_tile_at_its_exact_shape_runs_the_program(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = case.manager_in("none")
     eager = manager.execute({"pixel_values": random_tiles(2)})
-    monkeypatch.setattr(wrapped, "encoder_eager_forward", None)
+    monkeypatch.setattr(case.tower, "encoder_eager_forward", None)
     assert_close(manager.execute({"pixel_values": random_tiles(2)[:1]}), eager[:1])
 
 
-def test_pad_tiles_of_nan_do_not_reach_real_ones(wrapped: Any, reference: Any, fresh_dynamo: None) -> None:
-    manager = captured(wrapped, [16], mode="full")
-    graph = manager.paths["default"].captured[16]
+def test_pad_tiles_of_nan_do_not_reach_real_ones(case: Case, reference: Any) -> None:
+    graph = case.manager.paths["default"].captured[32]
     x = random_tiles(2)
     buffer = graph.inputs.buffers["pixel_values"].tensor
     buffer.fill_(float("nan"))
@@ -210,17 +214,6 @@ def test_videos_follow_the_images(videos: dict[str, Any], frames: list[int]) -> 
     alone = tower.prepare_encoder_cudagraph_replay_buffers(videos, 4, 8).values["pixel_values"]
     assert alone is not None
     assert torch.equal(joined(alone), VIDEOS)
-
-
-def test_videos_are_encoded(reference: Any, fresh_dynamo: None) -> None:
-    tower = clip_tower()
-    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(token_budgets=(8, 16)), log_interval=0)
-    manager.capture()
-    images = random_tiles(3)
-    got = manager.execute({"pixel_values": images, "pixel_values_videos": VIDEOS.view(2, 3, *SHAPE)})
-    packed = reference(torch.cat([images, VIDEOS]))["features"][:, 1:].flatten(0, 1)
-    assert_close(got, packed.split([4, 4, 4, 12, 12]))
-    assert manager.stats().hits == 5
 
 
 def test_neighboring_images_are_selected_without_a_copy(wrapped: Any) -> None:

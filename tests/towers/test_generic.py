@@ -20,25 +20,19 @@ from transformers import (
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.tiles import MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
 
-from .dense_models import (
-    SHAPE,
-    BiasedTower,
-    PlainTower,
-    assert_all_modes,
-    assert_compiles_once,
-    captured,
-    random_tiles,
-)
+from .conformance import Case, assert_compiled_once, assert_modes_agree
+from .dense_models import SHAPE, BiasedTower, PlainTower, assert_close, random_tiles
 from .random_weights import randomize
+from .tiny_inputs import TileInputs
 
 SIZES = {
     "hidden_size": 16,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "image_size": 16,
-    "patch_size": 4,
+    "patch_size": 8,
 }
-CLASS_TOKEN = fx.DenseTowerSpec(SHAPE, 16, 16, rows=slice(1, None))
+CLASS_TOKEN = fx.DenseTowerSpec(SHAPE, 4, 16, rows=slice(1, None))
 
 
 def siglip(**options: Any) -> Any:
@@ -54,13 +48,13 @@ def dinov2() -> Any:
 
 
 TOWERS = {
-    "siglip": (siglip, fx.DenseTowerSpec(SHAPE, 16, 16)),
+    "siglip": (siglip, fx.DenseTowerSpec(SHAPE, 4, 16)),
     "clip": (clip, CLASS_TOKEN),
     "clip before its last layer": (
         clip,
         fx.DenseTowerSpec(
             SHAPE,
-            16,
+            4,
             16,
             output=lambda result: result.hidden_states[-2],
             rows=slice(1, None),
@@ -71,48 +65,48 @@ TOWERS = {
 }
 
 
-# One without a class token, and one that leaves a layer out; torch.compile traces the others too, below.
+@pytest.mark.parametrize("name", TOWERS)
+@torch.no_grad()
+def test_rows_are_those_that_the_declaration_names(name: str) -> None:
+    make, spec = TOWERS[name]
+    x = random_tiles(3)
+    result = make()(x, **spec.options)
+    output = spec.output(result) if callable(spec.output) else result[spec.output]
+    got = fx.wrap(make(), spec).encoder_eager_forward({"pixel_values": x})
+    assert_close([got], [output[:, spec.rows].flatten(0, 1)])
+
+
+# One that leaves a layer out; torch.compile traces the others too, below.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in ("clip", "dinov2") else ())
-        for name in TOWERS
-    ],
+    [pytest.param(name, marks=() if "before" in name else pytest.mark.exhaustive) for name in TOWERS],
 )
-def test_every_mode_and_batch(name: str, fresh_dynamo: None) -> None:
+@torch.no_grad()
+def test_every_mode_and_batch(name: str) -> None:
     make, spec = TOWERS[name]
-    reference = make()
-
-    def encode(x: torch.Tensor) -> torch.Tensor:
-        result = reference(x, **spec.options)
-        output = spec.output
-        return (output(result) if callable(output) else result[output])[:, spec.rows]
-
-    manager = assert_all_modes(fx.wrap(make(), spec), encode)
-    program = manager.programs["default"]
-    assert program is not None
-    blocks = 2 if "before" in name else 3
-    assert len(program.program.splits) == blocks
-    assert len(program.program.pieces) == blocks + 1
-    assert program.program.num_distinct == min(blocks + 1, 3)
+    case = Case(name, fx.wrap(make(), spec), TileInputs())
+    assert_modes_agree(case)
+    bound = case.manager.programs["default"]
+    assert bound is not None
+    blocks = 1 if "before" in name else 2
+    assert bound.program.padding.proved
+    assert (len(bound.program.splits), len(bound.program.pieces)) == (blocks, blocks + 1)
+    assert bound.program.num_distinct == blocks + 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["siglip", "clip", "dinov2"])
-def test_one_trace_through_torch_compile(name: str, fresh_dynamo: None) -> None:
+@pytest.mark.parametrize("name", ["siglip", pytest.param("clip", marks=pytest.mark.exhaustive), "dinov2"])
+def test_one_trace_through_torch_compile(name: str) -> None:
     """The whole output, with SigLIP's attention pooling."""
     make, spec = TOWERS[name]
-    assert_compiles_once(fx.wrap(make(), spec), lambda result: result.pooler_output)
+    assert_compiled_once(Case(name, fx.wrap(make(), spec), TileInputs()))
 
 
 @pytest.mark.slow
-def test_a_convolution_over_any_number_of_images_through_inductor(fresh_dynamo: None) -> None:
-    assert_compiles_once(
-        fx.wrap(clip(num_hidden_layers=1), CLASS_TOKEN),
-        lambda result: result.pooler_output,
-        piece_compiler="inductor",
-    )
+def test_a_convolution_over_any_number_of_images_through_inductor() -> None:
+    case = Case("clip", fx.wrap(clip(num_hidden_layers=1), CLASS_TOKEN), TileInputs())
+    assert_compiled_once(case, piece_compiler="inductor")
 
 
 @torch.no_grad()
@@ -132,12 +126,15 @@ def test_attention_with_a_bias_of_each_image(fresh_dynamo: None) -> None:
 
 
 def test_a_tower_that_came_with_eager_attention_is_split_too(fresh_dynamo: None) -> None:
-    tower = clip()
+    tower = clip(num_hidden_layers=1)
     tower.set_attn_implementation("eager")
-    assert fx.wrap(tower, CLASS_TOKEN).config._attn_implementation == "sdpa"
-    program = captured(fx.wrap(tower, CLASS_TOKEN), [16, 32], mode="full").programs["default"]
+    wrapped = fx.wrap(tower, CLASS_TOKEN)
+    assert wrapped.config._attn_implementation == "sdpa"
+    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(token_budgets=(4, 8)), log_interval=0)
+    manager.compile()
+    program = manager.programs["default"]
     assert program is not None
-    assert len(program.program.splits) == 3
+    assert len(program.program.splits) == 1
 
 
 def test_other_towers_of_the_same_configuration_keep_their_attention() -> None:
@@ -161,11 +158,11 @@ def test_images_under_another_name(fresh_dynamo: None) -> None:
     torch.testing.assert_close(wrapped(images=x)["features"], tower(x)["features"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("tokens", "hidden"), [(17, 16), (16, 8)])
+@pytest.mark.parametrize(("tokens", "hidden"), [(5, 16), (4, 8)])
 def test_a_spec_that_does_not_describe_the_output_is_refused(tokens: int, hidden: int) -> None:
     wrapped = fx.wrap(clip(), fx.DenseTowerSpec(SHAPE, tokens, hidden, rows=slice(1, None)))
     with pytest.raises(
-        fx.InputError, match=rf"expected features of \(tiles, {tokens}, {hidden}\); got \(1, 16, 16"
+        fx.InputError, match=rf"expected features of \(tiles, {tokens}, {hidden}\); got \(1, 4, 16"
     ):
         wrapped.encoder_eager_forward({"pixel_values": random_tiles(1)})
 

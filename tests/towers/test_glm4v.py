@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 
-from .packed_tower_tests import PackedTowerTests, Towers, assert_equal, make_batch
+from .packed_tower_tests import PackedModuleTests, Towers, assert_equal, make_batch
 from .random_weights import randomize
 from .tiny_packed import glm4v
 
@@ -18,8 +18,7 @@ def by_frame(grid: Tensor) -> Tensor:
     return torch.tensor([[1, h, w] for t, h, w in grid.tolist() for _ in range(t)])
 
 
-@pytest.mark.slow
-class TestGlm4v(PackedTowerTests):
+class TestGlm4v(PackedModuleTests):
     metadata: ClassVar[list[str]] = ["position_ids", "interp_indices", "interp_weights", "cu_seqlens"]
 
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,14 +13,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.kimi_k25 import modeling_kimi_k25
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.errors import InputError
 
-from .kimi_towers import MODES, assert_same_items, assert_traced_once, make_managers, patches
-from .one_graph import only_dispatcher
+from .packed_tower_tests import assert_equal
 from .random_weights import randomize
 from .tiny_packed import KIMI_HIDDEN as HIDDEN
-from .tiny_packed import kimi_k25
+from .tiny_packed import kimi_k25, raster_patches
 
 Grid = tuple[int, int, int]
 BLOCKS = 3
@@ -50,7 +47,7 @@ def make_batch(images: list[Grid], clips: list[Grid]) -> dict[str, Any]:
     ):
         if grids:
             inputs[key] = torch.tensor(grids)
-            inputs[pixels] = patches(sum(t * h * w for t, h, w in grids), seed=len(key))
+            inputs[pixels] = raster_patches(sum(t * h * w for t, h, w in grids), seed=len(key))
     return inputs
 
 
@@ -89,15 +86,16 @@ def wrapped() -> Any:
 
 
 @pytest.fixture(scope="module")
-def managers(wrapped: Any) -> dict[str, fx.EncoderCudaGraphManager]:
-    return make_managers(wrapped)
+def manager(wrapped: Any) -> fx.EncoderCudaGraphManager:
+    """Without captures; those are in `test_conformance.py`."""
+    return fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(mode="none"), log_interval=0)
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @torch.no_grad()
 def test_the_forward_is_that_of_the_tower(batch: Any, wrapped: Any, reference: Any) -> None:
     grid = torch.tensor([*batch[0], *batch[1]])
-    x = patches(int(grid.prod(1).sum()))
+    x = raster_patches(int(grid.prod(1).sum()))
     output = wrapped(x, grid_thw=grid)
     assert 0.2 < output.pooler_output.std() < 5
     assert_same_output(output, reference, x, grid)
@@ -108,7 +106,7 @@ def test_the_forward_is_that_of_the_tower(batch: Any, wrapped: Any, reference: A
 def test_options_of_the_tower_run_its_own_forward(reference: Any) -> None:
     wrapped = fx.wrap(copy.deepcopy(reference))
     grid = torch.tensor([[2, 4, 4], [2, 2, 6]])
-    x = patches(56)
+    x = raster_patches(56)
     output = wrapped(x, grid, output_hidden_states=True)
     expected = reference(x, grid, output_hidden_states=True)
     assert len(output.hidden_states) == BLOCKS + 1
@@ -117,41 +115,14 @@ def test_options_of_the_tower_run_its_own_forward(reference: Any) -> None:
     torch.testing.assert_close(output.pooler_output, expected.pooler_output, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_every_item_is_that_of_the_tower(mode: str, managers: Any, reference: Any) -> None:
-    manager = managers[mode]
-    hits = manager.stats().hits
-    for batch in BATCHES:
-        inputs = make_batch(*batch)
-        result = manager.execute(inputs)
-        assert_same_items(result, encode(reference, inputs))
-        assert all(item.untyped_storage().nbytes() == item.nbytes for item in result)
-        rows = [spec.output_tokens for spec in manager.tower.get_encoder_cudagraph_item_specs(inputs)]
-        assert [len(item) for item in result] == rows
-    num_items = sum(len(images) + len(clips) for images, clips in BATCHES)
-    assert manager.stats().hits - hits == {"none": 0, "exact": num_items}.get(mode, num_items - 2)
-
-
-@pytest.mark.slow
-def test_the_trace_is_one(managers: Any) -> None:
-    assert_traced_once(managers, BLOCKS)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
-@torch.no_grad()
-def test_one_compilation_serves_every_size_and_count(wrapped: Any, reference: Any) -> None:
-    known = set(dispatchers())
-    options = {"mode": "piecewise", "token_budgets": [8, 16, 32], "debug": True}
-    compiled = torch.compile(wrapped, backend="encoder_cg", fullgraph=True, options=options)
-    for images, clips in BATCHES:
-        grid = torch.tensor([*images, *clips])
-        x = patches(int(grid.prod(1).sum()))
-        assert_same_output(compiled(x, grid), reference, x, grid)
-    dispatcher = only_dispatcher(known)
-    assert dispatcher.hits == len(BATCHES) - 2
-    assert dispatcher.misses == {fx.MissReason.OVER_LARGEST_BUDGET: 2}
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_every_item_is_that_of_the_tower(batch: Any, manager: Any, reference: Any) -> None:
+    inputs = make_batch(*batch)
+    result = manager.execute(inputs)
+    assert_equal(result, encode(reference, inputs))
+    assert all(item.untyped_storage().nbytes() == item.nbytes for item in result)
+    rows = [spec.output_tokens for spec in manager.tower.get_encoder_cudagraph_item_specs(inputs)]
+    assert [len(item) for item in result] == rows
 
 
 def test_host_metadata_is_that_of_transformers(wrapped: Any) -> None:
@@ -184,13 +155,12 @@ def test_budgets_count_frames_and_specs_count_rows(wrapped: Any) -> None:
     assert wrapped(x, grid).pooler_output.shape == (64, 4, HIDDEN)
 
 
-@pytest.mark.slow
-def test_a_clip_that_is_too_long_is_refused(wrapped: Any, managers: Any) -> None:
+def test_a_clip_that_is_too_long_is_refused(wrapped: Any, manager: Any) -> None:
     inputs = make_batch([], [(5, 2, 2)])
     with pytest.raises(
         InputError, match=r"video_grid_thw: expected at most 4 frames per clip; got \(5, 2, 2\)"
     ):
-        managers["full"].execute(inputs)
+        manager.execute(inputs)
     with pytest.raises(InputError, match="grid_thw: expected at most 4 frames per clip"):
         wrapped(inputs["pixel_values_videos"], inputs["video_grid_thw"])
 
@@ -198,27 +168,3 @@ def test_a_clip_that_is_too_long_is_refused(wrapped: Any, managers: Any) -> None
 def test_the_mean_needs_the_inputs_of_the_batch(wrapped: Any) -> None:
     with pytest.raises(InputError, match="batch_mm_kwargs: expected the inputs of the batch"):
         wrapped.postprocess_encoder_output({"default": torch.zeros(4, 4 * HIDDEN)}, [0], [1], {})
-
-
-def test_token_counts_are_those_of_the_processors(wrapped: Any) -> None:
-    pytest.importorskip("torchvision")
-    from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
-    from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
-
-    sizes = [(120, 90), (333, 77), (480, 640)]
-    processor = Kimi_K25ImageProcessor()
-    images = [np.zeros((*size, 3), dtype=np.uint8) for size in sizes]
-    inputs = dict(processor(images, return_tensors="pt"))
-    specs = wrapped.get_encoder_cudagraph_item_specs({"image_grid_thw": inputs["image_grid_thw"]})
-    counts = [processor.get_number_of_image_patches(*size) for size in sizes]
-    assert [spec.input_size for spec in specs] == counts
-    assert [spec.output_tokens for spec in specs] == [count // 4 for count in counts]
-    assert sum(counts) == len(inputs["pixel_values"])
-
-    video = np.zeros((6, 90, 120, 3), dtype=np.uint8)
-    clips = dict(Kimi_K25VideoProcessor()([video], do_sample_frames=False, return_tensors="pt"))
-    specs = wrapped.get_encoder_cudagraph_item_specs({"video_grid_thw": clips["video_grid_thw"]})
-    assert clips["video_grid_thw"][:, 0].tolist() == [4, 2]
-    # A clip has as many placeholders in the prompt as one frame has tokens.
-    assert [spec.output_tokens for spec in specs] == (clips["video_grid_thw"][:, 1:].prod(1) // 4).tolist()
-    assert sum(spec.input_size for spec in specs) == len(clips["pixel_values_videos"])

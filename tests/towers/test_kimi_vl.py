@@ -13,16 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 
-from .kimi_towers import MODES, assert_same_items, assert_traced_once, make_managers, patches
-from .one_graph import only_dispatcher
 from .random_weights import randomize
 from .tiny_packed import KIMI_HIDDEN as HIDDEN
 from .tiny_packed import KIMI_TEXT as TEXT
-from .tiny_packed import PATCH, kimi_vl_config
+from .tiny_packed import PATCH, kimi_vl_config, raster_patches
 
 HEADS, BLOCKS = 4, 3
 SIZES = {
@@ -45,7 +42,10 @@ BATCHES = [
 
 
 def make_batch(sizes: list[tuple[int, int]]) -> dict[str, Any]:
-    return {"pixel_values": patches(sum(h * w for h, w in sizes)), "image_grid_hws": torch.tensor(sizes)}
+    return {
+        "pixel_values": raster_patches(sum(h * w for h, w in sizes)),
+        "image_grid_hws": torch.tensor(sizes),
+    }
 
 
 def reference(weights: dict[str, Tensor], inputs: dict[str, Any]) -> list[Tensor]:
@@ -116,11 +116,6 @@ def wrapped() -> Any:
     return fx.wrap(randomize(KimiVLVisionModel(CONFIG)))
 
 
-@pytest.fixture(scope="module")
-def managers(wrapped: Any) -> dict[str, fx.EncoderCudaGraphManager]:
-    return make_managers(wrapped)
-
-
 @pytest.mark.parametrize("sizes", BATCHES, ids=str)
 @torch.no_grad()
 def test_the_forward_is_the_references(sizes: Any, wrapped: Any, weights: Any) -> None:
@@ -130,41 +125,6 @@ def test_the_forward_is_the_references(sizes: Any, wrapped: Any, weights: Any) -
     torch.testing.assert_close(wrapped(**inputs), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(wrapped(*inputs.values()), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(wrapped.encoder_eager_forward(inputs), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_every_item_is_the_references(mode: str, managers: Any, weights: Any) -> None:
-    manager = managers[mode]
-    hits = manager.stats().hits
-    for sizes in BATCHES:
-        inputs = make_batch(sizes)
-        assert_same_items(manager.execute(inputs), reference(weights, inputs))
-    items = sum(map(len, BATCHES))
-    # Over the largest budget are the two images of 36 and 42 tokens.
-    assert manager.stats().hits - hits == {"none": 0, "exact": items}.get(mode, items - 2)
-
-
-@pytest.mark.slow
-def test_the_trace_is_one(managers: Any) -> None:
-    assert_traced_once(managers, BLOCKS)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
-@torch.no_grad()
-def test_one_compilation_serves_every_size_and_count(wrapped: Any, weights: Any) -> None:
-    known = set(dispatchers())
-    options = {"mode": "full", "token_budgets": [8, 16, 32], "debug": True}
-    compiled = torch.compile(wrapped, backend="encoder_cg", fullgraph=True, options=options)
-    for sizes in [s for s in BATCHES if s != [(2, 2)]]:
-        inputs = make_batch(sizes)
-        torch.testing.assert_close(
-            compiled(**inputs), torch.cat(reference(weights, inputs)), rtol=0, atol=1e-5
-        )
-    dispatcher = only_dispatcher(known)
-    assert dispatcher.hits == len(BATCHES) - 3
-    assert dispatcher.misses == {fx.MissReason.OVER_LARGEST_BUDGET: 2}
 
 
 def test_a_checkpoint_is_loaded_by_its_own_names(tmp_path: Path, wrapped: Any, weights: Any) -> None:
@@ -231,7 +191,6 @@ def test_what_the_protocol_says_of_images(wrapped: Any) -> None:
     assert wrapped(x, sizes).shape == (64, TEXT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -240,9 +199,10 @@ def test_what_the_protocol_says_of_images(wrapped: Any) -> None:
         ([[4, 4], [4, 2]], r"\bdescribes 24 patches; got 16 rows"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: Any, message: str, wrapped: Any, managers: Any) -> None:
-    inputs = {"pixel_values": patches(16), "image_grid_hws": torch.tensor(sizes)}
-    for call in (lambda: wrapped(**inputs), lambda: managers["full"].execute(inputs)):
+def test_sizes_that_do_not_fit_are_refused(sizes: Any, message: str, wrapped: Any) -> None:
+    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(mode="none"), log_interval=0)
+    inputs = {"pixel_values": raster_patches(16), "image_grid_hws": torch.tensor(sizes)}
+    for call in (lambda: wrapped(**inputs), lambda: manager.execute(inputs)):
         with pytest.raises(InputError, match=f"image_grid_hws:? .*{message}"):
             call()
 

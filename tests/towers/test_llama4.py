@@ -15,43 +15,26 @@ from transformers.models.llama4.modeling_llama4 import (
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.llama4 import _RealRotaryEmbedding, _rotate
 
-from .dense_models import (
-    SHAPE,
-    assert_all_modes,
-    assert_close,
-    assert_compiles_once,
-    random_tiles,
-)
+from .dense_models import SHAPE, assert_close, random_tiles
 from .random_weights import randomize
 from .tiny_tiles import llama4, llama4_sizes
 
 
-def make() -> Any:
-    return randomize(llama4(blocks=3))
+def make(blocks: int = 2) -> Any:
+    return randomize(llama4(blocks))
 
 
-def encode(model: Any, x: Tensor) -> Tensor:
-    features: Tensor = model.multi_modal_projector(model.vision_model(x).last_hidden_state)
-    return features
-
-
-@pytest.mark.slow
-def test_every_mode_and_batch(fresh_dynamo: None) -> None:
-    reference = make()
-    manager = assert_all_modes(fx.wrap(make()), lambda x: encode(reference, x))
-    program = manager.programs["default"]
-    assert program is not None
-    assert (len(program.program.splits), len(program.program.pieces), program.program.num_distinct) == (
-        3,
-        4,
-        3,
-    )
+@torch.no_grad()
+def test_rows_are_those_of_the_model() -> None:
+    reference, x = make(), random_tiles(3)
+    expected = reference.multi_modal_projector(reference.vision_model(x).last_hidden_state)
+    assert_close([fx.wrap(make()).encoder_eager_forward({"pixel_values": x})], [expected.flatten(0, 1)])
 
 
 @pytest.mark.slow
 def test_no_complex_number_is_in_the_graph(fresh_dynamo: None) -> None:
     config = fx.EncoderConfig(token_budgets=(4, 8))
-    manager = fx.EncoderCudaGraphManager(fx.wrap(make()), config, log_interval=0)
+    manager = fx.EncoderCudaGraphManager(fx.wrap(make(blocks=1)), config, log_interval=0)
     manager.compile()
     bound = manager.programs["default"]
     assert bound is not None
@@ -59,11 +42,6 @@ def test_no_complex_number_is_in_the_graph(fresh_dynamo: None) -> None:
     for step in bound.program.pieces:
         for node in step.call.__self__.graph.nodes:  # type: ignore[attr-defined]
             assert "complex" not in str(node.target)
-
-
-@pytest.mark.slow
-def test_one_trace_through_torch_compile(fresh_dynamo: None) -> None:
-    assert_compiles_once(fx.wrap(make()), lambda output: output.last_hidden_state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
-import fxsplit_encoder as fx
+from .conformance import Case, assert_compiled_once, assert_modes_agree
+from .tiny_inputs import PackedInputs
 
 ROOT = Path(__file__).parents[2]
 GRIDS = [(1, 4, 8), (2, 4, 4), (1, 8, 8)]
@@ -29,12 +29,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("docs") / "packed_tower.py"
     path.write_text(source, encoding="utf-8")
     return SimpleNamespace(**runpy.run_path(str(path)))
-
-
-def inputs(seed: int, grids: list[tuple[int, int, int]]) -> dict[str, Any]:
-    rows = sum(t * h * w for t, h, w in grids)
-    patches = torch.randn(rows, 48, generator=torch.Generator().manual_seed(seed))
-    return {"pixel_values": patches, "image_grid_thw": grids}
 
 
 def expected(tower: Any, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> list[torch.Tensor]:
@@ -55,47 +49,30 @@ def expected(tower: Any, patches: torch.Tensor, grids: list[tuple[int, int, int]
     return items
 
 
-def test_the_example_runs(example: Any) -> None:
-    assert (example.first.shape, example.second.shape) == ((8, 32), (16, 32))
-    assert [
-        spec.output_tokens for spec in example.manager.tower.get_encoder_cudagraph_item_specs(example.images)
-    ] == [8, 16]
+@pytest.fixture(scope="module")
+def case(example: Any) -> Case:
+    return Case("Tower", example.Adapter(example.Tower()), PackedInputs((48,), videos=()))
 
 
-@pytest.mark.parametrize("mode", ["auto", "full", "piecewise", "none"])
 @torch.no_grad()
-def test_it_computes_the_same_in_every_mode(example: Any, mode: str, fresh_dynamo: None) -> None:
-    tower = example.Tower()
-    config = fx.EncoderConfig(
-        mode=mode, token_budgets=[16, 64], max_items_per_batch=4, piece_compiler="eager"
-    )
-    manager = fx.EncoderCudaGraphManager(example.Adapter(tower), config, log_interval=0)
-    manager.capture()
-    program = manager.programs["default"]
+def test_rows_are_those_of_the_tower_frame_by_frame(case: Case) -> None:
+    patches = torch.randn(sum(t * h * w for t, h, w in GRIDS), 48)
+    wanted = torch.cat(expected(case.tower.tower, patches, GRIDS))
+    got = case.tower.encoder_eager_forward({"pixel_values": patches, "image_grid_thw": GRIDS})
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_it_computes_the_same_in_every_mode(case: Case) -> None:
+    assert_modes_agree(case)
+    program = case.manager.programs["default"]
     assert program is not None
     assert len(program.program.splits) == 1
     assert str(program.program.padding) == "proved"
-    counters.clear()
-    for seed, grids in enumerate((GRIDS, GRIDS[:1], [(1, 24, 24)])):
-        batch = inputs(seed, grids)
-        for item, wanted in zip(
-            manager.execute(batch), expected(tower, batch["pixel_values"], grids), strict=True
-        ):
-            torch.testing.assert_close(item, wanted, rtol=1e-5, atol=1e-5)
-    assert not counters["stats"]
-    assert not counters["graph_break"]
 
 
-@torch.no_grad()
-def test_it_compiles_once(example: Any, fresh_dynamo: None) -> None:
-    tower = example.Tower()
-    options = {"token_budgets": [16, 64]}
-    compiled = torch.compile(example.Adapter(tower), backend="encoder_cg", fullgraph=True, options=options)
-    for seed, grids in enumerate((GRIDS, GRIDS[:1], [(1, 24, 24)])):
-        patches = inputs(seed, grids)["pixel_values"]
-        wanted = torch.cat(expected(tower, patches, grids))
-        torch.testing.assert_close(compiled(patches, torch.tensor(grids)), wanted, rtol=1e-5, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] == 1
+def test_it_compiles_once(case: Case) -> None:
+    assert_compiled_once(case)
 
 
 @pytest.mark.exhaustive

@@ -12,15 +12,14 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.attention.kernels.builtin import PerSegment
 from fxsplit_encoder.errors import ReplayError
 
-from .packed_tower_tests import Grid, PackedModuleTests, PackedTowerTests, Towers, assert_equal, make_batch
+from .packed_tower_tests import Grid, PackedModuleTests, Towers, assert_equal, make_batch
 from .random_weights import randomize
 from .tiny_packed import qwen2_5_vl, qwen2_vl, qwen3_5
 
 sides = st.integers(1, 10).map(lambda n: 2 * n)
 
 
-@pytest.mark.slow
-class TestQwen2VL(PackedTowerTests):
+class TestQwen2VL(PackedModuleTests):
     metadata: ClassVar[list[str]] = ["position_ids", "cu_seqlens"]
 
     @classmethod
@@ -29,7 +28,7 @@ class TestQwen2VL(PackedTowerTests):
 
 
 @pytest.mark.slow
-class TestQwen25VL(PackedTowerTests):
+class TestQwen25VL(PackedModuleTests):
     metadata: ClassVar[list[str]] = [
         "position_ids",
         "window_permutation",
@@ -42,6 +41,17 @@ class TestQwen25VL(PackedTowerTests):
     def make_tower(cls) -> nn.Module:
         return qwen2_5_vl(blocks=3)
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def manager(cls, towers: Towers) -> fx.EncoderCudaGraphManager:
+        """In mode `full`, captured."""
+        config = fx.EncoderConfig(
+            mode="full", token_budgets=(4, 16, 32, 64), max_items_per_batch=4, max_frames_per_batch=8
+        )
+        made = fx.EncoderCudaGraphManager(towers.wrapped, config, log_interval=0)
+        made.capture()
+        return made
+
     def test_vllm_42787_windows_and_frames_share_a_budgets_segments(self, towers: Towers) -> None:
         wrapped = towers.wrapped
         inputs = make_batch([(1, 2, 2), (1, 8, 8), (1, 24, 24), (1, 2, 34)], [(5, 8, 8), (3, 12, 10)])
@@ -52,9 +62,8 @@ class TestQwen25VL(PackedTowerTests):
     @settings(max_examples=40)
     @given(grids=st.lists(st.tuples(st.integers(1, 3), sides, sides), min_size=1, max_size=5))
     def test_vllm_42796_a_capture_has_room_for_every_batch_that_is_planned_for_it(
-        self, grids: list[Grid], managers: Any, towers: Towers
+        self, grids: list[Grid], manager: Any, towers: Towers
     ) -> None:
-        manager = managers["full"]
         inputs = make_batch(grids)
         for batch in manager.plan(inputs).batches:
             budget = batch.paths["default"].budget
@@ -69,13 +78,12 @@ class TestQwen25VL(PackedTowerTests):
 
     @torch.no_grad()
     def test_narrow_images_take_a_larger_budget_or_the_exact_shape(
-        self, managers: Any, towers: Towers
+        self, manager: Any, towers: Towers
     ) -> None:
         config = fx.EncoderConfig(mode="full", token_budgets=(256, 512), max_items_per_batch=2)
-        manager = fx.EncoderCudaGraphManager(towers.wrapped, config, log_interval=0)
-        path = manager.paths["default"]
-        path.forward.bind(managers["full"].programs["default"])
-        manager.capture()
+        wide = fx.EncoderCudaGraphManager(towers.wrapped, config, log_interval=0)
+        wide.paths["default"].forward.bind(manager.programs["default"])
+        wide.capture()
         # 14 and 16 windows of 196 and 250 tokens, 50 and 125 windows of 200 and 500.
         for grid, budget in (
             ((1, 28, 28), 256),
@@ -84,17 +92,19 @@ class TestQwen25VL(PackedTowerTests):
             ((1, 2, 1000), None),
         ):
             inputs = make_batch([grid])
-            (batch,) = manager.plan(inputs).batches
+            (batch,) = wide.plan(inputs).batches
             assert batch.paths["default"].budget == budget
-            assert_equal(manager.execute(inputs), self.encode(towers.reference, inputs))
-        assert manager.stats().misses == {fx.MissReason.TOO_MANY_SEGMENTS: 1}
+            assert_equal(wide.execute(inputs), self.encode(towers.reference, inputs))
+        assert wide.stats().misses == {fx.MissReason.TOO_MANY_SEGMENTS: 1}
 
     @torch.no_grad()
     def test_at_the_exact_shape_each_attention_has_its_own_bound(
-        self, managers: Any, towers: Towers, monkeypatch: pytest.MonkeyPatch
+        self, manager: Any, towers: Towers, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        without = fx.EncoderCudaGraphManager(towers.wrapped, fx.EncoderConfig(mode="none"), log_interval=0)
+        without.paths["default"].forward.bind(manager.programs["default"])
+        without.capture()
         bounds = []
-
         original = PerSegment._attend
 
         def attend(kernel: Any, q: Any, k: Any, v: Any, lengths: Any, bound: int, *rest: Any) -> Any:
@@ -103,15 +113,15 @@ class TestQwen25VL(PackedTowerTests):
 
         monkeypatch.setattr(PerSegment, "_attend", attend)
         inputs = make_batch([(1, 12, 10), (1, 4, 6)])
-        managers["none"].execute(inputs)
+        without.execute(inputs)
         # 6 x 5 tokens are 4 windows, the largest of 4 x 4; 2 x 3 tokens are one.
         assert bounds == [(5, 64), (2, 120), (5, 64)]
 
-    def test_one_frame_alone_narrows_the_lengths_of_frames_only(self, managers: Any) -> None:
-        program = managers["full"].programs["default"]
+    def test_one_frame_alone_narrows_the_lengths_of_frames_only(self, manager: Any) -> None:
+        program = manager.programs["default"]
         assert program.region.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
         assert program.region.frame_lengths == "cu_seqlens"
-        request = managers["full"].paths["default"].ladder._request(16)
+        request = manager.paths["default"].ladder._request(16)
         single = request.single_segment()
         before, after = (
             {name: buffer.tensor.shape[0] for name, buffer in r.inputs.buffers.items()}
@@ -120,8 +130,8 @@ class TestQwen25VL(PackedTowerTests):
         assert (before["cu_seqlens"], after["cu_seqlens"]) == (10, 2)
         assert {**before, "cu_seqlens": 2} == after
 
-    def test_an_order_that_reaches_into_pad_rows_is_not_replayed(self, managers: Any) -> None:
-        path = managers["full"].paths["default"]
+    def test_an_order_that_reaches_into_pad_rows_is_not_replayed(self, manager: Any) -> None:
+        path = manager.paths["default"]
         values = path.values(make_batch([(1, 4, 6)]))
         captured = path.best_capture(path.ladder, 16, values)
         for name in ("window_permutation", "inverse_permutation"):
@@ -135,12 +145,6 @@ class TestQwen35(PackedModuleTests):
     @classmethod
     def make_tower(cls) -> nn.Module:
         return qwen3_5(blocks=3)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive  # Qwen3-VL's tower without what leaves it behind its first blocks
-class TestQwen35Captured(TestQwen35, PackedTowerTests):
-    pass
 
 
 @torch.no_grad()

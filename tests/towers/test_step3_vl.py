@@ -16,7 +16,7 @@ from fxsplit_encoder.modules.step3_vision import Step3VisionModel
 
 from .random_weights import randomize
 from .tiny_views import step3_config
-from .two_views import Crops, Family, TwoViewTests, resize_bicubic
+from .two_views import Crops, Family, ServedViewTests, resize_bicubic
 
 CONFIG = step3_config(layers=2)
 
@@ -92,7 +92,7 @@ def family() -> Family:
 
 
 @pytest.mark.slow
-class TestStep3VL(TwoViewTests):
+class TestStep3VL(ServedViewTests):
     pass
 
 

@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.towers.step3p7 import Step3p7Tower
 
 from .random_weights import randomize
-from .two_views import Crops, Family, TwoViewTests, assert_items
+from .two_views import Crops, Family, ServedViewTests, assert_items
 
 # Whole images have 8 x 8 patches and crops 5 x 5, which the convolutions halve to an odd side.
 SIZE, CROP, PATCH = 32, 20, 4
@@ -81,7 +81,7 @@ def family() -> Family:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive  # its kind: Step3's and DeepSeek-OCR's towers are served in these ways in any run
-class TestStep3p7(TwoViewTests):
+class TestStep3p7(ServedViewTests):
     pass
 
 

@@ -47,6 +47,10 @@ class Inputs(ABC):
         """`mm_kwargs` of these items; the images come before the videos."""
 
     @abstractmethod
+    def calls(self) -> list[tuple[Tensor, ...]]:
+        """Arguments of the tower's own forward, of several sizes; one is over every budget."""
+
+    @abstractmethod
     def path_tokens(self, item: Item) -> dict[str, int]:
         """The rows that an item takes on every path."""
 
@@ -94,6 +98,12 @@ class PackedInputs(Inputs):
                 inputs[grid] = torch.tensor(sizes, dtype=torch.int64).view(len(own), 3 - first)
         return inputs
 
+    def calls(self) -> list[tuple[Tensor, ...]]:
+        batches = [[self.images[0]], self.images[::-1], [self.exact], [self.images[2]], [self.over]]
+        calls = [self.make(items("image", batch)) for batch in batches]
+        calls += [self.make(items("video", [video])) for video in self.videos]
+        return [tuple(inputs.values())[-2:] for inputs in calls]
+
     def path_tokens(self, item: Item) -> dict[str, int]:
         return {"default": _product(item.size) // 4}
 
@@ -132,6 +142,10 @@ class TileInputs(Inputs):
             "num_patches": torch.tensor([item.size[0] for item in images], dtype=torch.int64),
         }
         return {**inputs, "pixel_values_videos": videos} if videos else inputs
+
+    def calls(self) -> list[tuple[Tensor, ...]]:
+        counts = (1, 2, *self.over, 3, 8, 1)
+        return [(pixels_of(Item("image", (), count), count, *self.TILE),) for count in counts]
 
     def path_tokens(self, item: Item) -> dict[str, int]:
         return {"default": self.tokens(item)}
@@ -187,6 +201,10 @@ class ViewInputs(Inputs):
             self.crop_key: torch.cat([torch.zeros(0, *crops), *cropped]),
             self.count_key: torch.tensor(grids).view(-1, 2) if self.grid_counts else torch.tensor(counts),
         }
+
+    def calls(self) -> list[tuple[Tensor, ...]]:
+        sizes = [(count, side) for side in (self.whole_size, self.crop_size) for count in (1, 4, 3, 5)]
+        return [(pixels_of(Item("image", (), count), count, *self._shape(side)),) for count, side in sizes]
 
     @staticmethod
     def _shape(size: int) -> tuple[int, int, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
 from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeVisionConfig
@@ -101,6 +102,10 @@ def glm4v(blocks: int = 1, *, moe: bool = False) -> nn.Module:
 
 
 KIMI_HIDDEN, KIMI_TEXT = 48, 40
+
+
+def raster_patches(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, PATCH, PATCH, generator=torch.Generator().manual_seed(seed))
 
 
 def kimi_vl_config(blocks: int = 1) -> KimiVLVisionConfig:

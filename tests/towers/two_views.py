@@ -15,11 +15,9 @@ from torch._dynamo.utils import counters
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.tiles import MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
 
 from .random_weights import randomize
 
-MODES = ["auto", "full", "piecewise", "exact", "breakable", "none"]
 Crops = tuple[int, int]
 
 batches = st.lists(st.sampled_from([(0, 0), (1, 2), (2, 1), (2, 2), (3, 1)]), max_size=5)
@@ -102,119 +100,25 @@ def cubic_weights(old: int, new: int) -> Tensor:
 
 
 class TwoViewTests:
-    """Inherit, and give the module a fixture `family`."""
+    """What is each family's own. Inherit, and give the module a fixture `family`."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def managers(cls, family: Family) -> dict[str, Any]:
-        return {mode: family.manager(mode=mode) for mode in MODES}
+        return {mode: family.manager(mode=mode) for mode in ("full", "piecewise")}
 
     # --- equal to the reference
 
-    @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize(
         "crops",
         [[(0, 0)], [(2, 1)], [(0, 0), (2, 2), (1, 2)], [(3, 3), (0, 0)], [(1, 2)] * 5 + [(0, 0)]],
         ids=str,
     )
     def test_vllm_42224_vllm_46034_images_equal_the_reference(
-        self, family: Family, managers: Any, mode: str, crops: list[Crops]
+        self, family: Family, managers: Any, crops: list[Crops]
     ) -> None:
         inputs = family.make_inputs(crops, len(crops))
-        assert_items(managers[mode].execute(inputs), family.expected(inputs))
-
-    @settings(max_examples=6, suppress_health_check=list(HealthCheck))
-    @given(
-        st.sampled_from(["full", "piecewise"]), st.lists(batches, min_size=2, max_size=2), st.integers(0, 9)
-    )
-    def test_what_an_earlier_batch_left_behind_is_not_seen(
-        self, family: Family, managers: Any, mode: str, sequence: list[list[Crops]], seed: int
-    ) -> None:
-        for number, crops in enumerate(sequence):
-            inputs = family.make_inputs(crops, seed + number)
-            assert_items(managers[mode].execute(inputs), family.expected(inputs))
-
-    # --- the four ways in which two paths can be served
-
-    def test_both_views_are_replayed(self, family: Family) -> None:
-        manager = family.manager()
-        inputs = family.make_inputs([(2, 1), (0, 0), (2, 2)], 2)
-        assert_items(manager.execute(inputs), family.expected(inputs))
-        (batch,) = manager.plan(inputs).batches
-        assert {name: path.result for name, path in batch.paths.items()} == {"global": "hit", "local": "hit"}
-        stats = manager.stats()
-        assert (stats.hits, stats.misses) == (3, {})
-        assert self.replays(family, manager) == {("global", 4): 1, ("local", 6): 1}
-
-    def test_without_crops_their_view_is_skipped(self, family: Family) -> None:
-        manager = family.manager()
-        inputs = family.make_inputs([(0, 0), (0, 0)], 3)
-        assert_items(manager.execute(inputs), family.expected(inputs))
-        (batch,) = manager.plan(inputs).batches
-        assert batch.paths["local"].result == "skipped"
-        assert (manager.stats().hits, manager.stats().misses) == (2, {})
-        assert self.replays(family, manager) == {("global", 2): 1}
-
-    def test_a_view_without_captures_runs_at_its_exact_shape_beside_a_replay(self, family: Family) -> None:
-        """As when memory had no room for the larger of the captures."""
-        tokens, size = family.wrapped.views["global"].tokens, family.wrapped.views["global"].shape[-1]
-        manager = family.manager(
-            **{"global": {"token_budgets": [8 * tokens]}, "max_graph_bytes": 8 * 3 * size * size * 4 - 1}
-        )
-        assert manager.budget_graphs["global"] == {}
-        assert "is dropped" in manager.reports[0]
-        inputs = family.make_inputs([(2, 1), (1, 2)], 4)
-        assert_items(manager.execute(inputs), family.expected(inputs))
-        assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
-        assert self.replays(family, manager) == {("local", 6): 1}
-
-    def test_both_views_fall_back(self, family: Family) -> None:
-        manager = family.manager(**{"global": {"mode": "none"}})
-        inputs = family.make_inputs([(3, 3)], 5)
-        assert_items(manager.execute(inputs), family.expected(inputs))
-        (batch,) = manager.plan(inputs).batches
-        assert batch.paths["global"].reason == fx.MissReason.NOT_CAPTURED
-        assert batch.paths["local"].reason == fx.MissReason.OVER_LARGEST_BUDGET
-        assert (manager.stats().hits, sum(manager.stats().misses.values())) == (0, 1)
-        assert self.replays(family, manager) == {}
-
-    @staticmethod
-    def replays(family: Family, manager: Any) -> dict[tuple[str, int], int]:
-        """(path, tiles of the budget): replays."""
-        return {
-            (key.path, key.budget // family.wrapped.views[key.path].tokens): counts.replays
-            for key, counts in manager.stats().budgets.items()
-            if counts.replays
-        }
-
-    # --- the trace
-
-    def test_each_view_is_traced_once_for_all_counts(self, family: Family) -> None:
-        """As one graph: tracing allows no break, and what does not trace is noted in the reports."""
-        manager = family.manager(mode="piecewise")
-        assert manager.reports == []
-        counters.clear()
-        for crops in ([(0, 0)], [(2, 1)], [(3, 3)], [(2, 2)] * 3, [(1, 2)] * 6):
-            manager.execute(family.make_inputs(crops, 0))
-        assert not counters["stats"]
-        assert not counters["graph_break"]
-        for program in manager.programs.values():
-            assert len(program.program.splits) > 1
-
-    @pytest.mark.usefixtures("fresh_dynamo")
-    @torch.no_grad()
-    def test_the_compiled_module_is_traced_once_a_view(self, family: Family) -> None:
-        options = {"mode": "full", "token_budgets": (2, 4)}
-        compiled = torch.compile(family.wrapped, backend="encoder_cg", fullgraph=True, options=options)
-        generator = torch.Generator().manual_seed(0)
-        for view in family.wrapped.views.values():
-            for count in (1, 4, 3, 5):
-                tiles = torch.randn(count, *view.shape, generator=generator)
-                expected = family.tile(family.wrapped(tiles))
-                torch.testing.assert_close(family.tile(compiled(tiles)), expected, rtol=0, atol=1e-5)
-        apart = family.wrapped.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
-        assert counters["stats"]["unique_graphs"] == (4 if apart else 2)  # a single tile is traced apart
-        assert not counters["graph_break"]
+        assert_items(managers["full"].execute(inputs), family.expected(inputs))
 
     # --- weights that change
 
@@ -269,3 +173,85 @@ class TwoViewTests:
             False,
             True,
         )
+
+
+class ServedViewTests(TwoViewTests):
+    """The ways of two paths through the manager too."""
+
+    @settings(max_examples=4, suppress_health_check=list(HealthCheck))
+    @given(
+        st.sampled_from(["full", "piecewise"]), st.lists(batches, min_size=2, max_size=2), st.integers(0, 9)
+    )
+    def test_what_an_earlier_batch_left_behind_is_not_seen(
+        self, family: Family, managers: Any, mode: str, sequence: list[list[Crops]], seed: int
+    ) -> None:
+        for number, crops in enumerate(sequence):
+            inputs = family.make_inputs(crops, seed + number)
+            assert_items(managers[mode].execute(inputs), family.expected(inputs))
+
+    # --- the four ways in which two paths can be served
+
+    def test_both_views_are_replayed(self, family: Family) -> None:
+        manager = family.manager()
+        inputs = family.make_inputs([(2, 1), (0, 0), (2, 2)], 2)
+        assert_items(manager.execute(inputs), family.expected(inputs))
+        (batch,) = manager.plan(inputs).batches
+        assert {name: path.result for name, path in batch.paths.items()} == {"global": "hit", "local": "hit"}
+        stats = manager.stats()
+        assert (stats.hits, stats.misses) == (3, {})
+        assert self.replays(family, manager) == {("global", 4): 1, ("local", 6): 1}
+
+    def test_without_crops_their_view_is_skipped(self, family: Family) -> None:
+        manager = family.manager()
+        inputs = family.make_inputs([(0, 0), (0, 0)], 3)
+        assert_items(manager.execute(inputs), family.expected(inputs))
+        (batch,) = manager.plan(inputs).batches
+        assert batch.paths["local"].result == "skipped"
+        assert (manager.stats().hits, manager.stats().misses) == (2, {})
+        assert self.replays(family, manager) == {("global", 2): 1}
+
+    def test_a_view_without_captures_runs_beside_a_replay(self, family: Family) -> None:
+        """As when memory had no room for the larger of the captures."""
+        tokens, size = family.wrapped.views["global"].tokens, family.wrapped.views["global"].shape[-1]
+        manager = family.manager(
+            **{"global": {"token_budgets": [8 * tokens]}, "max_graph_bytes": 8 * 3 * size * size * 4 - 1}
+        )
+        assert manager.budget_graphs["global"] == {}
+        assert "is dropped" in manager.reports[0]
+        inputs = family.make_inputs([(2, 1), (1, 2)], 4)
+        assert_items(manager.execute(inputs), family.expected(inputs))
+        assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
+        assert self.replays(family, manager) == {("local", 6): 1}
+
+    def test_both_views_fall_back(self, family: Family) -> None:
+        manager = family.manager(**{"global": {"mode": "none"}})
+        inputs = family.make_inputs([(3, 3)], 5)
+        assert_items(manager.execute(inputs), family.expected(inputs))
+        (batch,) = manager.plan(inputs).batches
+        assert batch.paths["global"].reason == fx.MissReason.NOT_CAPTURED
+        assert batch.paths["local"].reason == fx.MissReason.OVER_LARGEST_BUDGET
+        assert (manager.stats().hits, sum(manager.stats().misses.values())) == (0, 1)
+        assert self.replays(family, manager) == {}
+
+    @staticmethod
+    def replays(family: Family, manager: Any) -> dict[tuple[str, int], int]:
+        """(path, tiles of the budget): replays."""
+        return {
+            (key.path, key.budget // family.wrapped.views[key.path].tokens): counts.replays
+            for key, counts in manager.stats().budgets.items()
+            if counts.replays
+        }
+
+    # --- the trace
+
+    def test_each_view_is_traced_once_for_all_counts(self, family: Family) -> None:
+        """As one graph: tracing allows no break, and what does not trace is noted in the reports."""
+        manager = family.manager(mode="piecewise")
+        assert manager.reports == []
+        counters.clear()
+        for crops in ([(0, 0)], [(2, 1)], [(3, 3)], [(2, 2)] * 3, [(1, 2)] * 6):
+            manager.execute(family.make_inputs(crops, 0))
+        assert not counters["stats"]
+        assert not counters["graph_break"]
+        for program in manager.programs.values():
+            assert len(program.program.splits) > 1
