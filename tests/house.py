@@ -375,8 +375,7 @@ def _stacks() -> dict[str, Figure | int]:
 
     manager = fx.EncoderCudaGraphManager
     with _watched("replay") as replays, _watched("captured") as recordings:
-        for mode in ("full", "piecewise"):
-            _capture_and_execute(mode)
+        _capture_and_execute()
     with _watched("replay") as calls:
         _accelerate_and_call()
     capture = _deepest(recordings, manager.capture)
@@ -390,19 +389,24 @@ def _stacks() -> dict[str, Figure | int]:
     }
 
 
-def _capture_and_execute(mode: str) -> None:
-    """Take a tiny tower through `capture` and two calls of `execute`."""
+def _capture_and_execute() -> None:
+    """Take a tiny tower through `capture` and two calls of `execute` in both modes, compiled once."""
     import fxsplit_encoder as fx
     from fxsplit_encoder.models.random import random_inputs
 
     wrapped = fx.wrap(_tiny_tower())
     limits = {"token_budgets": (16,), "max_items_per_batch": 2, "max_frames_per_batch": 0}
-    config = fx.EncoderConfig(mode=mode, piece_compiler="eager", **limits)
-    manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
-    manager.capture()
-    for sizes in ([16], [16, 32]):  # patches, four a token
-        manager.execute(random_inputs(wrapped, sizes))
-    manager.clear()
+    program = None
+    for mode in ("full", "piecewise"):
+        config = fx.EncoderConfig(mode=mode, piece_compiler="eager", **limits)
+        manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
+        if program is not None:
+            manager.paths["default"].forward.bind(program)
+        manager.capture()
+        program = manager.programs["default"]
+        for sizes in ([16], [16, 32]):  # patches, four a token
+            manager.execute(random_inputs(wrapped, sizes))
+        manager.clear()
 
 
 def _accelerate_and_call() -> None:
@@ -410,7 +414,7 @@ def _accelerate_and_call() -> None:
 
     import fxsplit_encoder as fx
 
-    tower = fx.accelerate(_tiny_tower(), fx.EncoderConfig(piece_compiler="eager"))
+    tower = fx.accelerate(_tiny_tower(), fx.EncoderConfig(piece_compiler="eager", token_budgets=(16,)))
     with torch.no_grad():
         for _ in range(2):
             tower(torch.zeros(16, 1536), grid_thw=torch.tensor([[1, 4, 4]]))
