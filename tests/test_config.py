@@ -108,11 +108,6 @@ def test_every_problem_is_reported_at_once() -> None:
     assert starts == ["enabled", "paths.a.mode", "paths.a.x", "debug"]
 
 
-@pytest.mark.parametrize("packing", get_args(Packing))
-def test_every_packing_is_available(packing: str) -> None:
-    assert EncoderConfig(packing=packing).packing == packing
-
-
 def test_defaults_are_available() -> None:
     defaults = EncoderConfig()
     assert EncoderConfig(**defaults.model_dump()) == defaults

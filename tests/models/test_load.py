@@ -97,6 +97,14 @@ def write(name: str, contents: str) -> Callable[[Path], None]:
     return damage
 
 
+def repeat_a_shard(directory: Path) -> None:
+    shutil.copy(directory / "shard-0.safetensors", directory / "shard-1.safetensors")
+
+
+def leave_language_alone(directory: Path) -> None:
+    save_file({"model.language_model.embed_tokens.weight": torch.zeros(1)}, directory / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("shards", "damage", "message"),
     [
@@ -108,6 +116,8 @@ def write(name: str, contents: str) -> Callable[[Path], None]:
         (1, write("model.safetensors", "no tensors"), "model.safetensors: cannot be read as safetensors"),
         (2, remove("shard-1.safetensors"), "names shard-1.safetensors, which is missing"),
         (2, write("model.safetensors.index.json", "{}"), "has no weight_map"),
+        (2, repeat_a_shard, r"shard-1\.safetensors: .*says that model\.visual\..* is here"),
+        (1, leave_language_alone, "no tensor of a vision tower"),
     ],
 )
 def test_damaged_checkpoints(
@@ -116,20 +126,6 @@ def test_damaged_checkpoints(
     directory = save_checkpoint(shards=shards)
     damage(directory)
     with pytest.raises(InputError, match=message):
-        load_tower(directory, torch.float32, CPU)
-
-
-def test_a_shard_without_its_tensor(save_checkpoint: SaveCheckpoint) -> None:
-    directory = save_checkpoint(shards=2)
-    shutil.copy(directory / "shard-0.safetensors", directory / "shard-1.safetensors")
-    with pytest.raises(InputError, match=r"shard-1\.safetensors: .*says that model\.visual\..* is here"):
-        load_tower(directory, torch.float32, CPU)
-
-
-def test_a_checkpoint_without_a_vision_tower(save_checkpoint: SaveCheckpoint) -> None:
-    directory = save_checkpoint()
-    save_file({"model.language_model.embed_tokens.weight": torch.zeros(1)}, directory / "model.safetensors")
-    with pytest.raises(InputError, match="no tensor of a vision tower"):
         load_tower(directory, torch.float32, CPU)
 
 

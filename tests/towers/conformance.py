@@ -84,9 +84,11 @@ class Case:
     def check(self, batch: Sequence[Item], mode: str = "full") -> None:
         """Every item of a batch is the one that the tower makes of it alone."""
         got = self.manager_in(mode).execute(self.inputs.make(batch))
-        assert len(got) == len(batch)
+        hidden = self.tower.get_encoder_cudagraph_config().out_hidden_size
         for embedding, item in zip(got, batch, strict=True):
             expected = self.alone(item)
+            assert tuple(expected.shape) == (self.inputs.tokens(item), hidden)
+            assert embedding.untyped_storage().nbytes() == embedding.nbytes, "an item's memory is its own"
             assert expected.std() > 0.05
             torch.testing.assert_close(embedding, expected, rtol=1e-5, atol=1e-5)
 

@@ -73,7 +73,7 @@ class PackedModuleTests:
 
     @classmethod
     def make_tower(cls) -> nn.Module:
-        """A tower of 3 blocks, patches of 4 x 4 pixels and 24 features a token."""
+        """A tower of several blocks, patches of 4 x 4 pixels and 24 features a token."""
         raise NotImplementedError
 
     @classmethod

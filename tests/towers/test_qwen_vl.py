@@ -13,7 +13,6 @@ from fxsplit_encoder.attention.kernels.builtin import PerSegment
 from fxsplit_encoder.errors import ReplayError
 
 from .packed_tower_tests import Grid, PackedModuleTests, Towers, assert_equal, make_batch
-from .random_weights import randomize
 from .tiny_packed import qwen2_5_vl, qwen2_vl, qwen3_5
 
 sides = st.integers(1, 10).map(lambda n: 2 * n)
@@ -39,7 +38,7 @@ class TestQwen25VL(PackedModuleTests):
 
     @classmethod
     def make_tower(cls) -> nn.Module:
-        return qwen2_5_vl(blocks=3)
+        return qwen2_5_vl(blocks=2)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -115,7 +114,7 @@ class TestQwen25VL(PackedModuleTests):
         inputs = make_batch([(1, 12, 10), (1, 4, 6)])
         without.execute(inputs)
         # 6 x 5 tokens are 4 windows, the largest of 4 x 4; 2 x 3 tokens are one.
-        assert bounds == [(5, 64), (2, 120), (5, 64)]
+        assert bounds == [(5, 64), (2, 120)]
 
     def test_one_frame_alone_narrows_the_lengths_of_frames_only(self, manager: Any) -> None:
         program = manager.programs["default"]
@@ -147,10 +146,7 @@ class TestQwen35(PackedModuleTests):
         return qwen3_5(blocks=3)
 
 
-@torch.no_grad()
-def test_the_mixture_of_experts_models_have_the_same_tower() -> None:
-    reference = randomize(qwen3_5(blocks=3, moe=True))
-    inputs = make_batch([(1, 4, 6), (2, 4, 4)])
-    expected = reference(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
-    manager = fx.EncoderCudaGraphManager(fx.wrap(reference), fx.EncoderConfig(mode="none"))
-    assert_equal(manager.execute(inputs), expected.split([6, 8]))
+class TestQwen35Moe(TestQwen35):
+    @classmethod
+    def make_tower(cls) -> nn.Module:
+        return qwen3_5(blocks=3, moe=True)
