@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxsplit_encoder.attention  # noqa: F401  (registers the op)
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace_forward
 
 WIDTH = 8
 SPLITTING_OPS = ("fxsplit::varlen_attention", "aten::scaled_dot_product_attention")
-Trace = Callable[..., BoundProgram]
+EAGER = CompileOptions(SPLITTING_OPS, "eager")
 
 
 def attend(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -38,12 +38,19 @@ def trace_packed(
 ) -> BoundProgram:
     """Traces `after(attention(x), inputs)`."""
 
-    def forward(inputs: dict[str, Tensor]) -> Tensor:
+    def forward(inputs: Mapping[str, Tensor]) -> Tensor:
         return after(attend(inputs["x"], inputs["cu"]), inputs)
 
-    return trace_forward(
-        forward,
-        packed_inputs(tokens),
-        {"x": [0], "index": [0], "cu": [0]},
-        options or CompileOptions(SPLITTING_OPS, piece_compiler),
+    return trace_with(
+        forward, packed_inputs(tokens), options or CompileOptions(SPLITTING_OPS, piece_compiler)
     )
+
+
+def trace_with(
+    forward: Callable[[Mapping[str, Tensor]], Tensor],
+    inputs: dict[str, Tensor],
+    options: CompileOptions = EAGER,
+    module: nn.Module | None = None,
+) -> BoundProgram:
+    """Traces a forward for any size of the first dimension of each input."""
+    return trace_forward(forward, inputs, {name: [0] for name in inputs}, options, module)

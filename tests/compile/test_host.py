@@ -1,11 +1,12 @@
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import CompileOptions, HostOp, register_host_op, splitting_ops, trace_forward
-from fxsplit_encoder.compile.splitting_ops import host_op
+from fxsplit_encoder.compile import HostOp, register_host_op, splitting_ops
+
+from .packed_forwards import attend, trace_with
 
 _library = torch.library.Library("fxsplit_test_host", "DEF")
 _library.define("lengths(Tensor x, Tensor sizes) -> Tensor[]")
@@ -43,24 +44,17 @@ def registered() -> Iterator[HostOp]:
     splitting_ops._HOST_OPS.pop(lengths)
 
 
-def forward(inputs: dict[str, Tensor]) -> Tensor:
+def forward(inputs: Mapping[str, Tensor]) -> Tensor:
     x = inputs["x"] * 2
     positions, cu = lengths(x, inputs["sizes"])
-    q = (x + positions[:, None]).view(-1, 2, 4)
-    return torch.ops.fxsplit.varlen_attention(q, q, q, cu, q.shape[0], 0.5).view(-1, 8)
+    return attend(x + positions[:, None], cu)
 
 
-def test_a_host_op_is_found_by_its_overload(registered: HostOp) -> None:
-    assert host_op(lengths) is registered
-    assert host_op(torch.ops.aten.mm.default) is None
+EXAMPLES = {"x": torch.randn(12, 8), "sizes": torch.tensor([5, 7])}
 
 
 def test_a_host_op_ends_the_prologue_and_runs_exactly(registered: HostOp) -> None:
-    options = CompileOptions(("fxsplit::varlen_attention",), "eager")
-    sizes = torch.tensor([5, 7])
-    bound = trace_forward(
-        forward, {"x": torch.randn(12, 8), "sizes": sizes}, {"x": [0], "sizes": [0]}, options
-    )
+    bound = trace_with(forward, EXAMPLES)
     program = bound.program
     assert [step.kind for step in program.steps] == ["piece", "host", "piece", "split", "piece"]
     assert program.region_start == 2
@@ -78,8 +72,6 @@ def test_a_host_op_ends_the_prologue_and_runs_exactly(registered: HostOp) -> Non
 
 
 def test_an_op_that_is_not_registered_stays_in_its_piece() -> None:
-    options = CompileOptions(("fxsplit::varlen_attention",), "eager")
-    inputs = {"x": torch.randn(12, 8), "sizes": torch.tensor([5, 7])}
-    program = trace_forward(forward, inputs, {"x": [0], "sizes": [0]}, options).program
+    program = trace_with(forward, EXAMPLES).program
     assert program.host_steps == []
     assert not program.padding.proved

@@ -48,6 +48,14 @@ def kept(compiled: tuple[SplitModel, BoundProgram], monkeypatch: pytest.MonkeyPa
     return tower, bound, json.loads(json.dumps(save_program(bound, named_tensors(tower))))
 
 
+def restored_derived(kept: Any, *recipes: DerivedParameter) -> tuple[Any, Any]:
+    """What is saved of the program with these derived parameters, and those that come back of it."""
+    tower, bound, _ = kept
+    changed = replace(bound, program=replace(bound.program, derived=DerivedParameters(recipes)))
+    content = json.loads(json.dumps(save_program(changed, named_tensors(tower))))
+    return content, restore_program(content, named_tensors(tower), CPU).program.derived.recipes
+
+
 def test_a_program_comes_back(kept: Any) -> None:
     tower, bound, content = kept
     restored = restore_program(content, named_tensors(tower), CPU)
@@ -82,52 +90,34 @@ def test_what_runs_beside_comes_back(kept: Any) -> None:
 
 
 def test_derived_parameters_come_back_by_name(kept: Any) -> None:
-    tower, bound, _ = kept
-    recipe = DerivedParameter(1, (0,), functools.partial(pad_rows, rows=12))
-    derived = replace(bound, program=replace(bound.program, derived=DerivedParameters([recipe])))
-    content = json.loads(json.dumps(save_program(derived, named_tensors(tower))))
-    (found,) = restore_program(content, named_tensors(tower), CPU).program.derived.recipes
-    assert (found.slot, found.sources, found.make.func, found.make.keywords) == (
-        1,
-        (0,),
-        pad_rows,
-        {"rows": 12},
-    )
-    content["derived"][0]["make"] = ["os", "system"]
-    with pytest.raises(StartFileError, match=r"expected a function of fxsplit_encoder; got os\.system"):
-        restore_program(content, named_tensors(tower), CPU)
-
-
-def test_what_only_others_are_derived_from_comes_back_as_such(kept: Any) -> None:
-    tower, bound, _ = kept
-    recipes = [
+    content, found = restored_derived(
+        kept,
         DerivedParameter(1, (0,), functools.partial(pad_rows, rows=12), is_kept=False),
         DerivedParameter(2, (1,), functools.partial(pad_rows, rows=16)),
-    ]
-    derived = replace(bound, program=replace(bound.program, derived=DerivedParameters(recipes)))
-    content = json.loads(json.dumps(save_program(derived, named_tensors(tower))))
-    found = restore_program(content, named_tensors(tower), CPU).program.derived.recipes
-    assert [(recipe.slot, recipe.is_kept) for recipe in found] == [(1, False), (2, True)]
+    )
+    assert [(each.slot, each.sources, each.is_kept) for each in found] == [(1, (0,), False), (2, (1,), True)]
+    assert [each.make.func for each in found] == [pad_rows, pad_rows]
+    assert [each.make.keywords for each in found] == [{"rows": 12}, {"rows": 16}]
+    content["derived"][0]["make"] = ["os", "system"]
+    with pytest.raises(StartFileError, match=r"expected a function of fxsplit_encoder; got os\.system"):
+        restore_program(content, named_tensors(kept[0]), CPU)
 
 
 @pytest.mark.parametrize(
     "value", [CaptureKey("a", 4, (1, "b")), Limits({"a": (1, 2)}, 1, 0), (1.5, [None, -0.0])]
 )
 def test_arguments_of_this_library_come_back(kept: Any, value: Any) -> None:
-    tower, bound, _ = kept
     recipe = DerivedParameter(1, (0,), functools.partial(pad_rows, rows=value))
-    derived = replace(bound, program=replace(bound.program, derived=DerivedParameters([recipe])))
     try:
-        content = json.loads(json.dumps(save_program(derived, named_tensors(tower))))
+        content, (found,) = restored_derived(kept, recipe)
     except CompileError:
         assert isinstance(value, Limits)  # a mapping is no argument
         return
-    (found,) = restore_program(content, named_tensors(tower), CPU).program.derived.recipes
-    assert found.make.keywords == {"rows": value}  # type: ignore[attr-defined]
-    assert type(found.make.keywords["rows"]) is type(value)  # type: ignore[attr-defined]
+    assert found.make.keywords == {"rows": value}
+    assert type(found.make.keywords["rows"]) is type(value)
     content["derived"][0]["kwargs"] = {"rows": {"own": ["pathlib", "Path", {}]}}
     with pytest.raises(StartFileError, match="no dataclass of fxsplit_encoder"):
-        restore_program(content, named_tensors(tower), CPU)
+        restore_program(content, named_tensors(kept[0]), CPU)
 
 
 def foreign(tensor: Tensor) -> Tensor:

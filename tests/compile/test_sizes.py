@@ -5,7 +5,9 @@ import sympy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy.functions import (
     FloorDiv,
     IntTrueDiv,
@@ -66,16 +68,14 @@ def test_a_missing_symbol_is_named() -> None:
         Size(T * B)({"T": 3})
 
 
+def traced(*dims: DimDynamic) -> Tensor:
+    """(12, 8) with these sizes dynamic or static."""
+    context = StatelessSymbolicContext(dynamic_sizes=[*dims])
+    return FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.zeros(12, 8), symbolic_context=context)
+
+
 def test_traced_sizes_become_expressions() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    tensor = torch.zeros(12, 8)
-    torch._dynamo.mark_dynamic(tensor, 0)
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
-    fake = mode.from_tensor(tensor, symbolic_context=context)
+    fake = traced(DimDynamic.DYNAMIC, DimDynamic.STATIC)
     rows, columns = shape_exprs(fake)
     assert rows.is_Symbol
     assert columns == 8
@@ -87,11 +87,6 @@ def test_traced_sizes_become_expressions() -> None:
 
 
 def test_a_token_count_of_several_symbols_is_refused() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.DYNAMIC])
-    fake = mode.from_tensor(torch.zeros(12, 9), symbolic_context=context)
+    fake = traced(DimDynamic.DYNAMIC, DimDynamic.DYNAMIC)
     with pytest.raises(CompileError, match="several symbols"):
         symbol_of(fake.shape[0] * fake.shape[1])

@@ -24,7 +24,7 @@ def programs(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(programs(), st.data())
 def test_nothing_is_read_too_early_or_freed_too_soon(steps: list[Step], data: st.DataObject) -> None:
     kept = {0, *data.draw(st.sets(st.integers(0, len(steps))))}
@@ -52,7 +52,7 @@ def test_nothing_is_read_too_early_or_freed_too_soon(steps: list[Step], data: st
     assert set(range(len(steps) + 1)) - kept - freed <= touched_beside
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(programs())
 def test_steps_that_all_run_in_order_are_as_before(steps: list[Step]) -> None:
     inline = [replace(step, beside=False) for step in steps]

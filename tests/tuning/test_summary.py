@@ -19,23 +19,15 @@ from fxsplit_encoder.tuning.summary import (
     what_to_do,
 )
 
+from .test_recording import RUN
+
 COSTS = {"replay_ms": {"64": 1.0, "128": 2.0}, "exact_ms": {"64": 6.0, "128": 8.0}}
 
 
 def run(costs: Any = None) -> RunRecord:
     captures = [{"budget": budget, "mode": "full", "num_bytes": 2**20} for budget in (64, 128)]
-    return RunRecord.model_validate(
-        {
-            "tower": "Tower",
-            "device": "GPU",
-            "dtype": "bfloat16",
-            "versions": {},
-            "config": {},
-            "max_items_per_batch": 2,
-            "max_frames_per_batch": 0,
-            "paths": {"default": {"budgets": [64, 128], "captures": captures, "costs": costs}},
-        }
-    )
+    path = {"budgets": [64, 128], "captures": captures, "costs": costs}
+    return RunRecord.model_validate({**RUN, "paths": {"default": path}})
 
 
 def served(*batches: dict[str, Any], host_ms: float = 1.0) -> ServedRequest:

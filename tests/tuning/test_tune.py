@@ -13,10 +13,8 @@ from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import CostModel
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH
-from fxsplit_encoder.planning.items import Item
 from fxsplit_encoder.planning.limits import Limits, default_budgets
 from fxsplit_encoder.planning.planner import build_plan
-from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning import tune
 from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel, RisingCurve
 from fxsplit_encoder.tuning.forecast import Judge, LadderForecast, forecast
@@ -25,6 +23,7 @@ from fxsplit_encoder.tuning.trace import Request, trace_demands
 from fxsplit_encoder.tuning.tune import Tuning, tune_budgets, tune_trace
 
 from ..instructions import instructions
+from .test_recording import request, two_path_request
 
 LARGEST = 9
 demand_lists = st.lists(st.integers(1, LARGEST), min_size=1, max_size=8)
@@ -53,14 +52,6 @@ def cost_of(ladder: Sequence[int], demands: Sequence[int], costs: BatchCosts) ->
     return total
 
 
-def request(*tokens: int) -> Request:
-    return tuple(Item(EncoderItemSpec(4 * n, n)) for n in tokens)
-
-
-def two_path_request(*tokens: tuple[int, int]) -> Request:
-    return tuple(Item(EncoderItemSpec(4 * (a + b), a + b, {"global": a, "local": b})) for a, b in tokens)
-
-
 def images(rng: random.Random, num_requests: int) -> list[Request]:
     return [
         request(*(max(16, round(rng.lognormvariate(6.2, 0.6))) for _ in range(rng.randint(1, 6))))
@@ -68,44 +59,26 @@ def images(rng: random.Random, num_requests: int) -> list[Request]:
     ]
 
 
-@settings(max_examples=60)
-@given(demand_lists, st.integers(1, 4), cost_models)
-def test_no_ladder_of_any_sizes_costs_less(demands: list[int], max_graphs: int, costs: BatchCosts) -> None:
-    tuned = tune_budgets({"default": demands}, LadderLimits(max_graphs, only_kept=False), costs=costs)
-    tuned = tuned.paths["default"].tuned
-    assert len(tuned.budgets) <= max_graphs
-    assert tuned.cost == pytest.approx(cost_of(tuned.budgets, demands, costs))
-    best = min(cost_of(ladder, demands, costs) for ladder in ladders(max(demands), max_graphs))
-    assert tuned.cost == pytest.approx(best)
-
-
-@settings(max_examples=60)
-@given(demand_lists, st.integers(1, 3), cost_models, memories, st.integers(1, 40))
-def test_no_ladder_within_the_memory_costs_less(
-    demands: list[int], max_graphs: int, costs: BatchCosts, memory: MemoryModel, max_bytes: int
+@settings(max_examples=80)
+@given(demand_lists, st.integers(1, 4), cost_models, memories, st.none() | st.integers(1, 40))
+def test_no_ladder_of_any_sizes_within_the_memory_costs_less(
+    demands: list[int], max_graphs: int, costs: BatchCosts, memory: MemoryModel, max_bytes: int | None
 ) -> None:
     allowed = [
         ladder
         for ladder in ladders(max(demands), max_graphs)
-        if memory.num_bytes(ladder[-1], len(ladder)) <= max_bytes and ladder[-1] >= min(demands)
+        if max_bytes is None
+        or (memory.num_bytes(ladder[-1], len(ladder)) <= max_bytes and ladder[-1] >= min(demands))
     ]
-
-    def tune() -> tuple[int, ...]:
-        tuning = tune_budgets(
-            {"default": demands},
-            LadderLimits(max_graphs, max_bytes=max_bytes, memory=memory, only_kept=False),
-            costs=costs,
-        )
-        return tuning.paths["default"].tuned.budgets
-
+    limits = LadderLimits(max_graphs, max_bytes=max_bytes, memory=memory, only_kept=False)
     if not allowed:
         with pytest.raises(InputError, match="max_bytes: expected enough"):
-            tune()
+            tune_budgets({"default": demands}, limits, costs=costs)
         return
-    budgets = tune()
-    assert memory.num_bytes(budgets[-1], len(budgets)) <= max_bytes
-    best = min(cost_of(ladder, demands, costs) for ladder in allowed)
-    assert cost_of(budgets, demands, costs) == pytest.approx(best)
+    tuned = tune_budgets({"default": demands}, limits, costs=costs).paths["default"].tuned
+    assert tuned.budgets in allowed
+    assert tuned.cost == pytest.approx(cost_of(tuned.budgets, demands, costs))
+    assert tuned.cost == pytest.approx(min(cost_of(ladder, demands, costs) for ladder in allowed))
 
 
 @settings(max_examples=30)
@@ -316,26 +289,6 @@ def test_no_ladder_costs_less_for_the_batches_that_greedy_packing_makes_with_it(
     best = min(greedy_cost(ladder, requests, max_items, costs) for ladder in allowed)
     assert greedy_cost(judged[0], requests, max_items, costs) == pytest.approx(best)
     assert tuned.tuned.cost <= best * (1 + 1e-9), "the manager packs by cost, never worse than greedily"
-
-
-def test_a_largest_budget_below_the_largest_request_is_found() -> None:
-    """Two graphs serve the small ones without padding; the large one is as cheap at its exact shape."""
-    requests = [request(100)] * 5 + [request(200)] * 5 + [request(1000)]
-    tuning = tune_trace(requests, LadderLimits(2)).paths["default"]
-    assert tuning.tuned.budgets == (100, 200)
-    assert tuning.tuned.hit_fraction == 10 / 11
-    assert tuning.baseline.budgets == tuple(default_budgets(100, 1000))
-
-
-def test_memory_is_better_spent_on_the_largest_budget_or_on_more_graphs() -> None:
-    requests = [request(1000)] * 50 + [request(100), request(200), request(300)]
-    memory = MemoryModel(bytes_per_token=1, bytes_per_graph=100)
-    tuned = tune_trace(requests, LadderLimits(4, max_bytes=1100, memory=memory)).paths["default"].tuned
-    assert tuned.budgets == (1000,)
-    requests = [request(1000)] + [request(100), request(200), request(300)] * 50
-    costs = BatchCosts(RisingCurve.linear(1), RisingCurve.linear(1000))
-    tuned = tune_trace(requests, LadderLimits(4, max_bytes=1100, memory=memory), costs=costs)
-    assert tuned.paths["default"].tuned.budgets == (100, 200, 300)
 
 
 def test_no_budget_is_smaller_than_the_items_of_a_batch() -> None:

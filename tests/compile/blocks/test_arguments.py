@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -49,6 +49,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
+@settings(max_examples=40)
 @given(arguments)
 def test_what_is_taken_apart_is_put_together_again(value: Any) -> None:
     tensors: list[Tensor] = []
@@ -57,6 +58,7 @@ def test_what_is_taken_apart_is_put_together_again(value: Any) -> None:
     assert_same(put_together(structure, tensors, numbers), value)
 
 
+@settings(max_examples=40)
 @given(arguments)
 def test_values_of_other_tensors_and_numbers_have_the_same_structure(value: Any) -> None:
     tensors: list[Tensor] = []

@@ -42,19 +42,11 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
         for tally in pool.map(_chunk, chunks):
-            _join(total, tally)
+            total.join(tally)
             for outcome in tally.wrong:
                 print(f"seed {outcome.seed}: {outcome.text}\n", flush=True)
     _report(total, time.monotonic() - begun, arguments.operations)
     return 1 if total.wrong else 0
-
-
-def _join(total: Tally, tally: Tally) -> None:
-    total.graphs += tally.graphs
-    total.proved += tally.proved
-    total.generated += tally.generated
-    total.accepted += tally.accepted
-    total.wrong += tally.wrong
 
 
 def _report(total: Tally, seconds: float, by_operation: bool) -> None:

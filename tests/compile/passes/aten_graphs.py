@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
@@ -88,6 +89,37 @@ def aten_graph(forward: Callable[..., Tensor], *examples: Tensor) -> Graph:
         graph_module = make_fx(call, tracing_mode="real")(*fakes)
     mark_parameters(graph_module.graph, range(len(parameters)))
     return Graph(graph_module, [*parameters.values(), *examples])
+
+
+def rewritten(
+    run: Callable[[fx.GraphModule], int],
+    forward: Callable[..., Tensor],
+    *inputs: Tensor,
+    times: int = 1,
+    **closeness: Any,
+) -> Graph:
+    """The graph after a pass that changes it at so many places, and computes what eager does.
+
+    Args:
+        times: 0 for a graph that stays as it is.
+    """
+    graph = aten_graph(forward, *inputs)
+    before = str(graph.module.graph)
+    assert graph.apply(run) == times
+    assert times or str(graph.module.graph) == before
+    with torch.no_grad():
+        torch.testing.assert_close(graph.run(), forward(*inputs), **closeness)
+    return graph
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Something that is computed by features, as rotary embeddings are."""
+    first, second = x.chunk(2, dim=-1)
+    return x * 0.5 + torch.cat([-second, first], -1) * 0.7
 
 
 class WithParameters(nn.Module):

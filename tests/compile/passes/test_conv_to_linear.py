@@ -12,9 +12,12 @@ from torch._subclasses import FakeTensorMode
 from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear, flat_filters
 from fxsplit_encoder.compile.rewriting import call_function, derivation, mark_parameters
 
-from .aten_graphs import Mlp, aten_graph
+from .aten_graphs import Mlp, aten_graph, rewritten
 
 CONVOLUTION = torch.ops.aten.convolution.default
+
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 class PatchEmbedding(nn.Module):
@@ -33,11 +36,8 @@ class PatchEmbedding(nn.Module):
 def test_a_patch_embedding_becomes_a_linear(dimensions: int, bias: bool) -> None:
     embedding = PatchEmbedding(dimensions, bias)
     x = torch.randn(7, embedding.convolution.weight[0].numel())
-    graph = aten_graph(embedding, x)
-    assert graph.count(CONVOLUTION) == 1
-    assert conv_to_linear(graph.module) == 1
+    graph = rewritten(conv_to_linear, embedding, x, **CLOSE)
     assert graph.count(CONVOLUTION) == 0
-    torch.testing.assert_close(graph.run(), embedding(x), rtol=1e-5, atol=1e-5)
 
 
 class ImageEmbedding(nn.Module):
@@ -83,24 +83,20 @@ def test_the_patches_of_an_image_are_rows_of_one_product(
     sizes: tuple[int, ...], kernel: tuple[int, ...], channels_last: bool
 ) -> None:
     embedding = ImageEmbedding(sizes, kernel, channels_last=channels_last)
-    graph = aten_graph(embedding, embedding.example)
-    assert conv_to_linear(graph.module) == 1
+    graph = rewritten(conv_to_linear, embedding, embedding.example, **CLOSE)
     assert graph.count(CONVOLUTION) == 0
-    torch.testing.assert_close(graph.run(), embedding(graph.args[-1]), rtol=1e-5, atol=1e-5)
     graph.args[-1] = torch.randn(5, graph.args[-1].shape[1])
     graph.module.recompile()
     with torch.no_grad():
         result = graph.module(*graph.args)[0]
-    torch.testing.assert_close(result, embedding(graph.args[-1]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, embedding(graph.args[-1]), **CLOSE)
 
 
 def test_a_remainder_is_not_read() -> None:
     embedding = ImageEmbedding((11, 9), (4, 4))
     images = torch.full((2, 3, 11, 9), math.nan)
     images[:, :, :8, :8] = torch.randn(2, 3, 8, 8)
-    graph = aten_graph(embedding, images.flatten(1))
-    assert conv_to_linear(graph.module) == 1
-    torch.testing.assert_close(graph.run(), embedding(images.flatten(1)), rtol=1e-5, atol=1e-5)
+    graph = rewritten(conv_to_linear, embedding, images.flatten(1), **CLOSE)
     assert graph.run().isfinite().all()
 
 
@@ -133,7 +129,7 @@ def test_a_residual_stream_without_a_class_token_is_stored_row_by_row(side: int)
     assert stored_by_feature() == 3
     assert conv_to_linear(graph.module) == 1
     assert stored_by_feature() == 0
-    torch.testing.assert_close(graph.run(), tower(pixels), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(graph.run(), tower(pixels), **CLOSE)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 5])
@@ -142,9 +138,7 @@ def test_of_a_single_window_the_stride_says_nothing(stride: int) -> None:
         images = x.view(-1, 3, 4, 4 + min(stride - 1, 3))
         return F.conv2d(images, torch.ones(5, 3, 4, 4), stride=stride)
 
-    graph = aten_graph(forward, torch.randn(7, 12 * (4 + min(stride - 1, 3))))
-    assert conv_to_linear(graph.module) == 1
-    torch.testing.assert_close(graph.run(), forward(graph.args[-1]), rtol=1e-5, atol=1e-5)
+    rewritten(conv_to_linear, forward, torch.randn(7, 12 * (4 + min(stride - 1, 3))), **CLOSE)
 
 
 @settings(max_examples=20)
@@ -187,8 +181,5 @@ def test_on_cuda_rows_of_an_odd_width_are_padded_for_the_product() -> None:
     ids=["overlapping", "gaps", "padding", "groups", "dilation", "transposed"],
 )
 def test_other_convolutions_stay(forward: Any) -> None:
-    x = torch.randn(7, 48)
-    graph = aten_graph(forward, x)
-    assert conv_to_linear(graph.module) == 0
+    graph = rewritten(conv_to_linear, forward, torch.randn(7, 48), times=0)
     assert graph.count(CONVOLUTION) == 1
-    torch.testing.assert_close(graph.run(), forward(x))

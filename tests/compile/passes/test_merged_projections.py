@@ -10,26 +10,17 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.attention import dense_attention, varlen_attention
 from fxsplit_encoder.compile.passes.measured_activations import measured_activations
-from fxsplit_encoder.compile.passes.merged_projections import (
-    merged_projections,
-    no_bias,
-)
+from fxsplit_encoder.compile.passes.merged_projections import merged_projections
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.wide_heads import wide_heads
 from fxsplit_encoder.products import linear
 
-from .aten_graphs import Graph, Mlp, aten_graph
+from .aten_graphs import Graph, Mlp, aten_graph, rewritten, rotated
 
 aten = torch.ops.aten
 
 WIDTH, HEADS, HEAD_DIM = 32, 2, 8
 LENGTHS = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
-
-
-def rotated(x: Tensor) -> Tensor:
-    """Something that is computed by features, as rotary embeddings are."""
-    first, second = x.chunk(2, dim=-1)
-    return x * 0.5 + torch.cat([-second, first], -1) * 0.7
 
 
 def same(x: Tensor) -> Tensor:
@@ -82,55 +73,41 @@ class Batched(Layers):
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
-def packed(module: nn.Module) -> Graph:
-    return aten_graph(module, torch.randn(9, WIDTH), LENGTHS)
+def merged(module: nn.Module, times: int = 1) -> Graph:
+    """The graph of attention over segments, after the pass."""
+    return rewritten(merged_projections, module, torch.randn(9, WIDTH), LENGTHS, times=times)
 
 
-def batched(module: nn.Module) -> Graph:
-    return aten_graph(module, torch.randn(3, 7, WIDTH))
+def merged_batch(module: nn.Module, dtype: torch.dtype = torch.float32) -> Graph:
+    return rewritten(merged_projections, module.to(dtype), torch.randn(3, 7, WIDTH, dtype=dtype))
 
 
 def num_products(graph: Graph) -> int:
     return graph.count(aten.mm.default) + graph.count(aten.addmm.default)
 
 
-def assert_same(graph: Graph, module: nn.Module, inputs: int) -> None:
-    torch.testing.assert_close(graph.run(), module(*graph.args[-inputs:]))
-
-
 @pytest.mark.parametrize("biases", ["qkv", "", "qv"])
 def test_attention_over_segments_has_one_layer(biases: str) -> None:
-    module = Packed(biases=biases)
-    graph = packed(module)
-    assert merged_projections(graph.module) == 1
+    graph = merged(Packed(biases=biases))
     assert num_products(graph) == 2
     assert len(graph.derived) == {"qkv": 2, "": 1, "qv": 3}[biases]  # the zeros are one
-    assert_same(graph, module, 2)
 
 
 @pytest.mark.parametrize("biases", ["qkv", "qv"])
 @pytest.mark.parametrize("compute", [same, rotated, lambda q: F.layer_norm(q * 0.1, q.shape[-1:])])
 @pytest.mark.parametrize("attend", [by_torch, by_ours])
 def test_attention_over_a_batch_has_one_layer(attend: Any, compute: Any, biases: str) -> None:
-    module = Batched(attend, compute, biases=biases)
-    graph = batched(module)
-    assert merged_projections(graph.module) == 1
-    assert num_products(graph) == 2
-    assert_same(graph, module, 1)
+    assert num_products(merged_batch(Batched(attend, compute, biases=biases))) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_merged_too(dtype: torch.dtype) -> None:
-    module = Batched(by_torch).to(dtype)
-    graph = aten_graph(module, torch.randn(3, 7, WIDTH, dtype=dtype))
-    assert merged_projections(graph.module) == 1
-    assert_same(graph, module, 1)
+    merged_batch(Batched(by_torch, biases="qv"), dtype)
 
 
 @pytest.mark.parametrize("attend", [by_torch, by_ours])
 def test_attention_reads_views_of_the_common_result(attend: Any) -> None:
-    graph = batched(Batched(attend))
-    merged_projections(graph.module)
+    graph = merged_batch(Batched(attend))
     (attention,) = [node for node in graph.module.graph.nodes if "attention" in str(node.target)]
     features, total = HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM
     for position, given in enumerate(attention.args[:3]):
@@ -152,14 +129,17 @@ class Grouped(Packed):
         return q, k.expand(-1, HEADS, -1), v.expand(-1, HEADS, -1)
 
 
-class OtherQueries(Packed):
-    """Queries of other rows."""
+class Moved(Packed):
+    """Each of other rows, or some of the same."""
+
+    def __init__(self, *offsets: int, head_dim: int = HEAD_DIM) -> None:
+        super().__init__(head_dim=head_dim)
+        self.offsets = offsets
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (
-            layer(rows).view(-1, HEADS, HEAD_DIM)
-            for layer, rows in ((self.q, x + 1), (self.k, x), (self.v, x))
-        )
+        rows = (x + offset if offset else x for offset in self.offsets)
+        layers = zip((self.q, self.k, self.v), rows, strict=True)
+        q, k, v = (layer(given).view(-1, HEADS, self.head_dim) for layer, given in layers)
         return q, k, v
 
 
@@ -188,14 +168,10 @@ class LowRank(Packed):
 
 
 @pytest.mark.parametrize(
-    ("make", "products"), [(Grouped, 2), (OtherQueries, 3), (GatedQueries, 4), (LowRank, 5)]
+    ("make", "products"), [(Grouped, 2), (lambda: Moved(1, 0, 0), 3), (GatedQueries, 4), (LowRank, 5)]
 )
 def test_the_layers_that_fit_are_merged(make: Callable[[], nn.Module], products: int) -> None:
-    module = make()
-    graph = packed(module)
-    assert merged_projections(graph.module) == 1
-    assert num_products(graph) == products
-    assert_same(graph, module, 2)
+    assert num_products(merged(make())) == products
 
 
 class ReadTwice(Packed):
@@ -218,11 +194,7 @@ class Shared(Layers):
 
 @pytest.mark.parametrize("make", [ReadTwice, Shared])
 def test_whatever_reads_a_layer_reads_its_part(make: Callable[[], nn.Module]) -> None:
-    module = make()
-    graph = packed(module)
-    assert merged_projections(graph.module) == 1
-    assert merged_projections(graph.module) == 0
-    assert_same(graph, module, 2)
+    assert merged_projections(merged(make()).module) == 0
 
 
 class Fused(Layers):
@@ -237,15 +209,6 @@ class Fused(Layers):
         return self.out(varlen_attention(*parts, cu_seqlens, 5, 0.3).flatten(1))
 
 
-class RowsOfTheirOwn(Packed):
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        rows = (x, x + 1, x + 2)
-        q, k, v = (
-            f(y).view(-1, HEADS, HEAD_DIM) for f, y in zip((self.q, self.k, self.v), rows, strict=True)
-        )
-        return q, k, v
-
-
 class HeadsAsRows(Packed):
     """Heads become rows without a copy, which those of a common result cannot."""
 
@@ -253,17 +216,6 @@ class HeadsAsRows(Packed):
         q, k, v = (
             layer(x).view(-1, HEAD_DIM).view(-1, HEADS, HEAD_DIM) for layer in (self.q, self.k, self.v)
         )
-        return q, k, v
-
-
-class Unaligned(Packed):
-    """40 bytes each."""
-
-    def __init__(self) -> None:
-        super().__init__(head_dim=5)
-
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (layer(x).view(-1, HEADS, 5) for layer in (self.q, self.k, self.v))
         return q, k, v
 
 
@@ -276,18 +228,17 @@ class OneBias(Packed):
             layer.bias = nn.Parameter(torch.randn(1))
 
 
-@pytest.mark.parametrize("make", [Fused, RowsOfTheirOwn, HeadsAsRows, Unaligned, OneBias])
+@pytest.mark.parametrize(
+    "make",
+    [Fused, lambda: Moved(0, 1, 2), HeadsAsRows, lambda: Moved(0, 0, 0, head_dim=5), OneBias],
+    ids=["fused", "rows of their own", "heads as rows", "unaligned", "one bias"],
+)
 def test_other_graphs_stay_as_they_are(make: Callable[[], nn.Module]) -> None:
-    module = make()
-    graph = packed(module)
-    before = str(graph.module.graph)
-    assert merged_projections(graph.module) == 0
-    assert str(graph.module.graph) == before
-    assert_same(graph, module, 2)
+    merged(make(), times=0)
 
 
 def test_weights_that_are_no_parameters_stay_apart() -> None:
-    graph = packed(Packed())
+    graph = aten_graph(Packed(), torch.randn(9, WIDTH), LENGTHS)
     for node in graph.module.graph.find_nodes(op="placeholder"):
         node.meta["is_parameter"] = False
     assert merged_projections(graph.module) == 0
@@ -305,41 +256,22 @@ class Block(Packed):
         return x + self.mlp(x)
 
 
-class Tower(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, cu_seqlens)
-        return x
-
-
-def test_every_block_is_changed_and_its_mlp_is_left_to_other_passes() -> None:
-    module = Tower()
-    graph = packed(module)
-    assert pad_mlp_width(graph.module) == 3
-    assert merged_projections(graph.module) == 3
-    assert measured_activations(graph.module) == 3
-    assert graph.count(linear) == 3 and num_products(graph) == 9
-    assert_same(graph, module, 2)
+def test_an_mlp_is_left_to_other_passes() -> None:
+    module, x = Block(), torch.randn(9, WIDTH)
+    graph = rewritten(pad_mlp_width, module, x, LENGTHS)
+    assert merged_projections(graph.module) == 1
+    assert measured_activations(graph.module) == 1
+    assert graph.count(linear) == 1 and num_products(graph) == 3
+    torch.testing.assert_close(graph.run(), module(x, LENGTHS))
 
 
 @pytest.mark.parametrize("rotary", [False, True])
 def test_heads_are_made_wide_in_the_common_layer(rotary: bool) -> None:
     module = Batched(by_ours, rotated if rotary else same, head_dim=72)
-    graph = batched(module)
-    assert merged_projections(graph.module) == 1
+    graph = merged_batch(module)
     assert graph.apply(wide_heads) == 1
     assert num_products(graph) == 2
     assert graph.count(aten.constant_pad_nd.default) == rotary  # the others' zeros are in the weights
     read = [node for node in graph.derived if node.users]
     assert len(read) == 3  # not those that are as wide as they were
-    assert_same(graph, module, 1)
-
-
-def test_a_missing_bias_is_zeros() -> None:
-    made = no_bias(torch.ones(3, 5, dtype=torch.float16))
-    assert made.dtype == torch.float16
-    assert made.tolist() == [0, 0, 0]
+    torch.testing.assert_close(graph.run(), module(graph.args[-1]))

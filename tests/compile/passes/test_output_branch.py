@@ -51,7 +51,9 @@ def shape_of(program: Any) -> list[str]:
     return ["b" if step.beside else "j" if step.joins else step.kind[0] for step in program.steps]
 
 
-@pytest.mark.parametrize("taps", [(0,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "taps", [(0, 1), *(pytest.param(taps, marks=pytest.mark.exhaustive) for taps in ((0,), (0, 1, 2)))]
+)
 def test_layers_aside_run_beside_and_are_joined_where_they_are_read(taps: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layers = Layers(taps)

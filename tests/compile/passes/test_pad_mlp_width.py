@@ -8,15 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu, gelu_epilogue
-from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns, pad_mlp_width, pad_rows
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 
-from .aten_graphs import Mlp, aten_graph
-
-
-def tanh_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
+from .aten_graphs import Graph, Mlp, aten_graph, rewritten, tanh_gelu
 
 ACTIVATIONS = {
     "gelu": tanh_gelu,
@@ -28,7 +22,7 @@ ACTIVATIONS = {
 }
 
 
-def widths(graph: Any) -> set[int]:
+def widths(graph: Graph) -> set[int]:
     """The sizes of the derived parameters that are padded."""
     return {max(node.meta["val"].shape) for node in graph.derived}
 
@@ -36,33 +30,25 @@ def widths(graph: Any) -> set[int]:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_padded_mlp_gives_the_same(name: str, gated: bool) -> None:
-    mlp, x = Mlp(ACTIVATIONS[name], gated=gated), torch.randn(7, 12)
-    graph = aten_graph(mlp, x)
-    assert pad_mlp_width(graph.module) == 1
+    graph = rewritten(pad_mlp_width, Mlp(ACTIVATIONS[name], gated=gated), torch.randn(7, 12))
     assert widths(graph) == {128}
     assert len(graph.derived) == (5 if gated else 3)
-    torch.testing.assert_close(graph.run(), mlp(x))
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_images_of_rows(gated: bool, bias: bool) -> None:
-    mlp, x = Mlp(F.silu, gated=gated, bias=bias), torch.randn(3, 5, 12)
-    graph = aten_graph(mlp, x)
-    assert pad_mlp_width(graph.module) == 1
-    torch.testing.assert_close(graph.run(), mlp(x))
+    rewritten(pad_mlp_width, Mlp(F.silu, gated=gated, bias=bias), torch.randn(3, 5, 12))
 
 
 @settings(max_examples=12)
 @given(st.integers(1, 40).map(lambda n: 8 * n), st.sampled_from(sorted(ACTIVATIONS)), st.booleans())
 def test_only_widths_that_need_little_are_padded(hidden: int, name: str, gated: bool) -> None:
-    mlp, x = Mlp(ACTIVATIONS[name], hidden=hidden, gated=gated), torch.randn(3, 12)
-    graph = aten_graph(mlp, x)
     padded = -(-hidden // 128) * 128
     pays = padded != hidden and padded - hidden <= hidden / 8
-    assert pad_mlp_width(graph.module) == int(pays)
+    mlp = Mlp(ACTIVATIONS[name], hidden=hidden, gated=gated)
+    graph = rewritten(pad_mlp_width, mlp, torch.randn(3, 12), times=int(pays))
     assert widths(graph) == ({padded} if pays else set())
-    torch.testing.assert_close(graph.run(), mlp(x))
 
 
 class Merged(nn.Module):
@@ -96,18 +82,8 @@ CUTS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(7, 12), (7, 1, 12)])
 def test_gates_and_what_they_gate_may_be_one_layer(name: str, bias: bool, shape: tuple[int, ...]) -> None:
-    mlp, x = Merged(CUTS[name], bias=bias), torch.randn(shape)
-    graph = aten_graph(mlp, x)
-    assert pad_mlp_width(graph.module) == 1
+    graph = rewritten(pad_mlp_width, Merged(CUTS[name], bias=bias), torch.randn(shape))
     assert widths(graph) == {128, 256}
-    torch.testing.assert_close(graph.run(), mlp(x))
-
-
-def test_a_layer_of_three_parts() -> None:
-    mlp, x = Merged(lambda x: x.chunk(3, dim=-1), parts=3, bias=True), torch.randn(7, 12)
-    graph = aten_graph(mlp, x)
-    assert pad_mlp_width(graph.module) == 1
-    torch.testing.assert_close(graph.run(), mlp(x))
 
 
 class OnePart(Merged):
@@ -118,12 +94,17 @@ class OnePart(Merged):
 
 
 @pytest.mark.parametrize("shape", [(7, 12), (7, 1, 12)])
-@pytest.mark.parametrize("mlp", [OnePart(CUTS["chunks"]), Mlp(lambda x: x)], ids=["one part", "all of it"])
-def test_what_a_layer_gives_may_be_read_as_it_is(mlp: Any, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape)
-    graph = aten_graph(mlp, x)
-    assert pad_mlp_width(graph.module) == 1
-    torch.testing.assert_close(graph.run(), mlp(x))
+@pytest.mark.parametrize(
+    "mlp",
+    [
+        OnePart(CUTS["chunks"]),
+        Mlp(lambda x: x),
+        Merged(lambda x: x.chunk(3, dim=-1), parts=3, bias=True),
+    ],
+    ids=["one part", "all of it", "three parts"],
+)
+def test_what_a_layer_gives_may_be_read_in_other_ways(mlp: nn.Module, shape: tuple[int, ...]) -> None:
+    rewritten(pad_mlp_width, mlp, torch.randn(shape))
 
 
 class Transposed(Merged):
@@ -132,21 +113,6 @@ class Transposed(Merged):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.cut(self.gate_up(x))
         return self.down(F.silu(gate.transpose(0, 1)) * up.transpose(0, 1))
-
-
-def test_rows_in_another_order_stay() -> None:
-    mlp, x = Transposed(CUTS["chunks"]), torch.randn(7, 3, 12)
-    graph = aten_graph(mlp, x)
-    assert pad_mlp_width(graph.module) == 0
-    torch.testing.assert_close(graph.run(), mlp(x))
-
-
-@pytest.mark.parametrize("rows", [slice(3), slice(1, None), slice(1, 4)], ids=["first", "last", "some"])
-def test_some_of_the_rows_stay(rows: slice) -> None:
-    mlp, x = Merged(lambda x: x[rows].chunk(2, dim=-1)), torch.randn(7, 12)
-    graph = aten_graph(mlp, x)
-    assert pad_mlp_width(graph.module) == 0
-    torch.testing.assert_close(graph.run(), mlp(x))
 
 
 class PartReadElsewhere(Merged):
@@ -158,13 +124,6 @@ class PartReadElsewhere(Merged):
 class WithInput(Mlp):
     def forward(self, x: Tensor, factor: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)) * factor)
-
-
-def test_a_factor_that_is_given_stays() -> None:
-    mlp, inputs = WithInput(F.relu), (torch.randn(7, 12), torch.randn(7, 120))
-    graph = aten_graph(mlp, *inputs)
-    assert pad_mlp_width(graph.module) == 0
-    torch.testing.assert_close(graph.run(), mlp(*inputs))
 
 
 class ReadTwice(Mlp):
@@ -188,6 +147,10 @@ class RowFactor(Mlp):
         return self.down(self.activation(self.up(x)) * x[:, :1])
 
 
+def some(rows: slice) -> Merged:
+    return Merged(lambda x: x[rows].chunk(2, dim=-1))
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -205,18 +168,25 @@ class RowFactor(Mlp):
         Merged(lambda x: (x.view(-1, 120).view(2, -1, 120)[0],)),
         Merged(lambda x: (x.view(-1, 120, 2).select(-1, 0),)),
         Merged(lambda x: (x.view(-1, 120, 2)[..., :1].flatten(1),)),
+        *map(some, (slice(3), slice(1, None), slice(1, 4))),
     ],
     ids=[
         *("1 / 0", "log 0", "softmax", "shuffled", "read twice", "normalized", "a feature's", "a row's"),
         *("a part elsewhere", "between parts", "every other", "rows of parts", "interleaved", "one of them"),
+        *("first rows", "last rows", "some rows"),
     ],
 )
-def test_others_stay(module: Any) -> None:
-    x = torch.randn(7, 12)
-    graph = aten_graph(module, x)
-    assert pad_mlp_width(graph.module) == 0
-    assert not graph.derived
-    torch.testing.assert_close(graph.run(), module(x), equal_nan=True)
+def test_others_stay(module: nn.Module) -> None:
+    rewritten(pad_mlp_width, module, torch.randn(7, 12), times=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "shapes"),
+    [(Transposed(CUTS["chunks"]), [(7, 3, 12)]), (WithInput(F.relu), [(7, 12), (7, 120)])],
+    ids=["rows in another order", "a factor that is given"],
+)
+def test_others_of_other_inputs_stay(module: nn.Module, shapes: list[tuple[int, ...]]) -> None:
+    rewritten(pad_mlp_width, module, *map(torch.randn, shapes), times=0)
 
 
 def test_a_weight_that_is_no_parameter_stays() -> None:
@@ -227,21 +197,3 @@ def test_a_weight_that_is_no_parameter_stays() -> None:
         torch.randn(12, 120),
     )
     assert pad_mlp_width(graph.module) == 0
-
-
-def test_then_the_gelu_is_fused() -> None:
-    mlp, x = Mlp(tanh_gelu), torch.randn(7, 12)
-    graph = aten_graph(mlp, x)
-    assert pad_mlp_width(graph.module) == gelu_epilogue(graph.module) == 1
-    (fused,) = graph.module.graph.find_nodes(op="call_function", target=addmm_gelu)
-    assert fused.meta["val"].shape[1] == 128
-    torch.testing.assert_close(graph.run(), mlp(x))
-
-
-def test_padding_appends_zeros() -> None:
-    matrix, vector = torch.randn(3, 4), torch.randn(3)
-    assert torch.equal(pad_rows(matrix, 5), torch.cat([matrix, torch.zeros(2, 4)]))
-    assert torch.equal(pad_rows(vector, 5), torch.cat([vector, torch.zeros(2)]))
-    parts = torch.cat([pad_rows(matrix[:1], 2), pad_rows(matrix[1:2], 2)])
-    assert torch.equal(pad_rows(matrix[:2], 2, parts=2), parts)
-    assert torch.equal(pad_columns(matrix, 6), torch.cat([matrix, torch.zeros(3, 2)], dim=1))

@@ -1,23 +1,15 @@
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.attention import dense_attention, varlen_attention
-from fxsplit_encoder.compile.passes.wide_heads import Piece, arrange_heads, pad_head_columns, wide_heads
+from fxsplit_encoder.compile.passes.wide_heads import wide_heads
 
-from .aten_graphs import Graph, aten_graph
+from .aten_graphs import Graph, rewritten, rotated
 
 HEADS, WIDTH, WIDE = 2, 72, 80
 FEATURES = HEADS * WIDTH
 SCALE = WIDTH**-0.5
-
-
-def rotated(x_THD: Tensor) -> Tensor:
-    """Something that is computed by features, as rotary embeddings are."""
-    first, second = x_THD.chunk(2, dim=-1)
-    return x_THD * 0.5 + torch.cat([-second, first], -1) * 0.7
 
 
 class Packed(nn.Module):
@@ -60,8 +52,9 @@ class Apart(nn.Module):
         return self.out(result.transpose(1, 2).reshape(-1, x.shape[1], FEATURES))
 
 
-def packed(module: nn.Module) -> Graph:
-    return aten_graph(module, torch.randn(9, 20), torch.tensor([0, 4, 4, 9], dtype=torch.int32))
+def widened(module: nn.Module, times: int = 1, features: int = 20) -> Graph:
+    lengths = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    return rewritten(wide_heads, module, torch.randn(9, features), lengths, times=times)
 
 
 def widths(graph: Graph) -> set[int]:
@@ -77,44 +70,23 @@ def num_pads(graph: Graph) -> int:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rotary", [False, True])
 def test_attention_over_segments_gives_the_same(rotary: bool, bias: bool) -> None:
-    module = Packed(rotary=rotary, bias=bias)
-    graph = packed(module)
-    assert graph.apply(wide_heads) == 1
+    graph = widened(Packed(rotary=rotary, bias=bias))
     assert widths(graph) == {WIDE}
     assert num_pads(graph) == (2 if rotary else 0)  # the values' zeros are in the weights
-    torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
 
 
 def test_heads_may_be_apart_where_nothing_else_reads_them() -> None:
-    module = Packed(order="heads first", rotary=False)
-    graph = packed(module)
-    assert graph.apply(wide_heads) == 1
-    torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
+    widened(Packed(order="heads first", rotary=False))
 
 
 def test_attention_over_a_batch_gives_the_same() -> None:
-    module, x = Apart(), torch.randn(3, 7, 20)
-    graph = aten_graph(module, x)
-    assert graph.apply(wide_heads) == 1
+    graph = rewritten(wide_heads, Apart(), torch.randn(3, 7, 20))
     assert widths(graph) == {WIDE} and num_pads(graph) == 0
     assert len(graph.derived) == 7
-    torch.testing.assert_close(graph.run(), module(x))
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Packed(), Packed()
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return self.second(x + self.first(x, cu_seqlens), cu_seqlens)
-
-
-def test_every_block_is_changed() -> None:
-    module = Twice()
-    graph = packed(module)
-    assert graph.apply(wide_heads) == 2
-    torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
+# What is computed with is not stored head by head.
+HEADS_FIRST = Packed(order="heads first")
 
 
 class ReadTwice(Packed):
@@ -135,13 +107,6 @@ class ReadAsItIs(Packed):
         return q + projected.sum(1)[:, None, None], k, v
 
 
-class HeadsFirst(Packed):
-    """What is computed with is not stored head by head."""
-
-    def __init__(self) -> None:
-        super().__init__(order="heads first")
-
-
 class Normalized(Packed):
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         return self.out(self.attended(x, cu_seqlens).view(-1, FEATURES).relu())
@@ -154,14 +119,9 @@ class ByWidth(Packed):
         return self.out(self.attended(x, cu_seqlens).transpose(1, 2).reshape(-1, FEATURES))
 
 
-@pytest.mark.parametrize("module", [ReadTwice, ReadAsItIs, HeadsFirst, Normalized, ByWidth])
-def test_other_graphs_stay_as_they_are(module: Any) -> None:
-    made = module()
-    graph = packed(made)
-    before = str(graph.module.graph)
-    assert graph.apply(wide_heads) == 0
-    assert str(graph.module.graph) == before
-    torch.testing.assert_close(graph.run(), made(*graph.args[-2:]))
+@pytest.mark.parametrize("module", [ReadTwice(), ReadAsItIs(), HEADS_FIRST, Normalized(), ByWidth()])
+def test_other_graphs_stay_as_they_are(module: Packed) -> None:
+    widened(module, times=0)
 
 
 @pytest.mark.parametrize(
@@ -177,26 +137,13 @@ def test_only_widths_that_need_little_are_padded(width: int, pays: bool) -> None
             q, k, v = self.qkv(x).view(-1, 3, 1, width).unbind(1)
             return self.out(varlen_attention(q, k, v, cu_seqlens, 5, 0.2).view(-1, width))
 
-    module = Heads()
-    graph = aten_graph(module, torch.randn(9, 8), torch.tensor([0, 4, 9], dtype=torch.int32))
-    assert graph.apply(wide_heads) == int(width in (72, 88))
-    torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
-
-
-def test_rows_are_arranged_by_heads() -> None:
-    weight = torch.arange(12.0)[:, None].expand(12, 3)
-    pieces = (Piece(2, 4, 2, 2, 2), Piece(0, 6, 2, 3, 4))
-    expected = [2, 3, 6, 7, 0, 1, 2, 0, 6, 7, 8, 0]
-    assert arrange_heads(weight, pieces)[:, 0].tolist() == expected
-    assert arrange_heads(torch.arange(12.0), pieces).tolist() == expected
-    columns = pad_head_columns(torch.arange(1.0, 5.0)[None], 2, 3)
-    assert columns.tolist() == [[1, 2, 0, 3, 4, 0]]
+    widened(Heads(), times=int(pays), features=8)
 
 
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Packed() for _ in range(16))
+        self.blocks = nn.ModuleList(Packed() for _ in range(depth))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         for block in self.blocks:
@@ -205,8 +152,7 @@ class Blocks(nn.Module):
 
 
 def test_equal_blocks_keep_their_parts_in_one_order() -> None:
-    graph = aten_graph(Blocks(), torch.randn(9, 20), torch.tensor([0, 4, 4, 9], dtype=torch.int32))
-    assert graph.apply(wide_heads) == 16
+    graph = widened(Blocks(8), times=8)
     made = [node.meta["derived"][0].keywords for node in graph.derived]
     arranged = [keywords["pieces"] for keywords in made if "pieces" in keywords]
-    assert len(arranged) == 32 and len(set(arranged)) == 1
+    assert len(arranged) == 16 and len(set(arranged)) == 1

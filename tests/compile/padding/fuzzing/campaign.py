@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import fx
@@ -76,6 +76,10 @@ class Tally:
         self.accepted.update(outcome.accepted)
         if outcome.wrong is not None:
             self.wrong.append(outcome)
+
+    def join(self, other: Tally) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def __str__(self) -> str:
         refused = self.graphs - self.proved

@@ -51,14 +51,11 @@ def garbage_like(tensor: Tensor, shape: list[int], kind: str, generator: torch.G
     return values.to(tensor.dtype)
 
 
-class SharedSource:
+class SharedSource(Source):
     """The same whatever the token count is."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
-
-    def reserve(self, largest: int) -> None:
-        pass
 
     def exact(self, count: int) -> Tensor:
         return self.value
@@ -67,20 +64,14 @@ class SharedSource:
         return self.value
 
 
-class RowsSource:
+class RowsSource(Source):
     """One of as many entries along `dim` as `extent` says for the token count.
 
     Args:
         make: makes that many entries.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        extent: Callable[[int], int],
-        make: Callable[[int, torch.Generator], Tensor],
-        seed: int,
-    ) -> None:
+    def __init__(self, dim: int, extent: Callable[[int], int], make: Make, seed: int) -> None:
         self.dim, self.extent, self.make, self.seed = dim, extent, make, seed
         self._all: Tensor | None = None
 
@@ -99,14 +90,11 @@ class RowsSource:
         return torch.cat((exact, garbage_like(exact, shape, garbage, generator)), self.dim)
 
 
-class PermutationSource:
+class PermutationSource(Source):
     """A permutation of the tokens, followed by zeros."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-
-    def reserve(self, largest: int) -> None:
-        pass
 
     def exact(self, count: int) -> Tensor:
         return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + count))
@@ -115,11 +103,8 @@ class PermutationSource:
         return torch.cat((self.exact(count), torch.zeros(padded_count - count, dtype=torch.int64)))
 
 
-class SegmentsSource:
+class SegmentsSource(Source):
     """Cumulative lengths of two segments; followed by empty ones."""
-
-    def reserve(self, largest: int) -> None:
-        pass
 
     def exact(self, count: int) -> Tensor:
         return torch.tensor([0, count // 3, count], dtype=torch.int32)
