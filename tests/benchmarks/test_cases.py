@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,12 +15,17 @@ import pytest
 import serving
 import torch
 from bench import parse
-from cases import encoder, requests, towers
+from cases import ab, encoder, requests, start, towers
+from cases.kernels import Kernel, kind_of, shares
+from cases.vllm_serving import AT_ONCE, _row, order_of_start, plugin_problem, root_cause, use_one_node
 from decoder import TINY, Decoder
 from storage import new_result
 from worker import FLOOR
 
+import fxsplit_encoder as fx
 from fxsplit_encoder.models.registry import ARCHITECTURES
+
+from .test_models import PATCHES
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
@@ -33,7 +40,7 @@ OPTIONS = {
     "connector": ["--tiny", "--seconds", "0.2"],
     "data_parallel": ["--tiny", "--ranks", "1", "2", "--repeats", "2", "--images", "2"],
 }
-QUICK = ("encoder", "products")
+QUICK = ("products",)
 MOST_ERROR = {"passes": 0.1, "products": 0.01, "towers": towers.ALLOWED_ERROR}
 
 
@@ -55,13 +62,6 @@ def test_a_case_runs_on_a_cpu(
     assert all(error <= MOST_ERROR.get(case, 1e-3) for error in errors)
     assert errors or case in ("host", "start", "connector")
     assert "|" in capsys.readouterr().out  # its table
-
-
-@pytest.mark.exhaustive
-def test_the_command_runs_a_case() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "host", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "--samples" in done.stdout
 
 
 def test_results_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +153,175 @@ def test_a_summary_compares_request_by_request() -> None:
 
 def _parsed(*options: str) -> Any:
     return parse(["encoder", *options])
+
+
+def test_the_towers_own_budgets_are_those_of_the_case() -> None:
+    config = start.config_of(parse(["start"]), start.BUDGETS)
+    assert (config.mode, config.token_budgets) == ("full", start.BUDGETS)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "internvl3-8b", "deepseek-ocr"])
+def test_another_tower_has_its_own_settings(name: str) -> None:
+    arguments = parse(["start", "--tower", name])
+    config = start.config_of(arguments, ())
+    assert config != fx.EncoderConfig()
+    assert config.mode == "auto"
+    assert start.config_of(arguments, (64, 128)) == config.replace(token_budgets=(64, 128))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
+        ("void cutlass::device_kernel<GemmUniversal>(Params)", "products"),
+        ("void splitKreduce_kernel<32, 16>(float)", "products"),
+        ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("_attend_tile", "attention"),
+        ("triton_red_fused_native_layer_norm_3", "norms and pointwise"),
+        ("triton_poi_fused_addmm_convolution_gelu_5", "norms and pointwise"),
+        ("triton_tem_fused_addmm_7", "products"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("Memset (Device)", "copies"),
+    ],
+)
+def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_kernels_side_by_side_are_no_gap() -> None:
+    run = [
+        Kernel("void gemm<1>(float)", 1000.0, 4000.0),
+        Kernel("triton_norm", 2000.0, 5000.0),
+        Kernel("void gemm<2>(float)", 6000.0, 8000.0),
+    ]
+    row = shares([run, run])
+    assert (row["span"], row["products"], row["norms and pointwise"], row["gaps"]) == (7.0, 5.0, 3.0, 1.0)
+    assert (row["attention"], row["copies"], row["calls"]) == (0.0, 0.0, 3)
+    assert row["longest"] == [["gemm", 5.0], ["triton_norm", 3.0]]
+    assert row["between"] == [["triton_norm, gemm", 1.0]]
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    """A checkout of its own, as far as the benchmark needs one."""
+    package = "fxsplit_encoder"
+    shutil.copytree(ROOT / package, tmp_path / "base" / package, ignore=lambda *_: {"__pycache__"})
+    return tmp_path / "base"
+
+
+@pytest.mark.exhaustive
+def test_both_checkouts_are_timed_and_compared_with_eager(baseline: Path, tmp_path: Path) -> None:
+    output = tmp_path / "ab.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "ab", "--tiny"]
+    options = ["--baseline", str(baseline), "--rounds", "2", "--samples", "2", "--output", str(output)]
+    subprocess.run([*command, *options], check=True)
+    stored = json.loads(output.read_text(encoding="utf-8"))
+    assert stored["wrong"] == []
+    assert {(row["workload"], row["time"]) for row in stored["rows"]} >= {
+        (workload, time) for workload in ("1x64", "mixed2", "full graph") for time in ("execute", "host")
+    }
+    assert all(row[side]["samples"] == 4 for row in stored["rows"] for side in ab.SIDES)
+    assert all(0 < error < 1e-3 for errors in stored["errors"].values() for error in errors.values())
+
+
+def test_a_side_that_imports_another_package_is_refused(
+    baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (baseline / "fxsplit_encoder" / "__init__.py").unlink()
+    with pytest.raises(SystemExit, match="expected the root of a checkout"):
+        ab.Side(baseline, tmp_path, {})
+    monkeypatch.setattr(ab.Side, "ask", lambda self, **_: {"package": str(ROOT / "fxsplit_encoder")})
+    side = ab.Side.__new__(ab.Side)
+    side.root = baseline
+    with pytest.raises(SystemExit, match="expected the package of"):
+        side.start()
+
+
+def test_ratios_are_of_medians_and_their_spread_is_that_of_turns() -> None:
+    baseline = {"1x224": {"execute": [[2.0, 2.0, 9.0], [4.0, 4.0]], "replay": [[1.0]]}}
+    this = {"1x224": {"execute": [[1.0, 1.0, 1.0], [4.0, 4.0]]}}
+    (row,) = ab.compare({"baseline": baseline, "this": this})
+    assert (row["baseline"]["p50"], row["this"]["p50"], row["ratio"]) == (4.0, 1.0, 0.25)
+    assert (row["lowest"], row["highest"]) == (0.5, 1.0)
+
+
+def test_its_grids_are_those_of_the_other_cases() -> None:
+    settings = ab.settings_of(tiny=False, config={})
+    patches = {
+        name: sum(t * h * w for t, h, w in workload["grids"])
+        for name, workload in settings["workloads"].items()
+    }
+    assert patches.pop("full graph") == 256
+    assert patches.items() <= PATCHES.items()
+
+
+def test_the_config_reaches_every_manager() -> None:
+    arguments = parse(["ab", "--baseline", "base", "--config", '{"packing": "greedy"}'])
+    managers = ab.settings_of(tiny=False, config=arguments.config)["managers"]
+    assert {config["packing"] for config in managers.values()} == {"greedy"}
+
+
+LOG = """(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454]   File "sampler.py", line 3, in <module>
+(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] ModuleNotFoundError: No module named 'flashinfer'
+(EngineCore pid=7) Process EngineCore:
+Traceback (most recent call last):
+  File "async_llm.py", line 9, in start
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def test_the_first_error_of_any_process_is_the_reason() -> None:
+    assert root_cause(LOG) == "ModuleNotFoundError: No module named 'flashinfer'"
+    assert root_cause("INFO all is well\n") is None
+
+
+def test_an_engine_whose_encoder_is_not_the_plugins_is_no_measurement_of_it() -> None:
+    serves = "INFO 11-24 [adapter.py:9] encoder CUDA graphs by fxsplit_encoder (...): compile=False\n"
+    assert plugin_problem(serves) is None
+    left = "vLLM's own manager captures the encoder, since fxsplit_encoder could not: CaptureError: no"
+    assert plugin_problem(f"{serves}WARNING 11-24 {left}\n") == left
+    assert plugin_problem("INFO all is well\n") == "the plugin made no manager"
+
+
+def test_every_engine_runs_on_the_node_with_most_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4, 5, 6})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: kept.append(cores))
+    use_one_node(tmp_path)  # a host that does not say
+    for number, cores in enumerate(("0-3\n", "4-6,9\n")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cores, encoding="utf-8")
+    use_one_node(tmp_path)
+    assert kept == [{4, 5, 6}]
+
+
+def test_rounds_are_told_as_one_row() -> None:
+    rounds = [
+        {"answers": [[1, 2], [3, 4]], "first": [10.0, 30.0], "seconds": 0.5},
+        {"answers": [[5, 6], [7, 8]], "first": [20.0, 40.0], "seconds": 1.5},
+    ]
+    rounds[0] |= {"encoder host": [1.0], "in engine": [4.0]}
+    rounds[1] |= {"encoder host": [3.0, 2.0], "in engine": [8.0]}
+    rounds = [{**each, "turn": turn, "engine": 0} for turn, each in enumerate(rounds)]
+    row = _row("ours", "4 images", rounds, {0: [[1, 2], [3, 4]], 1: [[5, 6], [7, 9]]})
+    told = {
+        **dict(variant="ours", requests="4 images", count=4, rate=5.0, same=0.75, p50=20.0, p99=40.0),
+        "encoder host": 2.0,
+        "in engine": 4.0,
+    }
+    assert row == told
+    expected = {each["turn"]: each["answers"] for each in rounds}
+    assert _row("ours", AT_ONCE, rounds, expected)["requests per second"] == 2.0
+    rounds[1]["engine"] = 1
+    assert _row("ours", "4 images", rounds, expected) == {**told, "same": 1.0, "p50 by engine": [10.0, 20.0]}
+
+
+def test_no_variant_is_always_the_first_to_start() -> None:
+    started = [engine.name for engine in order_of_start(["vllm", "ours"], 3)]
+    assert started == ["vllm-0", "ours-0", "ours-1", "vllm-1", "vllm-2", "ours-2"]

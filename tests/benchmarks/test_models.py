@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from arithmetic import count_flops, gemm_flops_per_second
-from models import PackedModel, PagesModel, TilesModel, most_square, rows_of
+from arithmetic import count_flops
+from models import PackedModel, PagesModel, TilesModel, kind_of, most_square, rows_of, tower_names
 from worker import relative_error
-from workloads import Request
+from workloads import QUICK_WORKLOADS, WORKLOADS, Request
 
 REQUEST = Request(images=((128, 96), (64, 64)), clips=((4, (64, 96)),))
 
@@ -53,11 +53,6 @@ def test_counted_operations_are_those_of_the_configuration(
     expected = config.depth * (block + attention) + mergers * merge + embedding
     prepared = model.prepare(batch)
     assert count_flops(lambda: model.forward(prepared)) == expected
-
-
-def test_the_rate_of_a_product_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arithmetic._GEMM_SIDE", {"cpu": 64})
-    assert 1e6 < gemm_flops_per_second(torch.device("cpu"), torch.float32) < 1e15
 
 
 class _Internvl(torch.nn.Linear):
@@ -109,3 +104,42 @@ def test_pages_are_whole_and_in_crops() -> None:
 @pytest.mark.parametrize(("count", "grid"), [(0, (1, 1)), (2, (2, 1)), (4, (2, 2)), (6, (3, 2)), (9, (3, 3))])
 def test_crops_form_the_most_square_grid(count: int, grid: tuple[int, int]) -> None:
     assert most_square(count) == grid
+
+
+# Patches of Qwen3-VL: a side of 16 pixels, merged by two.
+PATCHES = {
+    "1x224": 196,
+    "1x448": 784,
+    "1x896": 3136,
+    "1x1344": 7056,
+    "mixed8": 12588,
+    "mixed8_big": 17244,
+    "20x336": 20 * 400,
+    "clip16": 8 * 16 * 28,
+    "clip64": 32 * 16 * 28,
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_workload_has_the_patches_of_its_pixels(name: str, make_model: Callable[[], PackedModel]) -> None:
+    model = make_model()
+    (request,) = WORKLOADS["packed"][name].requests
+    grids = [model.grid(1, *size) for size in request.images]
+    grids += [model.grid(frames, *size) for frames, size in request.clips]
+    assert sum(t * h * w for t, h, w in grids) == PATCHES[name]
+
+
+def test_photographs_are_many_requests_of_several_sizes() -> None:
+    requests = WORKLOADS["packed"]["photos"].requests
+    assert len(requests) >= 10
+    assert 1 <= min(len(r.images) for r in requests) < max(len(r.images) for r in requests) <= 16
+    sizes = {size for request in requests for size in request.images}
+    assert len(sizes) > 0.9 * sum(len(request.images) for request in requests)
+
+
+@pytest.mark.parametrize("tower", tower_names())
+def test_every_tower_has_workloads(tower: str) -> None:
+    for listed in (WORKLOADS, QUICK_WORKLOADS):
+        for name, workload in listed[kind_of(tower)].items():
+            assert workload.name == name
+            assert all(request != Request() for request in workload.requests)

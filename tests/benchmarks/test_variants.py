@@ -2,20 +2,28 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm_variants
 from models import PackedModel, rows_of
 from variants import MODES, VARIANTS, Compile, ExactGraph, Variant
-from worker import relative_error
+from vllm_variants import VllmEager, VllmManager, vllm_inputs
+from worker import _measure, relative_error, settle
 from workloads import WORKLOADS, Request
 
 import fxsplit_encoder as fx
 
-CONFIG = {"token_budgets": (8, 32), "max_items_per_batch": 4, "max_frames_per_batch": 0}
+CONFIG = {
+    "token_budgets": (8, 32),
+    "max_items_per_batch": 4,
+    "max_frames_per_batch": 0,
+    "piece_compiler": "eager",
+}
 REQUESTS = (Request(images=((128, 96), (64, 64))), Request(images=((96, 96),)))
 MakeModel = Callable[[], PackedModel]
 
@@ -35,24 +43,19 @@ def check(name: str, model: PackedModel) -> Variant:
 
 
 @pytest.mark.slow
-def test_ours_in_a_mode(make_model: MakeModel) -> None:
+def test_ours_in_a_mode_tells_its_padding(make_model: MakeModel) -> None:
     assert {f"ours-{mode}" for mode in MODES} < VARIANTS.keys()
     assert [fx.EncoderConfig(mode=mode).mode for mode in MODES] == list(MODES)
-    variant: Any = check("ours-piecewise", make_model())
+    model = make_model()
+    variant: Any = check("ours-piecewise", model)
     assert {"compile", "capture"} <= variant.seconds.keys()
     assert variant.manager.config.mode == "piecewise"
-
-
-@pytest.mark.slow
-def test_padding_is_told(make_model: MakeModel) -> None:
-    model = make_model()
-    variant: Any = check("ours-full", model)
     batch = model.batch(REQUESTS[1])  # 9 tokens
     assert variant.padding(batch) == pytest.approx(1 - 9 / 32)
-    assert variant.note(batch) == "32 full"
+    assert variant.note(batch) == "32 piecewise"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_the_backend(make_model: MakeModel) -> None:
     assert "compile and capture" in check("ours-backend", make_model()).seconds
@@ -106,3 +109,69 @@ def test_what_cannot_run_says_why(make_model: MakeModel, monkeypatch: pytest.Mon
     static = VARIANTS["compile-reduce-overhead"](make_model(), {})
     assert "12 requests" in str(static.why_not(WORKLOADS["packed"]["photos"]))
     assert static.why_not(WORKLOADS["packed"]["mixed8"]) is None
+
+
+@pytest.mark.parametrize("variant", [VllmEager, VllmManager])
+def test_where_they_cannot_run(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_variants, "vllm_or_none", lambda: None)
+    assert variant.unavailable("packed", "cpu") == "needs CUDA graphs"
+    assert variant.unavailable("packed", "cuda") == "vLLM is not installed"
+    monkeypatch.setattr(vllm_variants, "vllm_or_none", lambda: "0.33.0")
+    assert variant.unavailable("packed", "cuda") is None
+
+
+def test_towers_and_workloads_that_are_left_out() -> None:
+    packed = WORKLOADS["packed"]
+    known = VllmEager(SimpleNamespace(name="qwen3-vl-8b"), {})  # type: ignore[arg-type]
+    assert known.why_not(packed["1x448"]) is None
+    assert known.why_not(packed["clip16"]) == "videos are left out"
+    other = VllmEager(SimpleNamespace(name="glm-4.1v-9b"), {})  # type: ignore[arg-type]
+    assert "those of qwen3-vl-8b" in str(other.why_not(packed["1x448"]))
+    other.start()  # has nothing to start
+
+
+def test_inputs_have_the_names_that_vllm_gives_them() -> None:
+    packed = {"pixel_values": torch.ones(4, 2), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    assert vllm_inputs("packed", packed) == packed
+    tiles = vllm_inputs("tiles", {"pixel_values": torch.ones(3, 3, 4, 4), "num_patches": [1, 2]})
+    assert tiles["image_num_patches"].tolist() == [1, 2]
+    assert tiles["pixel_values_flat"].shape == (3, 3, 4, 4)
+
+
+def test_a_variant_with_a_reference_of_its_own_is_compared_with_that() -> None:
+    class Tower:
+        seconds_to_settle = 0.0
+
+        def __init__(self, error: float) -> None:
+            self.error = error
+
+        def prepare(self, batch: Any) -> None: ...
+
+        def reference(self, batch: Any) -> torch.Tensor:
+            return torch.ones(4, 2)
+
+        def run(self, batch: Any) -> torch.Tensor:
+            return torch.ones(4, 2) + self.error
+
+        def padding(self, batch: Any) -> float:
+            return 0.0
+
+        def note(self, batch: Any) -> str:
+            return ""
+
+    job: Any = SimpleNamespace(dtype="float32", samples=2, quick=True, seconds=0.0)
+    other = torch.full((4, 2), 7.0)
+    row = _measure(job, Tower(0.0), [None], other)  # type: ignore[arg-type, list-item]
+    assert row["error"] == 0.0 and row["p50"] >= 0
+    assert "settled s" not in row
+    assert "wrong" in _measure(job, Tower(0.5), [None], other)["failure"]  # type: ignore[arg-type, list-item]
+
+
+def test_what_changes_how_it_runs_is_repeated_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
+    calls: list[int] = []
+    settle([lambda: calls.append(1), lambda: calls.append(2)], 3.0)
+    assert calls == [1, 2, 1, 2]  # the clock reads 0 for the end at 3, then 1, 2 and 3
+    settle([lambda: calls.append(3)], 0.0)
+    assert 3 not in calls

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,29 +42,13 @@ class Family:
         return fx.wrap(module, DenseTowerSpec((3, 2, 2), 4, 4, output=lambda features: features))
 
 
-def inspect(mixed: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def inspect(mixed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
     run_inspect(Blocks(mixed).eval(), Family(), fx.EncoderConfig(), Document())  # type: ignore[arg-type]
     return capsys.readouterr().out
 
 
-def test_passes_are_shown_with_the_places_they_changed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (line,) = [line for line in inspect(None, monkeypatch, capsys).splitlines() if "passes" in line]
-    assert "conv_to_linear 0" in line
-
-
-def test_every_piece_is_proved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = inspect(None, monkeypatch, capsys).splitlines()
-    (verdict,) = [line for line in lines if line.startswith("padding ")]
-    assert re.fullmatch(r"padding  proved over \d\d+ nodes: no real row depends on pad rows", verdict)
-    rows = [line for line in lines if line.startswith(("piece", "splitting op"))]
-    assert len(rows) == 4  # the first piece, those between attentions, the last one; attention
-    assert all(row.endswith("proved") for row in rows)
-
-
-def test_an_unproved_node_and_its_reason_stand_beside_its_piece(
+def test_passes_and_unproved_nodes_stand_beside_their_places(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = inspect(1, monkeypatch, capsys)
@@ -73,6 +56,8 @@ def test_an_unproved_node_and_its_reason_stand_beside_its_piece(
     assert verdict.startswith(
         "padding  declared by the tower, not proved: mean: mean reduces over tokens, at "
     )
+    (passes,) = [line for line in out.splitlines() if "passes" in line]
+    assert "conv_to_linear 0" in passes
     assert "test_inspection.py" in verdict and ".mean(" in verdict
     rows = {line.split("  ")[0]: line for line in out.splitlines() if line.startswith(("piece", "splitting"))}
     # First piece, behind the first attention, behind the second with the mean, and the last.

@@ -1,8 +1,9 @@
-"""The device of a command."""
+"""The commands: what they print and write, and their errors."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -60,6 +61,11 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+def without_a_trace(config: Path) -> None:
+    """Makes captures of a configuration take no seconds of tracing."""
+    config.write_text(f"{config.read_text(encoding='utf-8')}mode: breakable\n", encoding="utf-8")
+
+
 def images(paths: Sequence[Path]) -> list[object]:
     return [argument for path in paths for argument in ("--images", path)]
 
@@ -67,10 +73,10 @@ def images(paths: Sequence[Path]) -> list[object]:
 @pytest.mark.slow
 def test_demo(photographs: list[Path], config: Path, tmp_path: Path) -> None:
     options = ("--config", config, "--device", "cpu", "-o", tmp_path / "demo.json")
-    result = run("demo", "--blocks", 2, *options, *images(photographs))
+    result = run("demo", "--blocks", 1, *options, *images(photographs))
     assert result.exit_code == 0, result.output
     out = result.stdout
-    assert "2 blocks, width 1152" in out
+    assert "1 blocks, width 1152" in out
     found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     assert [row["item"] for row in found["items"]] == ["photo", "photo#2", "clip", "all 3"]
     assert found["items"][0].keys() >= {"tokens", "budget", "difference"} and "ratio" not in found["items"][0]
@@ -79,7 +85,7 @@ def test_demo(photographs: list[Path], config: Path, tmp_path: Path) -> None:
     assert "no GPU: recorded steps are replayed without CUDA graphs; no times" in out
     (headers,) = [line.split() for line in out.splitlines() if line.startswith("item ")]
     assert headers == "item size px patches tokens budget mode served |diff|".split()
-    assert "cut at 2 x fxsplit::varlen_attention" in out
+    assert "cut at 1 x fxsplit::varlen_attention" in out
     assert "3 items in 2 batches: 3 hit" in out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
     assert rows["clip"][1:7] == ["3x64x64", "32", "8", "8", "full", "hit"]
@@ -89,7 +95,7 @@ def test_demo(photographs: list[Path], config: Path, tmp_path: Path) -> None:
     assert "capturing" in result.stderr and "2/2" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_demo_of_a_tower_of_tiles(photographs: list[Path]) -> None:
     arguments = ("--model", "clip-l-336", "--blocks", 1, "--device", "cpu")
     result = run("demo", *arguments, *images(photographs[1:2]))
@@ -103,25 +109,24 @@ def test_demo_of_a_tower_of_tiles(photographs: list[Path]) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
-@pytest.mark.slow
-def test_demo_in_bfloat16_is_judged_by_its_error(photographs: list[Path], config: Path) -> None:
-    config.write_text(f"{config.read_text(encoding='utf-8')}mode: breakable\n", encoding="utf-8")  # no trace
-    arguments = ("--blocks", 1, "--config", config, "--device", "cpu", "--dtype", "bfloat16")
+def test_demo_in_bfloat16_is_judged_by_its_error(
+    photographs: list[Path], config: Path, save_checkpoint: SaveCheckpoint
+) -> None:
+    without_a_trace(config)
+    arguments = ("--model", save_checkpoint(), "--config", config, "--device", "cpu", "--dtype", "bfloat16")
     result = run("demo", *arguments, *images(photographs[:1]))
     assert result.exit_code == 0, result.output
     assert "times eager's own (allowed: 1.1)" in result.stdout
 
 
-@pytest.mark.slow
 def test_demo_counts_misses_and_fails_on_a_difference(
-    photographs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    photographs: list[Path], save_checkpoint: SaveCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "FLOAT32_TOLERANCE", 0.0)
+    monkeypatch.setattr(demo, "FLOAT32_TOLERANCE", -1.0)
     small = tmp_path / "small.yaml"
-    small.write_text(
-        "token_budgets: [4]\nmax_items_per_batch: 1\nmax_frames_per_batch: 1\n", encoding="utf-8"
-    )
-    result = run("demo", "--blocks", 1, "--config", small, "--device", "cpu", *images(photographs[1:2]))
+    small.write_text("token_budgets: [4]\nmax_items_per_batch: 1\nmode: breakable\n", encoding="utf-8")
+    options = ("--model", save_checkpoint(), "--config", small, "--device", "cpu")
+    result = run("demo", *options, *images(photographs[1:2]))
     assert result.exit_code == 1
     assert "over_largest_budget" in result.stdout
     assert "0 of 1" in result.stdout
@@ -129,7 +134,7 @@ def test_demo_counts_misses_and_fails_on_a_difference(
     assert "Every output" not in result.stdout
 
 
-@pytest.mark.parametrize("with_config", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("with_config", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_encode(
     photographs: list[Path],
     config: Path,
@@ -138,6 +143,7 @@ def test_encode(
     tmp_path: Path,
     with_config: bool,
 ) -> None:
+    without_a_trace(config)
     output = tmp_path / "embeddings.safetensors"
     model = save_checkpoint(shards=2)
     (model / "preprocessor_config.json").write_text('{"image_mean": [0.4, 0.5, 0.6]}', encoding="utf-8")
@@ -221,7 +227,7 @@ def test_inspect(config: Path, save_checkpoint: SaveCheckpoint, with_model: bool
     assert "width 32" in out if with_model else "width 1152" in out
     steps = "5: 3 pieces, 2 splitting ops" if with_model else "3: 2 pieces, 1 splitting ops"
     assert f"{steps}, 0 host ops" in out
-    assert "no real row depends on pad rows" in out
+    assert re.search(r"padding  proved over \d\d+ nodes: no real row depends on pad rows", out)
     rows = [line for line in out.splitlines() if line.startswith(("piece", "splitting op"))]
     assert len(rows) == (4 if with_model else 3) and all(row.endswith("proved") for row in rows)
     assert "A replay holds at most 4 items, 4 video frames" in out

@@ -82,6 +82,7 @@ COMMANDS = """
 """
 
 
+@pytest.mark.exhaustive
 def test_every_command_works(installed: Path, tmp_path: Path) -> None:
     _, model = save(tmp_path / "model", "qwen2_vl")
     script = tmp_path / "commands.py"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def wait(ticket: Ticket) -> Availability:
     return told
 
 
+def ready(each: Connector, *items: MediaItem | str, **settings: Any) -> Ticket:
+    """The ticket of a request, once its features are there."""
+    ticket = each.submit(request(*items, **settings))
+    assert wait(ticket) == "ready", ticket.error
+    return ticket
+
+
+def rows_in(each: Connector, ticket: Ticket) -> Tensor:
+    """Those of a ticket's first item."""
+    with each.read(ticket) as rows:
+        return rows[0].rows.clone()
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     """For what no ticket tells of."""
     deadline = time.monotonic() + PATIENCE_S
@@ -66,12 +80,26 @@ def queued(each: Connector) -> int:
         return len(each._core.books.parts.to_encode)
 
 
+def encode_behind(each: Connector, stage: Stage, *requests: EncodeRequest) -> list[Availability]:
+    """What became of requests that come to wait in turn while a first batch is encoded."""
+    tickets = [each.submit(request("first"))]
+    stage.wait_for_batch()
+    for one in requests:
+        num_waiting = queued(each) + len(one.items)
+        tickets.append(each.submit(one))
+        wait_until(lambda expected=num_waiting: queued(each) == expected)
+    stage.open()
+    return [wait(ticket) for ticket in tickets]
+
+
 class Stage:
     """Where every batch shows up, and waits until it may go on if the stage is closed."""
 
-    def __init__(self, *, is_open: bool = True) -> None:
+    def __init__(
+        self, *, is_open: bool = True, faults: dict[str, Callable[[], BaseException]] | None = None
+    ) -> None:
         self.batches: list[list[str]] = []
-        self.faults: dict[str, Callable[[], BaseException]] = {}
+        self.faults = dict(faults or {})
         """By the name of an item: what a batch with it raises."""
         self._entered = threading.Semaphore(0)
         self._open = threading.Event()
@@ -98,9 +126,6 @@ class Stage:
 
     def open(self) -> None:
         self._open.set()
-
-    def close(self) -> None:
-        self._open.clear()
 
 
 class SlowEvent:
@@ -184,3 +209,17 @@ def connector(
         encoders = [lambda: FakeEncoder(on_encode=stage)] * encoders
     config = ConnectorConfig(**{"cpu_workers": 2, "timeout_s": None, **settings})
     return Connector(processor or FakeProcessor(), encoders, config, copies=copies)
+
+
+@contextmanager
+def staged(
+    encoders: int = 1,
+    *,
+    is_open: bool = False,
+    faults: dict[str, Callable[[], BaseException]] | None = None,
+    **settings: Any,
+) -> Iterator[tuple[Connector, Stage]]:
+    """A connector, and the stage of all its batches."""
+    stage = Stage(is_open=is_open, faults=faults)
+    with connector(encoders, stage=stage, **settings) as each:
+        yield each, stage

@@ -12,12 +12,11 @@ from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
-from .scenes import Stage, connector, image, prompt, request, rows_of, wait
+from .scenes import Stage, connector, image, prompt, ready, request, rows_in, rows_of, staged, wait
 
 
 def test_a_ticket_has_its_counts_before_anything_is_encoded() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage) as each:
+    with staged() as (each, stage):
         ticket = each.submit(request(image("a", 5), image("b", 7)))
         assert ticket.token_counts == (5, 7)
         assert ticket.availability == "deferred"
@@ -30,8 +29,7 @@ def test_a_ticket_has_its_counts_before_anything_is_encoded() -> None:
 
 
 def test_a_step_tells_each_change_once() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage) as each:
+    with staged() as (each, stage):
         good, bad = each.submit(request("a")), each.submit(EncodeRequest("r", [image("b", 3)]))
         gone = each.submit(request("c"))
         each.cancel(gone)
@@ -61,8 +59,7 @@ def test_chunks_of_a_prompt_get_their_rows() -> None:
     items = [image("a", 3), image("b", 2), image("a", 3)]
     placeholders = prompt(1, 9, 2, 9, 9, 3)  # adjacent and repeated
     with connector() as each:
-        ticket = each.submit(request(*items, placeholders=placeholders))
-        wait(ticket)
+        ticket = ready(each, *items, placeholders=placeholders)
         text = torch.from_numpy(placeholders.token_ids(ticket.token_counts)).float()[:, None].repeat(1, 8)
         expected = text.clone()
         expected[1:4], expected[5:7], expected[7:10] = (rows_of(item) for item in items)
@@ -82,23 +79,20 @@ def test_rows_that_are_not_as_many_as_announced_are_no_hit() -> None:
             return super().digest(MediaItem(item.modality, item.media))
 
     with connector(processor=Forgetful()) as each:
-        kept = each.submit(request(image("a", 4), retention="keep"))
-        wait(kept)
-        other = each.submit(request(image("a", 5), retention="keep"))
-        wait(other)
+        kept = ready(each, image("a", 4), retention="keep")
+        other = ready(each, image("a", 5), retention="keep")
         with each.read(kept) as four, each.read(other) as five:
             assert (len(four[0].rows), len(five[0].rows)) == (4, 5)
         stats = each.stats()
         assert (stats.rejected_hits, stats.hits, stats.misses) == (1, 0, 2)
-        wait(each.submit(request(image("a", 4))))
+        ready(each, image("a", 4))
         assert each.stats().hits == 1
         assert each.audit() == []
 
 
 def test_a_merge_that_cannot_be_writes_nothing() -> None:
     placeholders = prompt(9, 1)
-    stage = Stage(is_open=False)
-    with connector(stage=stage) as each:
+    with staged() as (each, stage):
         ticket = each.submit(request("a", placeholders=placeholders))
         out = torch.zeros(5, 8)
         with pytest.raises(InputError, match="expected it to be ready; it is"):
@@ -109,13 +103,11 @@ def test_a_merge_that_cannot_be_writes_nothing() -> None:
             each.merge(ticket, (0, 6), torch.zeros(6, 8))
         with pytest.raises(InputError, match=r"embeddings: expected \(5, width\); got \(4, 8\)"):
             each.merge(ticket, (0, 5), out[:4])
-        two = each.submit(request("a", "b", placeholders=placeholders))
-        wait(two)
+        two = ready(each, "a", "b", placeholders=placeholders)
         with pytest.raises(InputError, match="expected 1 of at least 0, one for each item"):
             each.merge(two, (0, 5), out)
-        wait(one := each.submit(request("a", placeholders=placeholders)))
-        plain = each.submit(request("a"))
-        wait(plain)
+        one = ready(each, "a", placeholders=placeholders)
+        plain = ready(each, "a")
         with pytest.raises(InputError, match="expected placeholders; got none"):
             each.merge(plain, (0, 5), out)
         each.release(ticket)
@@ -131,8 +123,7 @@ def test_a_merge_that_cannot_be_writes_nothing() -> None:
 
 def test_an_item_released_before_the_others_can_be_merged_no_more() -> None:
     with connector() as each:
-        ticket = each.submit(request("a", "b", placeholders=prompt(9, 9)))
-        wait(ticket)
+        ticket = ready(each, "a", "b", placeholders=prompt(9, 9))
         each.release(ticket, 0)
         assert ticket.state is State.READY
         each.merge(ticket, (4, 8), torch.zeros(4, 8))
@@ -142,8 +133,7 @@ def test_an_item_released_before_the_others_can_be_merged_no_more() -> None:
 
 def test_holds_are_counted_for_each_occurrence() -> None:
     with connector() as each:
-        ticket = each.submit(request("a", "a"))
-        wait(ticket)
+        ticket = ready(each, "a", "a")
         assert each.hold(ticket) == "ready"
         assert each.release(ticket, 0) == 1
         assert each.release(ticket) == 2
@@ -154,8 +144,7 @@ def test_holds_are_counted_for_each_occurrence() -> None:
 
 
 def test_a_preempted_request_reads_again() -> None:
-    stage = Stage()
-    with connector(stage=stage) as each:
+    with staged(is_open=True) as (each, stage):
         kept, discarded = each.submit(request("a", retention="keep")), each.submit(request("b"))
         for ticket in (kept, discarded):
             wait(ticket)
@@ -164,14 +153,12 @@ def test_a_preempted_request_reads_again() -> None:
         assert each.hold(discarded) == "deferred"
         assert wait(discarded) == "ready"
         assert sorted(stage.encoded) == ["a", "b", "b"]
-        with each.read(discarded) as rows:
-            assert torch.equal(rows[0].rows, rows_of(image("b")))
+        assert torch.equal(rows_in(each, discarded), rows_of(image("b")))
 
 
 def test_features_are_shared_within_a_salt_only() -> None:
     with connector() as each:
-        first = each.submit(request("a", retention="keep"))
-        wait(first)
+        ready(each, "a", retention="keep")
         same, other = each.submit(request("a")), each.submit(request("a", salt="tenant"))
         wait(same), wait(other)
         stats = each.stats()
@@ -180,17 +167,16 @@ def test_features_are_shared_within_a_salt_only() -> None:
 
 def test_after_other_weights_nothing_old_is_found() -> None:
     with connector() as each:
-        wait(first := each.submit(request("a", retention="keep")))
+        first = ready(each, "a", retention="keep")
         each.change_identity(TowerIdentity(b"other weights", "", ""))
-        wait(second := each.submit(request("a", retention="keep")))
+        second = ready(each, "a", retention="keep")
         each.release(first), each.release(second)
-        wait(each.submit(request("a")))
+        ready(each, "a")
         assert (each.stats().hits, each.stats().misses) == (1, 2)
 
 
 def test_a_request_beyond_the_bound_is_refused_and_costs_nothing() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage, max_waiting_items=2) as each:
+    with staged(max_waiting_items=2) as (each, stage):
         tickets = [each.submit(request("a")), each.submit(request("b"))]
         with pytest.raises(ConnectorFullError, match="2 items wait, and max_waiting_items is 2") as refused:
             each.submit(request("c"))
@@ -198,7 +184,7 @@ def test_a_request_beyond_the_bound_is_refused_and_costs_nothing() -> None:
         assert each.submit(request()).availability == "ready", "text needs no room"
         stage.open()
         assert [wait(ticket) for ticket in tickets] == ["ready", "ready"]
-        wait(each.submit(request("c")))
+        ready(each, "c")
         assert each.stats().refused == 1
 
 
@@ -212,7 +198,7 @@ def test_what_cannot_ever_fit_fails_by_itself() -> None:
             "item 0 of request r (image, 4 tokens): its request takes 12288 bytes, and host_bytes is 8192"
         )
         repeated = image("a")
-        assert wait(each.submit(request(repeated, repeated, repeated))) == "ready"
+        ready(each, repeated, repeated, repeated)
 
 
 def test_features_that_devices_have_no_room_for_lie_on_the_host() -> None:
@@ -220,8 +206,7 @@ def test_features_that_devices_have_no_room_for_lie_on_the_host() -> None:
         tickets = [each.submit(request(name)) for name in "abcd"]
         for ticket, name in zip(tickets, "abcd", strict=True):
             wait(ticket)
-            with each.read(ticket) as rows:
-                assert torch.equal(rows[0].rows, rows_of(image(name)))
+            assert torch.equal(rows_in(each, ticket), rows_of(image(name)))
         lie = [ticket.residence(0) for ticket in tickets]
         assert sorted(lie) == [Residence.DEVICE] * 2 + [Residence.HOST] * 2
         assert each.stats().bytes_used["device cpu"] == 256

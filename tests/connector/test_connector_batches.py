@@ -18,23 +18,8 @@ from fxsplit_encoder.connector.request import SPECIFIED_BATCHES
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import ConnectorError, InputError
 
-from .books.stand_ins import Bench
-from .books.test_any_history import AnyHistory
-from .scenes import Stage, connector, image, queued, request, wait, wait_until
-
-
-def test_items_of_different_requests_share_a_batch() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage) as each:
-        tickets = [each.submit(request("first"))]
-        stage.wait_for_batch()
-        tickets += [each.submit(request(name)) for name in "abc"]
-        wait_until(lambda: queued(each) == 3)
-        stage.open()
-        for ticket in tickets:
-            wait(ticket)
-        assert [sorted(batch) for batch in stage.batches] == [["first"], ["a", "b", "c"]]
-        assert each.stats().mean_batch_items == 2
+from .books.test_any_history import AnyHistory, Bench
+from .scenes import Stage, connector, encode_behind, image, queued, ready, request, staged, wait, wait_until
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), "cpu"])
@@ -53,17 +38,16 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     encoder: Any = FakeEncoder(on_encode=lambda items: seen.append(list(inside)))
     encoder.device = device
     with connector([lambda: encoder], copies=OwnStreams()) as each:
-        wait(each.submit(request("a")))
+        ready(each, "a")
     encoder.stream_priority = -2
     with connector([lambda: encoder], copies=OwnStreams()) as each:
-        wait(each.submit(request("b")))
+        ready(each, "b")
     assert (seen, inside) == ([[(torch.device("cpu"), 0)], [(torch.device("cpu"), -2)]], [])
 
 
 def test_batches_of_eight_or_of_five_milliseconds() -> None:
     """The specification's."""
-    stage = Stage(is_open=False)
-    with connector(stage=stage, max_batches_in_flight=1, **SPECIFIED_BATCHES) as each:
+    with staged(max_batches_in_flight=1, **SPECIFIED_BATCHES) as (each, stage):
         alone = each.submit(request("alone"))
         assert stage.wait_for_batch() == ["alone"], "after 5 ms, though nobody joined it"
         tickets = [each.submit(request(f"image {number}")) for number in range(20)]
@@ -72,6 +56,7 @@ def test_batches_of_eight_or_of_five_milliseconds() -> None:
         for ticket in (alone, *tickets):
             wait(ticket)
         assert [len(batch) for batch in stage.batches] == [1, 8, 8, 4]
+        assert each.stats().mean_batch_items == 21 / 4
 
 
 def test_a_batch_that_is_not_full_waits_as_long_as_it_is_told_to() -> None:
@@ -89,47 +74,23 @@ def test_a_batch_that_is_not_full_waits_as_long_as_it_is_told_to() -> None:
 
 
 def test_a_long_video_lets_images_that_come_later_pass_but_not_all_of_them() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage, max_batch_items=1, cpu_workers=1) as each:
-        tickets = [each.submit(request("first"))]
-        stage.wait_for_batch()
-        tickets.append(each.submit(request(MediaItem("video", "video", {"tokens": 40}))))
-        tickets.append(each.submit(request(*(f"image {number}" for number in range(16)))))
-        wait_until(lambda: queued(each) == 17)
-        stage.open()
-        for ticket in tickets:
-            wait(ticket)
+    with staged(max_batch_items=1, cpu_workers=1) as (each, stage):
+        images = request(*(f"image {number}" for number in range(16)))
+        encode_behind(each, stage, request(MediaItem("video", "video", {"tokens": 40})), images)
         order = [names[0] for names in stage.batches]
         assert order.index("video") == 10, "after as many tokens of the other request as it has itself"
 
 
 def test_images_do_not_wait_for_a_video_that_came_with_them() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage, max_batches_in_flight=1, cpu_workers=1) as each:
-        tickets = [each.submit(request("first"))]
-        stage.wait_for_batch()
-        tickets += [each.submit(request(image("video", 100)))]
-        tickets += [each.submit(request(image(name, 4))) for name in "abc"]
-        tickets += [each.submit(request(image("large", 20)))]
-        wait_until(lambda: queued(each) == 5)
-        stage.open()
-        for ticket in tickets:
-            wait(ticket)
+    with staged(max_batches_in_flight=1, cpu_workers=1) as (each, stage):
+        items = [image("video", 100), *(image(name, 4) for name in "abc"), image("large", 20)]
+        encode_behind(each, stage, *map(request, items))
         assert stage.batches[1:] == [["a", "b", "c", "large"], ["video"]]
 
 
 def test_a_request_of_many_images_does_not_hold_up_one_of_a_single() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage, max_batch_items=1, cpu_workers=1) as each:
-        first = each.submit(request("first"))
-        stage.wait_for_batch()
-        many = each.submit(request(*(f"many {number}" for number in range(6))))
-        wait_until(lambda: queued(each) == 6)
-        one = each.submit(request("one"))
-        wait_until(lambda: queued(each) == 7)
-        stage.open()
-        for ticket in (first, many, one):
-            wait(ticket)
+    with staged(max_batch_items=1, cpu_workers=1) as (each, stage):
+        encode_behind(each, stage, request(*(f"many {number}" for number in range(6))), request("one"))
         assert [names[0] for names in stage.batches].index("one") == 2
 
 
@@ -184,7 +145,7 @@ def test_a_worker_rests_until_it_was_busy_for_no_more_than_its_share() -> None:
 
 def test_a_worker_that_rests_ends_when_it_is_told_to() -> None:
     with connector(max_busy_share=1e-9) as each:
-        assert wait(each.submit(request("a"))) == "ready"
+        ready(each, "a")
         late = each.submit(request("b"))
         wait_until(lambda: queued(each) == 1)
         each.cancel(late)
@@ -219,7 +180,7 @@ def test_workers_get_what_they_encode() -> None:
         lambda: FakeEncoder(on_encode=sounds, modalities=["audio"]),
     ]
     with connector(encoders) as each:
-        wait(each.submit(request(image("a"), MediaItem("audio", "s"), image("b"))))
+        ready(each, image("a"), MediaItem("audio", "s"), image("b"))
         assert sorted(images.encoded) == ["a", "b"]
         assert sounds.batches == [["s"]]
 
@@ -232,8 +193,7 @@ def test_encoders_have_to_agree_on_the_size_of_rows() -> None:
 
 
 def test_a_batch_waits_until_there_is_room_for_what_it_writes() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage, staging_bytes=256) as each:
+    with staged(staging_bytes=256) as (each, stage):
         first = each.submit(request("a", "b"))
         stage.wait_for_batch()
         second = each.submit(request(image("c", 8)))
@@ -241,16 +201,6 @@ def test_a_batch_waits_until_there_is_room_for_what_it_writes() -> None:
         stage.open()
         assert (wait(first), wait(second)) == ("ready", "ready")
         assert each.stats().bytes_peak["staging worker 0"] <= 256
-
-
-def test_submission_waits_neither_for_encoders_nor_for_cpu_workers() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage) as each:
-        tickets = [each.submit(request(f"image {number}")) for number in range(100)]
-        assert all(ticket.availability == "deferred" for ticket in tickets)
-        assert len(each.step().deferred) == 100
-        stage.open()
-        assert {wait(ticket) for ticket in tickets} == {"ready"}
 
 
 def test_encoders_start_and_encode_on_one_thread_each() -> None:
@@ -269,16 +219,14 @@ def test_encoders_start_and_encode_on_one_thread_each() -> None:
 
     with connector([Watched, Watched]) as each:
         for number in range(20):
-            wait(each.submit(request(f"image {number}")))
+            ready(each, f"image {number}")
     assert sorted(threads.values(), key=str) == [{"connector-worker 0"}, {"connector-worker 1"}]
 
 
 def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
     """An image that is preprocessed."""
     bench.books.submit(request(image(name)), [4], None)
-    machine = AnyHistory()
-    machine.bench, machine.books = bench, bench.books
-    machine.digesting, machine.preparing = [], []
+    machine = AnyHistory.of(bench)
     machine.take_cpu_job()
     machine.digested(0, False)
     bench.books.settle()

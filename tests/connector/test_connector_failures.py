@@ -20,12 +20,13 @@ from .scenes import (
     PATIENCE_S,
     Stage,
     connector,
+    encode_behind,
     image,
     names_of,
     prompt,
-    queued,
     request,
     rows_of,
+    staged,
     wait,
     wait_until,
 )
@@ -118,18 +119,11 @@ def test_an_encoder_that_returns_too_few_features_fails_its_items() -> None:
 
 
 def test_a_batch_that_fails_is_halved_until_the_guilty_is_alone() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage, cpu_workers=1) as each:
-        first = each.submit(request("first"))
-        stage.wait_for_batch()
-        tickets = {name: each.submit(request(name)) for name in "abcdefgh"}
-        wait_until(lambda: queued(each) == 8)
+    with staged(cpu_workers=1) as (each, stage):
         stage.faults["c"] = lambda: ValueError("bad pixels")
-        stage.open()
-        told = {name: wait(ticket) for name, ticket in tickets.items()}
-        assert wait(first) == "ready"
-        assert told == {name: "unavailable" if name == "c" else "ready" for name in "abcdefgh"}
-        assert kind_of(tickets["c"]) == ("encoder", False)
+        told = encode_behind(each, stage, *map(request, "abcdefgh"))
+        assert told == ["unavailable" if name == "c" else "ready" for name in ("first", *"abcdefgh")]
+        assert each.stats().failures == {"encoder": 1}
         sizes = [len(batch) for batch in stage.batches]
         assert sizes == [1, 8, 4, 2, 2, 1, 1, 4]
         assert each.stats().split_batches == 3
@@ -150,19 +144,16 @@ def test_what_failed_for_a_reason_that_may_pass_is_tried_again_if_asked_for() ->
 
 
 def test_a_retry_is_not_for_items_that_are_to_blame() -> None:
-    stage = Stage()
-    stage.faults["a"] = lambda: ValueError("bad pixels")
-    with connector(stage=stage) as each:
+    with staged(is_open=True, faults={"a": lambda: ValueError("bad pixels")}) as (each, stage):
         ticket = each.submit(request("a", failure=RETRY))
         assert wait(ticket) == "unavailable"
         assert stage.batches == [["a"]]
+        assert kind_of(ticket) == ("encoder", False)
 
 
 def test_a_request_may_go_on_as_text() -> None:
-    stage = Stage()
-    stage.faults["b"] = lambda: RuntimeError("broken")
     placeholders = prompt(1, 9, 9, 2)
-    with connector(stage=stage) as each:
+    with connector(stage=Stage(faults={"b": lambda: RuntimeError("broken")})) as each:
         ticket = each.submit(request("a", "b", failure=TEXT_ONLY, placeholders=placeholders))
         assert each.submit(request("a", failure=TEXT_ONLY)).text_only is False
         assert wait(ticket) == "ready"
@@ -198,9 +189,7 @@ def test_less_is_asked_of_an_item_when_memory_runs_out_and_only_where_allowed() 
 
 
 def test_an_item_that_has_no_more_to_give_fails() -> None:
-    stage = Stage()
-    stage.faults["a"] = MemoryError
-    with connector(stage=stage) as each:
+    with staged(is_open=True, faults={"a": MemoryError}) as (each, stage):
         ticket = each.submit(request(image("a", 4), failure=FailurePolicy(reduce="half_frames")))
         wait(ticket)
         assert kind_of(ticket) == ("out_of_memory", True)
@@ -223,8 +212,7 @@ def test_a_processor_that_cannot_reduce_says_so_at_once() -> None:
 
 
 def test_what_is_too_slow_fails_while_its_batch_goes_on() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage) as each:
+    with staged() as (each, stage):
         slow, patient = each.submit(request("a", timeout_s=0.05)), each.submit(request("a"))
         stage.wait_for_batch()
         late = each.submit(request("b", timeout_s=0.05))
@@ -260,8 +248,7 @@ def test_the_work_of_a_worker_that_dies_goes_to_another() -> None:
 
 
 def test_an_item_that_kills_workers_takes_nobody_along() -> None:
-    stage = Stage()
-    stage.faults["poison"] = lambda: EncoderLostError("its process is gone")
+    stage = Stage(faults={"poison": lambda: EncoderLostError("its process is gone")})
     with connector(stage=stage, max_worker_restarts=5) as each:
         poison, others = each.submit(request("poison")), [each.submit(request(name)) for name in "abc"]
         assert [wait(ticket) for ticket in others] == ["ready"] * 3
@@ -271,8 +258,7 @@ def test_an_item_that_kills_workers_takes_nobody_along() -> None:
 
 
 def test_when_every_worker_is_lost_nothing_hangs() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage, max_worker_restarts=0) as each:
+    with staged(max_worker_restarts=0) as (each, stage):
         first = each.submit(request("a"))
         stage.wait_for_batch()
         stage.faults["a"] = Killed
@@ -323,8 +309,7 @@ def test_a_worker_that_hangs_can_be_replaced_and_its_memory_waits_for_it() -> No
 
 
 def test_a_drained_worker_finishes_and_takes_no_more() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage) as each:
+    with staged() as (each, stage):
         first = each.submit(request("a"))
         stage.wait_for_batch()
         each.drain_worker("worker 0")

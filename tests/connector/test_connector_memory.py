@@ -9,7 +9,19 @@ from torch import Tensor
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.states import Residence, State
 
-from .scenes import SlowCopies, Stage, connector, image, prompt, request, rows_of, wait, wait_until
+from .scenes import (
+    SlowCopies,
+    connector,
+    image,
+    prompt,
+    ready,
+    request,
+    rows_in,
+    rows_of,
+    staged,
+    wait,
+    wait_until,
+)
 
 PAGE = 4096
 
@@ -31,8 +43,7 @@ def test_rows_are_ready_once_they_are_there(copies: SlowCopies) -> None:
         copies.arrive()
         wait(ticket)
         assert ticket.residence(0) is Residence.HOST
-        with each.read(ticket) as rows:
-            assert torch.equal(rows[0].rows, rows_of(image("a")))
+        assert torch.equal(rows_in(each, ticket), rows_of(image("a")))
 
 
 @pytest.mark.parametrize("why", ["cancelled", "too slow"])
@@ -112,38 +123,17 @@ def test_what_was_released_while_it_is_read_is_freed_afterwards(copies: SlowCopi
         assert each.audit() == []
 
 
-def test_capacities_set_against_each_other() -> None:
-    """The device's is smaller than the host's, and that than what is worked on."""
-    names = [f"image {number}" for number in range(12)]
-    with connector(device_bytes=2 * 128, host_bytes=6 * PAGE) as each:
-        for _ in range(3):
-            for name in names:
-                ticket = each.submit(request(name, retention="keep"))
-                wait(ticket)
-                with each.read(ticket) as rows:
-                    assert torch.equal(rows[0].rows, rows_of(image(name)))
-                each.release(ticket)
-                assert each.audit() == []
-        stats = each.stats()
-        assert stats.evictions
-        assert stats.bytes_peak["host"] <= 6 * PAGE
-        assert stats.bytes_peak["device cpu"] <= 256
-        wait_until(lambda: each.clear_cache() is None and host(each) == 0)
-        assert each.stats().bytes_used["device cpu"] == 0
-
-
 def test_what_is_kept_can_be_asked_for_at_the_release() -> None:
     with connector() as each:
         kept, discarded = each.submit(request("a")), each.submit(request("b"))
         wait(kept), wait(discarded)
         each.release(kept, keep=True), each.release(discarded)
-        wait(each.submit(request("a", "b")))
+        ready(each, "a", "b")
         assert (each.stats().hits, each.stats().misses) == (1, 3)
 
 
 def test_no_further_item_is_decoded_while_too_many_wait() -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage, input_bytes=64, cpu_workers=1, max_batch_items=1) as each:
+    with staged(input_bytes=64, cpu_workers=1, max_batch_items=1) as (each, stage):
         tickets = [each.submit(request(f"image {number}")) for number in range(30)]
         stage.wait_for_batch()
         wait_until(lambda: each.stats().bytes_used["inputs"] >= 64)

@@ -18,8 +18,8 @@ from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import InputError
 
-from .books.stand_ins import Bench
-from .scenes import PATIENCE_S, Stage, connector, request, wait, wait_until
+from .books.test_any_history import MEDIA, AnyHistory, Bench
+from .scenes import PATIENCE_S, Stage, connector, ready, request, wait, wait_until
 from .test_connector_races import assert_nothing_is_left
 
 
@@ -104,8 +104,7 @@ def test_a_salt_that_no_hash_takes_is_refused_at_once() -> None:
 @pytest.mark.parametrize("device", ["no device", 7.5])
 def test_a_reader_that_names_no_device_holds_nothing(device: Any) -> None:
     with connector() as each:
-        ticket = each.submit(request("a"))
-        wait(ticket)
+        ticket = ready(each, "a")
         with pytest.raises((InputError, RuntimeError, TypeError)):
             with each.read(ticket, device=device):
                 pass
@@ -124,8 +123,7 @@ def test_a_reader_whose_device_is_lost_holds_nothing() -> None:
 
     copies = LostDevice()
     with connector(copies=copies) as each:
-        ticket = each.submit(request("a"))
-        wait(ticket)
+        ticket = ready(each, "a")
         copies.is_lost = True
         with pytest.raises(RuntimeError, match="illegal"):
             with each.read(ticket):
@@ -173,11 +171,7 @@ def test_what_is_held_again_has_the_whole_timeout_again() -> None:
 
 
 def _ready(bench: Bench, *names: str) -> Any:
-    from .books.test_any_history import MEDIA, AnyHistory
-
-    machine = AnyHistory()
-    machine.open(device_pages=0, host_pages=8)
-    machine.bench, machine.books = bench, bench.books
+    machine = AnyHistory.of(bench)
     bench.start_worker("w1")
     ticket = bench.books.submit(request(*names), [MEDIA[name] for name in names], None)
     machine.tickets.append(ticket)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fxsplit_encoder as fx
 from fxsplit_encoder.connector.books.encoding import Batch, Worker
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder
@@ -27,7 +26,9 @@ from .scenes import (
     image,
     names_of,
     queued,
+    ready,
     request,
+    rows_in,
     rows_of,
     wait,
     wait_until,
@@ -68,11 +69,6 @@ class Seen:
         self.batches.append(list(zip(names_of(items), tokens, strict=True)))
 
 
-def rows_in(each: Connector, ticket: Any) -> Tensor:
-    with each.read(ticket) as rows:
-        return rows[0].rows.clone()
-
-
 def test_a_long_item_is_encoded_in_slices_and_others_are_not() -> None:
     seen = Seen()
     with connector([lambda: Slicing(seen)], max_slice_cost=4.0, cpu_workers=1) as each:
@@ -92,7 +88,7 @@ def test_nothing_is_cut_unless_asked_for(encoder: Any) -> None:
     seen = Seen()
     settings = {} if encoder is Slicing else {"max_slice_cost": 4.0}
     with connector([lambda: encoder(on_encode=seen)], **settings) as each:
-        wait(each.submit(request(image("long", 10))))
+        ready(each, image("long", 10))
         assert seen.batches == [[("long", 10)]]
 
 
@@ -208,8 +204,7 @@ def test_a_worker_that_rests_between_slices_ends_when_it_is_told_to() -> None:
 
 @pytest.fixture(scope="module")
 def tiny() -> ManagerEncoder:
-    config = fx.EncoderConfig(mode="none")
-    return ManagerEncoder(fx.EncoderCudaGraphManager(tiny_vision.tower(), config, log_interval=0))
+    return tiny_vision.encoder()
 
 
 @pytest.mark.parametrize("normalize_later", [False, True])

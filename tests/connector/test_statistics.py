@@ -1,4 +1,4 @@
-"""The scheduler in examples/, from a request's arrival to the end of its prefill."""
+"""States, what is counted, and the scheduler in examples/ from an arrival to the end of a prefill."""
 
 from __future__ import annotations
 
@@ -18,25 +18,16 @@ from fxsplit_encoder.connector.statistics import BOUNDS, ConnectorStats, Duratio
 from .scenes import Stage, connector, image, prompt, request, rows_of, wait
 
 
-def test_every_state_has_a_row() -> None:
+def test_states_follow_one_another_until_a_request_has_ended() -> None:
     assert set(TRANSITIONS) == set(State)
-
-
-def test_nothing_follows_failure_and_cancellation() -> None:
     assert [state for state in State if not TRANSITIONS[state]] == [State.FAILED, State.CANCELLED]
-
-
-def test_whatever_waits_may_fail_and_be_cancelled_and_become_ready() -> None:
+    assert TRANSITIONS[State.READY] == {State.RELEASED, State.CANCELLED, State.FAILED}
     for state in WAITING:
         assert {State.FAILED, State.CANCELLED} <= TRANSITIONS[state]
         reached = {state}
         while new := {after for each in reached for after in TRANSITIONS[each]} - reached:
             reached |= new
         assert State.READY in reached
-
-
-def test_what_is_ready_waits_again_only_once_it_was_released() -> None:
-    assert TRANSITIONS[State.READY] == {State.RELEASED, State.CANCELLED, State.FAILED}
 
 
 def test_other_changes_are_faults_of_ours() -> None:
@@ -68,8 +59,7 @@ def test_nothing_took_no_time() -> None:
 
 def test_what_requests_came_to_is_counted() -> None:
     """One that is released, one that shares with it, one that fails and one that goes on as text."""
-    stage = Stage()
-    stage.faults["broken"] = lambda: ValueError("bad pixels")
+    stage = Stage(faults={"broken": lambda: ValueError("bad pixels")})
     with connector(stage=stage, max_batch_items=4) as each:
         tickets = [
             each.submit(request("a")),
@@ -111,9 +101,7 @@ def test_a_request_from_its_arrival_to_the_end_of_its_prefill() -> None:
 
 
 def test_a_request_that_fails_is_reported_with_its_reason() -> None:
-    stage = Stage()
-    stage.faults["bad"] = lambda: ValueError("bad pixels")
-    with connector(stage=stage) as each:
+    with connector(stage=Stage(faults={"bad": lambda: ValueError("bad pixels")})) as each:
         scheduler = RequestScheduler(each, nn.Embedding(10, 8))
         ticket = scheduler.submit(EncodeRequest("r", [image("bad")], prompt(9)))
         wait(ticket)

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.connector.interfaces import PreparedItem
+from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.models.media import family_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.preprocess import TowerProcessor
@@ -31,13 +34,29 @@ SETTINGS = {"model_type": "qwen3_vl", "vision_config": VISION}
 IMAGES = Path(__file__).parents[2] / "examples" / "images"
 
 
+def _module() -> Any:
+    module = FAMILIES["qwen3_vl"].empty_tower(SETTINGS, torch.device("cpu"))
+    draw_weights(module, 0)
+    return module
+
+
 @lru_cache
 def tower() -> Any:
     """Wrapped, the same weights every time."""
-    family = FAMILIES["qwen3_vl"]
-    module = family.empty_tower(SETTINGS, torch.device("cpu"))
-    draw_weights(module, 0)
-    return family.wrap(module)
+    return FAMILIES["qwen3_vl"].wrap(_module())
+
+
+_reference = lru_cache(_module)
+
+
+@torch.no_grad()
+def eager_rows(item: PreparedItem) -> Tensor:
+    """What a tower that nobody wrapped makes of an item."""
+    names = ("pixel_values", "image_grid_thw")
+    if item.modality == "video":
+        names = ("pixel_values_videos", "video_grid_thw")
+    output = _reference()(*(item.inputs[name] for name in names))
+    return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
 
 
 def processor(*, normalize_later: bool = False) -> TowerProcessor:
@@ -58,6 +77,10 @@ def manager() -> fx.EncoderCudaGraphManager:
     made = _new_manager()
     made.paths["default"].forward.bind(_program())
     return made
+
+
+def encoder() -> ManagerEncoder:
+    return ManagerEncoder(manager())
 
 
 def _new_manager() -> fx.EncoderCudaGraphManager:

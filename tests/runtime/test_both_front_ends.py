@@ -43,7 +43,8 @@ def replays(stats: fx.ManagerStats) -> dict[Any, tuple[int, int, int]]:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        (QWEN3, {}),
+        (QWEN3, {"token_budgets": (8, 16), "piece_compiler": "eager"}),
+        pytest.param(QWEN3, {}, marks=pytest.mark.exhaustive),
         pytest.param(QWEN25, {"token_budgets": (8, 40)}, marks=pytest.mark.exhaustive),
         pytest.param(QWEN3, {"mode": "exact"}, marks=pytest.mark.exhaustive),
         pytest.param(QWEN3, {"mode": "piecewise", "token_budgets": (4, 16)}, marks=pytest.mark.exhaustive),

@@ -51,22 +51,17 @@ def test_replays_add_up_for_each_path_and_budget() -> None:
 
 def test_released_captures_hold_no_memory_but_stay_counted() -> None:
     statistics = Statistics()
-    statistics.record_capture(CaptureKey("default", 64), "full", 7)
-    statistics.record_replay(CaptureKey("default", 64), 64)
-    statistics.record_clear()
-    assert statistics.snapshot().budgets == {CaptureKey("default", 64): BudgetStats(1, 64, 0)}
-
-
-def test_one_capture_may_be_released() -> None:
-    statistics = Statistics()
     statistics.record_capture(CaptureKey("default", 0), "exact", 7)
     statistics.record_capture(CaptureKey("default", 64), "full", 9)
+    statistics.record_replay(CaptureKey("default", 64), 64)
     statistics.record_release(CaptureKey("default", 0))
     statistics.record_release(CaptureKey("local", 0))  # there was none
     assert statistics.snapshot().budgets == {
         CaptureKey("default", 0): BudgetStats(),
-        CaptureKey("default", 64): BudgetStats(graph_bytes=9, mode="full"),
+        CaptureKey("default", 64): BudgetStats(1, 64, 0, graph_bytes=9, mode="full"),
     }
+    statistics.record_clear()
+    assert statistics.snapshot().budgets[CaptureKey("default", 64)] == BudgetStats(1, 64, 0)
 
 
 def test_a_snapshot_does_not_change() -> None:
@@ -126,9 +121,7 @@ def test_a_line_is_logged_whenever_a_multiple_is_crossed(caplog: pytest.LogCaptu
     # After 9, 11, 19, 20, 45 and 45 items.
     assert lines == [0, 1, 1, 2, 3, 3]
     assert caplog.messages[0] == "11 items: 11 hit (100.0%); 0.0% padding; 0.0 MiB, inputs 0.0 MiB"
-
-
-def test_logging_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="fxsplit_encoder"):
         Statistics(log_interval=0).record_items(1000)
     assert caplog.records == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,15 +14,88 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fxsplit_encoder.connector.books.audit import audit
-from fxsplit_encoder.connector.books.books import Digested, DigestJob, PrepareJob
-from fxsplit_encoder.connector.books.encoding import Batch, WorkerStatus
+from fxsplit_encoder.connector.books.books import Books, Digested, DigestJob, PrepareJob
+from fxsplit_encoder.connector.books.encoding import Batch, Worker, WorkerStatus
+from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.tickets import Feature, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
-from fxsplit_encoder.connector.request import EncodeRequest, FailurePolicy
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.states import WAITING, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
 
-from .stand_ins import PAGE, ROW_BYTES, Bench, Inputs, ManualEvent, Rows
+ROW_BYTES = 1024
+PAGE = 4096
+
+
+@dataclass(eq=False)
+class Rows:
+    nbytes: int
+    device: str = "gpu:0"
+
+
+@dataclass(eq=False)
+class ManualEvent:
+    """Passes when it is told to."""
+
+    passed: bool = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    has_succeeded = query
+
+    def synchronize(self) -> None:
+        assert self.passed
+
+
+@dataclass(eq=False)
+class Inputs:
+    """What stands for preprocessed pixels."""
+
+    nbytes: int = 100
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key_of(digest: bytes, salt: str) -> bytes:
+    return digest + b"|" + salt.encode()
+
+
+@dataclass
+class Bench:
+    """Books, and what their tests need to hand."""
+
+    books: Books
+    clock: Clock
+    workers: list[Worker] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, num_workers: int = 1, *, can_reduce: bool = False, **settings: Any) -> Bench:
+        clock = Clock()
+        sizes = {"host_bytes": 8 * PAGE, "device_bytes": 0, "staging_bytes": 16 * PAGE, "timeout_s": None}
+        config = ConnectorConfig(**{**sizes, **settings})
+        row_bytes: Callable[[str], int | None] = {"image": ROW_BYTES, "video": ROW_BYTES}.get
+        settled = threading.Condition()
+        settled.acquire()  # this thread is the only one
+        parts = Parts(config, row_bytes, key_of, settled, clock, can_reduce)
+        bench = cls(Books(parts), clock)
+        for number in range(num_workers):
+            bench.start_worker(f"w{number}")
+        return bench
+
+    def start_worker(self, name: str) -> Worker:
+        worker = Worker(name, frozenset({"image", "video"}))
+        self.books.encoding.add_worker(worker)
+        worker.status = WorkerStatus.RUNNING
+        self.workers = [*(each for each in self.workers if each.name != name), worker]
+        return worker
+
 
 MEDIA = {"a": 4, "b": 3, "c": 8, "d": 16}  # tokens; of 1 KiB a row
 policies = st.builds(
@@ -44,7 +119,7 @@ class AnyHistory(RuleBasedStateMachine):
         host_pages=st.sampled_from([4, 8, 12]),
     )
     def open(self, device_pages: int, host_pages: int) -> None:
-        self.bench = Bench.make(
+        bench = Bench.make(
             2,
             can_reduce=True,
             host_bytes=host_pages * PAGE,
@@ -55,7 +130,17 @@ class AnyHistory(RuleBasedStateMachine):
             max_overtakes=2,
             max_batch_items=3,
         )
-        self.books = self.bench.books
+        self.take_over(bench)
+
+    @classmethod
+    def of(cls, bench: Bench) -> AnyHistory:
+        """Whatever a test does to its own books."""
+        machine = cls()
+        machine.take_over(bench)
+        return machine
+
+    def take_over(self, bench: Bench) -> None:
+        self.bench, self.books = bench, bench.books
         self.tickets: list[Ticket] = []
         self.digesting: list[DigestJob] = []
         self.preparing: list[PrepareJob] = []

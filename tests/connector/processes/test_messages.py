@@ -17,7 +17,6 @@ from fxsplit_encoder.connector.processes.messages import (
     ControlServer,
     Failed,
     FromEncoder,
-    Hello,
     Started,
     Stop,
     ToEncoder,
@@ -26,7 +25,6 @@ from fxsplit_encoder.connector.processes.messages import (
     to_wire,
 )
 from fxsplit_encoder.connector.transport.wire import Codec
-from fxsplit_encoder.errors import TransportError
 from tests.connector.resources import nothing_left
 
 TO: Codec[ToEncoder] = Codec(ToEncoder)
@@ -45,15 +43,6 @@ def ends(short_path: Path) -> Iterator[Ends]:
         server.close()
 
 
-def test_messages_go_both_ways(ends: Ends) -> None:
-    server, client = ends
-    client.send(Hello(1, "a", "b"))
-    assert server.receive(timeout_ms=60_000) == Hello(1, "a", "b")
-    assert server.receive() is None
-    assert server.send(TO.encode(Stop()))
-    assert client.receive() == Stop()
-
-
 def test_a_client_that_is_not_there_is_said(ends: Ends) -> None:
     server, _ = ends
     server.identity = b"another"
@@ -70,13 +59,6 @@ def test_strangers_are_not_heard(ends: Ends, short_path: Path) -> None:
     assert server.receive(timeout_ms=60_000) == Started({})
     assert server.num_dropped == 2
     stranger.close()
-
-
-def test_what_is_no_message_is_an_error(ends: Ends) -> None:
-    server, client = ends
-    client.socket.send(b"nonsense")
-    with pytest.raises(TransportError):
-        server.receive(timeout_ms=60_000)
 
 
 def across(error: BaseException) -> Exception:

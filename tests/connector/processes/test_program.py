@@ -14,7 +14,7 @@ from fxsplit_encoder.connector.processes.program import EncoderProgram, ProcessO
 from fxsplit_encoder.errors import InputError
 from tests.connector.resources import num_descriptors
 
-from .forked import quiet_fork
+from .conftest import quiet_fork
 
 
 def test_a_program_is_found_by_name() -> None:
@@ -101,18 +101,6 @@ def test_those_of_the_living_stay_and_those_of_the_dead_go(short_path: Path) -> 
     assert {*base.iterdir()} == {living.path, other.path}
     living.close()
     other.close()
-
-
-def test_one_of_a_killed_process_is_reaped(short_path: Path) -> None:
-    base = RuntimeDirectory(short_path).path.parent
-    pid = quiet_fork()
-    if pid == 0:
-        kept = RuntimeDirectory(short_path)
-        os.kill(os.getpid(), 9 if kept else 0)
-    os.waitpid(pid, 0)
-    (left,) = base.iterdir()
-    RuntimeDirectory(short_path).close()
-    assert not left.exists()
 
 
 def test_a_fork_does_not_remove_its_parents(short_path: Path) -> None:

@@ -11,8 +11,18 @@ import pytest
 from fxsplit_encoder.connector.books.books import Digested, DigestJob
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.connector.threads.worker import Landing
-from tests.connector.books.stand_ins import Bench
-from tests.connector.scenes import PATIENCE_S, SlowCopies, Stage, connector, request, wait, wait_until
+from tests.connector.books.test_any_history import Bench
+from tests.connector.scenes import (
+    PATIENCE_S,
+    SlowCopies,
+    Stage,
+    connector,
+    ready,
+    request,
+    staged,
+    wait,
+    wait_until,
+)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, condition: Any, name: str) -> list[int]:
@@ -32,8 +42,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, condition: Any, name: str) -> list[
 def test_features_that_are_kept_wake_no_worker(monkeypatch: pytest.MonkeyPatch, device_bytes: int) -> None:
     with connector(2, device_bytes=device_bytes, host_bytes=4096) as each:
         for name in "abc":
-            ticket = each.submit(request(name, retention="keep"))
-            wait(ticket)
+            ticket = ready(each, name, retention="keep")
             each.release(ticket)
         wait_until(lambda: len(each._core.encode_work._waiters) == 2)
         calls = counted(monkeypatch, each._core.encode_work, "notify_all")
@@ -43,8 +52,7 @@ def test_features_that_are_kept_wake_no_worker(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(is_open=False)
-    with connector(stage=stage, input_bytes=1, max_batches_in_flight=1, max_batch_items=1) as each:
+    with staged(input_bytes=1, max_batches_in_flight=1, max_batch_items=1) as (each, stage):
         tickets = [each.submit(request(name)) for name in "abcdef"]
         stage.wait_for_batch()
         wait_until(lambda: len(each._core.cpu_work._waiters) == 2)

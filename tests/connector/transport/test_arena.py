@@ -6,24 +6,12 @@ import os
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from fxsplit_encoder.connector.transport.arena import OwnArena, adopt
 from fxsplit_encoder.errors import InputError, TransportError
 from tests.connector.resources import mapped_bytes, nothing_left, num_descriptors
 
 MIB = 1 << 20
-
-
-def test_both_ends_see_the_same_bytes() -> None:
-    with nothing_left():
-        own = OwnArena(MIB)
-        other = adopt(os.dup(own.descriptor), own.num_bytes)
-        own.view(100, 3).copy_(torch.tensor([1, 2, 3], dtype=torch.uint8))
-        assert other.view(99, 5).tolist() == [0, 1, 2, 3, 0]
-        own.close()
-        assert other.view(100, 3).tolist() == [1, 2, 3]
-        other.close()
 
 
 def test_memory_is_taken_by_what_was_written_and_given_back() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import threading
 import time
 
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.connector.transport.blocks import Block, BlockList, HeldBlocks
-from fxsplit_encoder.errors import InputError, TransportError, TransportFullError
+from fxsplit_encoder.errors import TransportError, TransportFullError
 from tests.connector.resources import eventually
 
 
@@ -20,15 +19,6 @@ def test_the_lowest_range_that_is_large_enough_is_taken() -> None:
     blocks.give_back(0, 30)
     blocks.give_back(50, 40)
     assert (blocks.take(31), blocks.take(10), blocks.free_bytes) == (50, 0, 39)
-
-
-def test_neighbors_become_one_range_in_any_order() -> None:
-    blocks = BlockList(90)
-    offsets = [blocks.take(30) for _ in range(3)]
-    for offset in (offsets[2], offsets[0], offsets[1]):
-        assert offset is not None
-        blocks.give_back(offset, 30)
-    assert blocks.take(90) == 0
 
 
 def test_what_is_free_is_not_freed_again() -> None:
@@ -71,31 +61,6 @@ def test_blocks_are_cleared_before_they_are_free_again() -> None:
     assert held.take(64).number > block.number
 
 
-def test_what_never_fits_is_an_error_of_the_caller() -> None:
-    with pytest.raises(InputError, match="at most max_bytes=128; got 192"):
-        HeldBlocks(128, lambda block: None).take(192, timeout=60)
-
-
-def test_whoever_waits_gets_what_another_gives_back() -> None:
-    held = HeldBlocks(128, lambda block: None)
-    first = held.take(128)
-    got: list[Block] = []
-    waiting = threading.Thread(target=lambda: got.append(held.take(64, timeout=60)))
-    waiting.start()
-    time.sleep(0.01)
-    assert not got
-    held.give_back(first.number)
-    waiting.join()
-    assert (got[0].num_bytes, held.held_bytes) == (64, 64)
-
-
-def test_a_wait_has_an_end() -> None:
-    held = HeldBlocks(64, lambda block: None)
-    held.take(64)
-    with pytest.raises(TransportFullError):
-        held.take(64, timeout=0.01)
-
-
 def test_closing_wakes_whoever_waits() -> None:
     held = HeldBlocks(64, lambda block: None)
     held.take(64)
@@ -115,32 +80,6 @@ def test_closing_wakes_whoever_waits() -> None:
     assert [str(error) for error in errors] == ["the transport is closed"]
     assert held.held_bytes == 0
     held.close()
-
-
-def test_eight_threads_take_and_give_back() -> None:
-    held = HeldBlocks(1 << 12, lambda block: None)
-
-    def work(seed: int) -> None:
-        source, mine = random.Random(seed), []
-        for _ in range(500):
-            if mine and source.random() < 0.5:
-                held.give_back(mine.pop(source.randrange(len(mine))).number)
-            else:
-                try:
-                    mine.append(held.take(64 * source.randint(1, 8)))
-                except TransportFullError:
-                    pass
-            held.audit()
-        for block in mine:
-            held.give_back(block.number)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (held.held_bytes, held.num_held) == (0, 0)
-    assert held.take(1 << 12).offset == 0
 
 
 def test_small_ones_do_not_keep_a_large_one_out() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,17 +18,27 @@ from fxsplit_encoder.connector.transport.blocks import Block, HeldBlocks
 from fxsplit_encoder.connector.transport.layout import DTYPES, Handle, TensorLayout
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
 from fxsplit_encoder.connector.transport.wire import (
-    Codec,
-    Greeting,
-    Packet,
-    Peer,
-    Released,
     connected_sockets,
 )
 from fxsplit_encoder.errors import InputError, TransportError, TransportFullError
 from tests.connector.resources import eventually, nothing_left
 
-from .ends import connect, shared_memory_ends
+
+def connect(first: Any, second: Any, timeout: float = 60.0) -> None:
+    ours, theirs = connected_sockets()
+    other = threading.Thread(target=second.connect, args=(theirs, timeout))
+    other.start()
+    first.connect(ours, timeout)
+    other.join()
+
+
+def shared_memory_ends(
+    max_bytes: int = 1 << 20, **options: Any
+) -> tuple[SharedMemoryTransport, SharedMemoryTransport]:
+    ends = SharedMemoryTransport(max_bytes, **options), SharedMemoryTransport(max_bytes, **options)
+    connect(*ends)
+    return ends
+
 
 MAX_BYTES = 1 << 20
 Ends = tuple[SharedMemoryTransport, SharedMemoryTransport]
@@ -79,45 +89,14 @@ def test_tensors_of_every_kind_arrive(ends: Ends) -> None:
     assert (handle.key, handle.num_bytes) == (b"key", sum(tensor.nbytes for tensor in buffers.values()))
 
 
-def test_tensors_are_filled_where_the_reader_says(
-    ends: Ends,
-) -> None:
+def test_tensors_are_filled_where_the_reader_says(ends: Ends) -> None:
     put, got = ends
     handle = put.put(b"", {"x": torch.arange(6).view(2, 3)})
-    into = {"x": torch.zeros(2, 3, dtype=torch.int64)}
+    into = {"x": torch.zeros(3, 2, dtype=torch.int64).t()}
     assert got.get(handle, into).buffers["x"] is into["x"]
     assert into["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(InputError, match="into"):
         got.get(handle, {"y": into["x"]})
-
-
-def test_what_was_got_outlives_release_and_close(
-    ends: Ends,
-) -> None:
-    put, got = ends
-    handle = put.put(b"", {"x": torch.full((1000,), 7)})
-    tensor = got.get(handle).buffers["x"]
-    got.release(handle)
-    assert eventually(lambda: put.held_bytes == 0)
-    put.put(b"", {"x": torch.zeros(1000, dtype=torch.int64)})
-    put.close()
-    got.close()
-    assert tensor.sum() == 7000
-
-
-def test_release_is_idempotent_from_either_end(
-    ends: Ends,
-) -> None:
-    put, got = ends
-    first, second = (put.put(b"", {"x": torch.ones(10)}) for _ in range(2))
-    for end in (got, put, got, put):
-        end.release(first)
-    assert eventually(lambda: put.held_bytes < 200)
-    with pytest.raises(TransportError, match="nothing is held"):
-        got.get(first)
-    assert got.get(second).buffers["x"].sum() == 10
-    put.release(second)
-    assert put.held_bytes == 0
 
 
 def test_the_bound_holds(ends: Ends) -> None:
@@ -125,10 +104,10 @@ def test_the_bound_holds(ends: Ends) -> None:
     half = torch.zeros(MAX_BYTES // 2 - 64, dtype=torch.uint8)
     handles = [put.put(b"", {"x": half}) for _ in range(2)]
     with pytest.raises(TransportFullError) as error:
-        put.put(b"", {"x": half})
+        put.put(b"", {"x": half}, timeout=0.01)
     assert error.value.retryable
     with pytest.raises(InputError, match="at most max_bytes"):
-        put.put(b"", {"x": torch.zeros(MAX_BYTES + 1, dtype=torch.uint8)})
+        put.put(b"", {"x": torch.zeros(MAX_BYTES + 1, dtype=torch.uint8)}, timeout=60)
     got.release(handles[0])
     assert eventually(lambda: put.held_bytes <= MAX_BYTES // 2)
     put.put(b"", {"x": half})
@@ -136,15 +115,18 @@ def test_the_bound_holds(ends: Ends) -> None:
 
 def test_a_put_that_fails_holds_nothing(ends: Ends) -> None:
     put, _ = ends
-    for buffers, meta in (({"x": torch.ones(1, device="meta")}, {}), ({"x": "text"}, {})):
-        with pytest.raises(InputError):
+    cases: list[tuple[Any, Any, str]] = [
+        ({"x": torch.ones(1, device="meta")}, {}, "x"),
+        ({"x": "text"}, {}, "x"),
+        ({"x": torch.ones(1)}, {"image": object()}, r"meta\.image"),
+    ]
+    for buffers, meta, name in cases:
+        with pytest.raises(InputError, match=name):
             put.put(b"", buffers, meta)
     assert put.held_bytes == 0
 
 
-def test_a_handle_of_another_transport_is_unknown(
-    ends: Ends,
-) -> None:
+def test_a_handle_of_another_transport_is_unknown(ends: Ends) -> None:
     put, got = ends
     handle = put.put(b"", {"x": torch.ones(1)})
     for other in (dataclasses.replace(handle, owner="another"), dataclasses.replace(handle, number=99)):
@@ -184,6 +166,7 @@ def test_eight_threads_put_and_get(ends: Ends) -> None:
             if payload.meta["value"] != value or not (payload.buffers["x"] == value).all():
                 wrong.append(value)
             source.choice((put, got)).release(handle)
+            put.audit()
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
@@ -192,14 +175,6 @@ def test_eight_threads_put_and_get(ends: Ends) -> None:
         thread.join()
     assert not wrong
     assert eventually(lambda: put.held_bytes == 0)
-
-
-def test_metadata_that_no_message_takes_is_refused(
-    ends: Ends,
-) -> None:
-    with pytest.raises(InputError, match=r"meta\.image"):
-        ends[0].put(b"", {"x": torch.ones(1)}, {"image": object()})
-    assert ends[0].held_bytes == 0
 
 
 def test_views_show_the_memory_itself(ends: Ends) -> None:
@@ -245,9 +220,7 @@ def test_a_handle_that_was_tampered_with_reads_nothing(ends: Ends, change: dict[
         got.get(dataclasses.replace(handle, **change))
 
 
-def test_what_was_overwritten_meanwhile_is_noticed(
-    ends: Ends,
-) -> None:
+def test_what_was_overwritten_meanwhile_is_noticed(ends: Ends) -> None:
     put, got = ends
     stale = put.put(b"", {"x": torch.ones(8)})
     put.release(stale)
@@ -321,7 +294,7 @@ class Transports(RuleBasedStateMachine):
     def get(self, handle: Handle, end: int) -> None:
         value = self.held.get((handle.owner, handle.number))
         if value is None:
-            with pytest.raises(TransportError):
+            with pytest.raises(TransportError, match=r"nothing is held|released"):
                 self.ends[end].get(handle)
         else:
             payload = self.ends[end].get(handle)
@@ -362,27 +335,6 @@ class Transports(RuleBasedStateMachine):
 
 TestTransports = Transports.TestCase
 TestTransports.settings = settings(max_examples=25, stateful_step_count=30)
-
-
-CODEC: Codec[Packet] = Codec(Packet)
-
-
-def test_a_listener_that_fails_tells_that_the_other_end_is_gone() -> None:
-    """Such as by an event of a device that is lost: blocks are given back no more, and nobody may wait."""
-    gone = threading.Event()
-
-    def fail(owner: str, numbers: Sequence[int]) -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    with nothing_left():
-        ours, theirs = connected_sockets()
-        peer = Peer(ours, fail, gone.set)
-        theirs.send(CODEC.encode(Greeting("other", 4096)))
-        peer.greet(Greeting("own", 4096), [], timeout=60)
-        theirs.send(CODEC.encode(Released("own", [1])))
-        assert gone.wait(60)
-        peer.close()
-        theirs.close()
 
 
 def test_a_block_that_cannot_be_cleared_is_free_all_the_same() -> None:

@@ -143,7 +143,7 @@ class Listener:
         ours, self.other = connected_sockets()
         self.released: list[int] = []
         self.gone = threading.Event()
-        self.peer = Peer(ours, self.on_released, self.gone.set)
+        self.peer = Peer(ours, lambda owner, numbers: self.on_released(owner, numbers), self.gone.set)
 
     def on_released(self, owner: str, numbers: Sequence[int]) -> None:
         assert owner == "own"
@@ -166,22 +166,18 @@ def listener() -> Iterator[Listener]:
         made.close()
 
 
-def test_greetings_and_releases_are_told(listener: Listener) -> None:
-    assert listener.greet().message == Greeting("other", 4096)
-    assert CODEC.decode(listener.other.recv(1000)) == Greeting("own", 4096)
-    for numbers in ([1, 2], [3]):
-        listener.other.send(CODEC.encode(Released("own", numbers)))
-    assert eventually(lambda: listener.released == [1, 2, 3])
-    listener.peer.tell_released("other", [7])
-    assert CODEC.decode(listener.other.recv(1000)) == Released("other", [7])
-    assert not listener.gone.is_set()
+def test_a_listener_that_fails_tells_that_the_other_end_is_gone(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as by an event of a device that is lost: blocks are given back no more, and nobody may wait."""
 
+    def fail(owner: str, numbers: Sequence[int]) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
 
-def test_a_hang_up_is_told_once_and_releases_go_nowhere(listener: Listener) -> None:
+    monkeypatch.setattr(listener, "on_released", fail)
     listener.greet()
-    listener.other.close()
-    assert listener.gone.wait(30)
-    listener.peer.tell_released("other", [1])
+    listener.other.send(CODEC.encode(Released("own", [1])))
+    assert listener.gone.wait(60)
 
 
 def test_nobody_is_told_that_we_hang_up(listener: Listener) -> None:
