@@ -186,7 +186,7 @@ def costs_of_a_path(draw: st.DrawFn) -> PathCosts:
 item = st.tuples(st.integers(0, 65), st.integers(0, 5), st.integers(1, 5))
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     st.lists(costs_of_a_path(), min_size=1, max_size=2),
     st.lists(st.tuples(item, st.integers(0, 65)), max_size=24),

@@ -405,7 +405,7 @@ path_tokens = st.tuples(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(path_tokens, max_size=16), st.sampled_from(get_args(Packing)), st.booleans(), st.data())
 def test_every_item_is_planned_once_and_every_limit_kept(
     items: list[tuple[int, int, int, int, str]], packing: Packing, measured: bool, data: st.DataObject
