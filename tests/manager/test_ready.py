@@ -436,16 +436,16 @@ def test_requests_of_several_threads_meanwhile() -> None:
 
 
 def test_garbage_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, trace = threading.Event(), PathForward.trace
+    tracing, trace = threading.Event(), PathForward.trace
 
     def slow(self: PathForward, *args: Any, **kwargs: Any) -> Any:
-        begun.set()
+        tracing.set()
         time.sleep(0.2)
         return trace(self, *args, **kwargs)
 
     monkeypatch.setattr(PathForward, "trace", slow)
     manager = begun()
-    assert begun.wait(60)
+    assert tracing.wait(60)
     thread, background = manager._lifecycle.background._thread, manager._lifecycle.background
     gone = weakref.ref(manager)
     del manager
