@@ -16,7 +16,7 @@ from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 from .mock_towers import OlderTwoPaths
-from .rank_processes import start_ranks
+from .rank_processes import join, result_of, start_ranks
 
 LIMITS = {
     "token_budgets": (4, 16, 32, 64),
@@ -44,30 +44,17 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Runs the parts that `job` names in `num_ranks` processes; what each has to say of those it finished."""
     torch.save(job, folder / "job.pt")
-    start_ranks(_rank, num_ranks, backend, num_ranks, folder, backend)
-    results = [folder / f"rank{rank}.pt" for rank in range(num_ranks)]
-    return [torch.load(result, map_location=CPU, weights_only=False) for result in results]
+    return start_ranks(_rank, num_ranks, backend, folder)
 
 
-def _rank(rank: int, num_ranks: int, folder: Path, backend: str) -> None:
-    torch.set_num_threads(1)
-    device = CPU
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+def _rank(rank: int, num_ranks: int, backend: str, folder: Path) -> None:
+    device = join(rank, num_ranks, backend, folder)
     job = torch.load(folder / "job.pt", map_location=device, weights_only=False)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=120),
-    )
     results: dict[str, Any] = {}
     for name, part in PARTS.items():
         if name in job:
             results |= part(rank, num_ranks, job[name])
-            torch.save(results, folder / f"rank{rank}.pt")  # now: in the next part this rank may die
+            torch.save(results, result_of(folder, rank))  # now: in the next part this rank may die
     # Without the group's destructor: it would wait for ranks that are gone.
     os._exit(0)
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import os
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxsplit_encoder as fx
+import fxsplit_encoder.attention  # the operators that the mock towers call
 from fxsplit_encoder.errors import CaptureError
 
-from .rank_processes import start_ranks
+from .mock_towers import WIDTH, PackedModel, SplitModel, alone, batch
+from .rank_processes import join, result_of, start_ranks
 
 REFUSED = "this rank has no room"
 
@@ -26,8 +29,7 @@ def run_ranks(num_ranks: int, backend: str, folder: Path, job: dict[str, Any]) -
     `job["runs"]`; what each rank reports of each run.
     """
     torch.save(job, folder / "job.pt")
-    start_ranks(_rank, num_ranks, backend, num_ranks, backend, folder)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+    return start_ranks(_rank, num_ranks, backend, folder)
 
 
 def shard(tower: Any, device_type: str, num_ranks: int) -> None:
@@ -40,19 +42,9 @@ def shard(tower: Any, device_type: str, num_ranks: int) -> None:
 
 
 def _rank(rank: int, num_ranks: int, backend: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=120),
-    )
+    device = join(rank, num_ranks, backend, folder)
     job = torch.load(folder / "job.pt", weights_only=False)
-    torch.save(_encode(rank, num_ranks, device, job), folder / f"rank{rank}.pt")
+    torch.save(_encode(rank, num_ranks, device, job), result_of(folder, rank))
     dist.barrier()
     os._exit(0)
 
@@ -79,8 +71,8 @@ def _encode(rank: int, num_ranks: int, device: torch.device, job: dict[str, Any]
 def _report(manager: fx.EncoderCudaGraphManager, whole: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     path = manager.paths["default"]
     errors = []
-    for batch in batches:
-        inputs = dict(batch, pixel_values=batch["pixel_values"].to(whole.device, whole.dtype))
+    for each in batches:
+        inputs = dict(each, pixel_values=each["pixel_values"].to(whole.device, whole.dtype))
         with torch.no_grad():
             expected = whole.encoder_eager_forward(inputs)
         output = torch.cat(manager.execute(inputs))
@@ -107,3 +99,144 @@ def _refuse(path: Any, tokens: int) -> None:
         return request(size)
 
     path.unpadded.captures._request = refusing
+
+
+# --- plain modules that call collectives, as an engine's own layers do
+
+BUDGETS = (4, 8, 16)
+BATCHES = ((3,), (2, 5), (4, 9), (1, 1, 1), (3,))
+"""Lengths of items: the order in which they are packed, since an item's number in its batch counts."""
+NO_ROOM = "this rank has no room"
+
+
+class RowParallelLinear(nn.Module):
+    """Every rank multiplies by some columns of the weight, and the sum of all is the layer. Where there are
+    no ranks it is the whole layer.
+    """
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not dist.is_initialized():
+            return self.whole(x)  # type: ignore[no-any-return]
+        share = WIDTH // dist.get_world_size()
+        own = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+        partial = x[:, own] @ self.whole.weight[:, own].t()
+        dist.all_reduce(partial)
+        return partial + self.whole.bias
+
+
+class Parallel:
+    """Mixed into a packed model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = RowParallelLinear(self.linear)  # type: ignore[has-type]
+
+
+class ParallelPacked(Parallel, PackedModel): ...
+
+
+class ParallelSplit(Parallel, SplitModel): ...
+
+
+def run_plain_ranks(folder: Path) -> list[dict[str, Any]]:
+    """What each of two ranks reports of each run."""
+    return start_ranks(_plain_rank, 2, "gloo", folder)
+
+
+def _plain_rank(rank: int, num_ranks: int, backend: str, folder: Path) -> None:
+    expected = {
+        kind: [alone(kind(), batch(*lengths)) for lengths in BATCHES]  # by the whole layer, as yet
+        for kind in (ParallelPacked, ParallelSplit)
+    }
+    join(rank, num_ranks, backend, folder)
+    reports = {name: _plain_report(run(rank), expected) for name, run in RUNS.items()}
+    torch.save(reports, result_of(folder, rank))
+    dist.barrier()
+    os._exit(0)
+
+
+def _manager(model: Any, *, told: bool = True, **settings: Any) -> fx.EncoderCudaGraphManager:
+    config = fx.EncoderConfig(
+        token_budgets=BUDGETS, max_items_per_batch=4, packing="greedy", exact_min_hits=2, **settings
+    )
+    group = dist.group.WORLD if told else None
+    return fx.EncoderCudaGraphManager(model, config, log_interval=0, process_group=group)
+
+
+def _captured(model: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
+    manager = _manager(model, **settings)
+    manager.capture()
+    return manager
+
+
+def _without_inputs(rank: int) -> fx.EncoderCudaGraphManager:
+    """Memory for the inputs of one budget runs out on one rank."""
+    manager = _manager(ParallelPacked(), mode="full")
+    path = manager.paths["default"]
+    request = path.forward.request
+
+    def refusing(tokens: int, shared: Any) -> Any:
+        if rank == 1 and tokens == 8:
+            raise CaptureError(NO_ROOM)
+        return request(tokens, shared)
+
+    path.forward.request = refusing  # type: ignore[method-assign]
+    manager.capture()
+    return manager
+
+
+def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
+    """One graph of one budget fails on one rank, after its forward has run."""
+    manager = _manager(ParallelPacked(), mode="auto")
+    ladder = manager.paths["default"].ladder
+    record = ladder._record
+
+    def failing(budget: int, request: Any, mode: str) -> Any:
+        recorded = yield from record(budget, request, mode)
+        if rank == 1 and budget == 8 and mode == "full":
+            recorded.release()
+            raise CaptureError(NO_ROOM)
+        return recorded
+
+    ladder._record = failing  # type: ignore[method-assign]
+    manager.capture()
+    return manager
+
+
+def _with_less_memory(rank: int) -> fx.EncoderCudaGraphManager:
+    """On one rank less is left than captures take."""
+    manager = _manager(ParallelPacked(), mode="full", max_graph_bytes="1GiB")
+    if rank == 1:
+        manager._lifecycle.own.captures.max_bytes = 1400
+    manager.capture()
+    return manager
+
+
+RUNS: dict[str, Callable[[int], fx.EncoderCudaGraphManager]] = {
+    "full": lambda rank: _captured(ParallelPacked(), mode="full"),
+    "auto": lambda rank: _captured(ParallelSplit(), mode="auto"),
+    "exact": lambda rank: _captured(ParallelPacked(), mode="exact"),
+    "without inputs": _without_inputs,
+    "without one graph": _without_one_graph,
+    "with less memory": _with_less_memory,
+    "not told": lambda rank: _captured(ParallelPacked(), told=False),
+    "not told, traced": lambda rank: _captured(ParallelSplit(), told=False),
+}
+
+
+def _plain_report(manager: fx.EncoderCudaGraphManager, expected: dict[type, Any]) -> dict[str, Any]:
+    errors = []
+    for lengths, wanted in zip(BATCHES, expected[type(manager.tower)], strict=True):
+        output = manager.execute(batch(*lengths))
+        errors += [float((got - each).abs().max()) for got, each in zip(output, wanted, strict=True)]
+    return {
+        "error": max(errors),
+        "hits": manager.stats().hits,
+        "modes": {b: graph.mode for b, graph in manager.budget_graphs["default"].items()},
+        "sizes": manager.paths["default"].unpadded.captures.sizes,
+        "reports": manager.reports,
+    }

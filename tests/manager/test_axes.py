@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
@@ -15,21 +16,15 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import CaptureKey
 
+from . import managers
 from .mock_towers import AxesAndPaths, AxesModel, Values, assert_equal_items, eagerly, items
 
 BUDGETS = (4, 8)
 COMBINATIONS = list(itertools.product((4, 8), (1, 2)))
-
-
-def make(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
-    defaults = {"mode": "full", "token_budgets": BUDGETS, "max_items_per_batch": 3, "debug": True}
-    return fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**{**defaults, **options}), log_interval=0)
-
-
-def captured(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
-    manager = make(model, **options)
-    manager.capture()
-    return manager
+make, captured = (
+    functools.partial(made, token_budgets=BUDGETS, max_items_per_batch=3, compile=False)
+    for made in (managers.manager_of, managers.captured)
+)
 
 
 @pytest.fixture(scope="module")
@@ -131,17 +126,6 @@ def test_any_batch_of_several_paths_equals_eager(with_paths: Any, request_items:
     assert_equal_items(with_paths.execute(inputs), eagerly(with_paths.tower, inputs))
 
 
-@settings(max_examples=60)
-@given(requests, st.sampled_from(["cost", "greedy", "greedy_defer"]))
-def test_items_of_different_keys_never_share_a_batch(manager: Any, request_items: Any, packing: str) -> None:
-    planner = make(manager.tower, packing=packing)
-    inputs = items(manager.tower, *[(n,) for n, _ in request_items], keys=[k for _, k in request_items])
-    plan = planner.plan(inputs)
-    assert sorted(i for batch in plan.batches for i in batch.indices) == list(range(len(request_items)))
-    for batch in plan.batches:
-        assert {request_items[index][1] for index in batch.indices} == {batch.axis_keys}
-
-
 def test_keys_that_were_never_captured_fall_back_and_are_counted() -> None:
     manager = captured(AxesModel())
     inputs = items(manager.tower, (3,), (2,), (3,), keys=[(4, 1), (6, 1), (6, 1)])
@@ -179,7 +163,7 @@ class Ranged(AxesModel):
         return self.ranges.get(axis_keys[0])
 
 
-def test_what_no_batch_can_reach_is_pruned_by_the_tokens_of_an_item() -> None:
+def test_omni_7659_what_no_batch_can_reach_is_pruned_by_the_tokens_of_an_item() -> None:
     model = Ranged()
     manager = make(model, token_budgets=(4, 8, 16))
     planned = manager.planned_captures()
@@ -250,7 +234,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_the_tower_cannot_make_is_left_out_and_the_rest_serves(case: str) -> None:
+def test_vllm_58122_what_the_tower_cannot_make_is_left_out_and_the_rest_serves(case: str) -> None:
     refuse, missing = REFUSALS[case]
     model = Refusing(refuse)
     manager = captured(model, token_budgets=(4, 8, 16))
@@ -263,13 +247,6 @@ def test_what_the_tower_cannot_make_is_left_out_and_the_rest_serves(case: str) -
     assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
     missed = manager.stats().misses.get(fx.MissReason.NOT_CAPTURED, 0)
     assert missed == {"a combination": 2, "small budgets": 0, "large budgets": 1}[case]
-
-
-def test_a_combination_that_cannot_be_made_is_pruned_before_the_capture() -> None:
-    planned = make(Refusing(lambda budget, keys: keys == (8, 2))).planned_captures()
-    pruned = [capture for capture in planned.captures if capture.pruned]
-    assert {capture.key.axis_keys for capture in pruned} == {(8, 2)}
-    assert all("make no grid" in (capture.pruned or "") for capture in pruned)
 
 
 # --- the plan of captures
@@ -320,12 +297,6 @@ def test_a_tower_must_give_one_key_an_axis(manager: Any, keys: Any) -> None:
         make(model).execute(inputs)
     with pytest.raises(InputError, match=expected):
         make(model, enabled=False).execute(inputs)
-
-
-def test_nothing_is_planned_where_nothing_is_captured() -> None:
-    assert make(AxesModel(), enabled=False).planned_captures().num_graphs == 0
-    assert make(AxesModel(), mode="none").planned_captures().num_graphs == 0
-    assert str(make(AxesModel(), mode="none").planned_captures()) == "0 captures, 0.0 MiB of static inputs"
 
 
 def test_keys_are_taken_out_before_anything_else_sees_the_inputs() -> None:

@@ -16,12 +16,17 @@ from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.attention.measure import AttentionMeter
 from fxsplit_encoder.kernels import is_measuring, measuring
 from fxsplit_encoder.manager.turns import compare_between_requests, compare_meanwhile
-from fxsplit_encoder.parts import Parts, in_one_go
+from fxsplit_encoder.parts import Parts
 from tests.attention.fakes import FakeKernel
 
 CPU = torch.device("cpu")
 CAPTURED = AttentionShape(CPU, torch.bfloat16, 2, 8, 48, 24, 4)
 KNOWN = AttentionShape(CPU, torch.bfloat16, 2, 8, 64, 64, 1, host_lengths=True)
+
+
+class Everywhere(AttentionMeter):
+    def can_measure(self, device: torch.device) -> bool:
+        return True
 
 
 class Scene:
@@ -41,10 +46,6 @@ class Scene:
         def clock(call: Callable[[], object], shape: AttentionShape) -> float:
             self.log.append(("clock", self.where))
             return 7.0
-
-        class Everywhere(AttentionMeter):
-            def can_measure(self, device: torch.device) -> bool:
-                return True
 
         self.chooser = KernelChooser(
             measurements=Measurements([kernel("one"), kernel("two")], Everywhere(clock))
@@ -215,12 +216,3 @@ def test_without_memory_nothing_is_found_meanwhile() -> None:
     assert not scene.log
     meter.examples = examples  # type: ignore[method-assign]
     assert measure(scene, CAPTURED) == ["late", "one", "two"]
-
-
-def test_parts_return_what_the_work_returns() -> None:
-    def work() -> Parts[int]:
-        yield
-        yield
-        return 3
-
-    assert in_one_go(work()) == 3

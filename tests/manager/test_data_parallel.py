@@ -17,8 +17,9 @@ from fxsplit_encoder.errors import ConfigError, InputError, RankError
 from fxsplit_encoder.manager.data_parallel import DataParallel, assign_items, item_weights
 from fxsplit_encoder.protocol import EncoderItemSpec
 
-from .data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, FakeTower, run_ranks
+from .data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, run_ranks
 from .mock_towers import OlderTwoPaths, assert_equal_items, eagerly, items
+from .test_passes import tower as small_tower
 
 MODES = ("full", "piecewise", "none")
 
@@ -146,41 +147,33 @@ def older_paths() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(
-    make_tower: Any, inputs: Any, make_batch: Any, older_paths: Any, tmp_path_factory: Any
-) -> list[dict[str, Any]]:
-    good = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 6)])
-    job = {
-        "requests": {"tower": make_tower(), "modes": MODES, "inputs": inputs},
-        "faults": {
-            "tower": make_tower(),
-            "good": good,
-            "other": make_batch([(1, 4, 4)]),
-            "none": no_images(make_batch),
-        },
+def job(make_tower: Any, make_batch: Any) -> dict[str, Any]:
+    """What any number of ranks is to do."""
+    good = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 6)])  # the last of four ranks has none of them
+    other, none = make_batch([(1, 4, 4)]), no_images(make_batch)
+    return {
+        "faults": {"tower": make_tower(), "good": good, "other": other, "none": none},
         "fake towers": {},
-        "older paths": {"inputs": older_paths},
-        "invariant": {"tower": make_tower(), "inputs": inputs["videos beside images"]},
         "lost ranks": {"tower": make_tower(), "good": good, "num_items": 3},
     }
-    return run_ranks(2, tmp_path_factory.mktemp("two"), job)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(make_tower: Any, inputs: Any, make_batch: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
-    good = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 6)])  # the last rank has none of them
-    job = {
-        "requests": {"tower": make_tower(), "modes": [], "inputs": inputs},  # a trace a process takes long
-        "faults": {
-            "tower": make_tower(),
-            "good": good,
-            "other": make_batch([(1, 4, 4)]),
-            "none": no_images(make_batch),
-        },
-        "fake towers": {},
-        "lost ranks": {"tower": make_tower(), "good": good, "num_items": 3},
+def two_ranks(
+    job: Any, make_tower: Any, inputs: Any, older_paths: Any, tmp_path_factory: Any
+) -> list[dict[str, Any]]:
+    parts = {
+        "requests": {"tower": make_tower(), "modes": MODES, "inputs": inputs},
+        "older paths": {"inputs": older_paths},
+        "invariant": {"tower": small_tower(0), "inputs": inputs["videos beside images"]},
     }
-    return run_ranks(4, tmp_path_factory.mktemp("four"), job)
+    return run_ranks(2, tmp_path_factory.mktemp("two"), {**job, **parts})
+
+
+@pytest.fixture(scope="module")
+def four_ranks(job: Any, make_tower: Any, inputs: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+    requests = {"tower": make_tower(), "modes": [], "inputs": inputs}  # a trace a process takes long
+    return run_ranks(4, tmp_path_factory.mktemp("four"), {**job, "requests": requests})
 
 
 @pytest.fixture(
@@ -242,10 +235,10 @@ def test_a_tower_in_the_older_spelling_of_two_paths_is_shared(two_ranks: Any, ol
 
 @pytest.mark.slow
 def test_invariant_ranks_give_the_bits_of_one_process(
-    two_ranks: Any, make_tower: Any, inputs: Any, single_thread: None
+    two_ranks: Any, inputs: Any, single_thread: None
 ) -> None:
     config = fx.EncoderConfig(**LIMITS, mode="piecewise", invariant=True)
-    manager = fx.EncoderCudaGraphManager(fx.wrap(make_tower()), config, log_interval=0)
+    manager = fx.EncoderCudaGraphManager(fx.wrap(small_tower(0)), config, log_interval=0)
     manager.capture()
     expected = manager.execute(inputs["videos beside images"])
     for results in two_ranks:
@@ -395,8 +388,3 @@ def test_a_rank_that_is_late_or_dead_is_an_error_within_the_timeout(ranks: Any) 
             assert kind is RankError
             assert message.startswith(f"rank {number} of {len(ranks)} lost the others")
             assert f"within {SHORT}" in message
-
-
-def test_the_fake_tower_is_read_as_a_real_one() -> None:
-    specs = FakeTower().get_encoder_cudagraph_item_specs({"items": [(8, 2)]})
-    assert (specs[0].input_size, specs[0].output_tokens) == (8, 2)

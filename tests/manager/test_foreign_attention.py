@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 
+from . import managers
 from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items, batch
 
 _library = torch.library.Library("fxsplit_test_foreign", "DEF")
 _library.define("packed_attn(Tensor query, Tensor key, Tensor value, Tensor lengths) -> Tensor")
 _NAME = "fxsplit_test_foreign::packed_attn"
 _MOST_ITEMS = 4
+captured = functools.partial(
+    managers.captured, mode="auto", token_budgets=(4, 8), splitting_ops=(_NAME,), debug=False
+)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
@@ -61,18 +65,6 @@ class ForeignAttention(SplitModel):
             y = torch.ops.fxsplit_test_foreign.packed_attn(q, q, q, inputs["lengths"])
             x = x + y.reshape(-1, WIDTH)
         return x
-
-
-def captured(model: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
-    own: dict[str, Any] = {
-        "token_budgets": (4, 8),
-        "max_items_per_batch": _MOST_ITEMS,
-        "splitting_ops": (_NAME,),
-        **settings,
-    }
-    manager = fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**own), log_interval=0)
-    manager.capture()
-    return manager
 
 
 @pytest.mark.parametrize(("mode", "breaks"), [("piecewise", 2), ("full", 0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,11 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, ReplayError
+from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.costs import PathCosts
 
+from . import managers
 from .mock_towers import (
     WIDTH,
     CompiledCountsFrames,
@@ -23,32 +28,29 @@ from .mock_towers import (
     UntraceableModel,
     Values,
     alone,
+    assert_equal_items,
     batch,
 )
 
-MODELS = [PackedModel, SplitModel, UntraceableModel]
+captured = functools.partial(managers.captured, debug=False)
 
 
-@pytest.fixture(params=MODELS, ids=lambda c: c.__name__)
+@pytest.fixture(params=[PackedModel, SplitModel, UntraceableModel], ids=lambda c: c.__name__)
 def model(request: pytest.FixtureRequest) -> Any:
     return request.param()
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise", "auto", "none"])
-def test_a_foreign_tower_is_planned_captured_and_replayed(model: Any, mode: str) -> None:
-    config = fx.EncoderConfig(mode=mode, token_budgets=(4, 8, 16), max_items_per_batch=4, debug=True)
-    manager = fx.EncoderCudaGraphManager(model, config)
-    manager.capture()
+def test_vllm_40576_a_foreign_tower_is_planned_captured_and_replayed(model: Any, mode: str) -> None:
+    manager = captured(model, mode=mode, debug=True)
     assert sorted(manager.budget_graphs["default"]) == ([] if mode == "none" else [4, 8, 16])
     for lengths in ((3,), (2, 5), (1, 1, 1, 1), (8, 8), (3,), (17,)):
         inputs = batch(*lengths)
         # A batch in one piece, so that the numbers of the items are those of the whole.
         assert len(manager.plan(inputs).batches) == 1
-        output, expected = manager.execute(inputs), alone(model, inputs)
-        assert [len(item) for item in output] == list(lengths)
-        for got, wanted in zip(output, expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
-            assert got.untyped_storage().nbytes() == got.nbytes
+        output = manager.execute(inputs)
+        assert_equal_items(output, alone(model, inputs))
+        assert all(item.untyped_storage().nbytes() == item.nbytes for item in output)
     stats = manager.stats()
     assert (stats.hits, stats.items) == ((0, 11) if mode == "none" else (10, 11))
 
@@ -58,9 +60,7 @@ def test_what_does_not_compile_is_captured_whole_and_noted() -> None:
         (UntraceableModel(), "does not trace as one graph"),
         (PackedModel(), "it has no splitting op"),
     ):
-        config = fx.EncoderConfig(mode="piecewise", token_budgets=(4, 8), max_items_per_batch=2)
-        manager = fx.EncoderCudaGraphManager(model, config)
-        manager.capture()
+        manager = captured(model, mode="piecewise")
         (report,) = manager.reports
         assert report.startswith("path default: captured without compiling: ")
         assert reason in report
@@ -72,34 +72,26 @@ def test_what_does_not_compile_is_captured_whole_and_noted() -> None:
 
 
 def test_a_compiled_tower_has_no_notes() -> None:
-    manager = fx.EncoderCudaGraphManager(
-        SplitModel(), fx.EncoderConfig(token_budgets=(4, 8), max_items_per_batch=2)
-    )
-    manager.capture()
+    manager = captured(SplitModel(), mode="auto")
     assert manager.reports == []
     assert manager.programs["default"].region.segment_inputs == ("lengths",)
 
 
 def test_a_padding_logic_decides_what_pad_rows_hold(model: Any) -> None:
-    config = fx.EncoderConfig(mode="full", token_budgets=(8,), max_items_per_batch=2)
-    manager = fx.EncoderCudaGraphManager(model, config)
-    manager.capture()
+    manager = captured(model, token_budgets=(8,))
     manager.execute(batch(3, 4))
-    captured = manager.paths["default"].captured[8]
-    assert captured.inputs.tensors["divisor"].tolist() == [2.0] * 3 + [3.0] * 4 + [1.0]
+    capture = manager.paths["default"].captured[8]
+    assert capture.inputs.tensors["divisor"].tolist() == [2.0] * 3 + [3.0] * 4 + [1.0]
     # Zeros, as all other buffers have them, would divide by zero.
-    assert captured.outputs[0].isfinite().all()
+    assert capture.outputs[0].isfinite().all()
 
 
-def test_a_value_that_is_too_large_falls_back_before_any_buffer_is_written() -> None:
+def test_omni_7650_vllm_43403_a_value_that_is_too_large_falls_back_before_any_buffer_is_written() -> None:
     model = SplitModel()
-    manager = fx.EncoderCudaGraphManager(
-        model, fx.EncoderConfig(mode="full", token_budgets=(8,), max_items_per_batch=2)
-    )
-    manager.capture()
+    manager = captured(model, token_budgets=(8,))
     manager.execute(batch(3, 4))
-    captured = manager.paths["default"].captured[8]
-    before = {name: tensor.clone() for name, tensor in captured.inputs.tensors.items()}
+    capture = manager.paths["default"].captured[8]
+    before = {name: tensor.clone() for name, tensor in capture.inputs.tensors.items()}
 
     prepare = model.prepare_encoder_cudagraph_replay_buffers
     longer = torch.ones(9)
@@ -113,22 +105,17 @@ def test_a_value_that_is_too_large_falls_back_before_any_buffer_is_written() -> 
     (output,) = manager.execute(batch(2))
     assert output.eq(5).all()
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in captured.inputs.tensors.items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in capture.inputs.tensors.items())
 
 
-def test_a_missing_buffer_is_an_error_and_none_keeps_it(model: Any) -> None:
-    manager = fx.EncoderCudaGraphManager(
-        model, fx.EncoderConfig(mode="full", token_budgets=(8,), max_items_per_batch=2)
-    )
-    manager.capture()
+def test_vllm_43403_a_missing_buffer_is_an_error_and_none_keeps_it(model: Any) -> None:
+    manager = captured(model, token_budgets=(8,))
     prepare = model.prepare_encoder_cudagraph_replay_buffers
     inputs = batch(3, 4)
     expected = manager.execute(inputs)
-    changes: dict[str, Any] = {"divisor": None}
 
     def changed(mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Values:
-        values = {**prepare(mm_kwargs, *args, **kwargs).values, **changes}
-        return Values({k: v for k, v in values.items() if v != "missing"} if "x" in changes else values)
+        return Values({**prepare(mm_kwargs, *args, **kwargs).values, "divisor": None})
 
     model.prepare_encoder_cudagraph_replay_buffers = changed
     for got, wanted in zip(manager.execute(inputs), expected, strict=True):
@@ -153,11 +140,7 @@ def test_a_batch_that_the_tower_has_no_room_for_falls_back_whole(
     make: Any, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
-    config = fx.EncoderConfig(
-        mode=mode, token_budgets=(4, 8), max_items_per_batch=4, max_frames_per_batch=4, exact_min_hits=1
-    )
-    manager = fx.EncoderCudaGraphManager(model, config)
-    manager.capture()
+    manager = captured(model, mode=mode, token_budgets=(4, 8), max_frames_per_batch=4, exact_min_hits=1)
     for lengths, frames, misses in (
         ((3, 5), (2, 2), {}),
         ((3, 5), (3, 3), {fx.MissReason.EXTENT_EXCEEDED: 2}),  # planned as two frames: nothing tells of six
@@ -167,8 +150,7 @@ def test_a_batch_that_the_tower_has_no_room_for_falls_back_whole(
         assert len(manager.plan(inputs).batches) == 1
         with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
             output = manager.execute(inputs)
-        for got, wanted in zip(output, alone(model, inputs), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        assert_equal_items(output, alone(model, inputs))
         assert manager.stats().misses == misses
     assert manager.stats().hits == 4
     assert manager.stats().fallback_runs == {"eager": 1}
@@ -182,22 +164,15 @@ def test_a_batch_that_the_tower_has_no_room_for_falls_back_whole(
 @pytest.mark.parametrize("make", [CountsFrames, CompiledCountsFrames])
 def test_what_is_not_replayed_anyway_keeps_its_reason(make: Any) -> None:
     model = make()
-    config = fx.EncoderConfig(
-        mode="full", token_budgets=(4, 8), max_items_per_batch=4, max_frames_per_batch=4
-    )
-    manager = fx.EncoderCudaGraphManager(model, config)
-    manager.capture()
+    manager = captured(model, token_budgets=(4, 8), max_frames_per_batch=4)
     inputs = videos((9,), (6,))
-    torch.testing.assert_close(manager.execute(inputs), alone(model, inputs), rtol=0, atol=1e-5)
+    assert_equal_items(manager.execute(inputs), alone(model, inputs))
     assert manager.stats().misses == {fx.MissReason.OVER_LARGEST_BUDGET: 1}
 
 
 @pytest.mark.parametrize("error", [ValueError("too many"), InputError("lengths: expected 3, got 2")], ids=str)
 def test_bad_input_reaches_the_user_and_a_refusal_does_not(error: ValueError, model: Any) -> None:
-    manager = fx.EncoderCudaGraphManager(
-        model, fx.EncoderConfig(mode="full", token_budgets=(8,), max_items_per_batch=2)
-    )
-    manager.capture()
+    manager = captured(model, token_budgets=(8,))
     expected = alone(model, batch(3))
 
     def refuse(*args: Any, **kwargs: Any) -> Values:
@@ -232,7 +207,7 @@ def test_a_tower_is_not_asked_for_what_the_settings_say() -> None:
 def test_what_a_tower_tells_of_its_items_it_tells_of_each(method: str) -> None:
     tower = PackedModel()
     setattr(tower, method, lambda mm_kwargs: ["image"])
-    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(), log_interval=0)  # type: ignore[arg-type]
+    manager = managers.manager_of(tower)
     with pytest.raises(InputError, match=rf"PackedModel\.{method}: expected one entry an item, 2; got 1"):
         manager.plan(batch(3, 2))
 
@@ -262,9 +237,7 @@ class CountsSegments(SplitModel):
 @pytest.mark.parametrize("mode", ["exact", "full"])
 def test_a_tower_that_counts_segments_is_not_replayed(mode: str) -> None:
     model = CountsSegments()
-    config = fx.EncoderConfig(mode=mode, token_budgets=(4, 8), max_items_per_batch=4, exact_min_hits=1)
-    manager = fx.EncoderCudaGraphManager(model, config)
-    manager.capture()
+    manager = captured(model, mode=mode, token_budgets=(4, 8), exact_min_hits=1)
     for lengths in ((8,), (3, 5), (2, 2, 4), (8,)):
         inputs = batch(*lengths)
         output = manager.execute(inputs)
@@ -290,20 +263,63 @@ def test_a_tower_that_counts_segments_is_not_replayed(mode: str) -> None:
 def test_a_tower_that_mixes_rows_is_found_out(
     model: Any, debug: bool, misses: dict[fx.MissReason, int], report: str
 ) -> None:
-    config = fx.EncoderConfig(mode="full", token_budgets=(4, 8), max_items_per_batch=1, debug=debug)
-    manager = fx.EncoderCudaGraphManager(model, config)
-    manager.capture()
+    manager = captured(model, token_budgets=(4, 8), max_items_per_batch=1, debug=debug)
     assert manager.budget_graphs["default"] == {}
     assert len(manager.reports) == 2 and all(report in line for line in manager.reports)
     for length in (3, 8, 3):
         inputs = batch(length)
-        (output,), (expected,) = manager.execute(inputs), alone(model, inputs)
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+        assert_equal_items(manager.execute(inputs), alone(model, inputs))
     assert manager.stats().misses == misses
 
 
 def test_a_declared_padding_is_not_compared_without_debug() -> None:
-    config = fx.EncoderConfig(mode="full", token_budgets=(4, 8), max_items_per_batch=1)
-    manager = fx.EncoderCudaGraphManager(LessMean(), config)
-    manager.capture()
+    manager = captured(LessMean(), token_budgets=(4, 8), max_items_per_batch=1)
     assert sorted(manager.budget_graphs["default"]) == [4, 8]
+
+
+# --- requests that the tower's own forward encodes because it is quicker
+
+
+class Watched(PackedModel):
+    """Remembers in which mode its code ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[tuple[str, bool]] = []
+
+    def prepare_encoder_cudagraph_replay_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        self.modes.append(("prepare", torch.is_inference_mode_enabled()))
+        return super().prepare_encoder_cudagraph_replay_buffers(*args, **kwargs)
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Any:
+        self.modes.append(("eager", torch.is_inference_mode_enabled()))
+        return super().encoder_eager_forward(mm_kwargs, path)
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> fx.EncoderCudaGraphManager:
+    """Of a tower that is captured as it is, whose eager forward is measured to win above four tokens."""
+    costs = PathCosts({4: 5.0, 8: 100.0, 16: 100.0}, eager=((4, 9.0), (16, 10.0)))
+    monkeypatch.setattr(EncoderPath, "costs", costs)
+    return captured(Watched(), max_items_per_batch=2, compile=False, debug=False)
+
+
+def test_more_items_than_captures_hold_are_one_eager_run(manager: Any) -> None:
+    inputs = batch(3, 2, 4, 3)
+    expected = manager.tower.encoder_eager_forward(inputs).split(inputs["lengths"])
+    assert_equal_items(manager.execute(inputs), list(expected))
+    stats = manager.stats()
+    assert stats.misses == {MissReason.EAGER_IS_FASTER: 4}
+    assert stats.fallback_runs == {"eager": 1}
+    assert all(budget.replays == 0 for budget in stats.budgets.values())
+
+
+def test_the_towers_code_runs_in_the_callers_inference_mode(manager: Any) -> None:
+    for inputs, ran in ((batch(3, 4), "eager"), (batch(3), "prepare")):
+        for mode in (torch.inference_mode, torch.no_grad):
+            manager.tower.modes.clear()
+            with mode():
+                outputs = manager.execute(inputs)
+            assert manager.tower.modes[0] == (ran, mode is torch.inference_mode)
+            assert not any(output.is_inference() for output in outputs)
+    assert manager.stats().hits == 2

@@ -14,7 +14,6 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention.kernels import KERNELS
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.parts import Parts, in_one_go
 from fxsplit_encoder.planning.plan import PathPlan
 from tests.manager.mock_towers import PackedModel
@@ -311,11 +310,3 @@ def test_attention_that_reads_its_bounds_shows_in_the_check(
     manager = tiny[0]
     manager.capture()
     assert manager.check_invariance(tiny_towers.QWEN.make(packed_items(12, videos=False))) != []
-
-
-def test_measuring_is_told_to_products() -> None:
-    from fxsplit_encoder.kernels import is_measuring
-
-    assert not is_measuring()
-    with measuring():
-        assert is_measuring()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.compile import CompileOptions, trace_forward
 from fxsplit_encoder.errors import ConfigError, UntraceableError
 
+from . import managers
 from .mock_towers import (
     AxesModel,
     PackedModel,
@@ -38,11 +40,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def captured(model: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
-    own: dict[str, Any] = {"token_budgets": (4, 8), "max_items_per_batch": 4, **settings}
-    manager = fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**own), log_interval=0)
-    manager.capture()
-    return manager
+captured = functools.partial(managers.captured, token_budgets=(4, 8), mode="auto", debug=False)
 
 
 # --- compile: false
@@ -74,18 +72,6 @@ def test_without_budgets_nothing_is_compiled_either(mode: str, hits: int, traces
         inputs = batch(3)
         assert_equal_items(manager.execute(inputs), alone(model, inputs))
     assert (manager.stats().hits, traces) == (hits, [])
-
-
-def test_a_wrapped_tower_is_captured_as_it_is(
-    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
-) -> None:
-    config = fx.EncoderConfig(mode="full", compile=False, token_budgets=(16, 32), max_items_per_batch=4)
-    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, log_interval=0)
-    manager.capture()
-    assert {graph.mode for graph in manager.budget_graphs["default"].values()} == {"full"}
-    inputs = make_batch([(1, 4, 6), (1, 2, 2), (1, 8, 8)])
-    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
-    assert manager.stats().hits == 3
 
 
 @pytest.mark.parametrize("settings", [{"piece_compiler": "eager"}, {"passes": ["conv_to_linear"]}])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import CapturedForward
-from fxsplit_encoder.errors import ConfigError, ReplayError
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.planning import CaptureKey
 from fxsplit_encoder.runtime import MeasuredForward
 
+from . import managers
+from .managers import captured_budgets
 from .mock_towers import (
     AlwaysBothPaths,
     NewerTwoPaths,
@@ -38,18 +39,8 @@ from .mock_towers import (
 )
 
 OVER = fx.MissReason.OVER_LARGEST_BUDGET
+captured = functools.partial(managers.captured, compile=False)
 NOT_CAPTURED = fx.MissReason.NOT_CAPTURED
-
-
-def captured(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
-    defaults = {"mode": "full", "token_budgets": (4, 8, 16), "max_items_per_batch": 4, "debug": True}
-    manager = fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**{**defaults, **options}), log_interval=0)
-    manager.capture()
-    return manager
-
-
-def budgets(manager: fx.EncoderCudaGraphManager) -> dict[str, list[int]]:
-    return {name: sorted(graphs) for name, graphs in manager.budget_graphs.items()}
 
 
 def replays(manager: fx.EncoderCudaGraphManager) -> dict[tuple[str, int], int]:
@@ -89,7 +80,7 @@ def test_every_path_hits_misses_or_is_skipped_by_itself(scenario: str) -> None:
         assert counted == (real if any(name == path for name, _ in replayed) else 0)
 
 
-def test_items_are_counted_once_however_many_paths_they_take() -> None:
+def test_found_h_items_are_counted_once_however_many_paths_they_take() -> None:
     model = ThreePaths()
     manager = captured(model)
     inputs = items(model, (2, 2, 2), (2, 0, 3), (1, 1, 17))
@@ -97,16 +88,6 @@ def test_items_are_counted_once_however_many_paths_they_take() -> None:
     stats = manager.stats()
     assert (stats.items, stats.hits, stats.misses) == (3, 2, {OVER: 1})
     assert stats.hit_rate == pytest.approx(2 / 3)
-
-
-def test_three_paths_are_joined_in_the_towers_order() -> None:
-    model = ThreePaths()
-    manager = captured(model)
-    assert budgets(manager) == {path: [4, 8, 16] for path in ("global", "local", "depth")}
-    for sizes in ([(3, 2, 1)], [(3, 0, 2), (1, 2, 0)], [(4, 0, 0)], [(2, 9, 16), (5, 1, 1), (1, 0, 3)]):
-        inputs = items(model, *sizes)
-        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert manager.stats().hits == manager.stats().items == 7
 
 
 @pytest.mark.parametrize("make", [PathsModel, ThreePaths, AlwaysBothPaths, OlderTwoPaths])
@@ -137,23 +118,9 @@ def test_a_replay_may_overwrite_what_every_other_capture_returned(
 # --- budgets of every path
 
 
-def test_the_users_budgets_hold_on_every_path() -> None:
-    assert budgets(captured(PathsModel(), token_budgets=(5, 7))) == {"global": [5, 7], "local": [5, 7]}
-    one = captured(PathsModel(), paths={"local": {"token_budgets": [6]}})
-    assert budgets(one) == {"global": [4, 8, 16], "local": [6]}
-    own = {"global": {"token_budgets": [4, 9]}, "local": {"token_budgets": [6]}}
-    both = captured(PathsModel(), token_budgets=(), paths=own)
-    assert budgets(both) == {"global": [4, 9], "local": [6]}
-    inputs = items(both.tower, (5, 5))
-    assert {name: plan.budget for name, plan in both.plan(inputs).batches[0].paths.items()} == {
-        "global": 9,
-        "local": 6,
-    }
-
-
 def test_a_path_has_a_mode_of_its_own() -> None:
     manager = captured(PathsModel(), paths={"local": {"mode": "none"}})
-    assert budgets(manager) == {"global": [4, 8, 16], "local": []}
+    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": []}
     inputs = items(manager.tower, (3, 2), (2, 0))
     assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
     assert set(replays(manager)) <= {("global", 4), ("global", 8)}
@@ -162,7 +129,7 @@ def test_a_path_has_a_mode_of_its_own() -> None:
 def test_a_budget_of_zero_is_a_skip_and_never_replayed() -> None:
     model = PathsModel()
     manager = captured(model, paths={"local": {"token_budgets": [0, 8]}})
-    assert budgets(manager) == {"global": [4, 8, 16], "local": [8]}
+    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": [8]}
     assert not any(budget == 0 for _, budget, _ in model.prepared)
     model.runs.clear()
     inputs = items(model, (3, 0))
@@ -177,7 +144,7 @@ def test_a_budget_of_zero_is_a_skip_and_never_replayed() -> None:
 def test_a_path_that_lists_zero_alone_is_never_captured() -> None:
     model = PathsModel()
     manager = captured(model, paths={"local": {"token_budgets": [0]}})
-    assert budgets(manager) == {"global": [4, 8, 16], "local": []}
+    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": []}
     assert {path for path, _, _ in model.prepared} == {"global"}
     for size in ((3, 0), (3, 2)):
         inputs = items(model, size)
@@ -213,13 +180,6 @@ def test_captures_are_judged_by_the_attention_that_was_measured() -> None:
     assert path.measured.rows_per_token == 4.0
 
 
-def test_a_budget_of_zero_is_refused_where_the_path_is_never_skipped() -> None:
-    with pytest.raises(ConfigError, match=r"paths\.global\.token_budgets: 0 is listed, but"):
-        captured(PathsModel(), paths={"global": {"token_budgets": [0, 8]}})
-    with pytest.raises(ConfigError, match=r"paths\.local\.token_budgets: 0 is listed, but"):
-        captured(AlwaysBothPaths(), paths={"local": {"token_budgets": [0, 8]}})
-
-
 def test_a_path_that_is_never_skipped_replays_padding_for_no_tokens() -> None:
     model = AlwaysBothPaths()
     manager = captured(model)
@@ -238,7 +198,7 @@ def test_a_path_that_is_never_skipped_replays_padding_for_no_tokens() -> None:
 
 def test_the_older_spelling_gives_the_same_budgets_plans_and_results() -> None:
     older, newer = captured(OlderTwoPaths(), token_budgets=()), captured(NewerTwoPaths(), token_budgets=())
-    assert budgets(older) == budgets(newer)
+    assert captured_budgets(older) == captured_budgets(newer)
     assert older.limits == newer.limits
     for sizes in ([(3, 2)], [(3, 0)], [(3, 2), (1, 7), (6, 0)], [(17, 2)], [(2, 17), (4, 4)]):
         inputs = items(newer.tower, *sizes)
@@ -247,15 +207,6 @@ def test_the_older_spelling_gives_the_same_budgets_plans_and_results() -> None:
         assert_equal_items(newer.execute(inputs), eagerly(newer.tower, inputs))
     assert older.stats() == newer.stats()
     assert older.stats().hits > 0
-
-
-def test_the_older_spelling_names_the_smallest_budget_of_each_path() -> None:
-    manager = captured(OlderTwoPaths(), token_budgets=(), max_items_per_batch=1)
-    assert {name: ladder[0] for name, ladder in manager.limits.path_budgets.items()} == {
-        "global": 3,
-        "local": 2,
-    }
-    assert manager.limits.skippable_paths == {"local"}
 
 
 # --- what one path lacks
@@ -270,7 +221,7 @@ def test_a_dropped_path_falls_back_while_the_other_replays() -> None:
 
     model = FailingLocal()
     manager = captured(model)
-    assert budgets(manager) == {"global": [4, 8, 16], "local": []}
+    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": []}
     assert sum("this path cannot be captured" in report for report in manager.reports) >= 3
     inputs = items(model, (3, 2), (2, 0))
     assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
@@ -278,22 +229,6 @@ def test_a_dropped_path_falls_back_while_the_other_replays() -> None:
     assert stats.misses[NOT_CAPTURED] >= 1
     assert set(replays(manager)) <= {("global", 4), ("global", 8)}
     assert replays(manager)
-
-
-def test_a_path_without_room_under_the_byte_limit_falls_back() -> None:
-    own = {"global": {"token_budgets": [4]}, "local": {"token_budgets": [64]}}
-    needed = captured(
-        PathsModel(), token_budgets=(), paths={**own, "local": {"token_budgets": [0]}}
-    ).num_bytes
-    model = PathsModel()
-    manager = captured(model, token_budgets=(), paths=own, max_graph_bytes=needed)
-    assert budgets(manager) == {"global": [4], "local": []}
-    assert manager.num_bytes <= needed
-    assert any("path local: budget 64 is dropped" in r and "max_graph_bytes" in r for r in manager.reports)
-    inputs = items(model, (3, 2))
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert manager.stats().misses == {NOT_CAPTURED: 1}
-    assert replays(manager) == {("global", 4): 1}
 
 
 class KeysDiffer(PathsModel):
@@ -330,16 +265,6 @@ def test_paths_may_read_different_buffers() -> None:
     assert manager.stats().hits == 4
 
 
-def test_a_buffer_that_one_path_lacks_is_named() -> None:
-    model = KeysDiffer()
-    manager = captured(model)
-    prepare = PathsModel.prepare_encoder_cudagraph_replay_buffers
-    model.prepare_encoder_cudagraph_replay_buffers = prepare.__get__(model)
-    assert len(manager.execute(items(model, (3, 0)))) == 1
-    with pytest.raises(ReplayError, match="gain: the replay needs this buffer and got no value"):
-        manager.execute(items(model, (3, 2)))
-
-
 # --- any batches
 
 
@@ -370,56 +295,6 @@ def test_any_sequence_of_batches_equals_eager(managers: Any, name: str, sequence
         after = manager.stats()
         assert after.items == before.items + len(sizes)
         assert after.hits == before.hits + manager.plan(inputs).hits
-
-
-@settings(max_examples=100)
-@given(st.sampled_from(["two", "three", "always", "older", "defer"]), requests)
-def test_a_plan_has_every_item_once_and_exceeds_no_budget(managers: Any, name: str, sizes: Any) -> None:
-    manager = managers[name]
-    inputs = items(manager.tower, *sizes)
-    plan = manager.plan(inputs)
-    assert sorted(index for batch in plan.batches for index in batch.indices) == list(range(len(sizes)))
-    for batch in plan.batches:
-        assert len(batch.indices) <= manager.limits.max_items_per_batch
-        assert list(batch.paths) == list(manager.limits.path_budgets)
-        for number, (path, planned) in enumerate(batch.paths.items()):
-            tokens = sum(sizes[index][number] for index in batch.indices)
-            assert planned.tokens == tokens
-            assert planned.skipped == (tokens == 0 and path in manager.limits.skippable_paths)
-            if planned.budget is not None:
-                assert tokens <= planned.budget in manager.limits.path_budgets[path]
-            largest = manager.limits.path_budgets[path][-1]
-            assert (planned.reason is OVER) == (tokens > largest)
-
-
-@settings(max_examples=20)
-@given(st.permutations(range(5)))
-def test_permuted_items_give_permuted_results(managers: Any, order: list[int]) -> None:
-    manager = managers["two"]
-    inputs = items(manager.tower, (3, 2), (1, 0), (9, 14), (17, 3), (2, 2))
-    straight = manager.execute(inputs)
-    permuted = manager.execute(manager.tower.select_encoder_cudagraph_items(inputs, order))
-    assert_equal_items(permuted, [straight[index] for index in order])
-
-
-def test_threads_get_their_own_results_on_all_paths(managers: Any) -> None:
-    manager = managers["two"]
-    work = [items(manager.tower, *[(n % 5 + 1, n % 3), (n + 1, 0)], seed=n) for n in range(8)]
-    expected = [eagerly(manager.tower, inputs) for inputs in work]
-    results: dict[int, list[list[Tensor]]] = {}
-
-    def run(worker: int) -> None:
-        results[worker] = [manager.execute(work[(worker + n) % 8]) for n in range(8)]
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 8
-    for worker, outputs in results.items():
-        for number, output in enumerate(outputs):
-            assert_equal_items(output, expected[(worker + number) % 8])
 
 
 def test_counts_of_no_tokens_on_two_paths_are_one_path() -> None:

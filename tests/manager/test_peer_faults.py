@@ -22,15 +22,11 @@ from fxsplit_encoder.attention.kernels import builtin
 from fxsplit_encoder.capture import GraphPool, SegmentedCapture
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.planning import CostModel, Item, PathCosts, build_plan
-from fxsplit_encoder.planning.limits import resolve_limits
-from fxsplit_encoder.protocol import EncoderCudaGraphConfig
 
+from .managers import captured
 from .mock_towers import (
-    AxesModel,
-    PackedModel,
     PathsModel,
     SplitModel,
-    Values,
     alone,
     assert_equal_items,
     batch,
@@ -39,13 +35,6 @@ from .mock_towers import (
 )
 
 NINE_BUDGETS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
-
-
-def captured(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
-    defaults = {"mode": "full", "token_budgets": (4, 8, 16), "max_items_per_batch": 4, "debug": True}
-    manager = fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**{**defaults, **options}), log_interval=0)
-    manager.capture()
-    return manager
 
 
 def leaky_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -62,20 +51,18 @@ def leaky_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, 
 
 
 def test_vllm_57136_unwritten_pad_rows_of_nine_budgets_reach_nobody(
-    make_manager: Any,
+    make_captured: Any,
     make_batch: Any,
-    encode: Any,
-    tiny_towers: Any,
     monkeypatch: pytest.MonkeyPatch,
     poisoned_memory: None,
+    assert_as_eager: Any,
 ) -> None:
     monkeypatch.setattr(builtin, "_attend_by_segment", leaky_attention)
-    manager = make_manager(mode="full", token_budgets=NINE_BUDGETS, max_items_per_batch=1)
-    manager.capture()
+    manager = make_captured(mode="full", token_budgets=NINE_BUDGETS, max_items_per_batch=1)
     assert len(manager.budget_graphs["default"]) == 9
     for grid in ((1, 6, 6), (1, 2, 2), (1, 10, 10), (1, 2, 6)):
         inputs = make_batch([grid])
-        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+        assert_as_eager(manager, inputs)
     assert manager.stats().padding_fraction > 0
     assert manager.stats().hits == 4
 
@@ -92,9 +79,8 @@ def test_vllm_56922_only_rows_that_the_last_batch_filled_are_cleared() -> None:
     assert buffer.tensor[12:].eq(7).all()
 
 
-def test_vllm_52229_padding_has_a_price(make_manager: Any, make_batch: Any) -> None:
-    manager = make_manager(mode="full", token_budgets=(4, 64))
-    manager.capture()
+def test_vllm_52229_padding_has_a_price(make_captured: Any, make_batch: Any) -> None:
+    manager = make_captured(mode="full", token_budgets=(4, 64))
     inputs = make_batch([(1, 2, 2), (1, 2, 4)])
     (planned,) = manager.plan(inputs).batches
     assert planned.paths["default"].budget == 4  # not the one that holds more
@@ -105,89 +91,11 @@ def test_vllm_52229_padding_has_a_price(make_manager: Any, make_batch: Any) -> N
     assert plan.misses == {fx.MissReason.EXACT_IS_FASTER: 1}
 
 
-@pytest.mark.parametrize("budget_range", [(4096, 4096), (2049, 4096)])
-def test_vllm_41714_a_narrow_range_does_not_make_batches_of_one(budget_range: tuple[int, int]) -> None:
-    config = EncoderCudaGraphConfig(["image"], ["pixel_values"], 8)
-    assert resolve_limits(fx.EncoderConfig(), config, budget_range, False).max_items_per_batch > 1
-
-
-def test_omni_7650_vllm_43403_what_overflows_a_buffer_falls_back_whole() -> None:
-    model = SplitModel()
-    manager = captured(model, token_budgets=(8,))
-    manager.execute(batch(3, 4))
-    capture = manager.paths["default"].captured[8]
-    before = {name: tensor.clone() for name, tensor in capture.inputs.tensors.items()}
-    inputs = batch(1, 1, 1, 1)
-    prepare = model.prepare_encoder_cudagraph_replay_buffers
-
-    def oversize(mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Values:
-        values = prepare(mm_kwargs, *args, **kwargs).values
-        return Values({**values, "lengths": torch.tensor([0, *range(1, 12)], dtype=torch.int32)})
-
-    model.prepare_encoder_cudagraph_replay_buffers = oversize
-    model.encoder_eager_forward = lambda mm_kwargs, path="default": torch.full((4, 8), 5.0)
-    manager.paths["default"].forward.program = None
-    assert all(item.eq(5).all() for item in manager.execute(inputs))
-    assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 4}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in capture.inputs.tensors.items())
-
-
-def test_vllm_43403_a_missing_buffer_is_named() -> None:
-    model = SplitModel()
-    manager = captured(model)
-    prepare = model.prepare_encoder_cudagraph_replay_buffers
-
-    def incomplete(mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Values:
-        values = prepare(mm_kwargs, *args, **kwargs).values
-        return Values({name: value for name, value in values.items() if name != "divisor"})
-
-    model.prepare_encoder_cudagraph_replay_buffers = incomplete
-    with pytest.raises(ReplayError, match="divisor: the replay needs this buffer and got no value"):
-        manager.execute(batch(3))
-
-
-def test_vllm_40445_a_video_of_more_frames_than_the_limit_says_is_served(
-    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
-) -> None:
-    manager = make_manager(mode="full", max_frames_per_batch=4)
-    manager.capture()
-    inputs = make_batch([(1, 2, 2)], [(5, 2, 2), (64, 2, 2)])
-    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
-    assert manager.stats().misses == {fx.MissReason.TOO_MANY_FRAMES: 2}
-
-
 @pytest.mark.parametrize("key", ["image_embeds", "video_embeds"])
 def test_vllm_58122_found_f_embeddings_are_refused_by_name(key: str, managers: Any) -> None:
     for inputs in ({key: torch.zeros(4, 96)}, {key: torch.zeros(4, 96), "image_grid_thw": [[1, 4, 4]]}):
         with pytest.raises(InputError, match=f"{key}: these are embeddings already"):
             managers["full"].execute(inputs)
-
-
-def test_vllm_58122_budgets_below_one_image_are_left_out() -> None:
-    class WholeImages(PathsModel):
-        def prepare_encoder_cudagraph_capture_inputs(
-            self, token_budget: int, *args: Any, **kwargs: Any
-        ) -> Values:
-            if token_budget < 8:
-                raise ValueError("an image has eight tokens")
-            return super().prepare_encoder_cudagraph_capture_inputs(token_budget, *args, **kwargs)
-
-    model = WholeImages()
-    manager = captured(model)
-    assert {name: sorted(graphs) for name, graphs in manager.budget_graphs.items()} == {
-        "global": [8, 16],
-        "local": [8, 16],
-    }
-    inputs = items(model, (8, 0))
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert manager.stats().hits == 1
-
-
-def test_vllm_49224_vllm_49233_captures_keep_the_byte_limit() -> None:
-    whole = captured(PathsModel()).num_bytes
-    manager = captured(PathsModel(), max_graph_bytes=whole * 2 // 3)
-    assert 0 < manager.num_bytes <= whole * 2 // 3
-    assert any("max_graph_bytes" in report for report in manager.reports)
 
 
 def test_vllm_52509_vllm_57475_a_budget_that_runs_out_of_memory_costs_no_other() -> None:
@@ -249,16 +157,6 @@ def test_vllm_52376_packing_in_another_order_keeps_items_apart() -> None:
     assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
 
 
-@pytest.mark.parametrize("model_class", [PackedModel, SplitModel])
-def test_vllm_40576_a_replay_equals_eager(model_class: Any) -> None:
-    model = model_class()
-    manager = captured(model)
-    for lengths in ((3,), (2, 5), (1, 1, 1, 1), (8, 8)):
-        inputs = batch(*lengths)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
-    assert manager.stats().misses == {}
-
-
 def test_omni_7659_items_are_parsed_once_a_request() -> None:
     class Counting(PathsModel):
         parsed = 0
@@ -272,16 +170,6 @@ def test_omni_7659_items_are_parsed_once_a_request() -> None:
     manager.execute(items(model, (9, 1), (16, 2), (12, 0)))
     assert sum(stats.replays for stats in manager.stats().budgets.values()) > 2
     assert model.parsed == 1
-
-
-def test_omni_7659_graphs_that_no_item_reaches_are_not_captured() -> None:
-    class Ranged(AxesModel):
-        def get_encoder_cudagraph_item_token_range(self, path: str, axis_keys: Any) -> tuple[int, int]:
-            return {4: (1, 2), 8: (9, 16)}[axis_keys[0]]
-
-    manager = captured(Ranged(), max_items_per_batch=1)
-    found = {(b, path.axis_keys) for path in manager.paths_by_key.values() for b in path.captured}
-    assert found == {(4, (4, 1)), (4, (4, 2)), (16, (8, 1)), (16, (8, 2))}
 
 
 def test_omni_6587_memory_is_given_back_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,13 +203,12 @@ def test_ascend_16794_outputs_and_inputs_of_captures_stay_alive() -> None:
 
 
 def test_sglang_16902_sglang_37043_one_capture_serves_every_composition_of_a_batch(
-    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+    make_captured: Any, make_batch: Any, assert_as_eager: Any
 ) -> None:
-    manager = make_manager(mode="full", token_budgets=(16,))
-    manager.capture()
+    manager = make_captured(mode="full", token_budgets=(16,))
     for images in ([(1, 8, 8)], [(1, 4, 8)] * 2, [(1, 4, 4)] * 4, [(1, 2, 2), (1, 10, 6)]):
         inputs = make_batch(images)
-        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+        assert_as_eager(manager, inputs)
     assert manager.stats().misses == {}
     assert list(manager.budget_graphs["default"]) == [16]
 
@@ -366,6 +253,15 @@ def test_sglang_29216_what_a_capture_reads_is_watched() -> None:
     assert_equal_items(manager.execute(batch(3)), alone(model, batch(3)))  # captured again
 
 
+def test_trtllm_14829_trtllm_17030_lengths_and_numbers_of_items_are_not_those_of_the_capture() -> None:
+    model = SplitModel()
+    manager = captured(model, token_budgets=(16,))
+    for lengths in ((16,), (8, 8), (15, 1), (1, 15), (5, 5, 5), (4, 4, 4, 4)):
+        inputs = batch(*lengths)
+        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert manager.stats().misses == {}
+
+
 def test_sglang_27343_poisoned_memory_behind_a_batch_reaches_nobody(poisoned_memory: None) -> None:
     model = SplitModel()
     manager = captured(model, token_budgets=(16,))
@@ -386,23 +282,6 @@ def test_sglang_cached_embeddings_survive_the_next_replay_of_the_same_budget() -
     assert first.untyped_storage().nbytes() == first.nbytes
 
 
-def test_trtllm_14829_trtllm_17030_a_batch_need_not_have_as_many_items_as_the_capture() -> None:
-    model = SplitModel()
-    manager = captured(model, token_budgets=(8,))
-    for lengths in ((8,), (4, 4), (2, 2, 2), (1, 1, 1, 1)):
-        inputs = batch(*lengths)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
-    assert manager.stats().hits == 10
-
-
-def test_trtllm_skewed_lengths_after_even_ones_are_not_frozen() -> None:
-    model = SplitModel()
-    manager = captured(model, token_budgets=(16,))
-    for lengths in ((8, 8), (15, 1), (1, 15), (16,)):
-        inputs = batch(*lengths)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
-
-
 # --- found by reading
 
 
@@ -420,37 +299,20 @@ def test_found_a_found_b_small_budgets_stay_small_with_video(tiny_towers: Any, m
 
 
 def test_found_c_an_image_after_a_video_has_rising_lengths(
-    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+    make_captured: Any, make_batch: Any, assert_as_eager: Any
 ) -> None:
-    manager = make_manager(mode="full", token_budgets=(32,))
-    manager.capture()
+    manager = make_captured(mode="full", token_budgets=(32,))
     for inputs in (
         make_batch([], [(8, 4, 4)]),
         make_batch([(1, 2, 4)]),
         make_batch([(1, 2, 2)], [(3, 4, 4)]),
     ):
-        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+        assert_as_eager(manager, inputs)
         capture = manager.paths["default"].captured[32]
         lengths = capture.inputs.tensors["cu_seqlens"].tolist()
         assert all(a <= b for a, b in itertools.pairwise(lengths))
         assert lengths[-1] <= 4 * 32
     assert manager.stats().misses == {}
-
-
-def test_found_d_nothing_is_captured_for_no_modality() -> None:
-    class Nothing(PathsModel):
-        def get_encoder_cudagraph_config(self) -> Any:
-            config = super().get_encoder_cudagraph_config()
-            config.modalities = []
-            return config
-
-    model = Nothing()
-    manager = captured(model)
-    assert not any(path.captured for path in manager.paths_by_key.values())
-    assert manager.num_bytes == 0
-    inputs = items(model, (3, 2))
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert manager.stats().misses == {fx.MissReason.UNSUPPORTED_INPUT: 1}
 
 
 def test_found_e_pixels_are_not_joined_before_they_are_copied(managers: Any, make_batch: Any) -> None:
@@ -476,30 +338,3 @@ def test_found_g_no_items_run_nothing() -> None:
     assert manager.execute(items(model)) == []
     assert not model.runs
     assert manager.stats().items == 0
-
-
-def test_found_h_an_item_that_is_part_hit_part_miss_is_one_miss() -> None:
-    model = PathsModel()
-    manager = captured(model)
-    manager.execute(items(model, (3, 17)))
-    stats = manager.stats()
-    assert (stats.items, stats.hits, stats.misses) == (1, 0, {fx.MissReason.OVER_LARGEST_BUDGET: 1})
-    manager.execute(items(model, (3, 2)))
-    assert (manager.stats().items, manager.stats().hits, manager.stats().hit_rate) == (2, 1, 0.5)
-
-
-def test_found_i_every_budget_is_captured_once() -> None:
-    manager = fx.EncoderCudaGraphManager(
-        PathsModel(), fx.EncoderConfig(mode="full", token_budgets=(4, 8), max_items_per_batch=2)
-    )
-    recorded: list[tuple[str, int]] = []
-    for path in manager.paths_by_key.values():
-        request = path.ladder._request
-        path.ladder._request = lambda budget, path=path, request=request: (
-            recorded.append((path.name, budget)),
-            request(budget),
-        )[1]
-    manager.planned_captures()
-    manager.capture()
-    manager.capture()
-    assert sorted(recorded) == [("global", 4), ("global", 8), ("local", 4), ("local", 8)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -64,6 +65,19 @@ def captured(tower: Any = None, config: fx.EncoderConfig = CONFIG) -> fx.Encoder
     return manager
 
 
+def begun(tower: Any = None, config: fx.EncoderConfig = CONFIG) -> fx.EncoderCudaGraphManager:
+    """A manager whose first captures serve, and whose work has begun."""
+    manager = manager_of(tower, config)
+    manager.capture(wait=False)
+    return manager
+
+
+def finish(manager: fx.EncoderCudaGraphManager) -> None:
+    """All of the work, with a request after each piece."""
+    for _ in manager._lifecycle.background.work():
+        assert_right(manager, 3, 5)
+
+
 def assert_right(manager: fx.EncoderCudaGraphManager, *lengths: int) -> None:
     inputs = batch(*lengths)
     torch.testing.assert_close(manager.execute(inputs), alone(manager.tower, inputs))
@@ -88,6 +102,11 @@ def state(manager: fx.EncoderCudaGraphManager) -> Any:
     )
 
 
+@functools.cache
+def usual_state() -> Any:
+    return state(captured())
+
+
 def phase(manager: fx.EncoderCudaGraphManager) -> str:
     progress = manager.stats().progress
     assert progress is not None
@@ -109,8 +128,7 @@ def threads() -> list[str]:
 
 
 def test_it_serves_at_once_and_rightly_after_each_piece(by_hand: None) -> None:
-    manager = manager_of()
-    manager.capture(wait=False)
+    manager = begun()
     assert manager.is_captured() and manager.programs == {"default": None}
     assert modes(manager) == {"default": dict.fromkeys((4, 6, 12, 16), "breakable")}
     work = manager._lifecycle.background.work()
@@ -124,7 +142,7 @@ def test_it_serves_at_once_and_rightly_after_each_piece(by_hand: None) -> None:
     captures = [each for each, _ in seen][-10:]  # of a budget the runs before the capture, and the capture
     assert captures == ["capturing"] * 10 and seen[0][0] == "tracing"
     assert phase(manager) == "done"
-    assert state(manager) == state(captured())
+    assert state(manager) == usual_state()
     (how,) = manager.reports
     assert how.startswith("path default: compiled on a thread beside the requests: only what Inductor")
     hits = manager.stats()
@@ -136,37 +154,25 @@ def test_progress_is_told(by_hand: None) -> None:
     told: list[tuple[int, int]] = []
     manager.capture(lambda done, total: told.append((done, total)), wait=False)
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    list(manager._lifecycle.background.work())
+    finish(manager)
     stats = manager.stats()
     assert stats.as_dict()["progress"]["phase"] == "done" and "captures: done 5 of 5" in str(stats)
     assert manager_of().stats().progress is None
 
 
 def test_what_waits_for_the_end(tmp_path: Any) -> None:
-    manager = manager_of()
-    manager.capture(wait=False)
+    manager = begun()
     manager.capture()
-    assert phase(manager) == "done" and state(manager) == state(captured())
+    assert phase(manager) == "done" and state(manager) == usual_state()
     before = manager.paths["default"].captured.copy()
     manager.capture(wait=False)
     assert manager.paths["default"].captured == before
     assert manager.save_start(tmp_path / "a.start") > 0
 
 
-def test_of_a_tower_that_does_not_compile_its_captures_are_made(by_hand: None) -> None:
-    manager = manager_of(UntraceableModel())
-    manager.capture(wait=False)
-    for _ in manager._lifecycle.background.work():
-        assert_right(manager, 3, 5)
-    other = captured(UntraceableModel())
-    assert state(manager) == state(other)
-    assert manager.reports[1:] == other.reports
-
-
 def test_several_paths_and_what_some_skip(by_hand: None) -> None:
     config = CONFIG.replace(token_budgets=(4, 8, 16))
-    manager = manager_of(OlderTwoPaths(), config)
-    manager.capture(wait=False)
+    manager = begun(OlderTwoPaths(), config)
     inputs = items(manager.tower, (3, 0), (2, 2))
     for _ in manager._lifecycle.background.work():
         assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
@@ -184,28 +190,34 @@ def test_several_paths_and_what_some_skip(by_hand: None) -> None:
 )
 def test_where_nothing_compiles_all_is_done_at_once(changes: dict[str, Any]) -> None:
     config = CONFIG.replace(**changes)
-    manager = manager_of(config=config)
-    manager.capture(wait=False)
+    manager = begun(config=config)
     assert manager.stats().progress is None and manager.wait_captured()
     assert state(manager) == state(captured(config=config))
     assert_right(manager, 3, 5)
 
 
-@pytest.mark.parametrize("changes", [{"mode": "none"}, {"mode": "exact"}, {"packing": "greedy"}])
-def test_other_settings_end_as_without(changes: dict[str, Any], by_hand: None) -> None:
+@pytest.mark.parametrize(
+    ("tower", "changes"),
+    [
+        (SplitModel, {"mode": "none"}),
+        (SplitModel, {"mode": "exact"}),
+        (SplitModel, {"packing": "greedy"}),
+        (UntraceableModel, {}),
+        (PackedModel, {}),
+    ],
+)
+def test_other_settings_and_towers_end_as_without(tower: Any, changes: dict[str, Any], by_hand: None) -> None:
     config = CONFIG.replace(**changes)
-    manager = manager_of(config=config)
-    manager.capture(wait=False)
-    for _ in manager._lifecycle.background.work():
-        assert_right(manager, 3, 5)
-    assert state(manager) == state(captured(config=config))
+    manager, other = begun(tower(), config), captured(tower(), config)
+    finish(manager)
+    assert state(manager) == state(other)
+    assert manager.reports[1:] == other.reports
 
 
 def test_a_start_from_a_file(tmp_path: Any, by_hand: None) -> None:
     path = tmp_path / "a.start"
     captured().save_start(path)
-    manager = manager_of(config=CONFIG.replace(start_file=path))
-    manager.capture(wait=False)
+    manager = begun(config=CONFIG.replace(start_file=path))
     assert manager.paths["default"].expected is None, "what serves first was never measured"
     list(manager._lifecycle.background.work())
     assert manager.paths["default"].expected is not None
@@ -217,8 +229,7 @@ def test_what_a_restored_program_builds_at_its_first_run_holds_up_nobody(
 ) -> None:
     tower = SplitModel()
     program = captured(tower).paths["default"].program
-    manager = manager_of(tower)
-    manager.capture(wait=False)
+    manager = begun(tower)
     for path in manager._lifecycle.background._target.compiled_paths:
         path.forward.saved = cast("Any", "a program")
     monkeypatch.setattr(PathForward, "load_saved", lambda self: program)
@@ -231,24 +242,18 @@ def test_what_a_restored_program_builds_at_its_first_run_holds_up_nobody(
         return own(bound, *given)
 
     monkeypatch.setattr(BoundProgram, "__call__", watched)
-    list(manager._lifecycle.background.work())
+    finish(manager)
     assert in_a_step[:2] == [False, True]
     assert phase(manager) == "done"
     assert (manager.paths["default"].program is program) == is_right
     assert_right(manager, 3, 5)
 
 
-def test_ranks_have_to_wait() -> None:
+@pytest.mark.parametrize("setting", ["data_parallel", "invariant"])
+def test_some_captures_are_waited_for(setting: str) -> None:
     manager = manager_of()
-    manager.config = manager.config.replace(data_parallel=True)
-    with pytest.raises(fx.InputError, match="wait: expected True with data_parallel"):
-        manager.capture(wait=False)
-    assert not manager.is_captured()
-
-
-def test_invariant_captures_are_waited_for() -> None:
-    manager = manager_of(config=CONFIG.replace(invariant=True))
-    with pytest.raises(fx.InputError, match="wait: expected True with invariant"):
+    manager.config = manager.config.replace(**{setting: True})
+    with pytest.raises(fx.InputError, match=f"wait: expected True with {setting}"):
         manager.capture(wait=False)
     assert not manager.is_captured()
 
@@ -259,8 +264,7 @@ def test_invariant_captures_are_waited_for() -> None:
 def test_first_captures_give_way_where_memory_is_short(
     by_hand: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = manager_of()
-    manager.capture(wait=False)
+    manager = begun()
     first, request = manager._serving, PathForward.request
     released = []
     monkeypatch.setattr(first, "clear", lambda: released.append(True))
@@ -271,8 +275,7 @@ def test_first_captures_give_way_where_memory_is_short(
         return request(self, tokens, shared)
 
     monkeypatch.setattr(PathForward, "request", short)
-    for _ in manager._lifecycle.background.work():
-        assert_right(manager, 3, 5)
+    finish(manager)
     assert released == [True] and sorted(manager.budget_graphs["default"]) == [4, 6, 8, 12, 16]
     assert "too little memory for both" in manager.reports[-1]
     assert not manager.paths["default"].notes
@@ -290,8 +293,7 @@ def test_the_first_are_few_of_every_path() -> None:
 
 
 def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = manager_of()
-    manager.capture(wait=False)
+    manager = begun()
     before = modes(manager)
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -299,19 +301,18 @@ def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: p
 
     with monkeypatch.context() as patched:
         patched.setattr(PathForward, "trace", fail)
-        list(manager._lifecycle.background.work())
+        finish(manager)
     assert phase(manager) == "failed" and "failed: RuntimeError: no more" in str(manager.stats())
     assert "go on serving: RuntimeError: no more" in manager.reports[-1]
     assert modes(manager) == before
     assert_right(manager, 3, 5)
     manager._lifecycle.background._over.set()
     manager.capture()
-    assert state(manager) == state(captured())
+    assert state(manager) == usual_state()
 
 
 def test_clear_in_the_middle(by_hand: None) -> None:
-    manager = manager_of()
-    manager.capture(wait=False)
+    manager = begun()
     for number in range(8):
         work = manager._lifecycle.background.work()
         for _ in range(number):
@@ -324,13 +325,12 @@ def test_clear_in_the_middle(by_hand: None) -> None:
         assert_right(manager, 3, 5)
         manager.capture(wait=False)
         assert manager._lifecycle.background is not background
-    list(manager._lifecycle.background.work())
-    assert state(manager) == state(captured())
+    finish(manager)
+    assert state(manager) == usual_state()
 
 
 def test_weights_that_move_meanwhile(by_hand: None) -> None:
-    manager = manager_of()
-    manager.capture(wait=False)
+    manager = begun()
     for number, _ in enumerate(manager._lifecycle.background.work()):
         if number % 3 == 1:
             manager.tower.linear.weight = nn.Parameter(manager.tower.linear.weight + 1, requires_grad=False)
@@ -342,7 +342,19 @@ def test_weights_that_move_meanwhile(by_hand: None) -> None:
 # --- threads
 
 
-def test_on_a_device_who_asks_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work leaves captures to whoever asks, as on a device."""
+    begin = BackgroundCapture.start
+
+    def start(self: BackgroundCapture) -> None:
+        self.lends_captures = True
+        begin(self)
+
+    monkeypatch.setattr(BackgroundCapture, "start", start)
+
+
+def test_on_a_device_who_asks_captures(lending: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other thread may wait for the device while a graph is captured, as whoever asks does some time."""
     by_thread: dict[str, set[int]] = {"warm up": set(), "capture": set()}
     recording = CapturedForward.recording
@@ -355,13 +367,11 @@ def test_on_a_device_who_asks_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = BackgroundCapture.start
 
     def start(self: BackgroundCapture) -> None:
-        self.lends_captures = True
         monkeypatch.setattr(CapturedForward, "recording", spied)
         begin(self)
 
     monkeypatch.setattr(BackgroundCapture, "start", start)
-    manager = manager_of()
-    manager.capture(wait=False)
+    manager = begun()
     waits = manager._lifecycle.turns
     while not (lent := waits._lent) or phase(manager) != "capturing":
         time.sleep(0.002)
@@ -374,24 +384,16 @@ def test_on_a_device_who_asks_captures(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.002)
     assert by_thread["capture"] == {threading.get_ident()} and len(by_thread["warm up"]) == 1
     assert by_thread["warm up"].isdisjoint(by_thread["capture"])
-    assert wait_for_end(manager).phase == "done" and state(manager) == state(captured())
+    assert wait_for_end(manager).phase == "done" and state(manager) == usual_state()
 
 
 @pytest.mark.parametrize("by_waiting", [True, False])
-def test_captures_that_nobody_asks_for(by_waiting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_that_nobody_asks_for(by_waiting: bool, lending: None) -> None:
     """They are made by whoever waits for them, or given up with the manager."""
-    begin = BackgroundCapture.start
-
-    def start(self: BackgroundCapture) -> None:
-        self.lends_captures = True
-        begin(self)
-
-    monkeypatch.setattr(BackgroundCapture, "start", start)
-    manager = manager_of()
-    manager.capture(wait=False)
+    manager = begun()
     if by_waiting:
         assert not manager.wait_captured(0)
-        assert wait_for_end(manager).phase == "done" and state(manager) == state(captured())
+        assert wait_for_end(manager).phase == "done" and state(manager) == usual_state()
         return
     while manager._lifecycle.turns._lent is None:
         time.sleep(0.002)
@@ -434,17 +436,16 @@ def test_requests_of_several_threads_meanwhile() -> None:
 
 
 def test_garbage_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, trace = threading.Event(), PathForward.trace
+    tracing, trace = threading.Event(), PathForward.trace
 
     def slow(self: PathForward, *args: Any, **kwargs: Any) -> Any:
-        begun.set()
+        tracing.set()
         time.sleep(0.2)
         return trace(self, *args, **kwargs)
 
     monkeypatch.setattr(PathForward, "trace", slow)
-    manager = manager_of()
-    manager.capture(wait=False)
-    assert begun.wait(60)
+    manager = begun()
+    assert tracing.wait(60)
     thread, background = manager._lifecycle.background._thread, manager._lifecycle.background
     gone = weakref.ref(manager)
     del manager
@@ -498,10 +499,8 @@ def test_a_tower_that_another_process_cannot_make(elsewhere: list[CompileWorker]
         (Local(), "it cannot be pickled"),
         (Raises(), "cannot make it: RuntimeError: not here"),
     ):
-        manager = manager_of(tower)
-        manager.capture(wait=False)
-        for _ in manager._lifecycle.background.work():
-            assert_right(manager, 3, 5)
+        manager = begun(tower)
+        finish(manager)
         assert phase(manager) == "done" and why in manager.reports[0]
         assert manager.programs["default"] is not None
     assert len(elsewhere) == 1
@@ -509,8 +508,7 @@ def test_a_tower_that_another_process_cannot_make(elsewhere: list[CompileWorker]
 
 @pytest.mark.parametrize("ended_by", ["kill", "clear"])
 def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWorker]) -> None:
-    manager = manager_of(Sleeps())
-    manager.capture(wait=False)
+    manager = begun(Sleeps())
     work = manager._lifecycle.background.work()
     next(work)
     (worker,) = elsewhere
@@ -578,18 +576,16 @@ def test_kernels_that_another_process_does_not_build(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(compile_worker_module, "_MODULE", "builds_otherwise")
-    manager = manager_of()
-    manager.capture(wait=False)
-    list(manager._lifecycle.background.work())
+    manager = begun()
+    finish(manager)
     assert phase(manager) == "done"
     assert [note for note in manager.reports if f"kernels are built beside the requests: {said}" in note]
     assert_right(manager, 3, 5)
 
 
 def test_what_another_process_finds_not_to_compile(elsewhere: list[CompileWorker]) -> None:
-    manager = manager_of(UntraceableModel())
-    manager.capture(wait=False)
-    list(manager._lifecycle.background.work())
+    manager = begun(UntraceableModel())
+    finish(manager)
     assert len(elsewhere) == 1 and phase(manager) == "done"
     assert state(manager) == state(captured(UntraceableModel()))
     assert manager.reports == captured(UntraceableModel()).reports
@@ -597,14 +593,12 @@ def test_what_another_process_finds_not_to_compile(elsewhere: list[CompileWorker
 
 @pytest.mark.slow
 def test_what_another_process_cannot_save_is_compiled_here(elsewhere: list[CompileWorker]) -> None:
-    manager = manager_of()
-    manager.capture(wait=False)
-    for _ in manager._lifecycle.background.work():
-        assert_right(manager, 3, 5)
+    manager = begun()
+    finish(manager)
     assert manager.reports == [
         "path default: compiled again in this process: a piece is not in Inductor's cache"
     ]
-    assert state(manager) == state(captured())
+    assert state(manager) == usual_state()
 
 
 @pytest.mark.slow
@@ -613,13 +607,11 @@ def test_another_process_compiles_and_this_one_traces_nothing(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     config = CONFIG.replace(piece_compiler="inductor", token_budgets=(4, 16))
-    manager = manager_of(config=config)
-    manager.capture(wait=False)
+    manager = begun(config=config)
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
     with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
-        for _ in manager._lifecycle.background.work():
-            assert_right(manager, 3, 5)
+        finish(manager)
     assert counts["unique_graphs"] == before
     assert not caplog.records and not manager.reports and phase(manager) == "done"
     assert_right(manager, 3, 5)
@@ -635,13 +627,6 @@ def test_the_least_of_several_encoders_is_told() -> None:
     assert least(known[:2]) == known[0] and least([known[0], known[3]]) == known[3]
     assert least([None]) is None
     assert str(CaptureProgress("capturing", 3, 16, 2.04)) == "capturing 3 of 16, 2.0 s"
-
-
-def test_packed_models_without_a_splitting_op(by_hand: None) -> None:
-    manager = manager_of(PackedModel())
-    manager.capture(wait=False)
-    list(manager._lifecycle.background.work())
-    assert state(manager) == state(captured(PackedModel()))
 
 
 def test_what_is_traced_beside_requests_shares_weights_and_not_who_holds_them() -> None:

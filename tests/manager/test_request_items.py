@@ -18,10 +18,8 @@ GRID = [(1, 4, 6)]
 
 
 @pytest.fixture
-def manager(make_manager: Any) -> Any:
-    made = make_manager(mode="full", debug=False)
-    made.capture()
-    return made
+def manager(make_captured: Any) -> Any:
+    return make_captured(mode="full", debug=False)
 
 
 def assert_right(manager: Any, inputs: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.row_groups import RowGroups
 
+from .managers import captured, manager_of
 from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items
 
 GROUP = 4
@@ -99,16 +100,9 @@ class TokensByImage(OrderedTokens):
         return super().encoder_cudagraph_forward(values) * scale[:, None]
 
 
-def captured(model: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
-    config = fx.EncoderConfig(token_budgets=(4, 8, 12), max_items_per_batch=MOST_ITEMS, **settings)
-    manager = fx.EncoderCudaGraphManager(model, config, log_interval=0)
-    manager.capture()
-    return manager
-
-
 def test_a_trace_knows_them_as_a_part_of_the_patches(poisoned_memory: None) -> None:
     model = OrderedTokens()
-    manager = captured(model, mode="full")
+    manager = captured(model, token_budgets=(4, 8, 12), debug=False)
     assert manager.reports == []
     path = manager.paths["default"]
     assert path.forward.groups.factors == {"order": GROUP, "back": GROUP}
@@ -122,26 +116,18 @@ def test_a_trace_knows_them_as_a_part_of_the_patches(poisoned_memory: None) -> N
 
 def test_a_proportion_of_captures_that_a_batch_does_not_have_is_encoded_eagerly() -> None:
     model = TokensByImage()
-    manager = captured(model, mode="full")
+    manager = captured(model, token_budgets=(4, 8, 12), debug=False)
     assert manager.paths["default"].forward.groups.factors["images"] == 4 * GROUP
-    served = batch(4, 4)
-    for got, expected in zip(manager.execute(served), _cut(model, served), strict=True):
-        torch.testing.assert_close(got, expected)
-    for lengths in ((2, 5), (3,)):
+    for lengths in ((4, 4), (2, 5), (3,)):
         inputs = batch(*lengths)
-        for got, expected in zip(manager.execute(inputs), _cut(model, inputs), strict=True):
-            torch.testing.assert_close(got, expected)
+        assert_equal_items(manager.execute(inputs), alone(model, inputs))
     assert (manager.stats().hits, manager.stats().items) == (2, 5)
-
-
-def _cut(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
-    return model.encoder_eager_forward(inputs).split(inputs["lengths"])
 
 
 def test_what_is_no_fixed_part_is_captured_without_compiling() -> None:
     model = OrderedTokens()
     model.grows_evenly = False
-    manager = fx.EncoderCudaGraphManager(model, fx.EncoderConfig(token_budgets=(4, 8), max_items_per_batch=4))
+    manager = manager_of(model)
     manager.compile()
     assert manager.programs["default"] is None
     assert manager.paths["default"].forward.groups.factors == {}

@@ -1,4 +1,4 @@
-"""A tower sharded by `torch.distributed.tensor.parallel`: captured with its collectives, on every rank."""
+"""Towers that ranks share the weights of: captured with their collectives, on every rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from fxsplit_encoder.manager.data_parallel import agreement_of
 from fxsplit_encoder.planning import MissReason
 
-from .tensor_parallel_workers import REFUSED, run_ranks
+from .tensor_parallel_workers import BATCHES, BUDGETS, NO_ROOM, REFUSED, run_plain_ranks, run_ranks
 
 LIMITS = {"token_budgets": (16, 32), "max_items_per_batch": 4, "max_frames_per_batch": 8}
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,6 @@ def ranks(batches: Any, make_tower: Any, tmp_path_factory: Any) -> list[dict[str
     return run_ranks(2, "gloo", tmp_path_factory.mktemp("ranks"), job)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "sizes"), [("exact", [12, 16]), ("full", [16, 32]), ("auto", [16, 32])])
 def test_sglang_17255_a_sharded_tower_gives_the_results_of_the_whole_one(
     mode: str, sizes: list[int], ranks: Any
@@ -54,7 +55,6 @@ def test_sglang_17255_a_sharded_tower_gives_the_results_of_the_whole_one(
             assert result["hits"] == 7
 
 
-@pytest.mark.slow
 def test_what_one_rank_cannot_capture_none_captures(ranks: Any) -> None:
     results = [rank["refusing"] for rank in ranks]
     for result in results:
@@ -68,3 +68,71 @@ def test_nothing_is_agreed_upon_for_a_whole_tower(tiny_towers: Any) -> None:
     assert agreement_of(tiny_towers.wrapped) is None
     assert agreement_of(torch.nn.Linear(2, 2)) is None
     assert agreement_of(object()) is None
+
+
+# --- plain modules that call collectives, as an engine's own layers do
+
+ITEMS = sum(map(len, BATCHES))
+SHARED = "captured without compiling: its weights are shared among the ranks of process_group"
+
+
+@pytest.fixture(scope="module")
+def plain_ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    """One start of the processes serves all tests."""
+    return run_plain_ranks(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("run", ["full", "auto"])
+def test_ranks_that_are_told_of_one_another_replay_together(run: str, plain_ranks: Any) -> None:
+    for rank in plain_ranks:
+        assert rank[run]["error"] < 1e-5
+        assert rank[run]["hits"] == ITEMS
+        assert rank[run]["modes"] == dict.fromkeys(BUDGETS, "full")
+        assert rank[run]["reports"] == [f"path default: {SHARED}"]
+
+
+def test_counts_that_recur_are_captured_together(plain_ranks: Any) -> None:
+    for rank in plain_ranks:
+        assert rank["exact"]["error"] < 1e-5
+        assert rank["exact"]["sizes"] == [3]
+        assert rank["exact"]["hits"] == 4
+
+
+@pytest.mark.parametrize(
+    ("run", "modes", "reason"),
+    [
+        ("without inputs", {4: "full", 16: "full"}, "budget 8 is dropped: "),
+        (
+            "without one graph",
+            {4: "full", 8: "breakable", 16: "full"},
+            "budget 8 is captured in mode breakable: in mode full ",
+        ),
+    ],
+)
+def test_what_one_rank_cannot_do_none_does(run: str, modes: Any, reason: str, plain_ranks: Any) -> None:
+    for rank in plain_ranks:
+        assert rank[run]["error"] < 1e-5
+        assert rank[run]["modes"] == modes
+        assert rank[run]["hits"] == ITEMS
+    for rank, why in zip(plain_ranks, ("another rank", NO_ROOM), strict=True):
+        assert any(f"{reason}{why}" in report for report in rank[run]["reports"])
+
+
+def test_a_limit_that_one_rank_exceeds_costs_all_the_same_budgets(plain_ranks: Any) -> None:
+    first, second = (rank["with less memory"] for rank in plain_ranks)
+    assert first["modes"] == second["modes"]
+    assert 0 < len(first["modes"]) < len(BUDGETS)
+    assert max(first["error"], second["error"]) < 1e-5
+    assert any("max_graph_bytes allows 1400; it gains least" in report for report in second["reports"])
+
+
+@pytest.mark.parametrize("run", ["not told", "not told, traced"])
+def test_ranks_that_nobody_told_of_capture_nothing(run: str, plain_ranks: Any) -> None:
+    for rank in plain_ranks:
+        assert rank[run]["modes"] == {}
+        assert rank[run]["hits"] == 0
+        assert rank[run]["error"] < 1e-5
+        dropped = [report for report in rank[run]["reports"] if "is dropped" in report]
+        assert len(dropped) == len(BUDGETS)
+        assert all("it calls other ranks (c10d::allreduce_)" in report for report in dropped)
+        assert all("pass the process_group of the ranks that share the weights" in r for r in dropped)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.manager.tower_part import tower_part, tower_tensors
 
+from . import managers
 from .mock_towers import WIDTH, SplitModel, UntraceableModel, alone, assert_equal_items, batch
 
 
@@ -58,10 +59,7 @@ def named(request: pytest.FixtureRequest) -> dict[str, Any]:
 def captured(model: Any, named: dict[str, Any]) -> fx.EncoderCudaGraphManager:
     for name, value in named.items():
         setattr(model, name, value)
-    config = fx.EncoderConfig(mode="full", token_budgets=(8,), max_items_per_batch=4)
-    manager = fx.EncoderCudaGraphManager(model, config, log_interval=0)
-    manager.capture()
-    return manager
+    return managers.captured(model, token_budgets=(8,), debug=False)
 
 
 @pytest.mark.parametrize("make", [WholeSplit, WholeUntraceable])

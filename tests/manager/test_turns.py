@@ -5,11 +5,29 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
 
+from fxsplit_encoder.manager import lifecycle as module
+from fxsplit_encoder.manager.lifecycle import serving_scope
 from fxsplit_encoder.manager.turns import StoppedError, Turns
+from fxsplit_encoder.runtime import Choosers
+
+
+def started(*functions: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=each) for each in functions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def end(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_one_at_a_time_whoever_it_is() -> None:
@@ -31,12 +49,7 @@ def test_one_at_a_time_whoever_it_is() -> None:
             with turns.step(), turns:
                 enter()
 
-    threads = [threading.Thread(target=each) for each in (serve, serve, serve, work, work)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    end(started(serve, serve, serve, work, work))
     assert most == [1]
 
 
@@ -49,15 +62,12 @@ def test_a_step_is_due_after_so_many_requests_under_a_load_without_pauses() -> N
             with turns:
                 served[0] += 1
 
-    threads = [threading.Thread(target=serve) for _ in range(3)]
-    for thread in threads:
-        thread.start()
+    threads = started(serve, serve, serve)
     for _ in range(3):
         with turns.step():
             at_step.append(served[0])
     stop.set()
-    for thread in threads:
-        thread.join(60)
+    end(threads)
     assert at_step[0] >= 10 and all(b - a >= 10 for a, b in itertools.pairwise(at_step))
 
 
@@ -77,23 +87,18 @@ def test_requests_that_wait_go_before_a_step() -> None:
         with turns:
             order.append(number)
 
+    def step() -> None:
+        with turns.step():
+            order.append("step")
+
     with turns:
-        waiting = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
-        for thread in waiting:
-            thread.start()
+        waiting = started(lambda: serve(0), lambda: serve(1))
         while turns._waiting < 2:
             time.sleep(0)
-        step = threading.Thread(target=lambda: [order.append("step") for _ in _once(turns)])
-        step.start()
+        waiting += started(step)
         time.sleep(0.02)
-    for thread in (*waiting, step):
-        thread.join(60)
+    end(waiting)
     assert sorted(map(str, order[:2])) == ["0", "1"] and order[2] == "step"
-
-
-def _once(turns: Turns) -> list[None]:
-    with turns.step():
-        return [None]
 
 
 def test_a_step_that_nobody_wants_is_not_begun() -> None:
@@ -124,8 +129,7 @@ def lend_in_thread(
         except Exception as error:
             found.append(error)
 
-    thread = threading.Thread(target=lend)
-    thread.start()
+    (thread,) = started(lend)
     while turns._lent is None:
         time.sleep(0)
     return thread, found
@@ -203,3 +207,35 @@ def test_lent_work_that_nobody_wants_any_more_is_not_done() -> None:
     with turns:
         pass
     assert not done
+
+
+# --- what surrounds a request
+
+
+def test_it_is_all_four_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, kernels = Turns(), Choosers()
+    before = [chooser.current.get(None) for chooser in kernels.all]
+    with pytest.raises(KeyError), torch.inference_mode():
+        with serving_scope(turns, kernels, torch.device("cpu")):
+            assert turns._owner is not None
+            assert [chooser.current.get(None) for chooser in kernels.all] == list(kernels.all)
+            assert not torch.is_inference_mode_enabled()
+            with serving_scope(turns, kernels, torch.device("cpu")):
+                pass
+            assert turns._owner is not None
+            raise KeyError
+    assert turns._owner is None
+    assert [chooser.current.get(None) for chooser in kernels.all] == before
+
+
+def test_a_device_that_cannot_be_entered_gives_the_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(device: torch.device) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(module, "on_device", gone)
+    turns, kernels = Turns(), Choosers()
+    with pytest.raises(RuntimeError, match="no such device"):
+        with serving_scope(turns, kernels, torch.device("cpu")):
+            raise AssertionError
+    assert turns._owner is None
+    assert torch.is_grad_enabled()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import GraphPool
@@ -17,22 +16,13 @@ from fxsplit_encoder.planning import CaptureKey, PathPlan
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedReplays, captured_program
 
-TOLERANCE = 1e-5
 EXACT = CaptureKey("default", 0)
 
 
-def assert_equal_items(output: list[Tensor], expected: list[Tensor]) -> None:
-    assert [o.shape for o in output] == [e.shape for e in expected]
-    for got, wanted in zip(output, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE)
-
-
 @pytest.fixture(scope="module")
-def exact(make_manager: Any) -> Any:
+def exact(make_captured: Any) -> Any:
     """A manager that captures every token count at once."""
-    manager = make_manager(mode="exact", exact_min_hits=1)
-    manager.capture()
-    return manager
+    return make_captured(mode="exact", exact_min_hits=1)
 
 
 # All of 24 output tokens: one image, several, a video, and a video beside an image.
@@ -46,12 +36,12 @@ SAME_COUNT = (
 
 
 def test_other_images_of_the_same_count_replay_the_same_capture(
-    exact: Any, make_batch: Any, encode: Any, tiny_towers: Any
+    exact: Any, make_batch: Any, assert_as_eager: Any
 ) -> None:
     for turn in range(2):
         for number, (images, videos) in enumerate(SAME_COUNT):
             inputs = make_batch(images, videos, seed=10 * turn + number)
-            assert_equal_items(exact.execute(inputs), encode(tiny_towers.reference, inputs))
+            assert_as_eager(exact, inputs)
     assert exact.paths["default"].unpadded.captures.sizes == [24]
     stats = exact.stats()
     assert (stats.hit_rate, stats.padding_fraction) == (1.0, 0.0)
@@ -60,21 +50,8 @@ def test_other_images_of_the_same_count_replay_the_same_capture(
     assert "exact" in str(stats)
 
 
-def test_captures_that_are_gone_hold_no_memory_in_the_statistics(make_manager: Any, make_batch: Any) -> None:
-    manager = make_manager(mode="exact", exact_min_hits=1)
-    manager.capture()
-    manager.execute(make_batch([(1, 4, 4)]))
-    before = manager.stats().budgets[EXACT]
-    assert (before.mode, before.replays) == ("exact", 1)
-    assert before.graph_bytes > 0
-    manager.paths["default"].unpadded.clear()
-    gone = manager.stats().budgets[EXACT]
-    assert (gone.mode, gone.replays, gone.graph_bytes) == ("", 1, 0)
-
-
-def test_clearing_leaves_nothing_to_the_garbage_collector(make_manager: Any, make_batch: Any) -> None:
-    manager = make_manager(mode="exact", exact_min_hits=1)
-    manager.capture()
+def test_clearing_leaves_nothing_to_the_garbage_collector(make_captured: Any, make_batch: Any) -> None:
+    manager = make_captured(mode="exact", exact_min_hits=1)
     gc.disable()
     try:
         for side in (4, 6, 4):
@@ -92,7 +69,7 @@ def test_clearing_leaves_nothing_to_the_garbage_collector(make_manager: Any, mak
 
 
 def test_nothing_is_captured_before_a_count_has_come_often_enough(
-    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+    make_manager: Any, make_batch: Any, assert_as_eager: Any
 ) -> None:
     manager = make_manager(mode="exact", exact_min_hits=3)
     assert manager.planned_captures().num_graphs == 0
@@ -103,40 +80,37 @@ def test_nothing_is_captured_before_a_count_has_come_often_enough(
         (path,) = [batch.paths["default"] for batch in planned.batches]
         assert path.result == ("new_shape" if turn < 3 else "hit")
         assert path.budget == (12 if turn == 3 else None)
-        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+        assert_as_eager(manager, inputs)
     assert manager.stats().misses == {fx.MissReason.NEW_SHAPE: 4}
     assert manager.stats().hits == 4
     manager.clear()
     assert manager.paths["default"].unpadded.captures.sizes == []
-    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert_as_eager(manager, inputs)
 
 
-def test_an_item_over_every_budget_is_captured_too(
-    exact: Any, make_batch: Any, encode: Any, tiny_towers: Any
-) -> None:
+def test_an_item_over_every_budget_is_captured_too(exact: Any, make_batch: Any, assert_as_eager: Any) -> None:
     inputs = make_batch([(1, 18, 20)])  # 90 tokens
     before = exact.stats().hits
-    assert_equal_items(exact.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert_as_eager(exact, inputs)
     assert exact.stats().hits == before + 1
 
 
 def test_more_segments_than_a_capture_holds_run_without_it(
-    exact: Any, make_batch: Any, encode: Any, tiny_towers: Any
+    exact: Any, make_batch: Any, assert_as_eager: Any
 ) -> None:
     path = exact.paths["default"]
     inputs = make_batch([], [(7, 2, 2)] * 2 + [(8, 2, 2)])  # 22 tokens in as many segments
     exact.execute(make_batch([(1, 4, 22)]))
     assert 22 in path.unpadded.captures
     room = path.unpadded.captures.find(22).captured[22].inputs.buffers["cu_seqlens"].tensor.shape[0] - 1
-    assert_equal_items(exact.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert_as_eager(exact, inputs)
     if room < 22:
         assert exact.stats().misses[fx.MissReason.EXTENT_EXCEEDED] == 3
 
 
-def test_captures_at_exact_shapes_count_against_the_limit(make_manager: Any, make_batch: Any) -> None:
+def test_captures_at_exact_shapes_count_against_the_limit(make_captured: Any, make_batch: Any) -> None:
     limit = 300_000
-    manager = make_manager(mode="exact", exact_min_hits=1, max_graph_bytes=limit)
-    manager.capture()
+    manager = make_captured(mode="exact", exact_min_hits=1, max_graph_bytes=limit)
     shapes = manager.paths["default"].unpadded.captures
     held = []
     for side in range(1, 9):  # inputs of 6144 bytes a patch, 8 patches a step
@@ -146,13 +120,6 @@ def test_captures_at_exact_shapes_count_against_the_limit(make_manager: Any, mak
     assert max(held) > 1
     assert shapes.refused
     assert "max_graph_bytes" in next(iter(shapes.refused.values()))
-
-
-def test_budgets_of_other_modes_are_captured_beside(make_manager: Any, make_batch: Any) -> None:
-    manager = make_manager(mode="full", paths={"default": {"mode": "exact"}}, exact_min_hits=1)
-    manager.capture()
-    assert manager.budget_graphs == {"default": {}}
-    assert make_manager(mode="full").paths["default"].recurring_counts is None
 
 
 # --- by cost
@@ -215,12 +182,7 @@ def test_a_run_at_the_exact_shape_is_tried_once_it_took_ten_times_what_a_capture
 
 @pytest.mark.parametrize("faster", ["replay", "exact"])
 def test_a_trial_on_the_batch_in_hand_decides(
-    faster: str,
-    make_manager: Any,
-    make_batch: Any,
-    encode: Any,
-    tiny_towers: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    faster: str, make_captured: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, assert_as_eager: Any
 ) -> None:
     monkeypatch.setattr(CapturedProgram, "recurring_counts", property(lambda self: "cost"))
     times = iter([1.0, 2.0] if faster == "replay" else [2.0, 1.0])
@@ -231,15 +193,13 @@ def test_a_trial_on_the_batch_in_hand_decides(
         return next(times)
 
     monkeypatch.setattr(captured_program, "measure_ms", measured)
-    manager = make_manager(mode="auto", token_budgets=(16, 64))
-    manager.capture()
+    manager = make_captured(mode="auto", token_budgets=(16, 64))
     path = manager.paths["default"]
     dear = ((16, 5.0), (64, 9.0))
     path.unpadded.use_costs(PathCosts(replay={16: 5.0, 64: 9.0}, exact=dear, eager=dear), capture_ms=1.0)
     inputs = make_batch([(1, 20, 16)])  # 80 tokens, more than a budget holds
-    expected = encode(tiny_towers.reference, inputs)
     for _ in range(4):
-        assert_equal_items(manager.execute(inputs), expected)
+        assert_as_eager(manager, inputs)
     assert len(runs) == 2, "one trial"
     assert (80 in path.unpadded.captures) is (faster == "replay")
     stats = manager.stats()
@@ -266,13 +226,11 @@ TWO_BATCHES = PathCosts(
 
 
 @pytest.fixture
-def split(make_manager: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def split(make_captured: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A manager for which 80 tokens are cheaper as 64 and 16 while nothing is captured without padding."""
     monkeypatch.setattr(CapturedProgram, "recurring_counts", property(lambda self: "cost"))
     monkeypatch.setattr(CapturedProgram, "costs", property(lambda self: TWO_BATCHES))
-    manager = make_manager(mode="auto", token_budgets=(16, 64, 128))
-    manager.capture()
-    return manager
+    return make_captured(mode="auto", token_budgets=(16, 64, 128))
 
 
 def budgets_of(plan: Any) -> list[int | None]:
@@ -290,10 +248,9 @@ def used(manager: Any, inputs: Any, times: int) -> list[Any]:
 
 @pytest.mark.parametrize(("exact_ms", "given_up"), [(None, False), (48.5, False), (48.7, True)])
 def test_a_request_that_recurs_is_one_batch_if_that_is_faster(
-    exact_ms: float | None, given_up: bool, split: Any, make_batch: Any, encode: Any, tiny_towers: Any
+    exact_ms: float | None, given_up: bool, split: Any, make_batch: Any, assert_as_eager: Any
 ) -> None:
     inputs = make_batch([(1, 16, 16), (1, 8, 8)])
-    expected = encode(tiny_towers.reference, inputs)
     replays = split.paths["default"].unpadded
     replays.use_costs(TWO_BATCHES, capture_ms=1e9)  # never due
     assert [budgets_of(each) for each in used(split, inputs, 8)] == [[16, 64]] * 7 + [[None]]
@@ -303,7 +260,7 @@ def test_a_request_that_recurs_is_one_batch_if_that_is_faster(
         assert budgets_of(split.plan(inputs)) == ([16, 64] if given_up else [None])
     before = split.stats().hits
     for _ in range(3):
-        assert_equal_items(split.execute(inputs), expected)
+        assert_as_eager(split, inputs)
     assert split.stats().hits - before == (6 if given_up else 0)
 
 

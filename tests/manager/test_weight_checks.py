@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -13,20 +14,16 @@ from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.manager import batches
 from fxsplit_encoder.manager.batches import WeightChecks
 
-from .mock_towers import PathsModel, SplitModel, alone, assert_equal_items, batch
+from . import managers
+from .mock_towers import SplitModel, alone, assert_equal_items, batch
+
+captured = functools.partial(managers.captured, token_budgets=(8,), debug=False)
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(batches, "time", SimpleNamespace(monotonic=lambda: self.now))
-
-
-def captured(model: object, **options: object) -> fx.EncoderCudaGraphManager:
-    config = fx.EncoderConfig(mode="full", token_budgets=(8,), max_items_per_batch=4, **options)
-    manager = fx.EncoderCudaGraphManager(model, config, log_interval=0)  # type: ignore[arg-type]
-    manager.capture()
-    return manager
 
 
 def replace_weight(model: SplitModel) -> None:
@@ -92,11 +89,3 @@ def test_debug_looks_at_every_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     manager.execute(inputs)
     replace_weight(model)
     assert_equal_items(manager.execute(inputs), alone(model, inputs))
-
-
-def test_one_path_looks_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, model = Clock(monkeypatch), PathsModel()
-    manager = captured(model, weight_check_seconds=5)
-    checks = manager._serving.runner.weight_checks
-    clock.now += 1
-    assert all(checks.is_due(key) for key in manager.paths_by_key)

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import fxsplit_encoder as fx
 from fxsplit_encoder.planning.limits import Limits
 
+from . import managers
 from .mock_towers import WIDTH, Config, EncoderProtocol, ItemSpec, PathConfig, Values, assert_equal_items
 
 PAGE = 6
@@ -73,10 +74,7 @@ class UndeclaredUntraceable(Undeclared, Untraceable): ...
 
 def captured(model: Any, pages: tuple[int, ...], **settings: Any) -> fx.EncoderCudaGraphManager:
     budgets = tuple(PAGE * n for n in pages)
-    config = fx.EncoderConfig(token_budgets=budgets, max_items_per_batch=4, packing="greedy", **settings)
-    manager = fx.EncoderCudaGraphManager(model, config, log_interval=0)
-    manager.capture()
-    return manager
+    return managers.captured(model, token_budgets=budgets, packing="greedy", **{"debug": False, **settings})
 
 
 def batch(pages: int) -> dict[str, Any]:

@@ -15,12 +15,8 @@ def item(tokens: Mapping[str, int], frames: int = 0) -> Item:
     return Item(EncoderItemSpec(1, sum(tokens.values()), dict(tokens)), frames)
 
 
-def pack(
-    totals: list[int], maximum: int, max_items: int, frames: list[int] | None = None, max_frames: int = 0
-) -> list[list[int]]:
-    counts = frames or [0] * len(totals)
-    items = [item({"default": total}, count) for total, count in zip(totals, counts, strict=True)]
-    return pack_greedy(Loads(items, ["default"]), Capacity({"default": maximum}, max_items, max_frames))
+def pack(totals: list[int], maximum: int, max_items: int) -> list[list[int]]:
+    return pack_paths([{"default": total} for total in totals], {"default": maximum}, max_items)
 
 
 def pack_paths(
@@ -32,38 +28,10 @@ def pack_paths(
     return pack_greedy(Loads([item(each) for each in tokens], maxima), Capacity(maxima, max_items), budgets)
 
 
-def test_no_items_make_no_batch() -> None:
-    assert pack([], 100, 4) == []
-
-
 def test_smallest_items_are_packed_first_until_the_budget_is_full() -> None:
     assert pack([60, 10, 30, 50], 100, 4) == [[1, 2, 3], [0]]
     assert pack([50, 50], 100, 4) == [[0, 1]]
     assert pack([50, 51], 100, 4) == [[0], [1]]
-
-
-def test_items_of_equal_size_keep_their_order() -> None:
-    assert pack([5, 5, 4, 5, 4], 1000, 8) == [[2, 4, 0, 1, 3]]
-
-
-def test_a_batch_never_looks_back() -> None:
-    # 40 would still fit beside 10, but its turn comes after 95.
-    assert pack([10, 95, 96], 100, 4) == [[0], [1], [2]]
-
-
-def test_the_number_of_items_is_limited() -> None:
-    assert pack([1, 1, 1, 1, 1], 100, 2) == [[0, 1], [2, 3], [4]]
-
-
-def test_the_number_of_frames_is_limited() -> None:
-    assert pack([1, 2, 3, 4], 100, 8, [2, 0, 2, 1], 4) == [[0, 1, 2], [3]]
-    assert pack([1, 2, 3], 100, 8, [0, 5, 0], 4) == [[0, 2], [1]]
-
-
-def test_every_path_is_limited() -> None:
-    tokens = [{"global": 10, "local": 60}, {"global": 10}, {"global": 10, "local": 50}]
-    assert pack_paths(tokens, {"global": 100, "local": 100}) == [[1, 2], [0]]
-    assert pack_paths(tokens, {"global": 19, "local": 1000}) == [[1], [2], [0]]
 
 
 def test_an_oversize_item_is_alone_at_the_end_and_interrupts_nothing() -> None:
@@ -84,12 +52,6 @@ def test_deferring_starts_a_batch_where_the_budgets_then_add_up_to_less() -> Non
     # The item's own budget (128) is smaller than that of the batch so far (192).
     assert defer([60, 60, 70], 64, 128, 192, 512) == [[0, 1, 2]]
     assert pack([60, 100], 256, 8) == [[0, 1]]
-
-
-def test_a_path_without_tokens_of_the_item_does_not_defer() -> None:
-    budgets = {"a": (10, 100), "b": (10, 20, 100)}
-    tokens = [{"a": 1, "b": 10}, {"a": 11}, {"a": 1, "b": 20}]
-    assert pack_paths(tokens, {"a": 100, "b": 100}, budgets=budgets) == [[0, 1], [2]]
 
 
 def test_the_number_of_segments_is_limited() -> None:
