@@ -3,7 +3,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
@@ -14,7 +13,7 @@ from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.integrations.prometheus import ConnectorCollector, PrometheusCollector
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import MissReason
-from fxsplit_encoder.runtime.statistics import CaptureProgress, ManagerStats, Statistics
+from fxsplit_encoder.runtime.statistics import BudgetStats, CaptureProgress, ManagerStats, Statistics
 from tests.connector.scenes import Stage, connector, request, wait
 
 PREFIX = re.compile("^encoder_(cudagraph|connector)_")
@@ -119,19 +118,9 @@ def test_types_and_names_are_prometheus_own() -> None:
 
 
 def test_axis_keys_are_a_label() -> None:
-    class WithAxes:
-        def stats(self) -> ManagerStats:
-            stats = Source()
-            stats.statistics.record_replay(CaptureKey("default", 64), 60)
-            (budget,) = stats.stats().budgets.values()
-            keys: Any = {
-                ("default", 64, ()): budget,
-                ("default", 64, ("wide", 3)): replace(budget, replays=9),
-            }
-            return ManagerStats(0, {}, keys)
-
+    keys = {CaptureKey("default", 64, axes): BudgetStats(n, 60, 4) for n, axes in ((1, ()), (9, ("wide", 3)))}
     registry = CollectorRegistry()
-    PrometheusCollector(WithAxes(), registry=registry)
+    PrometheusCollector(lambda: ManagerStats(0, {}, keys), registry=registry)
     scraped = scrape(registry)
     labels = {"path": "default", "token_budget": "64"}
     assert sample(scraped, "replays_total", **labels, axis_keys="") == 1

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from PIL import Image
 
 import fxsplit_encoder as fx
 
-from .models import MODELS
+from .models import EMBEDDERS, MODELS
 from .tiny_model import TinyModel
+
+ALL = {**MODELS, **EMBEDDERS}
 
 
 class Loaded(NamedTuple):
-    name: str
     tiny: TinyModel
     directory: Path
     """Of the checkpoint."""
@@ -26,25 +27,15 @@ class Loaded(NamedTuple):
     """Nobody touches it."""
 
 
-IMAGES = Path(__file__).parents[3] / "examples" / "images"
-
-
-@pytest.fixture
-def example_image() -> Image.Image:
-    """A photograph."""
-    return Image.open(sorted(IMAGES.glob("*.jpg"))[0])
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`checkpoint(name)`: the directory of a tiny model, made once."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def make(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name.replace(".", "-"))
-            MODELS[name].make(made[name])
-        return made[name]
+        directory = tmp_path_factory.mktemp(name.replace(".", "-"))
+        ALL[name].make(directory)
+        return directory
 
     return make
 
@@ -52,16 +43,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.fixture(scope="session")
 def loaded(checkpoint: Callable[[str], Path]) -> Callable[[str], Loaded]:
     """`loaded(name)`: made once, since tracing takes long."""
-    made: dict[str, Loaded] = {}
 
+    @functools.cache
     def make(name: str) -> Loaded:
-        if name not in made:
-            tiny, directory = MODELS[name], checkpoint(name)
-            model, reference = tiny.load(directory), tiny.load(directory)
-            fx.accelerate(model, config_of(tiny))
-            fx.warmup(model)
-            made[name] = Loaded(name, tiny, directory, model, reference)
-        return made[name]
+        tiny, directory = ALL[name], checkpoint(name)
+        model, reference = tiny.load(directory), tiny.load(directory)
+        fx.accelerate(model, config_of(tiny))
+        fx.warmup(model)
+        return Loaded(tiny, directory, model, reference)
 
     return make
 

@@ -1,8 +1,423 @@
-"""Every model that `accelerate` is tested with, at tiny sizes."""
+"""Every model that `accelerate` is tested with, at tiny sizes.
+
+Of those that take grids an image is (rows, columns) of patches, a video has its frames before them; 2 x 2
+patches are a token. The others take images or tiles of 16 x 16 pixels, 4 x 4 patches, and Pixtral any size.
+"""
 
 from __future__ import annotations
 
-from .grid_models import GRID_MODELS
-from .tile_models import TILE_MODELS
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import torch
+
+from .prompts import END, IMAGE, START, TEXT, VIDEO, Runs
+from .tiny_model import Item, Pixels, TinyModel
+
+PATCH = 4
+IMAGES = ((4, 6), (2, 4), (6, 6))
+VIDEO_GRID = (2, 4, 4)
+
+SPECIAL = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+GLM_SPECIAL = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "image_start_token_id": START,
+    "image_end_token_id": END,
+    "video_start_token_id": START - 3,
+    "video_end_token_id": START - 4,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+WHOLE_ROPE = {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}, "head_dim": 8}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
+LINEAR = {
+    **WHOLE_ROPE,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "layer_types": ["full_attention"],
+}
+GLM_EXPERTS = {
+    **WHOLE_ROPE,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 1,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+BLOCKS = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "hidden_size": 32}
+WIDE = {**BLOCKS, "intermediate_size": 48, "out_hidden_size": 32}
+QWEN3 = {**WIDE, "num_position_embeddings": 49}
+DEEPSTACK = {**QWEN3, "deepstack_visual_indexes": [0]}
+GLM = {**WIDE, "image_size": 6 * PATCH}
+KIMI = {
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "pos_emb_height": 8,
+    "pos_emb_width": 8,
+    "patch_size": PATCH,
+}
+
+
+def patches(*features: int) -> Pixels:
+    """Inputs with patches of these features."""
+
+    def make(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
+        inputs: dict[str, Any] = {}
+        grids = (("", "image", [(1, *image) for image in images]), ("_videos", "video", list(videos)))
+        for suffix, name, own in grids:
+            if own:
+                rows = sum(t * h * w for t, h, w in own)
+                inputs[f"pixel_values{suffix}"] = torch.randn(rows, *features, generator=generator)
+                inputs[f"{name}_grid_thw"] = torch.tensor(own)
+        return inputs
+
+    return make
+
+
+def image_runs(image: Item) -> Runs:
+    return [(IMAGE, image[0] * image[1] // 4)]
+
+
+def whole_video(video: Item) -> Runs:
+    frames, rows, columns = video
+    return [(VIDEO, frames * rows * columns // 4)]
+
+
+def frame_by_frame(video: Item, token: int = VIDEO) -> Runs:
+    return [(token, video[1] * video[2] // 4)] * video[0]
+
+
+def pooled_video(video: Item) -> Runs:
+    return [(VIDEO, video[1] * video[2] // 4)]
+
+
+def arguments_of(vision: dict[str, Any], text: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
+    """Of a configuration: of the tower, of the language model, and its tokens and options."""
+    return {"text_config": {**TEXT, **text}, "vision_config": vision, **special}
+
+
+def of_grids(
+    family: str,
+    vision: dict[str, Any],
+    text: dict[str, Any],
+    video_runs: Callable[[Item], Runs] = frame_by_frame,
+    special: dict[str, Any] = SPECIAL,
+    **options: Any,
+) -> TinyModel:
+    values = {
+        "pixels": patches(2 * 3 * PATCH**2),
+        "image_runs": image_runs,
+        "images": IMAGES,
+        "video_runs": video_runs,
+        "video": VIDEO_GRID,
+        "token_types": True,
+        "settings": {"token_budgets": (16, 32)},
+        **options,
+    }
+    return TinyModel(family, arguments_of(vision, text, special), **values)
+
+
+def glm(family: str, vision: dict[str, Any], text: dict[str, Any]) -> TinyModel:
+    runs = partial(frame_by_frame, token=IMAGE)
+    return of_grids(family, vision, text, runs, GLM_SPECIAL, video_alone=True, exhaustive=True)
+
+
+QWEN2 = {"rope_parameters": ROPE}
+HEAD = {"head_dim": 8}
+QWEN3_TEXT = {**HEAD, **QWEN2}
+SHARED_EXPERT = {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}
+WINDOWS = {**WIDE, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
+GRID_MODELS = {
+    "qwen2-vl": of_grids("Qwen2VL", {**BLOCKS, "embed_dim": 32}, QWEN2, whole_video, exhaustive=True),
+    "qwen2.5-vl": of_grids("Qwen2_5_VL", WINDOWS, QWEN2, whole_video, exhaustive=True),
+    "qwen3-vl": of_grids("Qwen3VL", DEEPSTACK, QWEN3_TEXT),
+    "qwen3-vl-moe": of_grids("Qwen3VLMoe", DEEPSTACK, {**QWEN3_TEXT, **EXPERTS}, exhaustive=True),
+    "qwen3.5": of_grids("Qwen3_5", QWEN3, LINEAR, exhaustive=True),
+    "qwen3.5-moe": of_grids("Qwen3_5Moe", QWEN3, SHARED_EXPERT, exhaustive=True),
+    "glm-4.1v": glm("Glm4v", GLM, QWEN2),
+    "glm-4.5v": glm("Glm4vMoe", GLM, GLM_EXPERTS),
+    "glm-4.6v": glm("Glm46V", {**GLM, "model_type": "glm4v_vision"}, {**QWEN2, "model_type": "glm4v_text"}),
+    "kimi-k2.5": of_grids(
+        "Kimi_K25",
+        KIMI,
+        {**GLM_EXPERTS, **DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        pooled_video,
+        {"image_token_id": IMAGE, "video_token_id": VIDEO, "projection_hidden_size": 48},
+        pixels=patches(3, PATCH, PATCH),
+        video=(1, 4, 4),  # its own features of longer clips are cut as if frames were not pooled
+        token_types=False,
+        exhaustive=True,
+    ),
+}
+
+SIZE = 16
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIZE,
+    "patch_size": 4,
+}
+CLIP = {**TOWER, "model_type": "clip_vision_model"}
+SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
+LLAMA4 = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,  # of the pixel shuffle: four patches
+    "projector_input_dim": 24,
+    "projector_output_dim": 24,
+    "vision_output_dim": 24,
+    "image_size": SIZE,
+    "patch_size": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+STEP = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_channels": 3,
+    "image_size": 728,
+    "patch_size": 56,
+    "mlp_ratio": 1.5,
+}
+STEP_TEXT = {
+    "moe_intermediate_size": 8,
+    "share_expert_dim": 8,
+    "moe_num_experts": 2,
+    "moe_top_k": 1,
+    "head_dim": 8,
+    "num_attention_groups": 1,
+    "sliding_window": 64,
+}
+PINPOINTS = {"image_grid_pinpoints": [[SIZE, 2 * SIZE], [2 * SIZE, SIZE]]}
+
+
+def tiles(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
+    """All tiles in a row; an image is the number of its tiles."""
+    return {"pixel_values": torch.randn(sum(images), 3, SIZE, SIZE, generator=generator)}
+
+
+def padded_tiles(
+    images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator
+) -> dict[str, Any]:
+    """(1, tiles, ...), as Idefics 3 takes those of a sequence; the last one is padding."""
+    pixels = torch.randn(1, sum(images) + 1, 3, SIZE, SIZE, generator=generator)
+    pixels[:, -1] = 0.0
+    return {"pixel_values": pixels}
+
+
+def sized(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
+    """Images padded to the largest; one is (rows, columns) of patches."""
+    height, width = (4 * max(side) for side in zip(*images, strict=True))
+    sizes = torch.tensor([(4 * rows, 4 * columns) for rows, columns in images])
+    pixels = torch.randn(len(images), 3, height, width, generator=generator)
+    return {"pixel_values": pixels, "image_sizes": sizes}
+
+
+def any_resolution(
+    images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator
+) -> dict[str, Any]:
+    """An image of one size for all: as a whole and two tiles. A video is its frames."""
+    inputs: dict[str, Any] = {}
+    if images:
+        inputs["pixel_values"] = torch.randn(len(images), 3, 3, SIZE, SIZE, generator=generator)
+        inputs["image_sizes"] = torch.tensor([(SIZE, 2 * SIZE)] * len(images))
+    if videos:
+        inputs["pixel_values_videos"] = torch.randn(
+            len(videos), videos[0], 3, SIZE, SIZE, generator=generator
+        )
+    return inputs
+
+
+def views(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
+    """Whole images and crops; an image is the number of its crops."""
+    inputs: dict[str, Any] = {
+        "pixel_values": torch.randn(len(images), 3, 728, 728, generator=generator),
+        "num_local_patches": torch.tensor(images),
+    }
+    if sum(images):
+        inputs["pixel_values_local"] = torch.randn(sum(images), 3, 504, 504, generator=generator)
+    return inputs
+
+
+def of_tiles(
+    family: str,
+    vision: dict[str, Any],
+    text: dict[str, Any],
+    special: dict[str, Any],
+    tokens: Callable[[Item], int],
+    pixels: Pixels = tiles,
+    images: tuple[Item, Item, Item] = (1, 1, 1),
+    **options: Any,
+) -> TinyModel:
+    def runs(image: Item) -> Runs:
+        return [(IMAGE, tokens(image))]
+
+    return TinyModel(family, arguments_of(vision, text, special), pixels, runs, images, **options)
+
+
+def llama4_features(model: Any, inputs: dict[str, Any]) -> Any:
+    return model.get_image_features(**inputs, vision_feature_select_strategy="default")
+
+
+def shuffled(count: int) -> int:
+    """Tokens of tiles of which each four patches are one."""
+    return 4 * count
+
+
+BY_ID, BY_INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}
+LLAMA, QWEN = {"model_type": "llama"}, {"model_type": "qwen2"}
+LLAMA4_TEXT = {**HEAD, "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1}
+TILE_MODELS = {
+    "internvl": of_tiles(
+        "InternVL",
+        {**TOWER, "image_size": [SIZE, SIZE], "patch_size": [4, 4]},
+        QWEN,
+        BY_ID,
+        shuffled,
+        images=(1, 2, 3),
+    ),
+    "llama4": of_tiles(
+        "Llama4",
+        LLAMA4,
+        LLAMA4_TEXT,
+        BY_INDEX,
+        shuffled,
+        images=(1, 3, 2),
+        features=llama4_features,
+        exhaustive=True,
+    ),
+    "llava": of_tiles(
+        "Llava",
+        CLIP,
+        LLAMA,
+        {**BY_INDEX, "vision_feature_layer": [-2, -1]},
+        lambda count: 16 * count,
+        exhaustive=True,
+    ),
+    "llava-next": of_tiles(
+        "LlavaNext", CLIP, LLAMA, {**BY_INDEX, **PINPOINTS}, lambda image: 52, any_resolution
+    ),
+    "llava-onevision": of_tiles(
+        "LlavaOnevision",
+        SIGLIP,
+        QWEN,
+        {**BY_ID, "video_token_id": VIDEO, **PINPOINTS},
+        lambda image: 52,
+        any_resolution,
+        video_runs=lambda frames: [(VIDEO, 4 * frames + 1)],
+        video=3,
+    ),
+    "paligemma": of_tiles(
+        "PaliGemma",
+        {**SIGLIP, "projection_dim": 32},
+        {"model_type": "gemma", **HEAD},
+        {**BY_ID, "projection_dim": 32},
+        lambda count: 16 * count,
+        exhaustive=True,
+    ),
+    "gemma3": of_tiles(
+        "Gemma3",
+        SIGLIP,
+        {"model_type": "gemma3_text", **HEAD},
+        {**BY_ID, "mm_tokens_per_image": 4, "boi_token_id": START, "eoi_token_id": END},
+        shuffled,
+        exhaustive=True,
+    ),
+    "idefics3": of_tiles(
+        "Idefics3",
+        {**TOWER, "model_type": "idefics3_vision"},
+        LLAMA,
+        {**BY_ID, "scale_factor": 2},
+        shuffled,
+        padded_tiles,
+        (1, 3, 2),
+    ),
+    "smolvlm": of_tiles(
+        "SmolVLM",
+        {**TOWER, "model_type": "smolvlm_vision"},
+        LLAMA,
+        {**BY_ID, "scale_factor": 2},
+        shuffled,
+        padded_tiles,
+        (1, 3, 2),
+        exhaustive=True,
+    ),
+    "mistral3": of_tiles(
+        "Mistral3",
+        {**TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 64},
+        {"model_type": "mistral", **HEAD},
+        {**BY_INDEX, "spatial_merge_size": 2},
+        lambda image: image[0] * image[1] // 4,
+        sized,
+        IMAGES,
+        exhaustive=True,
+        settings={"token_budgets": (32, 64)},
+    ),
+    "step-3.7": of_tiles(
+        "Step3p7", STEP, STEP_TEXT, BY_ID, lambda crops: 16 + 9 * crops, views, (0, 2, 1), exhaustive=True
+    ),
+}
+
+
+def shapes(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
+    """As SigLIP 2's processor makes them: patches up to a number, a mask, rows and columns."""
+    sizes = torch.tensor([(4, 4), (3, 4), (5, 3), (2, 7)])[: len(images)]
+    own = torch.arange(16)[None] < sizes.prod(1)[:, None]
+    pixels = torch.randn(len(images), 16, 48, generator=generator) * own[..., None]
+    return {"pixel_values": pixels, "pixel_attention_mask": own.int(), "spatial_shapes": sizes}
+
+
+def embed(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    if hasattr(model, "get_image_features"):
+        return model.get_image_features(**inputs, **options)
+    return model(**inputs, **options)
+
+
+def of_embeddings(family: str, pixels: Pixels = tiles, exhaustive: bool = False, **sizes: Any) -> TinyModel:
+    options: dict[str, Any] = {"features": embed, "embeds": True, "settings": {"exact_min_hits": 2}}
+    return TinyModel(family, sizes, pixels, lambda image: [], (1, 1, 1), exhaustive=exhaustive, **options)
+
+
+SHORT_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 16,
+}
+DINO = {name: value for name, value in TOWER.items() if name != "intermediate_size"} | {"mlp_ratio": 2}
+NAFLEX = {name: value for name, value in TOWER.items() if name != "image_size"} | {"num_patches": 16}
+EMBEDDERS = {
+    "clip": of_embeddings("CLIP", text_config=SHORT_TEXT, vision_config=TOWER, projection_dim=24),
+    "siglip": of_embeddings("Siglip", exhaustive=True, text_config=SHORT_TEXT, vision_config=TOWER),
+    "siglip2": of_embeddings("Siglip2", shapes, text_config=SHORT_TEXT, vision_config=NAFLEX),
+    "dinov2": of_embeddings("Dinov2", **DINO),
+    "dinov3": of_embeddings("DINOv3ViT", **TOWER, num_register_tokens=2),
+}
 MODELS = {**GRID_MODELS, **TILE_MODELS}

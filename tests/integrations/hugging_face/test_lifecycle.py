@@ -6,6 +6,7 @@ Most of these need no captures: with `enabled: false` the same code serves, and 
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import disk_offload, dispatch_model
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -23,12 +26,13 @@ from fxsplit_encoder.integrations.hugging_face import served_towers_of
 from fxsplit_encoder.planning import MissReason
 
 from .comparisons import assert_close, assert_same_bits, generated
-from .conftest import Loaded, config_of
+from .conftest import config_of
 from .models import MODELS
 
 UNCAPTURED = fx.EncoderConfig(enabled=False)
 QWEN, LLAVA = "qwen3-vl", "llava-next"
-both = pytest.mark.parametrize("name", [QWEN, LLAVA])
+both = pytest.mark.parametrize("case", [QWEN, LLAVA], indirect=True)
+of_tiles = pytest.mark.parametrize("case", [LLAVA], indirect=True)
 
 
 class Case:
@@ -68,13 +72,10 @@ class Case:
 
 
 @pytest.fixture
-def make_case(checkpoint: Callable[[str], Path]) -> Callable[[str], Case]:
-    return lambda name: Case(name, checkpoint(name))
-
-
-@pytest.fixture
-def case(make_case: Callable[[str], Case]) -> Case:
-    return make_case(QWEN)
+def case(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Case:
+    """Of Qwen3-VL, unless a test names others."""
+    name = getattr(request, "param", QWEN)
+    return Case(name, checkpoint(name))
 
 
 # --- accelerate and restore
@@ -92,25 +93,19 @@ def test_accelerating_twice_changes_nothing(case: Case) -> None:
 
 
 def test_restoring_twice_changes_nothing(case: Case) -> None:
-    tower = case.tower
+    """Whoever kept the forward has the tower's own then."""
+    tower, kept = case.tower, case.tower.forward
     case.assert_as_reference()
-    assert fx.restore(case.model) is case.model
-    assert "forward" not in vars(tower)
-    assert fx.restore(case.model) is case.model
+    inputs = case.tiny.image_inputs(case.tiny.images[:1])
+    for _ in range(2):
+        assert fx.restore(case.model) is case.model
+        assert "forward" not in vars(tower)
     with torch.no_grad():
         assert_same_bits(case.features(case.model), case.features(case.reference))
+        got = kept(inputs["pixel_values"], inputs["image_grid_thw"])
+        assert_same_bits(got, case.reference.model.visual(inputs["pixel_values"], inputs["image_grid_thw"]))
     fx.accelerate(case.model, UNCAPTURED)
     case.assert_as_reference()
-
-
-def test_whoever_kept_the_forward_gets_the_towers_own_after_restoring(case: Case) -> None:
-    kept = case.tower.forward
-    inputs = case.tiny.image_inputs(case.tiny.images[:1])
-    fx.restore(case.model)
-    with torch.no_grad():
-        got = kept(inputs["pixel_values"], inputs["image_grid_thw"])
-        expected = case.reference.model.visual(inputs["pixel_values"], inputs["image_grid_thw"])
-    assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -143,74 +138,41 @@ def test_a_wrong_setting_is_refused_before_anything_is_touched(case: Case) -> No
     assert served_towers_of(case.model) == before
 
 
-def test_what_has_no_statistics_is_refused() -> None:
-    for target in (nn.Linear(2, 2), "a path"):
-        with pytest.raises(fx.InputError, match="stats: expected a model after accelerate"):
-            fx.stats(target)
-
-
 # --- copies, pickles, checkpoints
 
 
+def pickled(model: Any) -> Any:
+    data = pickle.dumps(model)
+    assert b"fxsplit" not in data
+    return pickle.loads(data)
+
+
+def saved(model: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved])
 @both
-def test_a_copy_is_the_plain_model(name: str, make_case: Callable[[str], Case]) -> None:
-    case = make_case(name)
-    case.assert_as_reference()
-    copied = copy.deepcopy(case.model)
+def test_a_copy_is_the_plain_model(duplicate: Callable[[Any], Any], case: Case) -> None:
+    fx.warmup(case.model)
+    copied = duplicate(case.model)
     assert not served_towers_of(copied)
     assert served_towers_of(case.model)
     with torch.no_grad():
         assert_same_bits(case.features(copied), case.features(case.reference))
+    fx.accelerate(copied, UNCAPTURED)
+    assert len(served_towers_of(copied)) == 1
     for parameter in copied.parameters():
         parameter.data.zero_()
     case.assert_as_reference()
 
 
 @both
-def test_a_pickle_is_the_plain_model_and_needs_no_library(
-    name: str, make_case: Callable[[str], Case]
-) -> None:
-    case = make_case(name)
-    fx.warmup(case.model)
-    data = pickle.dumps(case.model)
-    assert b"fxsplit" not in data
-    saved = io.BytesIO()
-    torch.save(case.model, saved)
-    saved.seek(0)
-    for unpickled in (pickle.loads(data), torch.load(saved, weights_only=False)):
-        assert not served_towers_of(unpickled)
-        with torch.no_grad():
-            assert_same_bits(case.features(unpickled), case.features(case.reference))
-        fx.accelerate(unpickled, UNCAPTURED)
-        assert len(served_towers_of(unpickled)) == 1
-
-
-def test_new_weights_are_used(loaded: Callable[[str], Loaded]) -> None:
-    """Copied in place, and put in the place of the old ones: over captures, which read them by address."""
-    model, tiny = loaded(QWEN).model, loaded(QWEN).tiny
-    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    new = {name: tensor * 1.1 for name, tensor in old.items()}
-    inputs = tiny.image_inputs(tiny.images[:2])
-    other = tiny.load(loaded(QWEN).directory)
-    other.load_state_dict(new)
-    try:
-        for assign in (False, True):
-            model.load_state_dict(new, assign=assign)
-            with torch.no_grad():
-                assert_close(tiny.features(model, inputs), tiny.features(other, inputs))
-            model.load_state_dict(old)
-            with torch.no_grad():
-                assert_close(tiny.features(model, inputs), tiny.features(loaded(QWEN).reference, inputs))
-    finally:
-        model.load_state_dict(old)
-
-
-@both
-def test_a_model_that_was_accelerated_before_it_had_weights(
-    name: str, make_case: Callable[[str], Case]
-) -> None:
+def test_a_model_that_was_accelerated_before_it_had_weights(case: Case) -> None:
     """As in a constructor, which `from_pretrained` calls on the meta device."""
-    case = make_case(name)
     with torch.device("meta"):
         case.model = type(case.reference)(case.reference.config)
     fx.accelerate(case.model, UNCAPTURED).load_state_dict(case.reference.state_dict(), assign=True)
@@ -223,8 +185,7 @@ def test_a_model_that_was_accelerated_before_it_had_weights(
 
 
 @both
-def test_another_dtype_is_encoded_in_it(name: str, make_case: Callable[[str], Case]) -> None:
-    case = make_case(name)
+def test_another_dtype_is_encoded_in_it(case: Case) -> None:
     case.assert_as_reference()
     for change in (lambda m: m.double(), lambda m: m.to(torch.float32), lambda m: m.bfloat16()):
         change(case.model)
@@ -234,12 +195,13 @@ def test_another_dtype_is_encoded_in_it(name: str, make_case: Callable[[str], Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "compile"), [(QWEN, False), (LLAVA, False), (LLAVA, True)])
-def test_a_capture_leaves_the_random_numbers_that_follow(
-    name: str, compile: bool, make_case: Callable[[str], Case]
-) -> None:
+@pytest.mark.parametrize(
+    ("case", "compile"),
+    [pytest.param(QWEN, False, marks=pytest.mark.exhaustive), (LLAVA, False), (LLAVA, True)],
+    indirect=["case"],
+)
+def test_a_capture_leaves_the_random_numbers_that_follow(compile: bool, case: Case) -> None:
     """What a model samples after its first image is what it samples without captures."""
-    case = make_case(name)
     fx.accelerate(case.model, config_of(case.tiny), compile=compile)
     before = torch.get_rng_state()
     case.assert_as_reference()
@@ -251,38 +213,35 @@ def test_a_capture_leaves_the_random_numbers_that_follow(
 
 
 @both
-def test_training_is_that_of_the_untouched_tower(name: str, make_case: Callable[[str], Case]) -> None:
-    case = make_case(name)
+def test_training_is_that_of_the_untouched_tower(case: Case) -> None:
     for checkpointing in (False, True):
         for model in (case.model, case.reference):
             model.train()
             if checkpointing:
                 model.gradient_checkpointing_enable()
-            model.zero_grad()
-            total_of(case.features(model)).backward()
-        gradients = dict(case.model.named_parameters())
-        for key, parameter in case.reference.named_parameters():
-            if parameter.grad is not None:
-                assert torch.equal(gradients[key].grad, parameter.grad), key
+        assert_same_gradients(case)
     assert set(case.misses()) == {MissReason.GRADIENTS}
     for model in (case.model, case.reference):
         model.eval()
     case.assert_as_reference()
 
 
-def total_of(features: Any) -> torch.Tensor:
-    parts = features.pooler_output
-    return sum(part.sum() for part in parts)  # type: ignore[no-any-return]
+def assert_same_gradients(case: Case) -> None:
+    for model in (case.model, case.reference):
+        model.zero_grad()
+        torch.cat(list(case.features(model).pooler_output)).sum().backward()
+    got, expected = (
+        {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        for model in (case.model, case.reference)
+    )
+    assert expected
+    assert_same_bits(got, expected)
 
 
 def test_gradients_in_evaluation_are_those_of_the_untouched_tower(case: Case) -> None:
-    total_of(case.features(case.model)).backward()
-    total_of(case.features(case.reference)).backward()
-    weights = [tower.blocks[0].mlp.linear_fc1.weight for tower in (case.tower, case.reference_tower)]
-    assert torch.equal(weights[0].grad, weights[1].grad)
+    assert_same_gradients(case)
     assert case.misses() == {MissReason.GRADIENTS: 2}
     case.model.requires_grad_(False)
-    case.reference.requires_grad_(False)
     assert not case.features(case.model).pooler_output[0].requires_grad
     assert MissReason.DISABLED in case.misses()
 
@@ -318,115 +277,6 @@ def test_hooks_inside_the_tower_run(case: Case, caplog: pytest.LogCaptureFixture
     assert case.misses()[MissReason.FOREIGN_CODE] == before[MissReason.FOREIGN_CODE]
 
 
-def test_a_module_in_anothers_place_is_used(case: Case) -> None:
-    case.assert_as_reference()
-    for tower in (case.tower, case.reference_tower):
-        torch.manual_seed(0)
-        tower.merger.linear_fc2 = nn.Linear(128, 32)
-    case.assert_as_reference()
-    assert set(case.misses()) == {MissReason.DISABLED}
-
-
-def test_another_forward_of_a_block_runs(case: Case) -> None:
-    for tower in (case.tower, case.reference_tower):
-        own = tower.blocks[0].forward
-        tower.blocks[0].forward = lambda *args, own=own, **kwargs: 2 * own(*args, **kwargs)
-    case.assert_as_reference()
-    assert case.misses() == {MissReason.FOREIGN_CODE: 2}
-
-
-def adapters(**options: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.LoraConfig(r=2, init_lora_weights=False, **options)
-
-
-@pytest.mark.parametrize("accelerated", ["before", "after"])
-def test_adapter_layers_in_the_tower_run(accelerated: str, case: Case) -> None:
-    peft = pytest.importorskip("peft")
-    lora = adapters(target_modules=["linear_fc1", "qkv"])
-    if accelerated == "after":
-        fx.restore(case.model)
-    torch.manual_seed(3)
-    model = peft.get_peft_model(case.model, lora)
-    torch.manual_seed(3)
-    reference = peft.get_peft_model(case.reference, lora)
-    fx.accelerate(model, UNCAPTURED)
-    case.assert_as_reference()
-    assert case.misses() == {MissReason.FOREIGN_CODE: 2}
-    with model.disable_adapter(), reference.disable_adapter():
-        case.assert_as_reference()
-    model.merge_and_unload()
-    reference.merge_and_unload()
-    case.assert_as_reference()
-    assert MissReason.DISABLED in case.misses()  # the captures' code again
-
-
-def test_adapters_of_the_language_model_leave_the_tower_captured(case: Case) -> None:
-    peft = pytest.importorskip("peft")
-    lora = adapters(target_modules=["q_proj", "v_proj"])
-    for model in (case.model, case.reference):
-        torch.manual_seed(3)
-        peft.get_peft_model(model, lora)
-    inputs = case.tiny.inputs([case.tiny.images[:1]])
-    assert torch.equal(generated(case.model, inputs), generated(case.reference, inputs))
-    assert case.misses() == {MissReason.DISABLED: 1}
-
-
-# --- accelerate's devices
-
-
-@pytest.mark.parametrize("hooked", ["before", "after"])
-@both
-def test_device_hooks_leave_the_tower_captured(
-    name: str, hooked: str, make_case: Callable[[str], Case]
-) -> None:
-    library = pytest.importorskip("accelerate")
-    case = make_case(name)
-    if hooked == "before":
-        fx.restore(case.model)
-    library.dispatch_model(case.model, {"": "cpu"}, force_hooks=True)
-    fx.accelerate(case.model, UNCAPTURED)
-    case.assert_as_reference()
-    assert set(case.misses()) == {MissReason.DISABLED}
-    if hooked == "before":
-        library.hooks.remove_hook_from_module(case.model, recurse=True)
-        case.assert_as_reference()
-        assert served_towers_of(case.model)
-    fx.restore(case.model)
-    with torch.no_grad():
-        assert_same_bits(case.features(case.model), case.features(case.reference))
-
-
-def test_an_offloaded_tower_runs_where_it_is(case: Case, tmp_path: Path) -> None:
-    library = pytest.importorskip("accelerate")
-    library.disk_offload(case.model, str(tmp_path), execution_device=torch.device("cpu"))
-    case.assert_as_reference()
-    assert case.misses() == {MissReason.OFFLOADED: 2}
-    fx.restore(case.model)
-
-
-def test_a_device_map_of_transformers(checkpoint: Callable[[str], Path]) -> None:
-    pytest.importorskip("accelerate")
-    from transformers import Qwen3VLForConditionalGeneration
-
-    case = Case(QWEN, checkpoint(QWEN))
-    case.model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint(QWEN), device_map="auto").eval()
-    fx.accelerate(case.model, UNCAPTURED)
-    case.assert_as_reference()
-    assert case.misses() == {MissReason.DISABLED: 2}
-
-
-# --- attention
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_attention_that_computes_the_same_is_ours(implementation: str, case: Case) -> None:
-    case.model.set_attn_implementation(implementation)
-    case.reference.set_attn_implementation(implementation)
-    case.assert_as_reference()
-    assert set(case.misses()) == {MissReason.DISABLED}
-
-
 @pytest.fixture
 def halved_attention() -> Iterator[str]:
     """An attention function of the user's own."""
@@ -440,11 +290,93 @@ def halved_attention() -> Iterator[str]:
     AttentionInterface._global_mapping.pop("halved")
 
 
-def test_an_attention_function_of_the_users_own_runs(halved_attention: str, case: Case) -> None:
-    for model in (case.model, case.reference):
-        model.set_attn_implementation({"vision_config": halved_attention})
+@pytest.mark.parametrize("replaced", ["forward of a block", "attention function"])
+def test_another_function_in_the_tower_runs(replaced: str, halved_attention: str, case: Case) -> None:
+    for model, tower in ((case.model, case.tower), (case.reference, case.reference_tower)):
+        own = tower.blocks[0].forward
+        if replaced == "forward of a block":
+            tower.blocks[0].forward = lambda *args, own=own, **kwargs: 2 * own(*args, **kwargs)
+        else:
+            model.set_attn_implementation({"vision_config": halved_attention})
     case.assert_as_reference()
     assert case.misses() == {MissReason.FOREIGN_CODE: 2}
+
+
+def add_adapters(model: Any, *layers: str) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=layers))
+
+
+@pytest.mark.parametrize("accelerated", ["before", "after"])
+def test_adapter_layers_in_the_tower_run(accelerated: str, case: Case) -> None:
+    if accelerated == "after":
+        fx.restore(case.model)
+    model, reference = (add_adapters(each, "linear_fc1", "qkv") for each in (case.model, case.reference))
+    fx.accelerate(model, UNCAPTURED)
+    case.assert_as_reference()
+    assert case.misses() == {MissReason.FOREIGN_CODE: 2}
+    with model.disable_adapter(), reference.disable_adapter():
+        case.assert_as_reference()
+    model.merge_and_unload()
+    reference.merge_and_unload()
+    case.assert_as_reference()
+    assert MissReason.DISABLED in case.misses()  # the captures' code again
+
+
+def test_adapters_of_the_language_model_leave_the_tower_captured(case: Case) -> None:
+    for model in (case.model, case.reference):
+        add_adapters(model, "q_proj", "v_proj")
+    inputs = case.tiny.inputs([case.tiny.images[:1]])
+    assert torch.equal(generated(case.model, inputs), generated(case.reference, inputs))
+    assert case.misses() == {MissReason.DISABLED: 1}
+
+
+# --- accelerate's devices
+
+
+@pytest.mark.parametrize("hooked", ["before", "after"])
+@both
+def test_device_hooks_leave_the_tower_captured(hooked: str, case: Case) -> None:
+    if hooked == "before":
+        fx.restore(case.model)
+    dispatch_model(case.model, {"": "cpu"}, force_hooks=True)
+    fx.accelerate(case.model, UNCAPTURED)
+    case.assert_as_reference()
+    assert set(case.misses()) == {MissReason.DISABLED}
+    if hooked == "before":
+        remove_hook_from_module(case.model, recurse=True)
+        case.assert_as_reference()
+        assert served_towers_of(case.model)
+    fx.restore(case.model)
+    with torch.no_grad():
+        assert_same_bits(case.features(case.model), case.features(case.reference))
+
+
+def test_an_offloaded_tower_runs_where_it_is(case: Case, tmp_path: Path) -> None:
+    disk_offload(case.model, str(tmp_path), execution_device=torch.device("cpu"))
+    case.assert_as_reference()
+    assert case.misses() == {MissReason.OFFLOADED: 2}
+    fx.restore(case.model)
+
+
+def test_a_device_map_of_transformers(case: Case, checkpoint: Callable[[str], Path]) -> None:
+    case.model = case.tiny.kind.from_pretrained(checkpoint(QWEN), device_map="auto").eval()
+    fx.accelerate(case.model, UNCAPTURED)
+    case.assert_as_reference()
+    assert case.misses() == {MissReason.DISABLED: 2}
+
+
+# --- attention
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_that_computes_the_same_is_ours(implementation: str, case: Case) -> None:
+    for model in (case.model, case.reference):
+        model.set_attn_implementation(implementation)
+    case.assert_as_reference()
+    assert set(case.misses()) == {MissReason.DISABLED}
+    case.assert_as_reference(output_attentions=implementation == "eager")
 
 
 # --- options and outputs
@@ -461,18 +393,9 @@ def test_an_attention_function_of_the_users_own_runs(halved_attention: str, case
     ids=["hidden states", "tuple", "both", "neither"],
 )
 @both
-def test_options_are_those_of_the_tower(
-    name: str, options: dict[str, Any], make_case: Callable[[str], Case]
-) -> None:
-    case = make_case(name)
+def test_options_are_those_of_the_tower(options: dict[str, Any], case: Case) -> None:
     case.assert_as_reference(**options)
     assert set(case.misses()) == {MissReason.DISABLED}
-
-
-def test_weights_of_attention_are_those_of_the_tower(case: Case) -> None:
-    for model in (case.model, case.reference):
-        model.set_attn_implementation("eager")
-    case.assert_as_reference(output_attentions=True)
 
 
 def test_what_the_configuration_asks_for_is_there(case: Case) -> None:
@@ -516,31 +439,31 @@ def test_inputs_that_no_capture_takes_are_the_towers_own_errors(case: Case) -> N
     assert case.misses() == {MissReason.UNSUPPORTED_INPUT: 2}
 
 
-def test_a_user_who_compiles_the_tower_gets_the_untouched_one(
-    make_case: Callable[[str], Case], fresh_dynamo: None
+def compiled(tower: Any, pixels: torch.Tensor) -> Any:
+    return torch.compile(tower, backend="eager", fullgraph=True)
+
+
+def traced(tower: Any, pixels: torch.Tensor) -> Any:
+    return torch.jit.trace(tower, pixels, strict=False)
+
+
+@of_tiles
+@pytest.mark.parametrize(
+    ("trace", "reason"), [(compiled, MissReason.OUTER_TRACE), (traced, MissReason.DISABLED)]
+)
+@torch.no_grad()
+def test_whoever_traces_the_tower_gets_the_untouched_one(
+    trace: Callable[..., Any], reason: MissReason, case: Case, fresh_dynamo: None
 ) -> None:
-    case = make_case(LLAVA)
-    pixels = torch.randn(2, 3, 16, 16)
-    with torch.no_grad():
-        got = torch.compile(case.tower, backend="eager", fullgraph=True)(pixels)
-        assert_close(got, case.reference_tower(pixels))
-    assert set(case.misses()) == {MissReason.OUTER_TRACE}
-
-
-def test_a_trace_is_of_the_untouched_tower(make_case: Callable[[str], Case]) -> None:
-    case = make_case(LLAVA)
-    pixels = torch.randn(2, 3, 16, 16)
-    with torch.no_grad():
-        traced = torch.jit.trace(case.tower, pixels, strict=False)
-        expected = case.reference_tower(pixels).last_hidden_state
-        torch.testing.assert_close(traced(pixels)["last_hidden_state"], expected)
-        other = torch.randn(2, 3, 16, 16)
-        expected = case.reference_tower(other).last_hidden_state
-        torch.testing.assert_close(traced(other)["last_hidden_state"], expected)
+    images = [torch.randn(2, 3, 16, 16) for _ in range(2)]
+    call = trace(case.tower, images[0])
+    for pixels in images:
+        expected = case.reference_tower(pixels)
+        for field in ("last_hidden_state", "pooler_output"):
+            torch.testing.assert_close(call(pixels)[field], expected[field])
+    assert set(case.misses()) == {reason}
 
 
 def test_the_forward_shows_the_towers_own_signature(case: Case) -> None:
-    import inspect
-
     assert inspect.signature(case.tower.forward) == inspect.signature(case.reference_tower.forward)
     assert case.tower.forward.__doc__ == case.reference_tower.forward.__doc__

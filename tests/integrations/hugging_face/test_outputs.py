@@ -146,13 +146,8 @@ def test_what_is_set_is_not_computed(output: Any, computed: Computed) -> None:
     assert computed.names == []
 
 
-def test_fields_come_in_the_order_of_the_tower(computed: Computed) -> None:
+def test_an_output_that_is_whole_is_the_towers_own_class(computed: Computed) -> None:
+    whole = make_output(BaseModelOutputWithPooling, {"last_hidden_state": LAST})
+    assert type(whole) is BaseModelOutputWithPooling
     values = {"hidden_states": (STATE,), "pooler_output": computed("pooled", POOLED)}
     assert list(make_output(BaseModelOutputWithPooling, values)) == [*values]
-
-
-def test_an_output_that_is_whole_is_the_towers_own_class() -> None:
-    assert (
-        type(make_output(BaseModelOutputWithPooling, {"last_hidden_state": LAST}))
-        is BaseModelOutputWithPooling
-    )

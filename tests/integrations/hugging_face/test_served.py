@@ -15,7 +15,7 @@ from torch import nn
 import fxsplit_encoder as fx
 
 from .comparisons import assert_close, assert_same_bits
-from .tile_models import TOWER
+from .models import TOWER
 from .tiny_model import randomize
 
 
@@ -96,5 +96,5 @@ class Lifecycle(RuleBasedStateMachine):
         assert_same_bits(self.model.state_dict(), self.reference.state_dict())
 
 
-Lifecycle.TestCase.settings = settings(max_examples=20, stateful_step_count=12, derandomize=True)
+Lifecycle.TestCase.settings = settings(max_examples=12, stateful_step_count=12, derandomize=True)
 TestLifecycle = Lifecycle.TestCase

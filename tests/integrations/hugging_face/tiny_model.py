@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +25,10 @@ Pixels = Callable[[Sequence[Item], Sequence[Item], torch.Generator], dict[str, A
 class TinyModel:
     """A model with a language model of one layer, and a tower of two blocks."""
 
-    kind: str
-    """Its class in transformers."""
-    config: Callable[[], Any]
+    family: str
+    """What its classes in transformers begin with."""
+    arguments: dict[str, Any]
+    """Of its configuration."""
     pixels: Pixels
     image_runs: Callable[[Item], Runs]
     """The tokens that stand for an image."""
@@ -37,6 +39,8 @@ class TinyModel:
     video: Item = None
     features: Callable[[Any, dict[str, Any]], Any] = lambda model, inputs: model.get_image_features(**inputs)
     """The model's own method, on what `pixels` makes of images."""
+    embeds: bool = False
+    """Whether it gives embeddings, and has no language model."""
     token_types: bool = False
     """Whether it wants to be told which tokens are an image's."""
     video_alone: bool = False
@@ -46,16 +50,25 @@ class TinyModel:
     settings: dict[str, Any] = field(default_factory=dict)
     """How it is captured, in what differs from the others."""
 
+    @property
+    def kind(self) -> Any:
+        """Its class."""
+        suffix = "Model" if self.embeds else "ForConditionalGeneration"
+        return getattr(transformers, f"{self.family}{suffix}")
+
+    def config(self) -> Any:
+        return getattr(transformers, f"{self.family}Config")(**copy.deepcopy(self.arguments))
+
     def make(self, directory: Path) -> None:
         """Saves a checkpoint with random weights, as transformers does it."""
         torch.manual_seed(0)
-        model = getattr(transformers, self.kind)(self.config())
+        model = self.kind(self.config())
         randomize(model)
         model.save_pretrained(directory)
 
     def load(self, directory: Path) -> Any:
         """The model of a checkpoint, as transformers loads it."""
-        return getattr(transformers, self.kind).from_pretrained(directory).eval()
+        return self.kind.from_pretrained(directory).eval()
 
     def inputs(
         self, sequences: Sequence[Sequence[Item]], videos: Sequence[Item] = (), seed: int = 0

@@ -116,14 +116,6 @@ def test_other_formats_and_tables_are_refused(model: Path) -> None:
         prepare_images(pa.table({"url": ["x"]}), model=str(model))
 
 
-def test_rows_go_through_the_encoder_as_they_were_prepared(model: Path) -> None:
-    encoder = ImageEncoder(settings_of(model))
-    images = [encoder.preparer.prepare(photograph(size=(60 + 30 * n, 80))) for n in range(3)]
-    rows = inputs_of(with_inputs(pa.table({"bytes": [b""] * 3}), images))
-    for direct, through in zip(encoder.encode(images), encoder.encode(rows), strict=True):
-        np.testing.assert_array_equal(direct, through)
-
-
 def test_values_are_found_in_slices_and_chunks() -> None:
     for kind in (pa.binary(), pa.large_binary()):
         whole = pa.array([b"a", None, b"", b"bcd", b"e"], kind)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import random
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
@@ -52,10 +52,10 @@ def test_parts_become_one_file_in_order(tmp_path: Path) -> None:
     assert Parts(tmp_path / "x.parquet", RUN, 3).is_complete
 
 
-@given(st.permutations(range(5)), st.integers(0, 4))
+@settings(max_examples=20)
+@given(st.permutations([0, 0, 1, 1, 2, 3, 4]), st.integers(0, 6))
 def test_the_file_is_the_same_in_whatever_runs_its_parts_were_written(order: list[int], cut: int) -> None:
-    import tempfile
-
+    """Some of them twice, as by two writers."""
     with tempfile.TemporaryDirectory() as directory:
         outputs = []
         for name, runs in (("whole", [list(range(5))]), ("cut", [order[:cut], order[cut:]])):
@@ -149,14 +149,6 @@ def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
     process.join()
     with Parts(tmp_path / "x.parquet", RUN, 1).opened():
         pass
-
-
-def test_two_writers_of_one_part_do_no_harm(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    parts = Parts(tmp_path / "x.parquet", RUN, 3)
-    with parts.opened():
-        write(parts, *draw.sample([0, 0, 1, 1, 2, 2], 6))
-        assert parts.missing() == []
 
 
 def report(shard: int, prepare: float, begin: float, end: float) -> ShardReport:

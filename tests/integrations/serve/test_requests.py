@@ -169,9 +169,9 @@ class Encoder:
         return fetch
 
 
-def held(encoder: Encoder, max_weight: int = 10) -> tuple[MergingThread, Callable[[], None]]:
+def held(encoder: Encoder, *on_failure: Callable[[Any], None]) -> tuple[MergingThread, Callable[[], None]]:
     """A thread that is busy with a first call, and what lets it go on."""
-    thread = MergingThread(lambda: encoder.launch, lambda: max_weight)
+    thread = MergingThread(lambda: encoder.launch, lambda: 10, *on_failure)
     encoder.gate.clear()
     thread.submit([image(100)], 1)
     encoder.entered.wait()
@@ -208,12 +208,9 @@ def test_a_call_that_was_cancelled_is_left_out() -> None:
 
 def test_who_caused_an_error_is_the_only_one_who_gets_it() -> None:
     encoder, failures = Encoder(), []
-    thread = MergingThread(lambda: encoder.launch, lambda: 10, failures.append)
-    encoder.gate.clear()
-    thread.submit([image(100)], 1)
-    encoder.entered.wait()
+    thread, go_on = held(encoder, failures.append)
     calls = [thread.submit([image(n)], 1) for n in (0, -1, 2)]
-    encoder.gate.set()
+    go_on()
     assert [int(calls[n].result()[0][0]) for n in (0, 2)] == [0, 2]
     with pytest.raises(RuntimeError, match="of the test"):
         calls[1].result()

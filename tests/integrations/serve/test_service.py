@@ -42,6 +42,9 @@ CLIENTS, REQUESTS = 64, 1000
 ONGOING, QUEUED = 8, 16
 MOST_BYTES = 200_000
 
+Photographs = list[tuple[bytes, NDArray[Any]]]
+"""Encoded images, and what `manager.execute` makes of each."""
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -80,8 +83,7 @@ def url(model: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def photographs(model: Path) -> list[tuple[bytes, NDArray[Any]]]:
-    """Encoded images, and what `manager.execute` makes of each."""
+def photographs(model: Path) -> Photographs:
     encoder = ImageEncoder(ImageEncoderSettings(model=str(model), config={"enabled": False}))
     values = PixelValues(encoder.preparer.values, torch.float32, torch.device("cpu"))
     draw, made = random.Random(1), []
@@ -144,9 +146,7 @@ class Client:
             time.sleep(int(response.headers["retry-after"]) * random.uniform(0.5, 1.5))
 
 
-def test_every_request_of_a_crowd_is_answered(
-    url: str, photographs: list[tuple[bytes, NDArray[Any]]]
-) -> None:
+def test_every_request_of_a_crowd_is_answered(url: str, photographs: Photographs) -> None:
     kinds = {
         "damaged": (photographs[0][0][:200], 422, "undecodable_image"),
         "no image": (b"no image", 422, "undecodable_image"),
@@ -192,9 +192,7 @@ def test_every_request_of_a_crowd_is_answered(
     assert client.statuses.total() == REQUESTS
 
 
-def test_several_images_are_one_answer_in_order(
-    url: str, photographs: list[tuple[bytes, NDArray[Any]]]
-) -> None:
+def test_several_images_are_one_answer_in_order(url: str, photographs: Photographs) -> None:
     chosen = photographs[3:10]
     files = [("image", (f"{n}.jpg", data)) for n, (data, _) in enumerate(chosen)]
     answer = httpx.post(f"{url}/v1/embeddings", files=files, timeout=60).json()
@@ -221,7 +219,7 @@ def test_health_and_other_paths(url: str) -> None:
     assert httpx.get(f"{url.removesuffix('/images')}/-/healthz").text == "success"
 
 
-def test_metrics_count_what_was_encoded(url: str, photographs: list[tuple[bytes, NDArray[Any]]]) -> None:
+def test_metrics_count_what_was_encoded(url: str, photographs: Photographs) -> None:
     data = {"content": photographs[0][0], "headers": {"content-type": "image/jpeg"}}
     assert httpx.post(f"{url}/v1/embeddings", **data).status_code == 200
     wait_for(lambda: "ray_encoder_service_images_total{" in httpx.get(f"{url}/metrics", timeout=30).text)
@@ -234,7 +232,7 @@ def test_metrics_count_what_was_encoded(url: str, photographs: list[tuple[bytes,
 
 
 def test_an_encoder_that_dies_is_replaced_and_nobody_notices_but_by_waiting(
-    url: str, photographs: list[tuple[bytes, NDArray[Any]]]
+    url: str, photographs: Photographs
 ) -> None:
     (replica,) = named("ray::ServeReplica:default:Encoder")
     os.kill(replica, signal.SIGKILL)
@@ -248,9 +246,7 @@ def test_an_encoder_that_dies_is_replaced_and_nobody_notices_but_by_waiting(
     assert set(client.statuses) <= {200, 503}
 
 
-def test_one_yaml_starts_it(
-    model: Path, tmp_path: Path, photographs: list[tuple[bytes, NDArray[Any]]]
-) -> None:
+def test_one_yaml_starts_it(model: Path, tmp_path: Path, photographs: Photographs) -> None:
     """The example's own file, with another model and port."""
     settings = yaml.safe_load((ROOT / "examples" / "serve.yaml").read_text("utf-8"))
     port = free_port()

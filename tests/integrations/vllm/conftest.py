@@ -23,7 +23,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
 
 
 @pytest.fixture
-def warnings_of_plugin(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Grows while the test runs."""
     messages: list[str] = []
 

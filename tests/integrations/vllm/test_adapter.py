@@ -21,6 +21,7 @@ from fxsplit_encoder.manager.path_forward import PathForward
 
 from .fake_vllm import FakeVllm
 
+Make = Callable[..., Any]
 CPU = torch.device("cpu")
 SETTINGS = {
     "encoder_cudagraph_token_budgets": [32, 8, 8],
@@ -36,11 +37,13 @@ def make(vllm: FakeVllm, tiny_towers: Any) -> Callable[..., Any]:
     register()
     kind = vllm.manager
 
-    def make_manager(tower: Any = tiny_towers.wrapped, own: Any = None, **settings: Any) -> Any:
+    def make_manager(
+        tower: Any = tiny_towers.wrapped, own: Any = None, device: Any = CPU, **settings: Any
+    ) -> Any:
         if own is not None:
             kind.settings = own
         config = vllm.config(**{**SETTINGS, **settings})
-        return kind(vllm_config=config, device=CPU, dtype=torch.float32, model=tower)
+        return kind(vllm_config=config, device=device, dtype=torch.float32, model=tower)
 
     return make_manager
 
@@ -50,9 +53,7 @@ def calls(manager: Any) -> list[str]:
     return [name for name, _ in manager.calls if name != "__init__"]
 
 
-def test_it_encodes_as_the_tower_does(
-    make: Callable[..., Any], make_batch: Any, encode: Any, tiny_towers: Any
-) -> None:
+def test_it_encodes_as_the_tower_does(make: Make, make_batch: Any, encode: Any, tiny_towers: Any) -> None:
     manager = make()
     assert manager.token_budgets == [8, 32]
     assert manager.get_num_graphs_to_capture() == 2
@@ -78,7 +79,7 @@ def test_it_encodes_as_the_tower_does(
     assert calls(manager) == []
 
 
-def test_without_compiling_the_tower_is_captured_as_it_is(make: Callable[..., Any]) -> None:
+def test_without_compiling_the_tower_is_captured_as_it_is(make: Make) -> None:
     manager = make()
     manager.capture()
     assert manager.manager.programs == {"default": None}
@@ -89,9 +90,8 @@ def _known(manager: Any) -> Any:
     return manager.manager.paths["default"].expected
 
 
-@pytest.mark.parametrize("generation", [1, 2])
 def test_what_vllm_captures_twice_is_compiled_and_measured_once(
-    make: Callable[..., Any], make_batch: Any, monkeypatch: pytest.MonkeyPatch, generation: int
+    make: Make, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It measures memory by captures that it throws away: the runner of the second generation with the
     manager that serves later, that of the first with another of the same model.
@@ -107,21 +107,22 @@ def test_what_vllm_captures_twice_is_compiled_and_measured_once(
     first, graphs = manager.manager, manager.budget_graphs["default"]
     assert manager.is_captured()
     assert _known(manager) is None
-    manager.clear()
-    assert manager.execute(make_batch(IMAGES)) is None
-    if generation == 1:
-        manager = make(own=own)
-    assert manager.manager is first
-    manager.capture(graph_pool=None)
-    assert _known(manager) is not None
-    assert compiled == [0]
-    assert manager.budget_graphs["default"].keys() == graphs.keys()
-    assert len(manager.execute(make_batch(IMAGES))) == 3
+    for generation in (2, 1):
+        manager.clear()
+        assert manager.execute(make_batch(IMAGES)) is None
+        if generation == 1:
+            manager = make(own=own)
+        assert manager.manager is first
+        manager.capture(graph_pool=None)
+        assert _known(manager) is not None
+        assert compiled == [0]
+        assert manager.budget_graphs["default"].keys() == graphs.keys()
+        assert len(manager.execute(make_batch(IMAGES))) == 3
     another = make(own=own)
     assert another.manager is not first  # which serves
 
 
-def test_other_settings_get_another_manager(make: Callable[..., Any]) -> None:
+def test_other_settings_get_another_manager(make: Make) -> None:
     manager = make()
     manager.capture()
     manager.clear()
@@ -138,7 +139,7 @@ def _failing(error: Exception) -> Any:
 
 
 def test_vllms_manager_serves_where_ours_is_not_made(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, warnings_of_plugin: list[str]
+    make: Make, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     monkeypatch.setattr(adapter, "EncoderCudaGraphManager", _failing(RuntimeError("no driver")))
     for _ in range(2):  # for the profile, and for good
@@ -156,27 +157,12 @@ def test_vllms_manager_serves_where_ours_is_not_made(
             getattr(manager, method)()
         manager.supports_modality("image")
         assert len(calls(manager)) == 7
-    (warning,) = warnings_of_plugin
+    (warning,) = warned
     assert "RuntimeError: no driver" in warning
 
 
-def test_vllms_manager_serves_where_ours_cannot_capture(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, warnings_of_plugin: list[str]
-) -> None:
-    manager = make()
-    monkeypatch.setattr(fx.EncoderCudaGraphManager, "capture", _failing(ValueError("odd tower")))
-    manager.capture()
-    assert manager.manager is None
-    assert calls(manager) == ["capture"]
-    (warning,) = warnings_of_plugin
-    assert "ValueError: odd tower" in warning
-
-
-def test_a_manager_that_could_not_capture_is_not_kept_by_its_model(
-    make: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    warnings_of_plugin: list[str],
-    tiny_towers: Any,
+def test_a_manager_that_could_not_capture_is_not_kept_and_vllms_serves(
+    make: Make, monkeypatch: pytest.MonkeyPatch, warned: list[str], tiny_towers: Any
 ) -> None:
     model = tiny_towers.wrapped
     monkeypatch.setattr(model, "load_weights", lambda weights: set(), raising=False)
@@ -188,14 +174,17 @@ def test_a_manager_that_could_not_capture_is_not_kept_by_its_model(
 
     monkeypatch.setattr(fx.EncoderCudaGraphManager, "capture", fail)
     manager.capture()
+    assert manager.manager is None
+    assert calls(manager) == ["capture"]
     gc.collect()
     assert ours() is None
     assert model.load_weights([]) == set()
-    assert len(warnings_of_plugin) == 1
+    (warning,) = warned
+    assert "ValueError: odd tower" in warning
 
 
 def test_new_weights_are_looked_at_by_the_next_batch(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tiny_towers: Any
+    make: Make, monkeypatch: pytest.MonkeyPatch, tiny_towers: Any
 ) -> None:
     model = tiny_towers.wrapped
     monkeypatch.setattr(model, "load_weights", lambda weights: set(), raising=False)
@@ -207,17 +196,17 @@ def test_new_weights_are_looked_at_by_the_next_batch(
 
 
 def test_vllms_manager_serves_where_no_budget_could_be_captured(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, warnings_of_plugin: list[str]
+    make: Make, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     manager = make()
     monkeypatch.setattr(manager.manager, "can_replay", lambda: False)
     manager.capture(graph_pool="pool")
     assert calls(manager) == ["capture"]
-    assert "CaptureError" in warnings_of_plugin[0]
+    assert "CaptureError" in warned[0]
 
 
 def test_what_cannot_be_encoded_is_left_to_vllms_eager_forward(
-    make: Callable[..., Any], make_batch: Any, warnings_of_plugin: list[str]
+    make: Make, make_batch: Any, warned: list[str]
 ) -> None:
     manager = make()
     assert manager.execute(make_batch(IMAGES)) is None  # not captured
@@ -225,10 +214,13 @@ def test_what_cannot_be_encoded_is_left_to_vllms_eager_forward(
     for _ in range(3):
         assert manager.execute({"pixel_values": "nothing of the kind"}) is None
     assert manager.get_cumulative_stats()["batches_left"] == 4
-    (warning,) = warnings_of_plugin
+    (warning,) = warned
     assert "InputError" in warning
     assert len(manager.execute(make_batch(IMAGES))) == 3
     assert calls(manager) == []
+
+
+UNKNOWN_PATH = PluginSettings(fx.EncoderConfig(paths={"crops": fx.PathConfig(mode="full")}))
 
 
 @pytest.mark.parametrize(
@@ -236,30 +228,20 @@ def test_what_cannot_be_encoded_is_left_to_vllms_eager_forward(
     [
         ({"tensor_parallel_size": 2}, "ranks share its weights"),
         ({"tower_lora": True}, "LoRA"),
+        ({"device": torch.device("meta")}, "type meta"),
+        ({"own": UNKNOWN_PATH}, r"paths.crops"),
     ],
 )
-def test_what_is_left_to_vllm(
-    make: Callable[..., Any], warnings_of_plugin: list[str], settings: dict[str, Any], said: str
-) -> None:
+def test_what_is_left_to_vllm(make: Make, warned: list[str], settings: dict[str, Any], said: str) -> None:
     manager = make(**settings)
     assert manager.manager is None
-    (warning,) = warnings_of_plugin
+    (warning,) = warned
     assert said in warning
-
-
-def test_other_devices_are_left_to_vllm(vllm: FakeVllm, tiny_towers: Any, warnings_of_plugin: Any) -> None:
-    register()
-    manager = vllm.manager(vllm.config(), torch.device("meta"), torch.float32, tiny_towers.wrapped)
-    assert manager.manager is None
-    assert "type meta" in warnings_of_plugin[0]
 
 
 @pytest.mark.parametrize("others_agree", [True, False])
 def test_ranks_that_share_the_images_capture_alike(
-    make: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    warnings_of_plugin: list[str],
-    others_agree: bool,
+    make: Make, monkeypatch: pytest.MonkeyPatch, warned: list[str], others_agree: bool
 ) -> None:
     votes: list[bool] = []
 
@@ -282,15 +264,13 @@ def test_ranks_that_share_the_images_capture_alike(
     manager.capture()
     assert votes == [True, True] if others_agree else [True]
     assert (manager.manager is not None) == others_agree
-    assert len(warnings_of_plugin) == (0 if others_agree else 1)
+    assert len(warned) == (0 if others_agree else 1)
 
 
 CONFIGURATION = {"vllm_config", "device", "dtype", "model", "config", "use_dp", "log_stats_interval"}
 
 
-def test_every_attribute_of_vllms_manager_is_answered(
-    make: Callable[..., Any], vllm: FakeVllm, make_batch: Any
-) -> None:
+def test_every_attribute_of_vllms_manager_is_answered(make: Make, vllm: FakeVllm, make_batch: Any) -> None:
     """By what serves: none says that nothing was captured while this library's captures serve."""
     (names,) = vllm.recorded["attributes"].values()
     manager = make()
@@ -314,9 +294,7 @@ def test_every_attribute_of_vllms_manager_is_answered(
         object.__new__(type(manager)).graph_hits  # noqa: B018
 
 
-def test_a_manager_is_one_of_vllms_and_keeps_none_of_its_names(
-    make: Callable[..., Any], vllm: FakeVllm
-) -> None:
+def test_a_manager_is_one_of_vllms_and_keeps_none_of_its_names(make: Make, vllm: FakeVllm) -> None:
     kind = vllm.manager
     manager = make()
     assert isinstance(manager, kind)
@@ -328,7 +306,7 @@ def test_a_manager_is_one_of_vllms_and_keeps_none_of_its_names(
 
 
 def test_classes_that_are_derived_from_vllms_manager_stay_as_they_are(
-    make: Callable[..., Any], vllm: FakeVllm, tiny_towers: Any, warnings_of_plugin: list[str]
+    make: Make, vllm: FakeVllm, tiny_towers: Any, warned: list[str]
 ) -> None:
     class Derived(vllm.manager):  # type: ignore[misc, name-defined]
         def __init__(self, *args: Any, extra: str, **kwargs: Any) -> None:
@@ -348,13 +326,13 @@ def test_classes_that_are_derived_from_vllms_manager_stay_as_they_are(
     assert derived.execute({}) == ["extra", None]
     assert derived.more() == "its own"
     assert calls(derived) == ["execute"]
-    (warning,) = warnings_of_plugin
+    (warning,) = warned
     assert "Derived captures the encoder" in warning
     assert type(make()).__mro__[1] is VllmEncoderManager
 
 
 def test_without_what_a_manager_imports_vllms_own_is_made(
-    make: Callable[..., Any], vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, warnings_of_plugin: list[str]
+    make: Make, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, adapter.__name__, None)
     manager = make()
@@ -362,13 +340,5 @@ def test_without_what_a_manager_imports_vllms_own_is_made(
     assert manager.token_budgets == [1, 2]
     manager.capture(graph_pool="pool")
     assert calls(manager) == ["capture"]
-    (warning,) = warnings_of_plugin
+    (warning,) = warned
     assert "could not be imported" in warning
-
-
-def test_settings_that_do_not_suit_the_model_leave_it_to_vllm(
-    make: Callable[..., Any], warnings_of_plugin: list[str]
-) -> None:
-    own = fx.EncoderConfig(paths={"crops": fx.PathConfig(mode="full")})
-    assert make(own=PluginSettings(own)).manager is None
-    assert "paths.crops" in warnings_of_plugin[0]

@@ -50,7 +50,17 @@ class OfGridsAlone(Tower):
         self, grids: Grids, *, max_batch_size: int | None = None
     ) -> dict[str, Tensor | None]:
         self.prepared.append(grids)
-        return {"window_index": torch.arange(len(grids))}
+        return self.of_grids(len(grids))
+
+    def of_grids(self, number: int) -> dict[str, Tensor | None]:
+        return {"window_index": torch.arange(number)}
+
+
+class PositionsAtOnce(OfGridsAlone):
+    """One whose positions nobody else can make anew."""
+
+    def of_grids(self, number: int) -> dict[str, Tensor | None]:
+        return {"pos_embeds": self.positions * number}
 
 
 class Model(nn.Module):
@@ -125,30 +135,14 @@ def test_a_capture_and_a_forward_get_tensors_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("tower", "times"),
-    [(OfGridsAlone(), 1), (Tower(), 1), (Tower(unknown=torch.ones(1)), 3)],
+    [(OfGridsAlone(), 1), (Tower(), 1), (Tower(unknown=torch.ones(1)), 3), (PositionsAtOnce(), 3)],
 )
 def test_only_what_is_known_is_kept(tower: Tower, times: int) -> None:
     model, prepared = model_of(tower)
-    for _ in range(3):
-        assert_fresh(model, [(1, 2, 3)])
-    assert len(prepared) == times
-
-
-def test_positions_that_nobody_can_make_anew_are_not_kept() -> None:
-    class Fixed(Tower):
-        fast_pos_embed_interpolate: Any = None
-
-        def prepare_encoder_metadata(
-            self, grids: Grids, *, max_batch_size: int | None = None
-        ) -> dict[str, Tensor | None]:
-            self.prepared.append(grids)
-            return {"pos_embeds": self.positions * len(grids)}
-
-    model, prepared = model_of(Fixed())
-    for weight in (1.0, 2.0):
+    for weight in (1.0, 2.0, 3.0):
         model.visual.positions.data.fill_(weight)
         assert_fresh(model, [(1, 2, 3)])
-    assert len(prepared) == 2
+    assert len(prepared) == times
 
 
 @pytest.mark.parametrize("grids", [torch.tensor([[1, 2, 3]]), [torch.tensor([1, 2, 3])], [(1.0, 2.0, 3.0)]])

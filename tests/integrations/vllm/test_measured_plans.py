@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from fxsplit_encoder.capture import BudgetLadder
 from fxsplit_encoder.capture.forward import ProgramBody
 from fxsplit_encoder.capture.timing import MeasuredRun
-from fxsplit_encoder.parts import Parts, in_one_go
+from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning import build_plan
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel, PathCosts
 from fxsplit_encoder.planning.items import Item
@@ -26,7 +26,7 @@ from fxsplit_encoder.planning.limits import CaptureKey, Limits, default_budgets
 from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.planning.planner import Captured
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.runtime.measure import MeasuredForward, measuring_forward
+from fxsplit_encoder.runtime.measure import MeasuredForward
 
 MAX_ITEMS = 8
 BUDGETS = tuple(default_budgets(64, 8192))
@@ -44,11 +44,6 @@ WORKLOADS = {
     "20x336": [(20, 20)] * 20,
 }
 """Patches of the height and width of every image."""
-MEASURED = [  # workload, tokens that were computed (a budget of vLLM's manager, of ours, or eager), ms
-    *[("1x224", 64, 3.07), ("1x448", 256, 5.00), ("1x896", 1024, 13.5), ("1x1344", 2048, 32.6)],
-    *[("mixed8", 4096, 44.7), ("mixed8_big", 8192, 90.0), ("1x896", 896, 12.9), ("1x1344", 1792, 31.4)],
-    *[("1x1344", 1764, 32.6), ("mixed8", 3147, 37.7), ("mixed8_big", 4311, 58.4)],
-]
 
 
 class Device:
@@ -66,42 +61,17 @@ class Device:
         return MeasuredRun(max(self.host, self.replay(tokens, segments)), self.host)
 
 
-class Tower:
-    """What `measuring_forward` times: captures are laid out as eight equal images."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, device: Device, compiled: bool) -> None:
-        self._device = device
-        self.program: Any = None
-        if compiled:
-            padding = SimpleNamespace(segments_may_grow=True)
-            region = SimpleNamespace(frame_lengths="cu_seqlens", program=SimpleNamespace(padding=padding))
-            self.program = Program(device, region)
-
-    def capture_values(self, budget: int) -> dict[str, torch.Tensor]:
-        lengths = torch.arange(MAX_ITEMS + 1) * (budget * ROWS) // MAX_ITEMS
-        return {"cu_seqlens": lengths.to(torch.int32)}
-
-    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> float:
-        return run_of(self._device, inputs["cu_seqlens"]).wall
+def measured_forward(device: Device, compiled: bool) -> MeasuredForward:
+    """Captures are laid out as eight equal images, runs of a program as one."""
+    share = 1 / MAX_ITEMS
+    if not compiled:
+        return MeasuredForward((), device.pair, ROWS, share, share)
+    eager = tuple((budget, device.eager(budget, eight(budget)).wall) for budget in BUDGETS)
+    return MeasuredForward(eager, device.pair, ROWS, share, eager_host=device.host)
 
 
-class Program:
-    def __init__(self, device: Device, region: Any) -> None:
-        self._device = device
-        self.region = region
-
-    def tokens(self, inputs: Mapping[str, torch.Tensor]) -> int:
-        return int(inputs["cu_seqlens"][-1])
-
-    def __call__(self, inputs: Mapping[str, torch.Tensor], segments: Any) -> float:
-        return run_of(self._device, inputs["cu_seqlens"]).wall
-
-
-def run_of(device: Device, cu_seqlens: torch.Tensor) -> MeasuredRun:
-    lengths = cu_seqlens.diff().tolist()
-    return device.eager(sum(lengths) // ROWS, lengths)
+def eight(budget: int) -> list[float]:
+    return [budget * ROWS / MAX_ITEMS] * MAX_ITEMS
 
 
 class Taken:
@@ -134,34 +104,24 @@ class TimedLadder(BudgetLadder):
         super().__init__(request, "auto", pool, attention_ms=measured.attention_ms)  # type: ignore[arg-type]
         self._device = device
 
-    def _eight(self, budget: int) -> list[float]:
-        return [budget * ROWS / MAX_ITEMS] * MAX_ITEMS
-
     def _measure_exact(self, request: Any) -> Parts[MeasuredRun]:
         yield None
         one = isinstance(request.body, ProgramBody)
-        segments = [request.budget * ROWS] if one else self._eight(request.budget)
+        segments = [request.budget * ROWS] if one else eight(request.budget)
         return self._device.eager(request.budget, segments)
 
     def _record_all(self, budget: int, request: Any) -> Any:
         yield
-        return {"full": Taken(self._device.replay(budget, self._eight(budget)))}
+        return {"full": Taken(self._device.replay(budget, eight(budget)))}
 
     def _record_single_segment(self, budget: int, request: Any) -> Any:
         yield
         return Taken(self._device.replay(budget, [budget * ROWS]))
 
 
-def choices(monkeypatch: pytest.MonkeyPatch, device: Device, compiled: bool) -> tuple[Captured, PathCosts]:
+def choices(device: Device, compiled: bool) -> tuple[Captured, PathCosts]:
     """What is captured, and the prices."""
-    module = "fxsplit_encoder.runtime.measure"
-
-    def measuring_run(call: Any, on: Any) -> Parts[MeasuredRun]:
-        yield None
-        return MeasuredRun(float(call()), device.host)
-
-    monkeypatch.setattr(f"{module}.measuring_run", measuring_run)
-    measured = in_one_go(measuring_forward(Tower(device, compiled), BUDGETS))  # type: ignore[arg-type]
+    measured = measured_forward(device, compiled)
     ladder = TimedLadder(device, measured, compiled)
     for budget in reversed(BUDGETS):
         ladder.capture(budget)
@@ -206,23 +166,14 @@ def cheapest(device: Device, lengths: Sequence[int]) -> float:
     return of_rest((1 << len(lengths)) - 1)
 
 
-def test_the_device_takes_what_was_measured() -> None:
-    device = Device(host=0.0)
-    for name, tokens, milliseconds in MEASURED:
-        segments = [height * width for height, width in WORKLOADS[name]]
-        assert device.replay(tokens, segments) == pytest.approx(milliseconds, rel=0.05), (name, tokens)
-
-
-@pytest.mark.parametrize("host", [14.0, 22.0, 28.0])
+@pytest.mark.parametrize("host", [14.0, pytest.param(22.0, marks=pytest.mark.exhaustive), 28.0])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_no_plan_is_slower_than_the_cheapest(
-    monkeypatch: pytest.MonkeyPatch, workload: str, compiled: bool, host: float
-) -> None:
+def test_no_plan_is_slower_than_the_cheapest(workload: str, compiled: bool, host: float) -> None:
     device = Device(host)
-    captured, prices = choices(monkeypatch, device, compiled)
+    captured, prices = choices(device, compiled)
     assert captured.budgets
-    assert prices.attention == pytest.approx(device.pair, rel=0.01)
+    assert prices.attention == pytest.approx(device.pair, rel=0.01)  # no run is too short for it
     images = WORKLOADS[workload]
     lengths = [height * width for height, width in images]
     plan = plan_of(images, captured, prices)
@@ -235,11 +186,3 @@ def test_no_plan_is_slower_than_the_cheapest(
     if len(images) <= MAX_ITEMS:
         assert actual <= 1.03 * cheapest(device, lengths)
     assert actual <= 1.03 * taken(device, lengths, None), "than all images at once, eagerly"
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_smallest_image_replays_the_smallest_budget(
-    monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
-    plan = plan_of(WORKLOADS["1x224"], *choices(monkeypatch, Device(28.0), compiled))
-    assert [batch.paths["default"].budget for batch in plan.batches] == [64]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import re
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import fxsplit_encoder.integrations
 from fxsplit_encoder.integrations.vllm.plugin import StandIn, register
 from fxsplit_encoder.integrations.vllm.settings import VARIABLE
 
@@ -48,12 +46,16 @@ def test_what_holds_another_class_keeps_it(vllm: FakeVllm) -> None:
     assert interface.EncoderCudaGraphManager is other
 
 
-def test_compiling_replaces_the_attention_too(
-    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    settings = tmp_path / "settings.yaml"
-    settings.write_text("compile: true\ntoken_budgets: [64]\n")
-    monkeypatch.setenv(VARIABLE, str(settings))
+@pytest.fixture
+def settings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that the environment names."""
+    file = tmp_path / "settings.yaml"
+    monkeypatch.setenv(VARIABLE, str(file))
+    return file
+
+
+def test_compiling_replaces_the_attention_too(vllm: FakeVllm, settings_file: Path) -> None:
+    settings_file.write_text("compile: true\ntoken_budgets: [64]\n")
     register()
     register()
     assert list(vllm.module(CUSTOM_OP).op_registry_oot) == ["ApplyRotaryEmb", "MMEncoderAttention"]
@@ -123,15 +125,15 @@ def _broken(vllm: FakeVllm) -> None:
     ],
 )
 def test_a_vllm_that_is_not_known_is_left_alone_with_one_warning(
-    vllm: FakeVllm, warnings_of_plugin: list[str], change: Any, said: str
+    vllm: FakeVllm, warned: list[str], change: Any, said: str
 ) -> None:
     change(vllm)
-    before = getattr(vllm.module("vllm.v1.worker.encoder_cudagraph"), "EncoderCudaGraphManager", None)
+    module = vllm.module("vllm.v1.worker.encoder_cudagraph")
+    before = getattr(module, "EncoderCudaGraphManager", None)
     register()
     register()
-    after = getattr(vllm.module("vllm.v1.worker.encoder_cudagraph"), "EncoderCudaGraphManager", None)
-    assert after is before
-    (warning,) = warnings_of_plugin
+    assert getattr(module, "EncoderCudaGraphManager", None) is before
+    (warning,) = warned
     assert re.search(said, warning), warning
 
 
@@ -147,62 +149,55 @@ def test_interfaces_decide_and_not_versions(vllm: FakeVllm, version: str) -> Non
     "text", ["token_budgets: [4, 2]", "compile: maybe", "nonsense: 1", "data_parallel: true"]
 )
 def test_wrong_settings_leave_vllm_alone_with_one_warning(
-    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warnings_of_plugin: list[str], text: str
+    vllm: FakeVllm, settings_file: Path, warned: list[str], text: str
 ) -> None:
-    settings = tmp_path / "settings.yaml"
-    settings.write_text(text)
-    monkeypatch.setenv(VARIABLE, str(settings))
+    settings_file.write_text(text)
     before = vllm.manager
     register()
     assert vllm.manager is before
-    (warning,) = warnings_of_plugin
-    assert str(settings) in warning
+    (warning,) = warned
+    assert str(settings_file) in warning
     assert text.partition(":")[0] in warning
 
 
 LOADED = """
+import os
 import pydantic, sys, torch, yaml  # which vLLM has imported by then
 before = set(sys.modules)
 
 import pytest
 from tests.integrations.vllm.fake_vllm import VERSIONS, FakeVllm
-
-vllm = FakeVllm(VERSIONS[-1], pytest.MonkeyPatch())
 from fxsplit_encoder.integrations.vllm.plugin import register
 
-register()
-new = set(sys.modules) - before
-print(vllm.manager.__module__)
-heavy = ("torch._dynamo", "torch._inductor", "sympy", "transformers")
-print(*(name for name in sorted(new) if name.startswith(heavy)))
-print(*sorted({".".join(name.split(".")[:3]) for name in new if name.startswith("fxsplit_encoder.")}))
+for setting in sys.argv[1:]:
+    os.environ["FXSPLIT_ENCODER_CONFIG"] = setting
+    vllm = FakeVllm(VERSIONS[-1], pytest.MonkeyPatch())
+    register()
+    new = set(sys.modules) - before
+    print(vllm.manager.__module__)
+    heavy = ("torch._dynamo", "torch._inductor", "sympy", "transformers")
+    print(*(name for name in sorted(new) if name.startswith(heavy)))
+    print(*sorted({".".join(name.split(".")[:3]) for name in new if name.startswith("fxsplit_encoder.")}))
 """
 LIGHT = {"config", "errors", "integrations", "integrations.vllm", "messages", "planning", "protocol"}
 LIGHT |= {"recent", "settings_file", "settings_model", "version"}
 COMPILING = {"_torch", "attention", "kernels", "parts"}
 
 
-@pytest.mark.parametrize(
-    ("setting", "module", "more"),
-    [
-        ("off", "vllm.v1.worker.encoder_cudagraph", set()),
-        ("", "fxsplit_encoder.integrations.vllm.plugin", set()),
-        ("compile: true", "fxsplit_encoder.integrations.vllm.plugin", COMPILING),
-    ],
-)
-def test_a_process_that_makes_no_manager_imports_little(
-    setting: str, module: str, more: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if ":" in setting:
-        (tmp_path / "settings.yaml").write_text(setting)
-        setting = str(tmp_path / "settings.yaml")
-    monkeypatch.setenv(VARIABLE, setting)
-    ran = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, cwd=ROOT)
-    stands_in, slow, ours = ran.stdout.split("\n")[:3]
-    assert (stands_in, slow) == (module, "")
-    allowed = {f"fxsplit_encoder.{name}" for name in LIGHT | more}
-    extra = {name for name in ours.split() if not any(name == a or name.startswith(f"{a}.") for a in allowed)}
-    assert not extra
+def test_a_process_that_makes_no_manager_imports_little(tmp_path: Path) -> None:
+    """What each further setting imports is added to what was imported before."""
+    (tmp_path / "settings.yaml").write_text("compile: true")
+    settings = ["off", "", str(tmp_path / "settings.yaml")]
+    ran = subprocess.run(
+        [sys.executable, "-c", LOADED, *settings], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    lines = ran.stdout.split("\n")
+    ours = "fxsplit_encoder.integrations.vllm.plugin"
+    assert lines[:-1:3] == ["vllm.v1.worker.encoder_cudagraph", ours, ours]
+    assert not any(lines[1::3])
+    for imported, light in zip(lines[2::3], (LIGHT, LIGHT, LIGHT | COMPILING), strict=True):
+        allowed = tuple(f"fxsplit_encoder.{name}." for name in light)
+        assert not [name for name in imported.split() if not f"{name}.".startswith(allowed)]
 
 
 def test_vllm_finds_the_plugin() -> None:
@@ -210,23 +205,3 @@ def test_vllm_finds_the_plugin() -> None:
     entry = project["entry-points"]["vllm.general_plugins"]["fxsplit_encoder"]
     assert entry == f"{register.__module__}:{register.__name__}"
     assert "vllm" in project["optional-dependencies"]
-
-
-def test_vllm_is_imported_by_functions_alone() -> None:
-    for path in Path(fxsplit_encoder.integrations.__file__).parent.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        inside = {
-            id(node)
-            for function in ast.walk(tree)
-            if isinstance(function, ast.FunctionDef)
-            for node in ast.walk(function)
-        }
-        names = [
-            name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in inside
-            for name in (
-                [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-            )
-        ]
-        assert not [name for name in names if name.partition(".")[0] == "vllm"], path

@@ -66,27 +66,23 @@ def test_what_the_file_says_wins(vllm: FakeVllm) -> None:
     assert (two.paths["local"].token_budgets, two.paths["local"].mode) == ((10, 20, 30, 40), "full")
 
 
+SHORT = fx.EncoderCudaGraphConfig(["video"], ["pixel_values"], 8, max_frames_per_video=1)
+
+
 @pytest.mark.parametrize(
-    ("settings", "frames"),
+    ("model", "settings", "frames"),
     [
-        ({"max_frames_per_batch": 5}, 5),
-        ({"max_frames_per_batch": 5, "video_limit": 0}, 0),
-        ({"video_limit": 0}, 0),
-        ({}, 31),  # 16 items in a batch
-        ({"max_vision_items_per_batch": 2}, 16),
+        (ONE, {"max_frames_per_batch": 5}, 5),
+        (ONE, {"max_frames_per_batch": 5, "video_limit": 0}, 0),
+        (ONE, {"video_limit": 0}, 0),
+        (ONE, {}, 31),  # 16 items in a batch
+        (ONE, {"max_vision_items_per_batch": 2}, 16),
+        (SHORT, {}, 16),  # no more than the longest videos have
+        (TWO, {}, None),  # images alone
     ],
 )
-def test_video_frames(vllm: FakeVllm, settings: dict[str, Any], frames: int) -> None:
-    assert config(vllm, {}, **settings).max_frames_per_batch == frames
-
-
-def test_frames_are_no_more_than_the_longest_videos_have(vllm: FakeVllm) -> None:
-    short = fx.EncoderCudaGraphConfig(["video"], ["pixel_values"], 8, max_frames_per_video=1)
-    assert config(vllm, {}, short).max_frames_per_batch == 16
-
-
-def test_images_alone_have_no_frames_to_infer(vllm: FakeVllm) -> None:
-    assert config(vllm, {}, TWO).max_frames_per_batch is None
+def test_video_frames(vllm: FakeVllm, model: Any, settings: dict[str, Any], frames: int | None) -> None:
+    assert config(vllm, {}, model, **settings).max_frames_per_batch == frames
 
 
 def test_the_model_is_asked_for_its_range_where_it_decides(vllm: FakeVllm) -> None:
