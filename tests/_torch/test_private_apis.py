@@ -50,6 +50,18 @@ def attribute(name: str, owner: Callable[[], Any]) -> Symbol:
     return Symbol(name, lambda: getattr(owner(), name.rpartition(".")[2]))
 
 
+def field(name: str, since: str = "") -> Symbol:
+    """A field of a dataclass."""
+    owner, _, last = name.rpartition(".")
+    return Symbol(name, lambda: found(owner).__dataclass_fields__[last], since=since)
+
+
+def parameter(name: str) -> Symbol:
+    """What an object is made of, under the name that it keeps."""
+    owner, _, last = name.rpartition(".")
+    return Symbol(name, lambda: signature_of(found(owner)).parameters[last])
+
+
 def elsewhere(symbol: Symbol, place: str) -> Symbol:
     """Found at another place than it is used at."""
     return replace(symbol, get=lambda: found(place))
@@ -63,20 +75,8 @@ def sym_node() -> Any:
     return shape_env().create_unbacked_symint().node
 
 
-def failed_backend() -> Any:
-    return found("torch._dynamo.exc.BackendCompilerFailed")(len, ValueError(), None)
-
-
 def wrapped_backend() -> Any:
     return found("torch._dynamo.repro.after_dynamo.WrapBackendDebug")(len, "eager")
-
-
-def boxed_function() -> Any:
-    return found("torch._functorch.aot_autograd.make_boxed_func")(len)
-
-
-def configuration() -> Any:
-    return found("transformers.PretrainedConfig")()
 
 
 def hooked_module() -> Any:
@@ -87,6 +87,8 @@ def hooked_module() -> Any:
 ATTENTION_FORWARD = ("scale",)
 EXC = "torch._dynamo.exc"
 INDUCTOR = "torch._inductor"
+GRAPH = f"{INDUCTOR}.output_code.CompiledFxGraph"
+TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslator"
 TREES = "torch.utils._pytree"
 SYMBOLS = [
     # allocator
@@ -101,12 +103,7 @@ SYMBOLS = [
     attribute(
         "torch._guards.TracingContext.fw_metadata", lambda: found("torch._guards.TracingContext")(None)
     ),
-    Symbol(
-        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.static_input_indices",
-        lambda: found("torch._functorch._aot_autograd.schemas.ViewAndMutationMeta").__dataclass_fields__[
-            "static_input_indices"
-        ],
-    ),
+    field("torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.static_input_indices"),
     called("torch._guards.tracing", 1),
     called("torch._guards.detect_fake_mode", 1),
     called("torch._subclasses.fake_tensor.unset_fake_temporarily", 0),
@@ -116,7 +113,10 @@ SYMBOLS = [
     ),
     called("torch._subclasses.fake_tensor.FakeTensorMode.from_tensor", 2, "static_shapes"),
     called("torch.fx.experimental.proxy_tensor.make_fx", 1, "decomposition_table", "tracing_mode"),
-    attribute("torch._functorch.aot_autograd.make_boxed_func._boxed_call", boxed_function),
+    attribute(
+        "torch._functorch.aot_autograd.make_boxed_func._boxed_call",
+        lambda: found("torch._functorch.aot_autograd.make_boxed_func")(len),
+    ),
     # around
     present("torch.nn.modules.module._global_forward_hooks"),
     present("torch.nn.modules.module._global_forward_pre_hooks"),
@@ -172,25 +172,11 @@ SYMBOLS = [
         lambda: found("torch._guards.TracingContext")(None).guards_context,
     ),
     attribute("torch._guards.GuardsSet.inner", lambda: found("torch._guards.GuardsSet")()),
-    Symbol(
-        "torch._guards.Guard.originating_source",
-        lambda: signature_of(found("torch._guards.Guard")).parameters["originating_source"],
-    ),
-    called("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", 0),
-    Symbol(
-        "torch._dynamo.output_graph.OutputGraph.compiler_fn",
-        lambda: signature_of(found("torch._dynamo.output_graph.OutputGraph")).parameters["compiler_fn"],
-    ),
-    Symbol(
-        "torch._dynamo.output_graph.OutputGraph.root_tx",
-        lambda: signature_of(found("torch._dynamo.output_graph.OutputGraph")).parameters["root_tx"],
-    ),
-    Symbol(
-        "torch._dynamo.symbolic_convert.InstructionTranslator.f_locals",
-        lambda: signature_of(found("torch._dynamo.symbolic_convert.InstructionTranslator")).parameters[
-            "f_locals"
-        ],
-    ),
+    parameter("torch._guards.Guard.originating_source"),
+    called(f"{TRANSLATOR}.current_tx", 0),
+    parameter("torch._dynamo.output_graph.OutputGraph.compiler_fn"),
+    parameter("torch._dynamo.output_graph.OutputGraph.root_tx"),
+    parameter(f"{TRANSLATOR}.f_locals"),
     replace(
         present("torch._C._dynamo.eval_frame.set_fullgraph_compiled_frame_count"),
         since="2.13",
@@ -201,7 +187,10 @@ SYMBOLS = [
     called(f"{EXC}.TensorifyScalarRestartAnalysis", 0, "restart_reason"),
     called(f"{EXC}.UnspecializeRestartAnalysis", 0, "restart_reason"),
     present(f"{EXC}.TorchDynamoException"),
-    attribute(f"{EXC}.BackendCompilerFailed.inner_exception", failed_backend),
+    attribute(
+        f"{EXC}.BackendCompilerFailed.inner_exception",
+        lambda: found(f"{EXC}.BackendCompilerFailed")(len, ValueError(), None),
+    ),
     attribute(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod", lambda: torch.compile(torch.nn.Identity())
     ),
@@ -227,31 +216,16 @@ SYMBOLS = [
     present("torch._dynamo.utils.counters"),
     called("torch.utils._triton.triton_backend", 0),
     replace(called("torch.utils._triton._extern_libs_key", 1), since="2.13"),
-    called(f"{INDUCTOR}.output_code.CompiledFxGraph.after_deserialization", 2),
+    called(f"{GRAPH}.after_deserialization", 2),
     *(
-        Symbol(
-            f"{INDUCTOR}.output_code.CompiledFxGraph.{name}",
-            lambda name=name: found(f"{INDUCTOR}.output_code.CompiledFxGraph").__dataclass_fields__[name],  # type: ignore[misc]
-        )
-        for name in ("_triton_bundle", "cache_key", "source_code")
+        field(f"{GRAPH}.{name}")
+        for name in ("_triton_bundle", "cache_key", "source_code", "_fx_graph_cache_key", "guards_expr")
     ),
-    Symbol(
-        f"{INDUCTOR}.output_code.CompiledFxGraph.extern_libs_key",
-        lambda: found(f"{INDUCTOR}.output_code.CompiledFxGraph").__dataclass_fields__["extern_libs_key"],
-        since="2.13",
-    ),
+    field(f"{GRAPH}.extern_libs_key", "2.13"),
     called(f"{INDUCTOR}.codegen.memory_planning._align", 1),
     present(f"{INDUCTOR}.select_algorithm.extern_kernels"),
     called(f"{INDUCTOR}.output_code.CompiledFxGraphConstants", 0),
-    called(f"{INDUCTOR}.output_code.CompiledFxGraph.post_compile", 4),
-    Symbol(
-        f"{INDUCTOR}.output_code.CompiledFxGraph._fx_graph_cache_key",
-        lambda: found(f"{INDUCTOR}.output_code.CompiledFxGraph").__dataclass_fields__["_fx_graph_cache_key"],
-    ),
-    Symbol(
-        f"{INDUCTOR}.output_code.CompiledFxGraph.guards_expr",
-        lambda: found(f"{INDUCTOR}.output_code.CompiledFxGraph").__dataclass_fields__["guards_expr"],
-    ),
+    called(f"{GRAPH}.post_compile", 4),
     called("torch._subclasses.fake_tensor.FakeTensorMode", 0, "shape_env"),
     called("torch.fx.experimental.symbolic_shapes.ShapeEnv", 0),
     called(f"{INDUCTOR}.compile_fx.compile_fx_inner", 2, "is_inference", "cudagraphs"),
@@ -316,14 +290,17 @@ SYMBOLS = [
         )
     ),
     # transformers
-    attribute("transformers.PretrainedConfig._attn_implementation_internal", configuration),
+    attribute(
+        "transformers.PretrainedConfig._attn_implementation_internal",
+        lambda: found("transformers.PretrainedConfig")(),
+    ),
     called("transformers.utils.output_capturing.maybe_install_capturing_hooks", 1),
     present("transformers.utils.output_capturing.install_output_capuring_hook"),
     replace(called("transformers.utils.output_capturing.selected_hidden_states", 1), since="5.23"),
     called("transformers.initialization.no_init_weights", 0),
     called("transformers.models.llama4.modeling_llama4.Llama4VisionRotaryEmbedding._compute_freqs_ci", 1),
-    Symbol("accelerate.hooks.add_hook_to_module._hf_hook", lambda: hooked_module()._hf_hook),
-    Symbol("accelerate.hooks.add_hook_to_module._old_forward", lambda: hooked_module()._old_forward),
+    attribute("accelerate.hooks.add_hook_to_module._hf_hook", hooked_module),
+    attribute("accelerate.hooks.add_hook_to_module._old_forward", hooked_module),
     # triton
     present("triton.runtime.driver"),
     elsewhere(present("triton.runtime.driver.active"), "triton.runtime.driver.DriverConfig.active"),

@@ -117,17 +117,8 @@ def test_a_buffer_is_lent_again_once_nobody_holds_the_result(dtype: torch.dtype)
     elsewhere, _ = buffers.acquire(like.contiguous())
     assert elsewhere.data_ptr() not in (buffer.data_ptr(), other.data_ptr())
     assert second.data_ptr() != third.data_ptr()
-
-
-def test_any_buffer_may_be_the_one_that_is_free() -> None:
-    buffers, like = OwnedBuffers(), torch.empty(5, 2)
-    first = buffers.acquire(like)
-    buffer, result = buffers.acquire(like)
-    last = buffers.acquire(like)
-    del result
-    again, _ = buffers.acquire(like)
-    assert again.data_ptr() == buffer.data_ptr()
-    assert len({first[0].data_ptr(), again.data_ptr(), last[0].data_ptr()}) == 3
+    del second  # any of several may be the free one
+    assert buffers.acquire(like)[0].data_ptr() == other.data_ptr()
 
 
 # --- where a capture failed
