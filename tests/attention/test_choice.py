@@ -17,7 +17,7 @@ from fxsplit_encoder.attention.measure import AttentionMeter
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import Measured, MeasurementCache, Pin, choice, choosing, measuring
 
-from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape
+from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
 
 BASE = FakeKernel("base")
 FAST = FakeKernel("fast", lambda shape: shape.head_dim == 72 and shape.longest >= 512)
@@ -33,15 +33,6 @@ TIMES: dict[str, float | Callable[[AttentionShape], float]] = {
     "missing": 0.1,
     "slow": 0.1,
 }
-
-shapes = st.builds(
-    lambda tokens, longest, segments, host_lengths, equal: (
-        shape(longest * segments, longest, segments, host_lengths=True, equal=True)
-        if equal
-        else shape(tokens, min(tokens, longest), segments, host_lengths=host_lengths)
-    ),
-    *(st.integers(1, 20_000), st.integers(1, 5000), st.integers(1, 40), st.booleans(), st.booleans()),
-)
 
 
 def make(*kernels: FakeKernel, **times: Any) -> tuple[KernelChooser, FakeMeter]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.attention import measure as measuring
@@ -18,7 +17,7 @@ from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.attention.measure import AttentionMeter, example_lengths, make_examples, pairs
 from fxsplit_encoder.kernels import Measured
 
-from .fakes import FakeKernel, shape
+from .fakes import FakeKernel, shapes
 
 SMALL = AttentionShape(torch.device("cpu"), torch.bfloat16, 2, 8, 48, 24, 4)
 
@@ -177,18 +176,9 @@ def test_other_calls_are_measured_apart(other: dict[str, Any]) -> None:
     assert len(kernel.calls) > calls
 
 
-@settings(max_examples=200)
-@given(
-    *(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 50), st.booleans(), st.booleans()),
-)
-def test_examples_are_calls_of_their_shape(
-    tokens: int, longest: int, segments: int, host_lengths: bool, equal: bool
-) -> None:
-    of = (
-        shape(longest * segments, longest, segments, host_lengths=True, equal=True)
-        if equal
-        else shape(tokens, min(longest, tokens), segments, host_lengths=host_lengths)
-    )
+@settings(max_examples=100)
+@given(shapes)
+def test_examples_are_calls_of_their_shape(of: AttentionShape) -> None:
     lists = example_lengths(of)
     assert len(lists) == (1 if of.host_lengths else 2)
     for lengths in lists:
@@ -198,8 +188,8 @@ def test_examples_are_calls_of_their_shape(
         assert 0 < pairs(lengths) <= of.longest * of.tokens
         assert sum(lengths) <= of.tokens
     assert max(lists[0]) == of.longest
-    if equal:
-        assert set(lists[0]) == {longest}
+    if of.equal:
+        assert set(lists[0]) == {of.longest}
 
 
 def test_random_values_leave_the_programs_own_alone() -> None:
