@@ -139,7 +139,7 @@ def test_a_manager_encodes_the_same(model: str, name: str) -> None:
 @each_default
 @torch.no_grad()
 def test_the_backend_computes_the_same(name: str) -> None:
-    tower = tower_of("DeepseekOCRForCausalLM")
+    tower = tower_of("siglip")
     inputs = tower.example_inputs()
     expected = tower(*inputs)
     with DEFAULTS[name]():

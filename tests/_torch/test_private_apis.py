@@ -218,23 +218,6 @@ CHECKED = [
     # tensors
     called("torch.multiprocessing.reductions.StorageWeakRef", 1),
     called("torch.multiprocessing.reductions.StorageWeakRef.expired", 1),
-    *(
-        attribute(f"torch.nn.Module.{name}", torch.nn.Module)
-        for name in (
-            "_parameters",
-            "_buffers",
-            "_modules",
-            "_backward_pre_hooks",
-            "_backward_hooks",
-            "_forward_hooks",
-            "_forward_pre_hooks",
-            "_non_persistent_buffers_set",
-            "_state_dict_hooks",
-            "_state_dict_pre_hooks",
-            "_load_state_dict_pre_hooks",
-            "_load_state_dict_post_hooks",
-        )
-    ),
     # transformers
     attribute(
         "transformers.PretrainedConfig._attn_implementation_internal",
@@ -257,7 +240,11 @@ CHECKED = [
 
 ROWS = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
 NAMES = [name for row in ROWS for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
-SYMBOLS = [{each.name: each for each in CHECKED}.get(name, Symbol(name)) for name in NAMES]
+KNOWN = {
+    **{name: attribute(name, torch.nn.Module) for name in NAMES if name.startswith("torch.nn.Module._")},
+    **{each.name: each for each in CHECKED},
+}
+SYMBOLS = [KNOWN.get(name, Symbol(name)) for name in NAMES]
 
 
 def found(name: str) -> Any:

@@ -225,25 +225,6 @@ def test_gradients_run_eagerly_with_one_warning(made: Any) -> None:
     assert sum(d.hits for d in made()) == 1
 
 
-@pytest.mark.slow
-def test_gradients_of_a_wrapped_tower(make_tower: Any) -> None:
-    tower = make_tower()
-    eager = copy.deepcopy(tower)
-    eager.merger.linear_fc2.weight.requires_grad_(True)
-    tower.merger.linear_fc2.weight.requires_grad_(True)
-    compiled = torch.compile(fx.wrap(tower), backend="encoder_cg", fullgraph=True)
-    x, grid = patches([(1, 4, 4), (1, 2, 2)])
-    with pytest.warns(UserWarning, match="gradients enabled"):
-        output = compiled(x, grid)
-    expected = eager(x, grid)
-    torch.testing.assert_close(output.pooler_output, expected.pooler_output, rtol=0, atol=1e-5)
-    output.pooler_output.sum().backward()
-    expected.pooler_output.sum().backward()
-    torch.testing.assert_close(
-        tower.merger.linear_fc2.weight.grad, eager.merger.linear_fc2.weight.grad, rtol=1e-4, atol=1e-4
-    )
-
-
 @torch.no_grad()
 def test_a_failure_of_ours_warns_and_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from fxsplit_encoder.capture import SharedBuffers, StaticBuffer, StaticInputs, StaticParameters
+from fxsplit_encoder.capture import RowCount, SharedBuffers, StaticBuffer, StaticInputs, StaticParameters
+from fxsplit_encoder.capture.buffers import copy_results
 from fxsplit_encoder.errors import ReplayError
 
 
@@ -76,20 +78,18 @@ def test_a_number_fills_a_whole_buffer(logic: Any) -> None:
     assert static.tensors["x"][2:].eq(0 if logic is None else -1).all()
 
 
-@pytest.mark.parametrize("order", [[0], [2, 0, 1], [0, 0, 1, 1], []])
-def test_an_order_among_its_own_rows_is_taken(order: list[int]) -> None:
+@pytest.mark.parametrize("order", [[0], [2, 0, 1], [0, 0, 1, 1], [], [1], [0, 1, 3], [0, -1]])
+def test_an_order_is_taken_among_its_own_rows_alone(order: list[int]) -> None:
     buffer = StaticBuffer("order", torch.arange(4), is_permutation=True)
     value = torch.tensor(order, dtype=torch.int64)
-    buffer.check(value)
-    buffer.load(value)
-    assert buffer.tensor.tolist() == [*order, *[0] * (4 - len(order))]
-
-
-@pytest.mark.parametrize("order", [[1], [0, 1, 3], [0, -1]])
-def test_an_order_that_reaches_into_pad_rows_is_refused(order: list[int]) -> None:
-    StaticBuffer("order", torch.arange(4)).check(torch.tensor(order))
-    with pytest.raises(ReplayError, match=f"order: got an order of {len(order)} rows with entries from"):
-        StaticBuffer("order", torch.arange(4), is_permutation=True).check(torch.tensor(order))
+    StaticBuffer("order", torch.arange(4)).check(value)
+    if all(0 <= entry < len(order) for entry in order):
+        buffer.check(value)
+        buffer.load(value)
+        assert buffer.tensor.tolist() == [*order, *[0] * (4 - len(order))]
+    else:
+        with pytest.raises(ReplayError, match=f"order: got an order of {len(order)} rows with entries from"):
+            buffer.check(value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.int64])
@@ -224,3 +224,43 @@ def test_a_constant_is_one_again_after_it_was_tried() -> None:
     assert static.tensors["a"].tolist() == [1.0] * 4
     static.load({"a": torch.full((1,), 3.0)})
     assert static.tensors["a"].tolist() == [3.0, 0.0, 0.0, 0.0]
+
+
+# --- the number of rows, and results
+
+
+@given(st.lists(st.integers(0, 3)))
+def test_a_number_of_rows_is_written_where_it_changes(numbers: list[int]) -> None:
+    count = RowCount(2, torch.device("cpu"))
+    for before, rows in zip([2, *numbers], numbers, strict=False):
+        version = count.tensor._version
+        count.set(rows)
+        assert count.tensor.item() == rows
+        assert count.tensor._version - version == (before != rows)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda values: values.clone(),
+        lambda values: values.clone().t(),
+        lambda values: values[:, :1].clone().expand(3, 4),
+        lambda values: values[:1, :1].clone().expand(3, 4),
+        lambda values: values[:, :1].clone().expand(2, 3, 1),
+    ],
+    ids=["whole", "transposed", "one column", "one number", "one dimension more"],
+)
+def test_results_of_a_repeated_call_go_to_where_those_of_the_first_are(
+    make: Callable[[Tensor], Tensor],
+) -> None:
+    first, second = torch.rand(3, 4), torch.rand(3, 4)
+    kept, expected = make(first), make(second)
+    place = kept.data_ptr()
+    copy_results([kept, None, (kept,)], [make(second), None, (make(second),)])
+    assert torch.equal(kept, expected) and kept.data_ptr() == place
+
+
+def test_what_is_expanded_here_and_not_there_is_refused() -> None:
+    kept = torch.rand(3, 1).expand(3, 4)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        copy_results(kept, torch.rand(3, 4))

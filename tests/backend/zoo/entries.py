@@ -4,7 +4,7 @@ An entry is a function whose parameters name its inputs (`inputs.INPUTS`), or a 
 
     "subtracts the mean": lambda x: x - x.mean(0),
     "pools by id": of(lambda x, ids: x.new_zeros(4, 8).index_add(0, ids, x), least=1),
-    "convolution": made(lambda: Along(nn.Conv1d(8, 8, 3))),
+    "convolution": made(lambda: along(nn.Conv1d(8, 8, 3))),
 
 It is put behind attention, before it, or between two (`placing`), so that what it does lies in the region
 that the backend may pad.
