@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit_encoder.attention.hugging_face import (
     IMPLEMENTATION,
@@ -15,18 +14,7 @@ from fxsplit_encoder.attention.hugging_face import (
 )
 from fxsplit_encoder.errors import UnsupportedTowerError
 
-
-class CountCalls(TorchDispatchMode):
-    """Counts the attention calls below it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "attention" in str(func):
-            self.calls.append(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
+from ..dispatched import Dispatched
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +40,11 @@ def test_a_hooked_tower_gives_the_same_features(pair: Any, grids: list[list[int]
 def test_the_op_is_called_once_a_layer_whatever_the_batch(pair: Any) -> None:
     _, hooked = pair
     grid = torch.tensor([[1, 4, 4], [3, 2, 4], [1, 2, 2]])
-    with CountCalls() as counter:
+    with Dispatched() as dispatched:
         hooked(torch.randn(44, 1536), grid)
     # Inside of our op, the CPU kernel calls dense attention a segment; that is below the dispatch mode.
-    assert counter.calls == ["fxsplit.varlen_attention"] * len(hooked.blocks)
+    attention = [name for name, _ in dispatched.calls if "attention" in name]
+    assert attention == ["fxsplit.varlen_attention"] * len(hooked.blocks)
 
 
 def test_the_rest_of_a_model_keeps_its_own_attention(make_tower: Any) -> None:

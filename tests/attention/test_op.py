@@ -2,11 +2,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxsplit_encoder.attention import attend, varlen_attention, varlen_attention_out
+from fxsplit_encoder.attention import (
+    KernelChooser,
+    attend,
+    dense_attention,
+    op,
+    varlen_attention,
+    varlen_attention_out,
+)
+from fxsplit_encoder.kernels import choosing
 
 from .fakes import reference
 
@@ -56,6 +67,8 @@ def test_torch_finds_the_registration_sound(requires_grad: bool, strided: bool) 
     if strided:
         q, k, v = torch.randn(ROWS, 3, 2, 8, requires_grad=requires_grad).unbind(1)
     torch.library.opcheck(varlen_attention, (q, k, v, CU, ROWS, 0.3))
+    if not requires_grad and not strided:
+        torch.library.opcheck(dense_attention, (*batch(3, 4), 0.5))
 
 
 def test_the_fake_implementation_promises_what_the_kernel_makes() -> None:
@@ -93,3 +106,43 @@ def test_one_graph_serves_every_token_count() -> None:
         torch._dynamo.mark_dynamic(cu, 0)
         torch.testing.assert_close(compiled(x, cu), forward(x, cu))
     assert counter.frame_count == 1
+
+
+# --- a batch through the kernels of packed attention
+
+
+def batch(size: int, tokens: int, *, fused: bool = True) -> tuple[torch.Tensor, ...]:
+    qkv = torch.randn(size, tokens, 3, 2, 8)
+    parts = [part.transpose(1, 2) for part in qkv.unbind(2)]
+    return tuple(parts if fused else [part.contiguous() for part in parts])
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_every_entry_attends_alone(size: int, tokens: int, fused: bool) -> None:
+    values = batch(size, tokens, fused=fused)
+    result = dense_attention(*values, 0.4)
+    torch.testing.assert_close(result, F.scaled_dot_product_attention(*values, scale=0.4))
+    assert result.transpose(1, 2).is_contiguous()
+
+
+def test_a_kernel_of_a_batch_may_be_pinned() -> None:
+    values = batch(3, 4)
+    with choosing(KernelChooser("masked")):
+        torch.testing.assert_close(
+            dense_attention(*values, 0.5), F.scaled_dot_product_attention(*values, scale=0.5)
+        )
+
+
+def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:
+    lengths, device = op._EqualLengths(), torch.device("cpu")
+    first = lengths.of(3, 4, device)
+    assert first.tolist() == [0, 4, 8, 12]
+    assert lengths.of(2, 4, device).data_ptr() == first.data_ptr()
+    larger = lengths.of(9, 4, device)
+    assert larger.tolist() == list(range(0, 40, 4))
+    assert lengths.of(3, 4, device).data_ptr() == larger.data_ptr() != first.data_ptr()
+    assert first.tolist() == [0, 4, 8, 12]
+    assert lengths.of(3, 5, device).tolist() == [0, 5, 10, 15]
+    made = lengths._made[4, device]
+    assert sum(each.shape[0] for each in made) <= 2 * made[-1].shape[0]

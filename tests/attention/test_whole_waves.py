@@ -121,6 +121,8 @@ def test_the_rest_gets_the_small_tiles(package: FlashAttention4) -> None:
 )
 def test_cuts_on_hopper(rows: int, cut: int) -> None:
     assert rows_of_whole_waves(rows, heads=16, tile_rows=192, processors=132) == cut
+    without_gpu = base.processors(torch.device("cpu"))
+    assert without_gpu == rows_of_whole_waves(rows, 16, 192, without_gpu) == 0
 
 
 @settings(max_examples=200)
@@ -151,8 +153,3 @@ def test_it_is_offered_for_one_long_captured_segment_alone(monkeypatch: pytest.M
     assert offered(segments=2) == offered(host_lengths=True) == {False}
     assert offered(tokens=1024, longest=1024) == offered(tokens=16384, longest=16384) == {False}
     assert offered(head_dim=192) == {False}
-
-
-def test_without_a_gpu_nothing_is_cut() -> None:
-    assert base.processors(torch.device("cpu")) == 0
-    assert rows_of_whole_waves(4096, 16, 192, 0) == 0

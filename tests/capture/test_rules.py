@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import varlen_attention
@@ -45,6 +44,7 @@ from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.parts import Parts
 
 from ..backend.towers import Attention
+from ..dispatched import Dispatched
 from .bodies import body_calling, body_of, piece, request_of
 
 Manager = fx.EncoderCudaGraphManager
@@ -423,31 +423,15 @@ def test_rule_4_a_tower_that_leaves_a_buffer_out_is_told(
 # --- 5: only dirty rows are cleared
 
 
-class CountWrites(TorchDispatchMode):
-    """Elements cleared and copied, by in-place operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cleared = 0
-        self.copied = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.zero_.default:
-            self.cleared += args[0].numel()
-        if func is torch.ops.aten.copy_.default:
-            self.copied += args[0].numel()
-        return func(*args, **(kwargs or {}))
-
-
 def test_rule_5_only_rows_that_the_last_replay_dirtied_are_cleared() -> None:
     buffer = StaticBuffer("x", torch.ones(100, 3))
     static = StaticInputs([buffer])
     cleared = []
     for number, rows in enumerate((10, 4, 4, 7, 0, 100, 99), start=1):
-        with CountWrites() as writes:
+        with Dispatched() as writes:
             static.load({"x": torch.full((rows, 3), float(number))})
-        cleared.append(writes.cleared // 3)
-        assert writes.copied == rows * 3
+        cleared.append(writes.entries("aten.zero_") // 3)
+        assert writes.entries("aten.copy_") == rows * 3
         assert buffer.tensor[:rows].eq(number).all()
         assert buffer.tensor[rows:].eq(0).all()
     assert cleared == [90, 6, 0, 0, 7, 0, 1]
@@ -462,12 +446,14 @@ def test_rule_5_the_pixels_of_a_batch_are_copied_once_and_metadata_not_again(
     lengths = len(path.captured[64].inputs.tensors["cu_seqlens"])
     replay(manager, 64, other)
     for inputs, has_new_metadata in ((first, True), (second, False), (other, True), (second, True)):
-        with CountWrites() as writes:
+        with Dispatched() as writes:
             values = path.values(inputs)
             path.captured[64].load(values, path.forward.rows(values))
-        assert writes.cleared == 0
+        assert writes.entries("aten.zero_") == 0
         copied = {name: joined(value).numel() for name, value in values.items()} | {"cu_seqlens": lengths}
-        assert writes.copied == (sum(copied.values()) if has_new_metadata else copied["pixel_values"])
+        assert writes.entries("aten.copy_") == (
+            sum(copied.values()) if has_new_metadata else copied["pixel_values"]
+        )
 
 
 @settings(max_examples=15)
