@@ -31,8 +31,7 @@ def test_replay_calls_everything_in_order_on_what_the_inputs_hold_now(pool: Grap
     with SegmentedCapture(pool) as capture:
         y = capture.captured(torch.add, x, 1)
         capture.eager(lambda: seen.append(y.tolist()))
-        z = capture.captured(lambda: (y * 2, y.view(3, 1)))
-        same, count = capture.captured(lambda: (x, 7))
+        *z, same, count = capture.captured(lambda: (y * 2, y.view(3, 1), x, 7))
     assert (capture.num_graphs, capture.num_eager_breaks) == (2, 1)
     assert same is x and count == 7
     addresses = [t.data_ptr() for t in (y, *z)]
