@@ -105,10 +105,6 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "one more": (lambda t: t.blocks.append(Block()), "blocks.2: a NoneType, and now another Block"),
     "one less": (lambda t: t.blocks.pop(1), "blocks.1: a Block, and now another NoneType"),
     "the order": (swap, "blocks.0: a Block, and now another Block"),
-    "the order of all": (
-        lambda t: t._modules.update(norm=t._modules.pop("norm")),
-        "modules in another order than before",
-    ),
     "a class": (
         lambda t: setattr(t.blocks[1].first, "__class__", Twice),
         "blocks.1.first: a Linear, and now another Twice",
@@ -261,6 +257,13 @@ def test_modules_in_training_are_those_that_compute_something_else_there() -> No
     assert structure.in_training() == "dropout" and any(structure.modes)
     tower.dropout.p = 0.0
     assert Structure(tower).in_training() is None
+
+
+def test_the_order_of_modules_counts() -> None:
+    tower = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
+    structure = Structure(tower)
+    tower["first"] = tower.pop("first")
+    assert structure.change() == "modules in another order than before"
 
 
 def test_held_compares_by_identity_and_order() -> None:
