@@ -1,14 +1,17 @@
-"""What a generated module of Inductor's gets in place of the names that it imports."""
+"""What a generated module of Inductor's gets in place of the names that it imports, and where it lies."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch._inductor import select_algorithm
 from torch._inductor.codegen import memory_planning
 
+from fxsplit_encoder._torch import inductor_cache
 from fxsplit_encoder._torch.inductor_names import SAME_IN_TORCH, align, extern_kernels, import_lightly
 
 HEADER = """
@@ -44,3 +47,21 @@ def test_a_module_keeps_its_lines_and_imports_nothing_that_compiles() -> None:
 def test_a_module_of_another_form_stays() -> None:
     other = "from torch._inductor.select_algorithm import extern_kernels, another"
     assert import_lightly(other) == other
+
+
+def bundle_of(*sources: str | None) -> SimpleNamespace:
+    kernels = [SimpleNamespace(filename=source) for source in sources]
+    return SimpleNamespace(static_autotuners=[SimpleNamespace(kernel=kernel) for kernel in kernels])
+
+
+def test_sources_are_named_by_the_cache_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    bundle = bundle_of("/tmp/torchinductor_other/3u/c3un3uyed5.py", str(tmp_path / "ab" / "cab.py"), None)
+    inductor_cache._name_sources(bundle)
+    assert [each.kernel.filename for each in bundle.static_autotuners] == [
+        str(tmp_path / "3u" / "c3un3uyed5.py"),
+        str(tmp_path / "ab" / "cab.py"),
+        None,
+    ]

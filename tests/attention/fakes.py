@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
@@ -27,6 +28,16 @@ def shape(
 ) -> AttentionShape:
     longest = tokens if longest is None else longest
     return AttentionShape(CUDA, torch.bfloat16, 16, 72, tokens, longest, segments, host_lengths, equal)
+
+
+shapes = st.builds(
+    lambda tokens, longest, segments, host_lengths, equal: (
+        shape(longest * segments, longest, segments, host_lengths=True, equal=True)
+        if equal
+        else shape(tokens, min(tokens, longest), segments, host_lengths=host_lengths)
+    ),
+    *(st.integers(1, 20_000), st.integers(1, 5000), st.integers(1, 40), st.booleans(), st.booleans()),
+)
 
 
 class FakeKernel(AttentionKernel):
@@ -120,3 +131,29 @@ def reference(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
         q, k, v = (x[rows].double().transpose(0, 1) for x in (query, key, value))
         parts.append((torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v).transpose(0, 1))
     return torch.cat(parts)
+
+
+def assert_attends(
+    kernel: Callable[..., Tensor],
+    values: Sequence[Tensor],
+    lengths: Sequence[int],
+    longest: int,
+    scale: float,
+) -> Tensor:
+    """A kernel gives the reference: in a tensor of its own, which is contiguous, and in a larger buffer,
+    whose later rows it leaves alone. Returns what it made.
+    """
+    rows, exact = sum(lengths), values[0].dtype == torch.float32
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if exact else {"rtol": 2e-2, "atol": 2e-2}
+    expected = reference(*values, lengths, scale)
+    cu_seqlens = cumulative(lengths)
+    before = cu_seqlens.clone()
+    result = kernel(*values, cu_seqlens, longest, scale)
+    assert result.is_contiguous() and result.dtype == values[0].dtype
+    torch.testing.assert_close(result[:rows].double(), expected, **tolerance)  # type: ignore[arg-type]
+    out = torch.full((len(values[0]) + 2, *values[0].shape[1:]), 5.0, dtype=values[0].dtype)
+    assert kernel(*values, cu_seqlens, longest, scale, out) is out
+    torch.testing.assert_close(out[:rows].double(), expected, **tolerance)  # type: ignore[arg-type]
+    assert out[len(values[0]) :].eq(5).all()
+    assert torch.equal(cu_seqlens, before)
+    return result

@@ -26,6 +26,8 @@ from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
 PACKED = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_128x128"]
 DENSE = ["flash_attn_4_dense", "flash_attn_4_128x128_dense"]
 HOPPER = torch.device("cuda", 0)
+Begun = list[tuple[list[str], int]]
+"""The variants and the head width of each."""
 
 
 @pytest.fixture
@@ -73,8 +75,9 @@ def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> None:
-    for _ in range(2):
-        processes.start(["one", "two"], 72, torch.bfloat16, HOPPER)
+    assert processes.start(["one"], 72, torch.bfloat16, HOPPER) == [("one", 72, "bfloat16")]
+    assert processes.start(["one", "two"], 72, torch.bfloat16, HOPPER) == [("two", 72, "bfloat16")]
+    assert processes.start(["one"], 72, torch.bfloat16, torch.device("cpu")) == []
     assert len(processes._processes) == 2
     processes.wait()
     assert not processes.is_running() and done(possible) == ["one-72", "two-72"]
@@ -177,12 +180,6 @@ def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -
         assert decide(HOPPER) == (major == 9)
 
 
-def test_who_begins_learns_what_was_begun(possible: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert processes.start(["one"], 72, torch.bfloat16, HOPPER) == [("one", 72, "bfloat16")]
-    assert processes.start(["one", "two"], 72, torch.bfloat16, HOPPER) == [("two", 72, "bfloat16")]
-    assert processes.start(["one"], 72, torch.bfloat16, torch.device("cpu")) == []
-
-
 def test_what_was_begun_in_vain_is_said_and_not_waited_for(
     possible: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,20 +200,16 @@ def test_what_was_begun_in_vain_is_said_and_not_waited_for(
     processes.leave(vain)
     processes._end_all()
     assert [each.wait() != 0 for each in processes._left] == [True]
-
-
-def test_a_process_that_is_left_ends_when_it_is_done(possible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_left", [])
     processes.leave(processes.start(["one"], 80, torch.bfloat16, HOPPER))
-    assert processes._left[0].wait() == 0 and done(possible) == ["one-80"]
+    assert processes._left[-1].wait() == 0 and done(possible) == ["one-72", "one-80"]
 
 
 # --- which
 
 
 @pytest.fixture
-def begun(possible: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
-    found: list[tuple[list[str], int]] = []
+def begun(possible: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
+    found: Begun = []
 
     def start(names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> list[processes.Job]:
         found.append((names, width))
@@ -236,7 +229,7 @@ def chooser(attention: str = "auto", **options: Any) -> KernelChooser:
     return KernelChooser(attention, Measurements(KERNELS, FakeMeter({})), **options)
 
 
-def test_variants_follow_from_the_attention_of_a_graph(begun: list[tuple[list[str], int]]) -> None:
+def test_variants_follow_from_the_attention_of_a_graph(begun: Begun) -> None:
     other = node(torch.ops.aten.mm.default)
     with choosing(chooser()):
         ahead.compile_ahead([other], HOPPER)
@@ -248,7 +241,7 @@ def test_variants_follow_from_the_attention_of_a_graph(begun: list[tuple[list[st
 
 
 def test_heads_that_the_graph_stores_wider_run_eagerly_as_they_are(
-    begun: list[tuple[list[str], int]],
+    begun: Begun,
 ) -> None:
     with choosing(chooser()):
         own = ahead.heads_of([node(varlen_attention, 72), node(dense_attention, 64)])
@@ -271,7 +264,7 @@ def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[list[processes.Job]]:
 
 
 def test_a_trace_that_meets_attention_begins_what_its_graph_will_ask_for(
-    begun: list[tuple[list[str], int]], in_vain: list[list[processes.Job]]
+    begun: Begun, in_vain: list[list[processes.Job]]
 ) -> None:
     stored = {72: 80}
     trace_attention(72)
@@ -289,7 +282,7 @@ def test_a_trace_that_meets_attention_begins_what_its_graph_will_ask_for(
 
 
 def test_what_was_expected_of_a_graph_and_is_not_there_was_begun_in_vain(
-    begun: list[tuple[list[str], int]], in_vain: list[list[processes.Job]]
+    begun: Begun, in_vain: list[list[processes.Job]]
 ) -> None:
     with choosing(chooser()), ahead.compiling_as_traced(HOPPER, lambda width: 80):
         trace_attention(72)
@@ -312,9 +305,7 @@ def test_heads_whose_width_varies_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(invariant=True)])
-def test_nothing_is_compiled_where_nothing_is_compared(
-    settled: KernelChooser, begun: list[tuple[list[str], int]]
-) -> None:
+def test_nothing_is_compiled_where_nothing_is_compared(settled: KernelChooser, begun: Begun) -> None:
     with choosing(settled):
         ahead.warm_up(HOPPER)
         with ahead.compiling_as_traced(HOPPER, lambda width: width):
@@ -323,9 +314,7 @@ def test_nothing_is_compiled_where_nothing_is_compared(
     assert begun == []
 
 
-def test_heads_whose_times_are_known_are_left_out(
-    begun: list[tuple[list[str], int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_whose_times_are_known_are_left_out(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = Measurements(KERNELS, FakeMeter({"torch_flash": 1.0, "flash_attn_4": 2.0}))
     monkeypatch.setattr(fakes, "candidates", lambda shape: list(KERNELS[:4]))
     with choosing(KernelChooser(measurements=fakes)), measuring():

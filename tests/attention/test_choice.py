@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.attention import KERNEL_NAMES, KernelChooser, attend, current_chooser
+from fxsplit_encoder.attention import KernelChooser, attend, current_chooser
 from fxsplit_encoder.attention.choice import Measurements
-from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
+from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.attention.measure import AttentionMeter
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import Measured, MeasurementCache, Pin, choice, choosing, measuring
 
-from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape
+from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
 
 BASE = FakeKernel("base")
 FAST = FakeKernel("fast", lambda shape: shape.head_dim == 72 and shape.longest >= 512)
@@ -33,15 +33,6 @@ TIMES: dict[str, float | Callable[[AttentionShape], float]] = {
     "missing": 0.1,
     "slow": 0.1,
 }
-
-shapes = st.builds(
-    lambda tokens, longest, segments, host_lengths, equal: (
-        shape(longest * segments, longest, segments, host_lengths=True, equal=True)
-        if equal
-        else shape(tokens, min(tokens, longest), segments, host_lengths=host_lengths)
-    ),
-    *(st.integers(1, 20_000), st.integers(1, 5000), st.integers(1, 40), st.booleans(), st.booleans()),
-)
 
 
 def make(*kernels: FakeKernel, **times: Any) -> tuple[KernelChooser, FakeMeter]:
@@ -127,12 +118,14 @@ def test_a_class_is_measured_once_and_its_bounds_are_those_of_the_measured_call(
     assert [of for of, _ in meter.measured] == [shape(1536, segments=8)]
 
 
-def test_last_resorts_are_used_where_nothing_else_works_and_never_measured() -> None:
+def test_where_nothing_else_works_last_resorts_are_used_and_never_measured() -> None:
     chooser, meter = make(FakeKernel("other", lambda shape: False), SLOW)
     with measuring():
         assert chosen(chooser, shape()) == "slow"
         assert chooser.estimate(shape(host_lengths=True), [1024]) is None
-    assert meter.measured == []
+        assert meter.measured == []
+        chooser, _ = make(WRONG, FakeKernel("worse"), base=1.0)
+        assert chosen(chooser, shape()) == "wrong"  # none is accurate
 
 
 def test_a_single_candidate_is_timed_only_where_its_time_matters() -> None:
@@ -191,10 +184,7 @@ def test_what_a_class_nearby_shows_to_be_beaten_is_not_compared() -> None:
         "bfloat16 16x72, tokens 4096, longest 4096, segments 1, captured"
     }
     assert far not in chooser.ranking(shape(2048))
-
-
-def test_the_first_candidate_is_always_compared() -> None:
-    chooser, meter = make(BASE, FAST, base=100.0, fast=1.0)
+    chooser, meter = make(BASE, FAST, base=100.0, fast=1.0)  # the first candidate is always compared
     with measuring():
         for tokens in (4096, 2048):
             assert chosen(chooser, shape(tokens)) == "fast"
@@ -220,12 +210,6 @@ def test_no_kernel_that_is_left_out_would_have_been_the_fastest(
             chooser.ranking(each)
     for each, found in chooser.measurements.table(CUDA).items():
         assert min(times[name](each) for name in names) in found.microseconds.values()
-
-
-def test_without_accurate_kernels_the_first_ones_are_left() -> None:
-    chooser, _ = make(WRONG, FakeKernel("worse"), base=1.0)
-    with measuring():
-        assert chosen(chooser, shape()) == "wrong"  # there is nothing else
 
 
 def test_estimates_grow_with_the_pairs_that_attend_but_not_below_what_a_call_costs() -> None:
@@ -291,12 +275,6 @@ def test_a_pinned_kernel_that_is_not_there_is_an_error() -> None:
     pinned(["base"]).check(CUDA)
     with pytest.raises(ConfigError, match="attention: flash_attn_4 cannot run on cpu: needs CUDA"):
         KernelChooser("flash_attn_4").check(torch.device("cpu"))
-
-
-def test_the_setting_may_name_every_kernel() -> None:
-    assert tuple(kernel.name for kernel in KERNELS) == KERNEL_NAMES
-    for name in KERNEL_NAMES:
-        assert [pin.kernel for pin in KernelChooser(name).pins] == [name]
 
 
 def test_the_current_chooser_decides_what_the_op_runs() -> None:

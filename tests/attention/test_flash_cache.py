@@ -56,7 +56,13 @@ def test_it_is_on_by_default_in_a_directory_that_nobody_else_can_write() -> None
 
 
 @pytest.mark.parametrize("value", ["0", ""])
-def test_the_user_keeps_it_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_nothing_is_set_and_the_user_keeps_it_off(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as missing:
+        missing.setattr(flash_cache, "find_spec", lambda name: None)
+        assert switch_on() == "flash-attn-4 is not installed"
+        assert SWITCH not in os.environ
     monkeypatch.setenv(SWITCH, value)
     assert switch_on() == f"{SWITCH} is not 1"
     assert os.environ[SWITCH] == value and DIRECTORY not in os.environ
@@ -94,9 +100,3 @@ def test_another_version_has_another_directory(monkeypatch: pytest.MonkeyPatch) 
     before = own_directory("flash_attn_4")
     monkeypatch.setattr(metadata, "version", lambda package: f"{package} of tomorrow")
     assert own_directory("flash_attn_4") != before and own_directory("flash_attn_4").parent == before.parent
-
-
-def test_nothing_is_set_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_cache, "find_spec", lambda name: None)
-    assert switch_on() == "flash-attn-4 is not installed"
-    assert SWITCH not in os.environ

@@ -6,9 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from fxsplit_encoder.attention.hugging_face import (
     IMPLEMENTATION,
@@ -17,38 +14,12 @@ from fxsplit_encoder.attention.hugging_face import (
 )
 from fxsplit_encoder.errors import UnsupportedTowerError
 
-DEPTH = 4
-
-
-class CountCalls(TorchDispatchMode):
-    """Counts the attention calls below it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "attention" in str(func):
-            self.calls.append(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
-
-
-def tower() -> Qwen3VLVisionModel:
-    torch.manual_seed(0)
-    config = Qwen3VLVisionConfig(
-        depth=DEPTH,
-        hidden_size=64,
-        intermediate_size=128,
-        num_heads=4,
-        out_hidden_size=96,
-        deepstack_visual_indexes=[1, 2],
-    )
-    return Qwen3VLVisionModel(config).eval()
+from ..dispatched import Dispatched
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[nn.Module, nn.Module]]:
-    original = tower()
+def pair(make_tower: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
+    original = make_tower()
     hooked = copy.deepcopy(original)
     use_varlen_attention(hooked)
     with torch.no_grad():
@@ -69,17 +40,18 @@ def test_a_hooked_tower_gives_the_same_features(pair: Any, grids: list[list[int]
 def test_the_op_is_called_once_a_layer_whatever_the_batch(pair: Any) -> None:
     _, hooked = pair
     grid = torch.tensor([[1, 4, 4], [3, 2, 4], [1, 2, 2]])
-    with CountCalls() as counter:
+    with Dispatched() as dispatched:
         hooked(torch.randn(44, 1536), grid)
     # Inside of our op, the CPU kernel calls dense attention a segment; that is below the dispatch mode.
-    assert counter.calls == ["fxsplit.varlen_attention"] * DEPTH
+    attention = [name for name, _ in dispatched.calls if "attention" in name]
+    assert attention == ["fxsplit.varlen_attention"] * len(hooked.blocks)
 
 
-def test_the_rest_of_a_model_keeps_its_own_attention() -> None:
+def test_the_rest_of_a_model_keeps_its_own_attention(make_tower: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.visual = tower()
+            self.visual = make_tower()
             self.other = nn.Module()
             self.other.config = self.visual.config  # type: ignore[assignment]
 
@@ -113,41 +85,31 @@ def bhsd(batch: int = 2, heads: int = 3, tokens: int = 5) -> tuple[Tensor, Tenso
     return q, k, v
 
 
-def test_without_lengths_every_row_of_the_batch_is_a_sequence() -> None:
-    q, k, v = bhsd()
-    out, weights = hugging_face_attention(attention_module(is_causal=False), q, k, v, scaling=0.2)
-    assert weights is None
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, scale=0.2).transpose(1, 2))
+MASK = torch.tensor([[True, False, True, True, False]] * 5).view(1, 1, 5, 5).expand(2, 1, 5, 5)
 
 
-def test_without_lengths_the_scale_defaults_to_the_head_width() -> None:
-    q, k, v = bhsd()
-    out, _ = hugging_face_attention(attention_module(is_causal=False), q, k, v)
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, scale=8**-0.5).transpose(1, 2))
-
-
-def test_without_lengths_masks_count() -> None:
-    q, k, v = bhsd()
-    mask = torch.rand(2, 1, 5, 5) > 0.3
-    mask[..., 0] = True
-    out, _ = hugging_face_attention(attention_module(is_causal=False), q, k, v, mask)
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2))
-
-
-@pytest.mark.parametrize("by_argument", [False, True])
-def test_without_lengths_causal_attention_stays_causal(by_argument: bool) -> None:
-    q, k, v = bhsd()
-    module = attention_module(is_causal=not by_argument)
-    out, _ = hugging_face_attention(module, q, k, v, **({"is_causal": True} if by_argument else {}))
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2))
-
-
-def test_without_lengths_grouped_heads_are_repeated() -> None:
+@pytest.mark.parametrize(
+    ("attributes", "given", "expected"),
+    [
+        ({}, {"scaling": 0.2}, {"scale": 0.2}),
+        ({}, {}, {"scale": 8**-0.5}),
+        ({}, {"attention_mask": MASK}, {"attn_mask": MASK}),
+        ({"is_causal": True}, {}, {"is_causal": True}),
+        ({}, {"is_causal": True}, {"is_causal": True}),
+        ({"num_key_value_groups": 2}, {}, {"enable_gqa": True}),
+    ],
+    ids=["scale", "default scale", "mask", "causal module", "causal call", "grouped heads"],
+)
+def test_without_lengths_every_row_of_the_batch_is_a_sequence(
+    attributes: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
+) -> None:
     q, k, v = bhsd(heads=4)
-    module = attention_module(is_causal=False, num_key_value_groups=2)
-    out, _ = hugging_face_attention(module, q, k[:, :2], v[:, :2])
-    repeated = [x[:, :2].repeat_interleave(2, dim=1) for x in (k, v)]
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, *repeated).transpose(1, 2))
+    if "num_key_value_groups" in attributes:
+        k, v = k[:, :2], v[:, :2]
+    module = attention_module(**{"is_causal": False, **attributes})
+    out, weights = hugging_face_attention(module, q, k, v, **given)
+    assert weights is None
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, **expected).transpose(1, 2))
 
 
 def test_with_lengths_the_tokens_are_packed() -> None:

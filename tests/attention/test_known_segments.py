@@ -123,7 +123,7 @@ def test_only_so_many_shapes_are_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     assert device.calls() == ([(1, 6), (1, 7), (1, 7)], [(1, 6)])
 
 
-def test_a_pinned_dense_kernel_needs_no_prediction() -> None:
+def test_a_pinned_kernel_needs_no_prediction() -> None:
     device = Device()
     device.chooser.pins = (Pin((), "dense"),)
     batch, values = known([2, 3, 3]), fused_qkv(8)
@@ -131,10 +131,6 @@ def test_a_pinned_dense_kernel_needs_no_prediction() -> None:
         with choosing(device.chooser):
             each.attend(*values, 0.5)
     assert device.calls() == ([(3, 3)], [(1, 2), (2, 3)])
-
-
-def test_a_pinned_packed_kernel_takes_all() -> None:
-    device = Device()
     device.chooser.pins = (Pin((), "packed"),)
     for _ in range(2):
         device.run([6, 6, 2])

@@ -3,30 +3,35 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxsplit_encoder.attention import attend, varlen_attention, varlen_attention_out
+from fxsplit_encoder.attention import (
+    KernelChooser,
+    attend,
+    dense_attention,
+    op,
+    varlen_attention,
+    varlen_attention_out,
+)
+from fxsplit_encoder.kernels import choosing
+
+from .fakes import reference
 
 CU = torch.tensor([0, 3, 4, 4, 9], dtype=torch.int32)
 ROWS = 9
 
 
-def qkv(requires_grad: bool = False, rows: int = ROWS) -> list[Tensor]:
+def qkv(requires_grad: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(rows, 2, 8, requires_grad=requires_grad) for _ in range(3)]
+    return [torch.randn(ROWS, 2, 8, requires_grad=requires_grad) for _ in range(3)]
 
 
 def by_segment(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, scale: float) -> Tensor:
-    spans = [slice(a, b) for a, b in zip(cu.tolist(), cu.tolist()[1:], strict=False) if b > a]
-    parts = [
-        F.scaled_dot_product_attention(*(x[s].transpose(0, 1) for x in (q, k, v)), scale=scale).transpose(
-            0, 1
-        )
-        for s in spans
-    ]
-    return torch.cat(parts)
+    return reference(q, k, v, cu.diff().tolist(), scale).to(q.dtype)
 
 
 def test_the_op_is_registered_under_its_name() -> None:
@@ -62,6 +67,8 @@ def test_torch_finds_the_registration_sound(requires_grad: bool, strided: bool) 
     if strided:
         q, k, v = torch.randn(ROWS, 3, 2, 8, requires_grad=requires_grad).unbind(1)
     torch.library.opcheck(varlen_attention, (q, k, v, CU, ROWS, 0.3))
+    if not requires_grad and not strided:
+        torch.library.opcheck(dense_attention, (*batch(3, 4), 0.5))
 
 
 def test_the_fake_implementation_promises_what_the_kernel_makes() -> None:
@@ -85,12 +92,6 @@ def test_gradients_are_those_of_attention_a_segment_at_a_time() -> None:
         torch.testing.assert_close(mine.grad, expected.grad)
 
 
-def test_gradients_agree_with_finite_differences() -> None:
-    cu = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    inputs = [x[:, :1, :3].detach().double().requires_grad_() for x in qkv(rows=5)]
-    assert torch.autograd.gradcheck(lambda q, k, v: varlen_attention(q, k, v, cu, 5, 0.3), inputs)
-
-
 def test_one_graph_serves_every_token_count() -> None:
     counter = CompileCounter()
 
@@ -107,12 +108,41 @@ def test_one_graph_serves_every_token_count() -> None:
     assert counter.frame_count == 1
 
 
-def test_gradients_pass_through_compiled_code() -> None:
-    q, k, v = qkv(requires_grad=True)
-    compiled: Any = torch.compile(
-        lambda q, k, v, cu: varlen_attention(q, k, v, cu, ROWS, 0.3), backend="aot_eager", fullgraph=True
-    )
-    gradients = torch.autograd.grad(compiled(q, k, v, CU).sum(), (q, k, v))
-    expected = torch.autograd.grad(by_segment(q, k, v, CU, 0.3).sum(), (q, k, v))
-    for mine, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
+# --- a batch through the kernels of packed attention
+
+
+def batch(size: int, tokens: int, *, fused: bool = True) -> tuple[torch.Tensor, ...]:
+    qkv = torch.randn(size, tokens, 3, 2, 8)
+    parts = [part.transpose(1, 2) for part in qkv.unbind(2)]
+    return tuple(parts if fused else [part.contiguous() for part in parts])
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_every_entry_attends_alone(size: int, tokens: int, fused: bool) -> None:
+    values = batch(size, tokens, fused=fused)
+    result = dense_attention(*values, 0.4)
+    torch.testing.assert_close(result, F.scaled_dot_product_attention(*values, scale=0.4))
+    assert result.transpose(1, 2).is_contiguous()
+
+
+def test_a_kernel_of_a_batch_may_be_pinned() -> None:
+    values = batch(3, 4)
+    with choosing(KernelChooser("masked")):
+        torch.testing.assert_close(
+            dense_attention(*values, 0.5), F.scaled_dot_product_attention(*values, scale=0.5)
+        )
+
+
+def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:
+    lengths, device = op._EqualLengths(), torch.device("cpu")
+    first = lengths.of(3, 4, device)
+    assert first.tolist() == [0, 4, 8, 12]
+    assert lengths.of(2, 4, device).data_ptr() == first.data_ptr()
+    larger = lengths.of(9, 4, device)
+    assert larger.tolist() == list(range(0, 40, 4))
+    assert lengths.of(3, 4, device).data_ptr() == larger.data_ptr() != first.data_ptr()
+    assert first.tolist() == [0, 4, 8, 12]
+    assert lengths.of(3, 5, device).tolist() == [0, 5, 10, 15]
+    made = lengths._made[4, device]
+    assert sum(each.shape[0] for each in made) <= 2 * made[-1].shape[0]

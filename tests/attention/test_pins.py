@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fxsplit_encoder.attention import KERNEL_NAMES, parse_attention
-from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.errors import ConfigError
 
 from .fakes import shape
@@ -34,6 +34,7 @@ def test_a_key_is_a_list_of_conditions(key: str, holds: list[AttentionShape]) ->
 
 
 def test_a_name_alone_is_for_every_shape() -> None:
+    assert tuple(kernel.name for kernel in KERNELS) == KERNEL_NAMES
     for name in ("auto", *KERNEL_NAMES):
         (pin,) = parse_attention(name)
         assert pin.kernel == name

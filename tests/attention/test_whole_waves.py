@@ -17,7 +17,7 @@ from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape, flash_att
 from fxsplit_encoder.attention.kernels.flash_attn import WholeWaves, rows_of_whole_waves
 from fxsplit_encoder.kernels import base
 
-from .fakes import cumulative, fused_qkv, reference
+from .fakes import assert_attends, cumulative, fused_qkv
 
 HEADS, HEAD_DIM = 3, 8
 TILE = 4
@@ -75,27 +75,13 @@ def package(monkeypatch: pytest.MonkeyPatch) -> FlashAttention4:
     return fake
 
 
-@pytest.mark.parametrize("into", [False, True])
-def test_every_row_is_right_whatever_part_of_the_capacity_is_used(
-    package: FlashAttention4, into: bool
-) -> None:
-    kernel = WholeWaves((2, 4))
-
+def test_every_row_is_right_whatever_part_of_the_capacity_is_used(package: FlashAttention4) -> None:
     @settings(max_examples=60)
     @given(st.integers(1, 45), st.data())
     def check(capacity: int, data: Any) -> None:
         length = data.draw(st.integers(1, capacity))
-        q, k, v = fused_qkv(capacity, HEADS, HEAD_DIM, seed=length)
-        cu_seqlens = cumulative([length])
-        before = cu_seqlens.clone()
-        out = torch.full((capacity + 2, HEADS, HEAD_DIM), 5.0) if into else None
-        result = kernel(q, k, v, cu_seqlens, capacity, 0.3, out)
-        expected = reference(q, k, v, [length], 0.3)
-        torch.testing.assert_close(result[:length].double(), expected, rtol=1e-5, atol=1e-6)
-        assert torch.equal(cu_seqlens, before)
-        if into:
-            assert result is out
-            assert result[capacity:].eq(5).all()
+        values = fused_qkv(capacity, HEADS, HEAD_DIM, seed=length)
+        assert_attends(WholeWaves((2, 4)), values, [length], capacity, 0.3)
 
     check()
     assert {call["tile"] for call in package.calls} == {None, (2, 4)}
@@ -103,11 +89,8 @@ def test_every_row_is_right_whatever_part_of_the_capacity_is_used(
 
 @pytest.mark.parametrize("lengths", [[3, 9, 4], [1, 0, 17, 0], [0, 8, 8], [2, 2, 2]])
 def test_several_segments_are_right_too(package: FlashAttention4, lengths: Sequence[int]) -> None:
-    q, k, v = fused_qkv(18, HEADS, HEAD_DIM)
-    result = WholeWaves((2, 4))(q, k, v, cumulative(lengths), 18, 0.3)
-    expected = reference(q, k, v, lengths, 0.3)
-    torch.testing.assert_close(result[: sum(lengths)].double(), expected, rtol=1e-5, atol=1e-6)
-    assert [call["rows"] for call in package.calls] == [16, 2]
+    assert_attends(WholeWaves((2, 4)), fused_qkv(18, HEADS, HEAD_DIM), lengths, 18, 0.3)
+    assert [call["rows"] for call in package.calls] == [16, 2] * 2
 
 
 def test_the_rest_gets_the_small_tiles(package: FlashAttention4) -> None:
@@ -138,6 +121,8 @@ def test_the_rest_gets_the_small_tiles(package: FlashAttention4) -> None:
 )
 def test_cuts_on_hopper(rows: int, cut: int) -> None:
     assert rows_of_whole_waves(rows, heads=16, tile_rows=192, processors=132) == cut
+    without_gpu = base.processors(torch.device("cpu"))
+    assert without_gpu == rows_of_whole_waves(rows, 16, 192, without_gpu) == 0
 
 
 @settings(max_examples=200)
@@ -168,8 +153,3 @@ def test_it_is_offered_for_one_long_captured_segment_alone(monkeypatch: pytest.M
     assert offered(segments=2) == offered(host_lengths=True) == {False}
     assert offered(tokens=1024, longest=1024) == offered(tokens=16384, longest=16384) == {False}
     assert offered(head_dim=192) == {False}
-
-
-def test_without_a_gpu_nothing_is_cut() -> None:
-    assert base.processors(torch.device("cpu")) == 0
-    assert rows_of_whole_waves(4096, 16, 192, 0) == 0

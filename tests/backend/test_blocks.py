@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,26 +14,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.backend.dispatch import stats_of_compiled
 from fxsplit_encoder.compile import trace
-from fxsplit_encoder.errors import CompileError, InputError
+from fxsplit_encoder.errors import CompileError, InputError, WeightsLayoutError
 from fxsplit_encoder.planning import MissReason
 
-GRID = torch.tensor([[1, 4, 6]])
-OPTIONS = {"token_budgets": [8, 16], "mode": "full"}
+from .towers import GRID, OPTIONS, assert_equal_features, compiled, features
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-@pytest.fixture
-def inner(make_tower: Callable[..., Any]) -> Any:
-    return make_tower()
-
-
-@pytest.fixture
-def pixels(inner: Any) -> Tensor:
-    return torch.randn(24, fx.wrap(inner).patch_features, generator=torch.Generator().manual_seed(0))
 
 
 def num_weights(inner: Any) -> int:
@@ -40,28 +29,23 @@ def num_weights(inner: Any) -> int:
     return sum(len(list(part.parameters())) for part in (*inner.blocks, *inner.deepstack_merger_list))
 
 
-def hits_of_others_than(before: list[Any]) -> int:
-    return sum(dispatcher.hits for dispatcher in dispatchers() if dispatcher not in before)
-
-
-def compiled(tower: Any, **options: Any) -> Any:
-    return torch.compile(tower, backend="encoder_cg", fullgraph=True, options={**OPTIONS, **options})
-
-
-def features(tower: Any, pixels: Tensor) -> Tensor:
-    with torch.no_grad():
-        output = tower(pixels, GRID)
-    return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
-
-
-def test_one_block_is_traced_for_all(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
-    expected, before = features(inner, pixels), dispatchers()
-    module = compiled(fx.wrap(inner))
+def test_one_block_is_traced_for_all_in_every_trace_of_ours(
+    inner: Any, pixels: Tensor, inlined: list[int], made: Callable[[], list[Any]]
+) -> None:
+    tower = fx.wrap(inner)
+    first = compiled(tower)
     for _ in range(2):
-        torch.testing.assert_close(features(module, pixels), expected, rtol=1e-4, atol=1e-5)
+        assert_equal_features(first, inner, pixels)
     assert inlined == [num_weights(inner)]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert hits_of_others_than(before) == 2
+    assert sum(dispatcher.hits for dispatcher in made()) == 2
+    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**OPTIONS), log_interval=0)
+    manager.capture()
+    (item,) = manager.execute({"pixel_values": pixels, "image_grid_thw": GRID})
+    torch.testing.assert_close(item, features(inner, pixels), rtol=1e-4, atol=1e-5)
+    assert inlined == [num_weights(inner)] * 2
+    features(first, pixels)
+    assert len(inlined) == 2  # its guards still hold
 
 
 def test_a_block_that_is_no_longer_equal_computes_with_its_own_weights(inner: Any, pixels: Tensor) -> None:
@@ -73,7 +57,7 @@ def test_a_block_that_is_no_longer_equal_computes_with_its_own_weights(inner: An
     del linear.weight  # put back, it comes after the bias
     linear.weight = weight
     module = compiled(wrapped)
-    torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+    assert_equal_features(module, inner, pixels)
 
 
 def test_numbers_and_hooks_of_blocks_are_those_of_each_call(inner: Any, pixels: Tensor) -> None:
@@ -83,7 +67,7 @@ def test_numbers_and_hooks_of_blocks_are_those_of_each_call(inner: Any, pixels: 
     inner.blocks[1].norm1.eps = 0.5
     inner.merger.norm.register_forward_hook(lambda module, args, output: 2 * output)
     after = features(module, pixels)
-    torch.testing.assert_close(after, features(inner, pixels), rtol=1e-4, atol=1e-5)
+    assert_equal_features(module, inner, pixels)
     assert not torch.allclose(before, after)
     hook = modules.register_module_forward_hook(
         lambda module, args, output: 2 * output if isinstance(module, nn.LayerNorm) else None
@@ -119,21 +103,31 @@ def transpose_memory(linear: nn.Linear) -> None:
     linear.weight = nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
 
 
+def transpose_in_place(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.data.t(), requires_grad=False)
+
+
+def transpose_data(linear: nn.Linear) -> None:
+    linear.weight.data = linear.weight.data.t()
+
+
 @pytest.mark.slow
 def test_weights_of_another_layout_are_refused(inner: Any, pixels: Tensor) -> None:
     module = compiled(fx.wrap(inner))
     expected = features(module, pixels)
     layout = "expected them in the sizes, strides, dtype and device in which the module"
-    changes: list[tuple[Callable[[nn.Linear], Any], str]] = [
-        (nn.Linear.double, layout),
-        (transpose_memory, layout),
-        (lambda linear: setattr(linear, "bias", None), "got None in the place of one"),
+    mlp, square = inner.blocks[1].mlp.linear_fc2, inner.blocks[1].attn.proj
+    changes: list[tuple[nn.Linear, Callable[[nn.Linear], Any], str]] = [
+        (mlp, nn.Linear.double, layout),
+        (mlp, transpose_memory, layout),
+        (mlp, lambda linear: setattr(linear, "bias", None), "got None in the place of one"),
+        (square, transpose_in_place, layout),  # at the same address
+        (square, transpose_data, layout),
     ]
-    linear = inner.blocks[1].mlp.linear_fc2
-    for change, message in changes:
+    for linear, change, message in changes:
         weights = copy.deepcopy(linear._parameters)
         change(linear)
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(WeightsLayoutError, match=message):
             features(module, pixels)
         linear._parameters.update(weights)
     torch.testing.assert_close(features(module, pixels), expected)
@@ -143,30 +137,10 @@ def test_weights_of_another_layout_are_refused(inner: Any, pixels: Tensor) -> No
 def test_other_backends_see_the_blocks_own_code(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
     tower = fx.wrap(inner)
     features(compiled(tower), pixels)
-    expected = features(inner, pixels)
     for backend in ("aot_eager", "eager"):
         torch._dynamo.reset()
-        other = torch.compile(tower, backend=backend)
-        torch.testing.assert_close(features(other, pixels), expected, rtol=1e-4, atol=1e-5)
+        assert_equal_features(torch.compile(tower, backend=backend), inner, pixels)
     assert len(inlined) == 1
-
-
-@pytest.mark.slow
-def test_every_trace_of_ours_has_the_same_blocks(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
-    tower = fx.wrap(inner)
-    expected = features(inner, pixels)
-    first = compiled(tower)
-    features(first, pixels)
-    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**OPTIONS), log_interval=0)
-    manager.capture()
-    (item,) = manager.execute({"pixel_values": pixels, "image_grid_thw": GRID})
-    torch.testing.assert_close(item, expected, rtol=1e-4, atol=1e-5)
-    assert inlined == [num_weights(inner)] * 2
-    features(first, pixels)
-    assert len(inlined) == 2  # its guards still hold
-    torch._dynamo.reset()
-    torch.testing.assert_close(features(compiled(tower), pixels), expected, rtol=1e-4, atol=1e-5)
-    assert inlined == [num_weights(inner)] * 3
 
 
 @pytest.mark.slow
@@ -179,8 +153,7 @@ def test_copies_and_pickles_have_blocks_of_their_own(inner: Any, pixels: Tensor)
         block.mlp.linear_fc1.weight.mul_(3)
     assert (features(twin, pixels) - expected).abs().max() > 0.01
     torch.testing.assert_close(features(inner, pixels), expected)
-    module = compiled(fx.wrap(twin))
-    torch.testing.assert_close(features(module, pixels), features(twin, pixels), rtol=1e-4, atol=1e-5)
+    assert_equal_features(compiled(fx.wrap(twin)), twin, pixels)
     assert loaded.forward.__func__ is type(loaded).forward
 
 
@@ -189,10 +162,13 @@ def test_with_gradients_and_in_training_the_tower_runs_as_it_is(
     inner: Any, pixels: Tensor, inlined: list[int]
 ) -> None:
     module = compiled(fx.wrap(inner))
-    patches = pixels.clone().requires_grad_()
-    with pytest.warns(UserWarning, match="runs eagerly"):
-        module(patches, GRID).pooler_output.sum().backward()
-    assert patches.grad is not None
+    gradients = []
+    for each in (module, inner):
+        patches = pixels.clone().requires_grad_()
+        with pytest.warns(UserWarning, match="runs eagerly") if each is module else nullcontext():
+            each(patches, GRID).pooler_output.sum().backward()
+        gradients.append(patches.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
     assert inlined == []
     inner.train()
     features(module, pixels)
@@ -204,9 +180,9 @@ def test_with_gradients_and_in_training_the_tower_runs_as_it_is(
 
 @pytest.mark.slow
 def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
-    inner: Any, pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch, caplog: Any
+    inner: Any, pixels: Tensor, made: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    real, before = trace.inline_blocks, dispatchers()
+    real = trace.inline_blocks
 
     def refusing(module: Any) -> Any:
         if real(module):
@@ -215,9 +191,9 @@ def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
 
     monkeypatch.setattr(trace, "inline_blocks", refusing)
     module = compiled(fx.wrap(inner))
-    torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+    assert_equal_features(module, inner, pixels)
     assert "equal blocks are traced one by one, which takes longer: a block writes" in caplog.text
-    assert hits_of_others_than(before) == 1
+    assert [dispatcher.hits for dispatcher in made()] == [1]
 
 
 @pytest.mark.slow

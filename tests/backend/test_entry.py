@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend import dispatchers, entry
+from fxsplit_encoder.backend import entry
+
+from .towers import Attention
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -80,9 +82,8 @@ assert "fxsplit_encoder" in sys.modules
 )
 @torch.no_grad()
 def test_one_compilation_serves_every_size_and_count(
-    mode: str, dynamic: bool | None, tiny_towers: Any
+    mode: str, dynamic: bool | None, tiny_towers: Any, made: Any
 ) -> None:
-    known = set(dispatchers())
     options = {"mode": mode, "token_budgets": BUDGETS, "debug": True}
     compiled = torch.compile(
         tiny_towers.wrapped, backend="encoder_cg", fullgraph=True, dynamic=dynamic, options=options
@@ -92,7 +93,7 @@ def test_one_compilation_serves_every_size_and_count(
         expected = tiny_towers.reference(x, grid)
         assert_same_output(compiled(x, grid_thw=grid), expected)
     assert counters["stats"]["unique_graphs"] == 1
-    (dispatcher,) = set(dispatchers()) - known
+    (dispatcher,) = made()
     if mode == "none":
         assert dispatcher.misses == {fx.MissReason.DISABLED: len(GRIDS)}
         assert dispatcher.num_captured == 0
@@ -104,33 +105,39 @@ def test_one_compilation_serves_every_size_and_count(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dynamic", "batches", "graphs"),
+    [
+        # The model's own code treats a single output token apart: that is a trace of its own, and no more.
+        (None, ([(1, 4, 4)], [(1, 2, 2)], [(1, 2, 2)] * 2, [(1, 2, 2)]), 2),
+        pytest.param(
+            False, ([(1, 4, 4)], [(1, 4, 6), (1, 2, 2)], [(1, 4, 4)]), 2, marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=["one output token", "static shapes"],
+)
 @torch.no_grad()
-def test_an_image_of_one_output_token_is_served(tiny_towers: Any) -> None:
+def test_other_compilations_give_right_results(
+    dynamic: bool | None, batches: Any, graphs: int, tiny_towers: Any
+) -> None:
     compiled = torch.compile(
-        tiny_towers.wrapped, backend="encoder_cg", fullgraph=True, options={"token_budgets": [8]}
+        tiny_towers.wrapped,
+        backend="encoder_cg",
+        fullgraph=True,
+        dynamic=dynamic,
+        options={"token_budgets": [8]},
     )
-    for grids in ([(1, 4, 4)], [(1, 2, 2)], [(1, 2, 2)] * 2, [(1, 2, 2)]):
+    for grids in batches:
         x, grid = patches(grids)
         assert_same_output(compiled(x, grid), tiny_towers.reference(x, grid))
-    # The model's own code treats a single output token apart: that is a trace of its own, and no more.
-    assert counters["stats"]["unique_graphs"] == 2
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_static_shapes_give_right_results(tiny_towers: Any) -> None:
-    compiled = torch.compile(tiny_towers.wrapped, backend="encoder_cg", fullgraph=True, dynamic=False)
-    for grids in ([(1, 4, 4)], [(1, 4, 6), (1, 2, 2)], [(2, 4, 4)], [(1, 4, 4)]):
-        x, grid = patches(grids)
-        assert_same_output(compiled(x, grid), tiny_towers.reference(x, grid))
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 @torch.no_grad()
-def test_warmup_captures_the_whole_ladder(tiny_towers: Any) -> None:
-    known = set(dispatchers())
+def test_warmup_captures_the_whole_ladder(tiny_towers: Any, made: Any) -> None:
     compiled = torch.compile(tiny_towers.wrapped, backend="encoder_cg", options={"token_budgets": [8, 16]})
     assert fx.warmup(compiled) == 2
-    (dispatcher,) = set(dispatchers()) - known
+    (dispatcher,) = made()
     assert dispatcher.num_captured == 2
     x, grid = patches([(1, 4, 4)])
     assert_same_output(compiled(x, grid), tiny_towers.reference(x, grid))
@@ -138,16 +145,6 @@ def test_warmup_captures_the_whole_ladder(tiny_towers: Any) -> None:
     assert (dispatcher.num_captured, dispatcher.hits) == (2, 1)
     # With inputs, given by position or by name, it does the same.
     assert fx.warmup(compiled, x, grid_thw=grid) == 2
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
-        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def test_warmup_of_an_unknown_module_needs_inputs() -> None:
@@ -160,15 +157,14 @@ def test_warmup_of_an_unknown_module_needs_inputs() -> None:
     assert fx.warmup(torch.compile(nn.ReLU(), backend="encoder_cg"), torch.randn(3)) == 0
 
 
-def test_warming_up_leaves_no_trace_in_later_calls() -> None:
+def test_warming_up_leaves_no_trace_in_later_calls(made: Any) -> None:
     module = Attention()
     compiled = torch.compile(module, backend="encoder_cg", dynamic=True, options={"token_budgets": [2, 8]})
     with pytest.raises(RuntimeError), torch.no_grad():
         fx.warmup(compiled, torch.randn(3, 5, 7))
-    known = set(dispatchers())
     with torch.no_grad():
         compiled(torch.randn(3, 5, 8))
-    (dispatcher,) = set(dispatchers()) - known
+    (dispatcher,) = made()
     assert dispatcher.num_captured == 1
 
 
@@ -180,42 +176,35 @@ def test_warming_up_leaves_no_trace_in_later_calls() -> None:
         ({"token_budgets": [8, 4]}, "token_budgets: 4 follows 8"),
         ({"config": "missing.yaml"}, "missing.yaml: cannot be read"),
         ({"splitting_ops": ["aten::no_such_op"]}, "splitting_ops: no operator 'aten::no_such_op'"),
+        ("reduce-overhead", "mode: torch.compile's modes do not apply to encoder_cg; got 'reduce"),
     ],
 )
 @torch.no_grad()
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_named(options: Any, message: str) -> None:
+    given = {"mode": options} if isinstance(options, str) else {"options": options}
     with pytest.raises(Exception, match=message) as caught:
-        torch.compile(nn.Linear(4, 4), backend="encoder_cg", options=options)(torch.ones(2, 4))
+        torch.compile(nn.Linear(4, 4), backend="encoder_cg", **given)(torch.ones(2, 4))
     causes = [caught.value, getattr(caught.value, "inner_exception", None), caught.value.__cause__]
     assert any(isinstance(cause, fx.ConfigError) for cause in causes)
 
 
 @torch.no_grad()
-def test_the_modes_of_torch_compile_do_not_apply() -> None:
-    with pytest.raises(
-        Exception, match=r"mode: torch.compile's modes do not apply to encoder_cg; got 'reduce"
-    ):
-        torch.compile(nn.Linear(4, 4), backend="encoder_cg", mode="reduce-overhead")(torch.ones(2, 4))
-
-
-@torch.no_grad()
-def test_the_configuration_may_be_a_file_that_options_override(tmp_path: Path) -> None:
+def test_the_configuration_may_be_a_file_that_options_override(tmp_path: Path, made: Any) -> None:
     file = tmp_path / "encoder.yaml"
     file.write_text("token_budgets: [2, 4]\nmode: none\n")
-    known = set(dispatchers())
     module = Attention()
     compiled = torch.compile(
         module, backend="encoder_cg", dynamic=True, options={"config": str(file), "mode": "piecewise"}
     )
     x = torch.randn(3, 5, 8)
     torch.testing.assert_close(compiled(x), module(x))
-    (dispatcher,) = set(dispatchers()) - known
+    (dispatcher,) = made()
     assert dispatcher.config.token_budgets == (2, 4)
     assert dispatcher.config.mode == "piecewise"
     assert (dispatcher.hits, dispatcher.num_captured) == (1, 1)
 
 
-def test_gradients_run_eagerly_with_one_warning() -> None:
+def test_gradients_run_eagerly_with_one_warning(made: Any) -> None:
     module = Attention()
     eager = copy.deepcopy(module)
     compiled = torch.compile(module, backend="encoder_cg", dynamic=True)
@@ -231,29 +220,9 @@ def test_gradients_run_eagerly_with_one_warning() -> None:
         warnings.simplefilter("error")
         torch.compile(nn.Linear(8, 8), backend="encoder_cg")(x).sum().backward()
     # The same module without gradients is compiled after all.
-    known = set(dispatchers())
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), eager(x))
-    assert sum(d.hits for d in set(dispatchers()) - known) == 1
-
-
-@pytest.mark.slow
-def test_gradients_of_a_wrapped_tower(make_tower: Any) -> None:
-    tower = make_tower()
-    eager = copy.deepcopy(tower)
-    eager.merger.linear_fc2.weight.requires_grad_(True)
-    tower.merger.linear_fc2.weight.requires_grad_(True)
-    compiled = torch.compile(fx.wrap(tower), backend="encoder_cg", fullgraph=True)
-    x, grid = patches([(1, 4, 4), (1, 2, 2)])
-    with pytest.warns(UserWarning, match="gradients enabled"):
-        output = compiled(x, grid)
-    expected = eager(x, grid)
-    torch.testing.assert_close(output.pooler_output, expected.pooler_output, rtol=0, atol=1e-5)
-    output.pooler_output.sum().backward()
-    expected.pooler_output.sum().backward()
-    torch.testing.assert_close(
-        tower.merger.linear_fc2.weight.grad, eager.merger.linear_fc2.weight.grad, rtol=1e-4, atol=1e-4
-    )
+    assert sum(d.hits for d in made()) == 1
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.backend.forward import ProgramBudgets
 
 from ..towers.tiny_inputs import items
@@ -49,15 +49,14 @@ def test_entries_for_images_are_limited_and_those_for_windows_are_not() -> None:
 @pytest.mark.parametrize("max_items", [0, 7])
 @torch.no_grad()
 def test_a_towers_default_ladder_is_the_managers(
-    name: str, num_arguments: int, max_items: int, fresh_dynamo: None
+    name: str, num_arguments: int, max_items: int, made: Any
 ) -> None:
     tower, inputs = fx.wrap(tiny(name).make()), tiny(name).inputs
     config = fx.EncoderConfig(max_items_per_batch=max_items)
     (listed,) = fx.EncoderCudaGraphManager(tower, config).limits.path_budgets.values()
-    known = set(dispatchers())
     compiled = torch.compile(tower, backend="encoder_cg", options={"config": config})
     batch = inputs.make(items("image", inputs.images)[:1])
     compiled(*list(batch.values())[:num_arguments])
-    (dispatcher,) = set(dispatchers()) - known
+    (dispatcher,) = made()
     assert dispatcher._known_budgets is not None
     assert dispatcher._known_budgets.tokens == listed

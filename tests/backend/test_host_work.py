@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.compile.derived import DerivedParameters
 
 from ..instructions import instructions
@@ -27,15 +26,14 @@ def compiled() -> Any:
 
 
 @torch.no_grad()
-def test_a_call_takes_few_instructions(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_takes_few_instructions(compiled: Any, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At commit 4646867 they were 22600 of Python 3.11's, most of them of Dynamo, which set out to trace the
     frame around the tower's forward at every call.
     """
     patches, grids = torch.randn(16, compiled.patch_features), torch.tensor([[1, 4, 4]])
-    before = dispatchers()  # of other tests
     for _ in range(2):
         compiled(patches, grids)
-    (dispatcher,) = (each for each in dispatchers() if each not in before)
+    (dispatcher,) = made()
     for program in dispatcher.programs.values():
         for captured in program.captured.values():
             captured.capture.segments[:] = []

@@ -62,24 +62,18 @@ class Pooled(nn.Module):
         return self.linear(rows) - rows.mean(0)
 
 
-def test_a_graph_that_mixes_rows_is_refused() -> None:
-    module = compiled(Pooled())
+@pytest.mark.parametrize(
+    ("module", "gradients", "message"),
+    [
+        (Pooled(), False, "invariant: mean: mean runs over as many entries"),
+        (nn.Linear(8, 8), False, "traced for one shape"),
+        (nn.Linear(8, 8), True, "invariant: a call with gradients enabled"),
+    ],
+    ids=["mixed rows", "one shape", "gradients"],
+)
+def test_what_may_not_be_invariant_is_refused(module: nn.Module, gradients: bool, message: str) -> None:
     rows = torch.randn(6, 8)
-    torch._dynamo.mark_dynamic(rows, 0)
-    with (
-        torch.no_grad(),
-        pytest.raises(BackendCompilerFailed, match="invariant: mean: mean runs over as many entries"),
-    ):
-        module(rows)
-
-
-def test_a_graph_of_one_shape_is_refused() -> None:
-    module = compiled(nn.Linear(8, 8))
-    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="traced for one shape"):
-        module(torch.randn(6, 8))
-
-
-def test_gradients_are_refused() -> None:
-    module = compiled(nn.Linear(8, 8))
-    with pytest.raises(BackendCompilerFailed, match="invariant: a call with gradients enabled"):
-        module(torch.randn(6, 8))
+    if isinstance(module, Pooled):
+        torch._dynamo.mark_dynamic(rows, 0)
+    with torch.set_grad_enabled(gradients), pytest.raises(BackendCompilerFailed, match=message):
+        compiled(module)(rows)

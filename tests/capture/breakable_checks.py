@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -65,17 +66,6 @@ def without_a_capture_it_is_the_plain_function(device: str) -> None:
     assert scaled_by_its_sum.__doc__ == "Reads a value on the host, which no graph may."
     assert scaled_by_its_sum(ones(device)).tolist() == [4.0] * 4
     assert active_capture() is None
-
-
-def in_mode_full_it_is_the_plain_function(device: str) -> None:
-    x = ones(device)
-    plain = eager_break_during_capture(torch.neg)
-    with BreakableCUDAGraphCapture(pool_on(device), breaks=False) as capture:
-        y = plain(x) * 2
-    assert (capture.num_graphs, capture.num_eager_breaks) == (1, 0)
-    x.fill_(5)
-    capture.replay()
-    assert y.tolist() == [-10.0] * 4
 
 
 def a_break_inside_a_break_is_a_part_of_it(device: str) -> None:
@@ -184,44 +174,38 @@ def what_has_no_fixed_address_is_refused(device: str) -> None:
         opaque(ones(device))
 
 
-def a_failure_in_a_break_leaves_no_half_capture(device: str) -> None:
-    pool, x = pool_on(device), ones(device)
-
-    @eager_break_during_capture
-    def fail(value: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-    capture = BreakableCUDAGraphCapture(pool)
-    with pytest.raises(ZeroDivisionError), capture:
-        fail(scaled_by_its_sum(x + 1))
-    assert_nothing_is_left(capture, pool, x)
+@eager_break_during_capture
+def failing(value: Tensor) -> Tensor:
+    raise ZeroDivisionError
 
 
-def a_failure_that_is_swallowed_inside_fails_at_the_end(device: str) -> None:
-    pool, x = pool_on(device), ones(device)
-
-    @eager_break_during_capture
-    def fail(value: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-    capture = BreakableCUDAGraphCapture(pool)
-    with pytest.raises(CaptureError, match="a break failed inside this capture"), capture:
-        try:
-            fail(x + 1)
-        except ZeroDivisionError:
-            x + 2
-            scaled_by_its_sum(x)
-    assert_nothing_is_left(capture, pool, x)
+def fail_in_a_break(x: Tensor) -> None:
+    failing(scaled_by_its_sum(x + 1))
 
 
-def a_failure_between_breaks_leaves_no_half_capture(device: str) -> None:
-    pool, x = pool_on(device), ones(device)
-    capture = BreakableCUDAGraphCapture(pool)
-    with pytest.raises(KeyError), capture:
-        y = scaled_by_its_sum(x + 1)
-        y + 1
-        raise KeyError
-    assert_nothing_is_left(capture, pool, x)
+def swallow_a_failure(x: Tensor) -> None:
+    with contextlib.suppress(ZeroDivisionError):
+        failing(x + 1)
+    x + 2
+    scaled_by_its_sum(x)
+
+
+def fail_between_breaks(x: Tensor) -> None:
+    scaled_by_its_sum(x + 1) + 1
+    raise KeyError
+
+
+def a_failure_leaves_no_half_capture(device: str) -> None:
+    for fail, error, message in (
+        (fail_in_a_break, ZeroDivisionError, None),
+        (swallow_a_failure, CaptureError, "a break failed inside this capture"),
+        (fail_between_breaks, KeyError, None),
+    ):
+        pool, x = pool_on(device), ones(device)
+        capture = BreakableCUDAGraphCapture(pool)
+        with pytest.raises(error, match=message), capture:
+            fail(x)
+        assert_nothing_is_left(capture, pool, x)
 
 
 def assert_nothing_is_left(capture: BreakableCUDAGraphCapture, pool: GraphPool, x: Tensor) -> None:
@@ -435,18 +419,19 @@ def an_untouched_tower_breaks_at_attention(device: str) -> None:
             torch.testing.assert_close(y, tower(x, cu_seqlens), rtol=0, atol=1e-5)
 
 
-def in_mode_full_an_untouched_tower_is_one_graph(device: str) -> None:
-    tower = make_tower(device)
+def in_mode_full_breaks_are_plain_functions(device: str) -> None:
+    """Those of a user, and attention in a tower."""
+    tower, negate = make_tower(device), eager_break_during_capture(torch.neg)
     x = torch.randn(12, 32, device=device)
     cu_seqlens = torch.tensor([0, 12, 12], dtype=torch.int32, device=device)
     tower(x, cu_seqlens)
     with BreakableCUDAGraphCapture(pool_on(device), breaks=False) as capture:
-        y = tower(x, cu_seqlens)
+        y = negate(tower(x, cu_seqlens)) * 2
     assert (capture.num_graphs, capture.num_eager_breaks) == (1, 0)
     x.normal_()
     cu_seqlens.copy_(torch.tensor([0, 4, 12]))
     capture.replay()
-    torch.testing.assert_close(y, tower(x, cu_seqlens), rtol=0, atol=1e-5)
+    torch.testing.assert_close(y, tower(x, cu_seqlens) * -2, rtol=0, atol=1e-5)
 
 
 def a_capture_under_inference_mode_replays_anywhere(device: str) -> None:
@@ -464,16 +449,14 @@ def a_capture_under_inference_mode_replays_anywhere(device: str) -> None:
 CHECKS = [
     segments_run_in_order_with_what_the_inputs_hold_now,
     without_a_capture_it_is_the_plain_function,
-    in_mode_full_it_is_the_plain_function,
+    in_mode_full_breaks_are_plain_functions,
     a_break_inside_a_break_is_a_part_of_it,
     an_op_may_break,
     breaks_return_tuples_none_numbers_and_dicts,
     results_in_place_stay_where_they_are,
     what_is_not_a_tensor_must_not_change,
     what_has_no_fixed_address_is_refused,
-    a_failure_in_a_break_leaves_no_half_capture,
-    a_failure_that_is_swallowed_inside_fails_at_the_end,
-    a_failure_between_breaks_leaves_no_half_capture,
+    a_failure_leaves_no_half_capture,
     what_waits_for_the_device_is_refused_by_name,
     what_only_looks_like_waiting_is_captured,
     one_capture_is_open_in_a_thread,
@@ -482,6 +465,5 @@ CHECKS = [
     a_release_does_not_wait_for_the_garbage_collector,
     what_only_a_break_holds_stays_valid,
     an_untouched_tower_breaks_at_attention,
-    in_mode_full_an_untouched_tower_is_one_graph,
     a_capture_under_inference_mode_replays_anywhere,
 ]

@@ -82,41 +82,32 @@ def test_a_budget_is_captured_once_in_its_mode(mode: str, captured_mode: str, re
     assert requests == [8]
 
 
-def test_a_failure_is_remembered_until_clear(requests: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    failures = [RuntimeError("not now")] * 2  # in either mode
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_failure_in_one_mode_and_in_either_is_remembered_until_clear(
+    times: int, requests: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [RuntimeError("not now")] * times
 
-    def fail_once() -> Any:
+    def fail_at_first() -> Any:
         if failures:
             raise failures.pop()
         return [torch.zeros(2)]
 
-    made = make_ladder("full", requests, lambda: request(fail_once))
-    assert made.capture(8) is None
-    assert made.capture(8) is None
+    made = make_ladder("full", requests, lambda: request(fail_at_first))
+    captured = made.capture(8)
+    assert made.capture(8) is captured
     assert requests == [8]
-    assert "not now" in made.dropped[8]
-    assert "budget 8 is dropped" in caplog.text
+    if captured is None:
+        assert "not now" in made.dropped[8]
+        assert "budget 8 is dropped" in caplog.text
+    else:
+        assert captured.mode == "piecewise"
+        assert "captured in mode piecewise: in mode full" in made.replaced[8]
+        assert "not now" in made.replaced[8]
+    assert (captured is None) == (times == 2)
     made.clear()
     assert made.capture(8) is not None
-    assert made.dropped == {}
-
-
-def test_a_budget_that_fails_in_its_mode_is_captured_in_the_next(requests: list[int]) -> None:
-    failures = [RuntimeError("not in one graph")]
-
-    def fail_once() -> Any:
-        if failures:
-            raise failures.pop()
-        return [torch.zeros(2)]
-
-    made = make_ladder("full", requests, lambda: request(fail_once))
-    captured = made.capture(8)
-    assert captured is not None
-    assert captured.mode == "piecewise"
-    assert "captured in mode piecewise: in mode full" in made.replaced[8]
-    assert "not in one graph" in made.replaced[8]
-    made.clear()
-    assert made.replaced == {}
+    assert made.dropped == made.replaced == {}
 
 
 def test_errors_that_are_not_about_capturing_are_not_hidden(requests: list[int]) -> None:
@@ -164,35 +155,31 @@ class Measured:
         monkeypatch.setattr(ladder, "measuring_run", lambda call, device: told(exact))
 
 
-def test_auto_keeps_the_cheapest_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 1.5})
-    captured = measured.ladder.capture(8)
-    assert captured is not None
-    assert captured.mode == "piecewise"
-    # The graph for one segment costs more than the piecewise capture, so it goes too.
-    assert measured.released == ["full", "single"]
-    assert measured.ladder.best(8, 1) is captured
-    assert measured.ladder.num_bytes(8) == 15  # what was tried stays in the pool
+COSTS = {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 0.5}
 
 
-def test_auto_adds_a_graph_for_one_segment_where_it_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 0.5})
+@pytest.mark.parametrize("single", [1.5, 0.5])
+def test_auto_keeps_the_cheapest_mode_and_a_graph_for_one_segment_where_that_is_cheaper(
+    single: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Measured(monkeypatch, {**COSTS, "single": single})
     captured = measured.ladder.capture(8)
-    single = measured.ladder.best(8, 1)
-    assert single is not captured
-    assert single.mode == "full"
+    assert captured is not None and captured.mode == "piecewise"
+    assert measured.released == (["full", "single"] if single > 1 else ["full"])
+    best = measured.ladder.best(8, 1)
+    assert best.mode == ("piecewise" if single > 1 else "full")
+    assert (best is captured) == (single > 1)
     assert measured.ladder.best(8, 2) is measured.ladder.best(8, None) is captured
-    assert measured.ladder.num_bytes(8) == 15
+    assert measured.ladder.num_bytes(8) == 15  # what was tried stays in the pool
     measured.ladder.clear()
     assert sorted(measured.released) == ["full", "piecewise", "single"]
     assert not measured.ladder.captured_single_segment
 
 
 def test_auto_prefers_the_exact_shape_where_a_replay_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {"full": 2.0, "piecewise": 1.0, "exact": 1.01, "single": 1.0}
-    measured = Measured(monkeypatch, {**costs, "host": 0.7})
-    assert measured.ladder.capture(8) is None
-    assert measured.ladder.capture(8) is None
+    measured = Measured(monkeypatch, {**COSTS, "exact": 1.01, "host": 0.7})
+    for _ in range(2):
+        assert measured.ladder.capture(8) is None
     assert measured.ladder.no_graph_needed == {8}
     assert sorted(measured.released) == ["full", "piecewise"]
     assert measured.requests == [8]
@@ -201,13 +188,13 @@ def test_auto_prefers_the_exact_shape_where_a_replay_gains_nothing(monkeypatch: 
 def test_auto_replays_rather_than_keep_the_host_as_busy_as_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    costs = {"full": 2.0, "piecewise": 1.0, "exact": 1.0, "single": 1.0}
-    busy = Measured(monkeypatch, {**costs, "host": 0.8}).ladder
+    costs = {**COSTS, "exact": 1.0, "host": 0.8}
+    busy = Measured(monkeypatch, costs).ladder
     assert busy.capture(8) is not None
     assert busy.costs[8].exact == 1.0
     assert busy.costs[8].exact_price == pytest.approx(1.05)
     # Where a replay costs more than that, the host's time is worth it.
-    slower = Measured(monkeypatch, {**costs, "piecewise": 1.1, "host": 0.8}).ladder
+    slower = Measured(monkeypatch, {**costs, "piecewise": 1.1}).ladder
     assert slower.capture(8) is None
     assert slower.no_graph_needed == {8}
 
@@ -215,16 +202,13 @@ def test_auto_replays_rather_than_keep_the_host_as_busy_as_the_device(
 def test_auto_captures_nothing_where_the_device_never_waits_for_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    costs = {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 1.0}
-    measured = Measured(monkeypatch, {**costs, "host": 1.4})
+    measured = Measured(monkeypatch, {**COSTS, "host": 1.4})
     assert measured.ladder.capture(8) is None
     assert measured.ladder.no_graph_needed == {8}
     assert measured.ladder.costs[8].exact == 3.0
-    assert measured.released == []
-    assert measured.ladder.num_bytes(8) == 0
-    assert Measured(monkeypatch, {**costs, "host": 1.6}).ladder.capture(8) is not None
-    out_of_memory = {"exact": math.inf, "host": math.inf}
-    assert Measured(monkeypatch, {**costs, **out_of_memory}).ladder.capture(8) is not None
+    assert (measured.released, measured.ladder.num_bytes(8)) == ([], 0)
+    for other in ({"host": 1.6}, {"exact": math.inf, "host": math.inf}):  # the last: out of memory
+        assert Measured(monkeypatch, {**COSTS, **other}).ladder.capture(8) is not None
 
 
 def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +226,7 @@ def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.M
 
 def test_a_part_of_a_capture_is_one_timing_or_one_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that whoever waits for a part waits for no more than that."""
-    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 0.5})
+    measured = Measured(monkeypatch, COSTS)
     events: list[str] = []
     record, timed = BudgetLadder._record, ladder.measuring_run
 
@@ -340,11 +324,9 @@ def test_what_a_capture_would_run_is_run_once_and_nothing_is_captured(
 
 
 def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {"full": 2.0, "piecewise": 1.0, "exact": 9.0, "single": 1.0}
-    captured = Measured(monkeypatch, costs, fails=("piecewise",)).ladder.capture(8)
-    assert captured is not None
-    assert captured.mode == "full"
-    neither = Measured(monkeypatch, costs, fails=("piecewise", "full")).ladder
+    captured = Measured(monkeypatch, COSTS, fails=("piecewise",)).ladder.capture(8)
+    assert captured is not None and captured.mode == "full"
+    neither = Measured(monkeypatch, COSTS, fails=("piecewise", "full")).ladder
     assert neither.capture(8) is None
     assert neither.dropped == {8: "full fails"}
 
@@ -403,13 +385,10 @@ def test_code_that_the_host_bounds_is_not_timed_again_at_smaller_sizes(
     made.clear()
     made.capture(4)
     assert timed == [8, 16, 4]
-
-
-def test_code_that_the_device_bounds_is_timed_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, timed, _ = module_ladder(monkeypatch, MeasuredRun(10.0, 6.0))
+    bound_by_device, timed, _ = module_ladder(monkeypatch, MeasuredRun(10.0, 6.0))
     for budget in (8, 4):
-        made.capture(budget)
-    assert timed == [8, 4]
+        bound_by_device.capture(budget)
+    assert timed == [8, 4], "timed at every size"
 
 
 def test_both_modes_are_tried_where_code_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +398,6 @@ def test_both_modes_are_tried_where_code_breaks(monkeypatch: pytest.MonkeyPatch)
     assert [mode for mode, _ in recorded] == ["full", "breakable"]
 
 
-COSTS = {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 0.5}
 UNKNOWN = {"exact": math.nan}  # to ask for a replay's time is a KeyError
 
 

@@ -12,9 +12,11 @@ from fxsplit_encoder.errors import CaptureMemoryError
 
 def test_bytes_are_counted_against_the_limit_until_the_pool_is_retired() -> None:
     limited = GraphPool(torch.device("cpu"), max_bytes=10)
-    limited.charge(10, "one")
-    with pytest.raises(CaptureMemoryError):
-        limited.charge(1, "two")
+    limited.charge(6, "one")
+    message = "two takes 5 bytes beside 6 in use; max_graph_bytes allows 10"
+    with pytest.raises(CaptureMemoryError, match=message):
+        limited.charge(5, "two")
+    assert limited.used_bytes == 6
     limited.retire()
     limited.charge(10, "three")
     assert limited.used_bytes == 10

@@ -264,12 +264,9 @@ def test_a_capture_on_trial_is_kept_or_given_up(gains: bool) -> None:
     if not gains:
         assert shapes.reason(5) is MissReason.EXACT_IS_FASTER
         assert shapes.num_bytes == 0
-
-
-def test_a_capture_on_trial_may_be_evicted() -> None:
-    shapes = UnpaddedCaptures(Forward().request, POOL, threshold=1, max_captures=1)
-    shapes.find(5, on_trial=True)
-    shapes.find(6)
-    assert (shapes.sizes, shapes.on_trial) == ([6], set())
-    shapes.conclude(5, gains=False)
-    assert shapes.sizes == [6]
+    evicting = UnpaddedCaptures(Forward().request, POOL, threshold=1, max_captures=1)
+    evicting.find(5, on_trial=True)
+    evicting.find(6)
+    assert (evicting.sizes, evicting.on_trial) == ([6], set())
+    evicting.conclude(5, gains=gains)
+    assert evicting.sizes == [6]

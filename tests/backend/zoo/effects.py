@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .entries import made, of
+from .entries import Entry, made, of
 
 
 def _add_mean(x: Tensor) -> Tensor:
@@ -55,66 +56,54 @@ def _write_view(x: Tensor) -> Tensor:
     return x
 
 
-class _RunningMean(nn.Module):
-    def __init__(self) -> None:
+class _Stateful(nn.Module):
+    """A function of itself and the tokens; its buffers are zeros of some shapes."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor], buffers: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
+        self.call = call
+        for name, shape in buffers.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float32 if shape else torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.mean(0), 0.5)
-        return x - self.mean
+        return self.call(self, x)
 
 
-class _Calls(nn.Module):
-    """Counts calls and tokens; its rows stay apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.tokens += x.shape[0]
-        return x * self.calls
+def _stateful(
+    call: Callable[[Any, Tensor], Tensor], buffers: dict[str, tuple[int, ...]], **options: Any
+) -> Entry:
+    return made(lambda: _Stateful(call, buffers), **options)
 
 
-class _Memory(nn.Module):
-    """Adds the last token of the call before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("last", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + self.last
-        self.last.copy_(x[-1])
-        return y
+def _running_mean(module: Any, x: Tensor) -> Tensor:
+    module.mean.lerp_(x.mean(0), 0.5)
+    return x - module.mean
 
 
-class _Cache(nn.Module):
+def _count(module: Any, x: Tensor) -> Tensor:
+    """Its rows stay apart."""
+    module.calls += 1
+    module.tokens += x.shape[0]
+    return x * module.calls
+
+
+def _add_last(module: Any, x: Tensor) -> Tensor:
+    y = x + module.last
+    module.last.copy_(x[-1])
+    return y
+
+
+def _cache(module: Any, x: Tensor) -> Tensor:
     """Writes the tokens over the first ones of a table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.zeros(200, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.table[: x.shape[0]] = x
-        return self.table.sum(0)
+    module.table[: x.shape[0]] = x
+    return module.table.sum(0)
 
 
-class _Replaced(nn.Module):
-    """A buffer that is another tensor after every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x - self.mean
-        self.mean = x.mean(0)
-        return y
+def _replace(module: Any, x: Tensor) -> Tensor:
+    """The buffer is another tensor after every call."""
+    y = x - module.mean
+    module.mean = x.mean(0)
+    return y
 
 
 class _Pair(NamedTuple):
@@ -137,11 +126,11 @@ EFFECTS = {
     "ids sorted in place": _sort_into,
     "mean written to an input": _fill_gain,
     "written through a view of an input": of(_write_view, least=1, place="before"),
-    "running mean kept": made(_RunningMean, least=1),
-    "calls and tokens counted": made(_Calls),
-    "memory of the last token": made(_Memory, least=1),
-    "table of tokens": made(_Cache, **_AFTER),
-    "buffer replaced": made(_Replaced, least=1),
+    "running mean kept": _stateful(_running_mean, {"mean": (8,)}, least=1),
+    "calls and tokens counted": _stateful(_count, {"calls": (), "tokens": ()}),
+    "memory of the last token": _stateful(_add_last, {"last": (8,)}, least=1),
+    "table of tokens": _stateful(_cache, {"table": (200, 8)}, **_AFTER),
+    "buffer replaced": _stateful(_replace, {"mean": (8,)}, least=1),
     "an input as a result": of(lambda x, ids: (x - x.mean(0), ids), **_AFTER),
     "a part of an input": of(lambda x, ids: (x - x.mean(0), ids[1:]), **_AFTER),
     "an input reversed": of(lambda x, square: (x * 2, square.t()), **_AFTER),

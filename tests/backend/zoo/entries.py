@@ -4,7 +4,7 @@ An entry is a function whose parameters name its inputs (`inputs.INPUTS`), or a 
 
     "subtracts the mean": lambda x: x - x.mean(0),
     "pools by id": of(lambda x, ids: x.new_zeros(4, 8).index_add(0, ids, x), least=1),
-    "convolution": made(lambda: Along(nn.Conv1d(8, 8, 3))),
+    "convolution": made(lambda: along(nn.Conv1d(8, 8, 3))),
 
 It is put behind attention, before it, or between two (`placing`), so that what it does lies in the region
 that the backend may pad.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import nn
@@ -27,32 +27,7 @@ own: the entry has its attention, or none."""
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A forward, and what may be drawn for a run of it; see `of`."""
-
-    make: Callable[[], Callable[..., Any]]
-    layouts: tuple[Layout, ...]
-    places: tuple[str, ...]
-    warmups: tuple[str, ...]
-    step: int
-    least: int
-    counts: tuple[int, ...]
-    tolerance: float
-    runs: int
-
-
-def made(
-    make: Callable[[], Callable[..., Any]],
-    *,
-    layout: Layout = "packed dense",
-    place: str = "before after between",
-    warmup: str = "none zeros ones random",
-    step: int = 1,
-    least: int = 0,
-    counts: tuple[int, ...] = (),
-    tolerance: float = 1.0,
-    runs: int = 1,
-) -> Entry:
-    """An entry whose forward is made anew for every run.
+    """A forward that is made anew for every run, and what may be drawn for a run of it.
 
     Args:
         make: returns a module or a function of the inputs that its parameters name; `x` is (tokens, 8).
@@ -66,21 +41,24 @@ def made(
         tolerance: factor of the errors that are taken for rounding.
         runs: how often it is drawn at least, in one dtype after the other.
     """
-    return Entry(
-        make,
-        tuple(layout.split()),
-        tuple(place.split()),
-        tuple(warmup.split()),
-        step,
-        least,
-        counts,
-        tolerance,
-        runs,
-    )
+
+    make: Callable[[], Callable[..., Any]]
+    _: KW_ONLY
+    layout: Layout = "packed dense"
+    place: str = "before after between"
+    warmup: str = "none zeros ones random"
+    step: int = 1
+    least: int = 0
+    counts: tuple[int, ...] = ()
+    tolerance: float = 1.0
+    runs: int = 1
+
+
+made = Entry
 
 
 def of(forward: Callable[..., Any], **options: Any) -> Entry:
-    """An entry that is a function; the options are those of `made`."""
+    """An entry that is a function; the options are those of `Entry`."""
     return made(lambda: forward, **options)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .entries import made, of
-from .norms import OnRows
+from .norms import on_rows
 from .placing import attend_packed
 
 
@@ -75,18 +75,6 @@ class Embeds(nn.Module):
         return x + self.table(ids)
 
 
-class OverTiles(nn.Module):
-    """Attention within windows of a line that every batch entry has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block(_dense)
-
-    def forward(self, lines: Tensor) -> Tensor:
-        windows = lines.view(lines.shape[0] * 2, 3, 8)
-        return self.block(windows).view(lines.shape)
-
-
 class ConvTiles(nn.Module):
     """Convolution, pooling and normalization within every batch entry."""
 
@@ -118,11 +106,11 @@ def _rotated(x: Tensor, positions: Tensor) -> Tensor:
 INDEPENDENT = {
     "scaled": lambda x: x * 2 + 1,
     "activations": lambda x: F.gelu(x) + F.silu(x) * x.tanh() + x.abs().sqrt(),
-    "MLP": made(lambda: OnRows(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))), tolerance=4),
+    "MLP": made(lambda: on_rows(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))), tolerance=4),
     "gated MLP": made(Gated, tolerance=4),
-    "layer norm": made(lambda: OnRows(nn.LayerNorm(8)), tolerance=4),
-    "rms norm": made(lambda: OnRows(nn.RMSNorm(8, eps=1e-3)), tolerance=4),
-    "batch norm in eval": made(lambda: OnRows(nn.BatchNorm1d(8).eval())),
+    "layer norm": made(lambda: on_rows(nn.LayerNorm(8)), tolerance=4),
+    "rms norm": made(lambda: on_rows(nn.RMSNorm(8, eps=1e-3)), tolerance=4),
+    "batch norm in eval": made(lambda: on_rows(nn.BatchNorm1d(8).eval())),
     "softmax over features": lambda x: x.softmax(-1),
     "statistics of features": lambda x: (x - x.mean(1, keepdim=True)) / (x.amax(1, keepdim=True) + 5),
     "features cut and joined": lambda x: torch.cat([x[:, 4:], -x[:, :4]], 1),
@@ -142,15 +130,5 @@ INDEPENDENT = {
         lambda x, cu: attend_packed(attend_packed(x, cu) + x, cu) - x, layout="own"
     ),
     "dense ViT": made(DenseViT, layout="own", tolerance=8),
-    "block over tiles": made(lambda: _Tiles(Block(_dense)), layout="own", tolerance=8),
     "convolutions within tiles": made(ConvTiles, layout="own", tolerance=8),
 }
-
-
-class _Tiles(nn.Module):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, tiles: Tensor) -> Tensor:
-        return self.block(tiles)

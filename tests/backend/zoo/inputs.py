@@ -69,7 +69,6 @@ INPUTS: dict[str, Input] = {
     "tiles": Input(normal(-1, 5, WIDTH)),
     "images": Input(normal(-1, 3, 8, 8)),
     "sequence": Input(normal(1, -1, WIDTH), (1,)),
-    "lines": Input(normal(-1, 6, WIDTH)),
 }
 
 

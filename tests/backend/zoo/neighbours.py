@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .entries import Entry, made, of
-from .norms import Along, OnRows
+from .norms import Through, along
 
 _LIKE_CONVOLUTIONS = {
     "kernel 3": {"kernel_size": 3, "padding": 1},
@@ -33,7 +33,19 @@ _LIKE_CONVOLUTIONS = {
 
 
 def _convolution(options: dict[str, object]) -> Entry:
-    return made(lambda: Along(nn.Conv1d(8, 8, **options)), least=7)
+    return made(lambda: along(nn.Conv1d(8, 8, **options)), least=7)
+
+
+def _convolution_behind(before: int, behind: int) -> Through:
+    """A convolution of the tokens and zeros before and behind them."""
+    return Through(
+        nn.Conv1d(8, 8, 3), lambda module, x: module(F.pad(x, (0, 0, before, behind)).t()[None])[0].t()
+    )
+
+
+def _on_grid(module: nn.Module, x: Tensor) -> Tensor:
+    """A module of (1, 8, tokens / 4, 4)."""
+    return module(x.t().reshape(1, 8, x.shape[0] // 4, 4)).reshape(8, x.shape[0]).t()
 
 
 def _along(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -43,11 +55,15 @@ def _along(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 CONVOLUTIONS = {
     **{f"convolution, {name}": _convolution(options) for name, options in _LIKE_CONVOLUTIONS.items()},
-    "causal convolution": made(lambda: OnRows(nn.Sequential(_Front(2), Along(nn.Conv1d(8, 8, 3))))),
-    "anticausal convolution": made(lambda: OnRows(nn.Sequential(_Front(0, 2), Along(nn.Conv1d(8, 8, 3))))),
-    "transposed convolution": made(lambda: Along(nn.ConvTranspose1d(8, 8, 2, stride=2)), least=1),
-    "convolution over tokens and features": made(lambda: _Plane(nn.Conv2d(1, 1, 3, padding=1)), least=1),
-    "convolution over a grid of width 4": made(lambda: _Grid(nn.Conv2d(8, 8, 3, padding=1)), step=4, least=4),
+    "causal convolution": made(lambda: _convolution_behind(2, 0)),
+    "anticausal convolution": made(lambda: _convolution_behind(0, 2)),
+    "transposed convolution": made(lambda: along(nn.ConvTranspose1d(8, 8, 2, stride=2)), least=1),
+    "convolution over tokens and features": made(
+        lambda: Through(nn.Conv2d(1, 1, 3, padding=1), lambda module, x: module(x[None, None])[0, 0]), least=1
+    ),
+    "convolution over a grid of width 4": made(
+        lambda: Through(nn.Conv2d(8, 8, 3, padding=1), _on_grid), step=4, least=4
+    ),
     "average pooling, ceil": of(_along(lambda x: F.avg_pool1d(x, 3, ceil_mode=True)), least=3, runs=2),
     "average pooling of 4, ceil": of(_along(lambda x: F.avg_pool1d(x, 4, ceil_mode=True)), least=4, runs=2),
     "average pooling, pads not counted": of(
@@ -70,40 +86,6 @@ CONVOLUTIONS = {
     ),
     "Gaussian of three": lambda x: _blurred(x),
 }
-
-
-class _Front(nn.Module):
-    """Zeros before the tokens, and behind."""
-
-    def __init__(self, before: int, behind: int = 0) -> None:
-        super().__init__()
-        self.before, self.behind = before, behind
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, self.before, self.behind))
-
-
-class _Plane(nn.Module):
-    """A module of (1, 1, tokens, 8)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x[None, None])[0, 0]
-
-
-class _Grid(nn.Module):
-    """A module of (1, 8, tokens / 4, 4)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        grid = x.t().reshape(1, 8, x.shape[0] // 4, 4)
-        return self.inner(grid).reshape(8, x.shape[0]).t()
 
 
 def _blurred(x: Tensor) -> Tensor:

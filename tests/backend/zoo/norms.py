@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,26 +11,25 @@ from torch.nn import functional as F
 from .entries import made, of
 
 
-class Along(nn.Module):
+class Through(nn.Module):
+    """A module, and how tokens go through it."""
+
+    def __init__(self, inner: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.inner, x)
+
+
+def along(inner: nn.Module) -> Through:
     """A module of (1, 8, tokens)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.t()[None])[0].t()
+    return Through(inner, lambda module, x: module(x.t()[None])[0].t())
 
 
-class OnRows(nn.Module):
+def on_rows(inner: nn.Module) -> Through:
     """A module of (tokens, 8)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+    return Through(inner, lambda module, x: module(x))
 
 
 def _whitened(x: Tensor) -> Tensor:
@@ -56,17 +57,17 @@ NORMS = {
     "layer norm over tokens": of(lambda x: F.layer_norm(x.t(), (x.shape[0],)).t(), least=2),
     "layer norm of everything": of(lambda x: F.layer_norm(x, x.shape), least=1),
     "batch statistics": of(lambda x: F.batch_norm(x, None, None, training=True), least=2),
-    "batch norm in training": made(lambda: OnRows(nn.BatchNorm1d(8)), least=2),
-    "batch norm that counts": made(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
-    "instance norm": made(lambda: Along(nn.InstanceNorm1d(8, affine=True)), least=2),
-    "group norm along tokens": made(lambda: Along(nn.GroupNorm(2, 8)), least=1),
-    "one group along tokens": made(lambda: Along(nn.GroupNorm(1, 8)), least=1),
+    "batch norm in training": made(lambda: on_rows(nn.BatchNorm1d(8)), least=2),
+    "batch norm that counts": made(lambda: on_rows(nn.BatchNorm1d(8, momentum=None)), least=2),
+    "instance norm": made(lambda: along(nn.InstanceNorm1d(8, affine=True)), least=2),
+    "group norm along tokens": made(lambda: along(nn.GroupNorm(2, 8)), least=1),
+    "one group along tokens": made(lambda: along(nn.GroupNorm(1, 8)), least=1),
     "local response": lambda x: F.local_response_norm(x[None], 3)[0],
     "whitened": of(_whitened, least=1),
     "normalized where loud": of(_where_loud, runs=2),
     "normalized where loud, warmed with zeros": of(_where_loud, warmup="zeros", runs=2),
-    "dropout in training": made(lambda: OnRows(nn.Dropout(0.4))),
-    "alpha dropout": made(lambda: OnRows(nn.AlphaDropout(0.4))),
+    "dropout in training": made(lambda: on_rows(nn.Dropout(0.4))),
+    "alpha dropout": made(lambda: on_rows(nn.AlphaDropout(0.4))),
     "noise in eval": lambda x: x + torch.rand_like(x),
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
     "shuffled tokens": lambda x: x[torch.randperm(x.shape[0])],

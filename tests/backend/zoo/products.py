@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .entries import made, of
+from .norms import Through
 
 
 def _band(x: Tensor) -> Tensor:
@@ -50,33 +51,15 @@ def _slots(x: Tensor) -> Tensor:
     return (shares / (shares.sum(0) + 0.1)).t() @ x
 
 
-class _SelfAttention(nn.Module):
-    def __init__(self, **options: object) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
+def _self_attention(**options: object) -> Through:
+    return Through(
+        nn.MultiheadAttention(8, 2, batch_first=True, **options),
+        lambda module, x: x + module(x[None], x[None], x[None], need_weights=False)[0][0],
+    )
 
 
-class _Pooling(nn.Module):
-    """A learned query over all tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Parameter(torch.randn(3, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.query @ x.t()).softmax(-1) @ x
-
-
-class _Recurrent(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x[None])[0][0]
+def _recurrent(inner: nn.Module) -> Through:
+    return Through(inner, lambda module, x: module(x[None])[0][0])
 
 
 def _sdpa(x: Tensor, **options: object) -> Tensor:
@@ -100,9 +83,14 @@ PRODUCTS = {
     "attention with a mask of the count": lambda x: _sdpa(
         x, attn_mask=torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).triu()
     ),
-    "multi-head attention": made(lambda: _SelfAttention()),
-    "multi-head attention with a zero token": made(lambda: _SelfAttention(add_zero_attn=True)),
-    "pooling by queries": made(lambda: _Pooling(), least=1),
+    "multi-head attention": made(lambda: _self_attention()),
+    "multi-head attention with a zero token": made(lambda: _self_attention(add_zero_attn=True)),
+    "pooling by queries": made(
+        lambda: Through(
+            nn.Linear(8, 3, bias=False), lambda queries, x: (queries.weight @ x.t()).softmax(-1) @ x
+        ),
+        least=1,
+    ),
     "slots": _slots,
     "cdist": lambda x: torch.cdist(x.float(), x.float()),
     "squared distances": lambda x: (x[:, None] - x).square().sum(-1),
@@ -126,13 +114,8 @@ PRODUCTS = {
     "fftshift": lambda x: torch.fft.fftshift(x, 0),
     "QR": of(lambda x: torch.linalg.qr(x.float()).R.abs(), least=8),
     "ridge regression": lambda x: torch.linalg.solve((x.t() @ x).float() + torch.eye(8), x.t().float()),
-    "GRU": made(lambda: _Recurrent(nn.GRU(8, 8, batch_first=True)), least=1),
-    "LSTM, both ways": made(lambda: _Recurrent(nn.LSTM(8, 4, batch_first=True, bidirectional=True)), least=1),
+    "GRU": made(lambda: _recurrent(nn.GRU(8, 8, batch_first=True)), least=1),
+    "LSTM, both ways": made(lambda: _recurrent(nn.LSTM(8, 4, batch_first=True, bidirectional=True)), least=1),
     "addmm of tokens": lambda x: torch.addmm(x[:8].t() @ x[:8], x.t(), x),
     "loss of contrast": of(lambda x: F.cross_entropy(x @ x.t(), torch.arange(x.shape[0])), least=1),
 }
-
-
-class _Flip(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flip(0)

@@ -51,15 +51,15 @@ def draw(name: str, entry: Entry, number: int, *, captured: bool = False) -> Cas
     """
     rng = random.Random(f"{name} {number}")
     dtype = DTYPES[(len(name) + number) % 2]
-    warmup = "none" if entry.counts else rng.choice(entry.warmups)
+    warmup = "none" if entry.counts else rng.choice(entry.warmup.split())
     # The default ladder is too long to be captured as a whole.
     own_ladder = bool(entry.counts) or (warmup == "none" and rng.random() < 0.2)
     budgets = DEFAULT_LADDER if own_ladder else rng.choice(LADDERS)
     counts = rng.choices(entry.counts, k=4) if entry.counts else _draw_counts(rng, entry, budgets)
-    layout = rng.choice(entry.layouts)
+    layout = rng.choice(entry.layout.split())
     return Case(
         layout="sequence" if layout == "dense" and rng.random() < 0.05 and not captured else layout,
-        place=rng.choice(entry.places) if _keeps_shape(entry) else "after",
+        place=rng.choice(entry.place.split()) if _keeps_shape(entry) else "after",
         lively=rng.random() < 0.8,
         dtype=dtype,
         warmup=warmup,
@@ -93,7 +93,7 @@ def _draw_counts(rng: random.Random, entry: Entry, budgets: list[int]) -> list[i
 
 def _keeps_shape(entry: Entry) -> bool:
     """Whether a forward returns a tensor like `x`, so that attention may follow."""
-    if entry.layouts == ("own",):
+    if entry.layout == "own":
         return False
     forward = entry.make()
     inputs = make_inputs(input_names(forward), max(entry.least, 24), torch.float32, 0, "random")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from .entries import of
 from .placing import attend_packed
 
 varlen_attention = torch.ops.fxsplit.varlen_attention
+_OWN, _PACKED = {"layout": "own"}, {"layout": "packed"}
 
 
 def _segment_of(x: Tensor, cu: Tensor) -> Tensor:
@@ -26,10 +25,6 @@ def _mean_of_segments(x: Tensor, cu: Tensor) -> Tensor:
 def _place_in_segment(x: Tensor, cu: Tensor) -> Tensor:
     places = torch.arange(x.shape[0]) - cu[_segment_of(x, cu)]
     return x + places[:, None].to(x.dtype) / 10
-
-
-def _own(**options: Any) -> dict[str, Any]:
-    return {"layout": "own", **options}
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, scale: float = 0.5) -> Tensor:
@@ -73,39 +68,39 @@ def _flipped_segments(x: Tensor, cu: Tensor) -> Tensor:
 
 
 SEGMENTS = {
-    "lengths": of(lambda x, cu: (x * 2, cu.diff()), layout="packed"),
-    "total length": of(lambda x, cu: x * cu[-1], layout="packed"),
-    "number of segments": of(lambda x, cu: x * cu.shape[0], layout="packed"),
-    "root of the number of segments": of(lambda x, cu: x * (cu.shape[0] - 1) ** 0.5, layout="packed"),
-    "longest segment": of(lambda x, cu: x * cu.diff().max(), layout="packed"),
-    "means of segments": of(_mean_of_segments, layout="packed"),
+    "lengths": of(lambda x, cu: (x * 2, cu.diff()), **_PACKED),
+    "total length": of(lambda x, cu: x * cu[-1], **_PACKED),
+    "number of segments": of(lambda x, cu: x * cu.shape[0], **_PACKED),
+    "root of the number of segments": of(lambda x, cu: x * (cu.shape[0] - 1) ** 0.5, **_PACKED),
+    "longest segment": of(lambda x, cu: x * cu.diff().max(), **_PACKED),
+    "means of segments": of(_mean_of_segments, **_PACKED),
     "means of segments, given back": of(
-        lambda x, cu: x - _mean_of_segments(x, cu)[_segment_of(x, cu)], layout="packed"
+        lambda x, cu: x - _mean_of_segments(x, cu)[_segment_of(x, cu)], **_PACKED
     ),
-    "segment of every token": of(lambda x, cu: (x, _segment_of(x, cu)), layout="packed"),
-    "place in the segment": of(_place_in_segment, layout="packed"),
+    "segment of every token": of(lambda x, cu: (x, _segment_of(x, cu)), **_PACKED),
+    "place in the segment": of(_place_in_segment, **_PACKED),
     "first of every segment": of(
-        lambda x, cu: x[cu[:-1].long().clamp(max=x.shape[0] - 1)], layout="packed", least=1
+        lambda x, cu: x[cu[:-1].long().clamp(max=x.shape[0] - 1)], least=1, **_PACKED
     ),
     "differences of sums": of(
         lambda x, cu: torch.nn.functional.pad(x.cumsum(0), (0, 0, 1, 0))[cu.long()].diff(dim=0),
-        layout="packed",
+        **_PACKED,
     ),
     "lengths repeated": of(
-        lambda x, cu: x * cu.diff().repeat_interleave(cu.diff().long())[:, None], layout="packed"
+        lambda x, cu: x * cu.diff().repeat_interleave(cu.diff().long())[:, None], **_PACKED
     ),
-    "ends by the count": of(lambda x, cu: (x, cu / x.shape[0]), layout="packed", least=1),
-    "ends returned": of(lambda x, cu: (x + 1, cu), layout="packed"),
-    "ends returned in part": of(lambda x, cu: (x + 1, cu[1:]), layout="packed"),
-    "ends changed": of(_cu_changed, **_own()),
-    "one segment of all": of(_one_segment, **_own()),
-    "segments from lengths": of(_segments_from_lengths, **_own()),
-    "segments of 4 tokens": of(_of_windows, **_own(step=4)),
-    "segments and the whole": of(_two_attentions, **_own()),
-    "segments of quarters": of(_quarters, **_own(step=4)),
-    "segments in reverse": of(_flipped_segments, **_own()),
-    "keys of the next token": of(lambda x, cu: _attend(x, x.roll(1, 0), x, cu), **_own()),
-    "queries less their mean": of(lambda x, cu: _attend(x - x.mean(0), x, x, cu), **_own()),
-    "keys scaled by the count": of(lambda x, cu: _attend(x, x / x.shape[0], x, cu), **_own(least=1)),
-    "logits scaled by the count": of(lambda x, cu: _attend(x, x, x, cu, x.shape[0] ** -0.5), **_own(least=1)),
+    "ends by the count": of(lambda x, cu: (x, cu / x.shape[0]), least=1, **_PACKED),
+    "ends returned": of(lambda x, cu: (x + 1, cu), **_PACKED),
+    "ends returned in part": of(lambda x, cu: (x + 1, cu[1:]), **_PACKED),
+    "ends changed": of(_cu_changed, **_OWN),
+    "one segment of all": of(_one_segment, **_OWN),
+    "segments from lengths": of(_segments_from_lengths, **_OWN),
+    "segments of 4 tokens": of(_of_windows, step=4, **_OWN),
+    "segments and the whole": of(_two_attentions, **_OWN),
+    "segments of quarters": of(_quarters, step=4, **_OWN),
+    "segments in reverse": of(_flipped_segments, **_OWN),
+    "keys of the next token": of(lambda x, cu: _attend(x, x.roll(1, 0), x, cu), **_OWN),
+    "queries less their mean": of(lambda x, cu: _attend(x - x.mean(0), x, x, cu), **_OWN),
+    "keys scaled by the count": of(lambda x, cu: _attend(x, x / x.shape[0], x, cu), least=1, **_OWN),
+    "logits scaled by the count": of(lambda x, cu: _attend(x, x, x, cu, x.shape[0] ** -0.5), least=1, **_OWN),
 }
