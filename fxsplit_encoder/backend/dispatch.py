@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.compile.program import Argument, Ref, TensorInfo
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
@@ -85,7 +83,7 @@ class BudgetDispatcher:
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace()
         """Whose graph it is: what `torch.compile` made, and the module."""
-        self.programs: dict[tuple[int, ...], CapturedProgram] = {}
+        self.programs: dict[tuple[int, ...], CallProgram] = {}
         """By the sizes other than the token count: they are part of a capture's shape."""
         self._captures = CaptureSet(self.programs, self.pool, config.max_graph_bytes)
         self._scope = CaptureScope(config, self.pool, lambda: self._captures.remaining_bytes)
@@ -112,19 +110,24 @@ class BudgetDispatcher:
             bindings = self.program.begin([*args, *weights], stamp)
             self._derived_stamp = self.program.derived.stamp
             warmed = getattr(_warming, "called", None)
-            reason = self._never_captured(bindings)
-            outputs = None
-            if reason is None:
-                outputs, reason = self._replay(bindings, capture_all=warmed is not None)
+            if (reason := self._never_captured(bindings)) is None:
+                outputs, planned, budget = self._run(bindings, capture_all=warmed is not None)
+            else:
+                planned, budget = PathPlan(0, None, reason), None
+                outputs = run_exact(self.program, bindings)
             if warmed is not None:
                 warmed.append(self)  # and is counted nowhere: nobody asked for its outputs
             else:
-                self.statistics.record_items(1, reason)
-                if reason is not None:
-                    self.statistics.record_fallback("exact")
-            if outputs is not None:
-                return outputs
-            return self._run_exact(bindings)
+                self._count(planned, budget, bindings)
+            return outputs
+
+    def _count(self, planned: PathPlan, budget: int | None, bindings: Bindings) -> None:
+        self.statistics.record_items(1, planned.reason)
+        if budget is None:
+            self.statistics.record_fallback("exact")
+        else:
+            key = CaptureKey(_PATH, budget, self._sizes(bindings))
+            self.statistics.record_replay(key, planned.tokens)
 
     def clear(self) -> None:
         """Releases every capture and its memory; the next calls capture again."""
@@ -188,7 +191,7 @@ class BudgetDispatcher:
             self._known_budgets = ProgramBudgets.of(self.program, self.config, bindings)
         return self._known_budgets
 
-    def _captured_program(self, bindings: Bindings) -> CapturedProgram:
+    def _captured_program(self, bindings: Bindings) -> CallProgram:
         """What holds the captures for calls of the same other sizes."""
         key = self._sizes(bindings)
         if key not in self.programs:
@@ -199,7 +202,7 @@ class BudgetDispatcher:
             forward = ProgramForward(self._region, budgets, bindings)
             # There is a graph to break at its splitting ops already, and no untouched module any more.
             mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
-            self.programs[key] = CapturedProgram(forward, "torch.compile", budgets.tokens, mode, self._scope)
+            self.programs[key] = CallProgram(forward, "torch.compile", budgets.tokens, mode, self._scope)
             if mode != "exact" and not self.program.padding.allowed:
                 self._warn_of_no_padding()
         return self.programs[key]
@@ -302,55 +305,58 @@ class BudgetDispatcher:
 
     # --- replay
 
-    def _replay(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any] | None, MissReason | None]:
-        """The outputs of a replay; or none, and why."""
+    def _run(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any], PathPlan, int | None]:
+        """The call by a capture or at its exact shape, as `Served`; the outputs are the caller's own."""
         rows = self.program.tokens(bindings)
         assert rows is not None
         program = self._captured_program(bindings)
         if capture_all and program.mode != "exact" and not program.padding_refused:
             self._capture(program, bindings, program.budgets)
         planned = self._plan(program, bindings, rows)
-        values = {name: bindings.slots[entry.slot] for name, entry in self._region.inputs.items()}
-        reason = None
         with self.pool.replaying():
-            for budget, ladder, size in program.captures_for(planned, capture_now=capture_all):
-                if budget == 0 and self._budgets(bindings).rows(size) != rows:
-                    continue  # rows that are no whole number of output tokens
-                captured = program.best_capture(ladder, size, values)
-                try:
-                    captured.load(values, rows)
-                except ReplayError as error:
-                    # Raised before anything was copied: the call is whole.
-                    logger.warning("%d tokens: %s", size, error)
-                    reason = MissReason.EXTENT_EXCEEDED
-                    continue
-                if budget == 0 and not program.keeps(
-                    captured, size, values, rows, functools.partial(self._run_copy, bindings)
-                ):
-                    continue
-                outputs = captured.replay(debug=self.config.debug, parameters_are_checked=True)
-                if not capture_all:
-                    key = CaptureKey(_PATH, budget, self._sizes(bindings))
-                    self.statistics.record_replay(key, planned.tokens)
-                own = own_outputs(self._outputs, outputs, bindings)
-                if self.config.debug:
-                    self.pool.handed_out.add(tensor for tensor in own if isinstance(tensor, torch.Tensor))
-                return own, None
-        return None, reason or program.miss_reason(planned)
+            outputs, planned, budget = program.run(planned, bindings, capture_now=capture_all)
+            if budget is None:
+                return [*outputs], planned, None
+            own = own_outputs(self._outputs, outputs, bindings)
+            if self.config.debug:
+                self.pool.handed_out.add(each for each in own if isinstance(each, torch.Tensor))
+            return own, planned, budget
 
-    def _run_exact(self, bindings: Bindings) -> list[Any]:
-        """The outputs of a run at the exact shape, which uses the bindings up."""
-        return self.program.finish(bindings, self._known_segments(bindings))
 
-    def _run_copy(self, bindings: Bindings) -> list[Any]:
-        return self._run_exact(bindings.copy())
+class CallProgram(CapturedProgram):
+    """The program with its captures for calls of the same sizes other than the token count; a batch is the
+    bindings of a call.
+    """
 
-    def _known_segments(self, bindings: Bindings) -> list[KnownSegments]:
-        """Brings the bindings to the device; returns the segments that a host op has just computed."""
-        slots = [entry.slot for entry in self.program.region_inputs if entry.is_segments]
-        known = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
-        self.program.move_to_device(bindings)
-        return [KnownSegments(bindings.slots[slot], lengths) for slot, lengths in known.items()]
+    forward: ProgramForward
+
+    def values(self, batch: Bindings) -> dict[str, Any]:
+        """What the slots hold of the region's inputs."""
+        return {name: batch.slots[entry.slot] for name, entry in self.forward.region.inputs.items()}
+
+    def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
+        """As the token dimension has them."""
+        return self.forward.region.program.tokens(batch)
+
+    def fits(self, size: int, rows: int | None) -> bool:
+        """Whether the rows are a whole number of output tokens."""
+        return self.forward.budgets.rows(size) == rows
+
+    def run_unpadded(self, batch: Bindings, values: Mapping[str, Any]) -> tuple[list[Any], bool]:
+        """The program's outputs; the bindings are used up."""
+        return run_exact(self.forward.region.program, batch), True
+
+    def copy_of(self, batch: Bindings) -> Bindings:
+        """Bindings to use up."""
+        return batch.copy()
+
+
+def run_exact(program: Program, bindings: Bindings) -> list[Any]:
+    """The outputs of a run at the exact shape, which uses the bindings up."""
+    slots = [entry.slot for entry in program.region_inputs if entry.is_segments]
+    lengths = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
+    program.move_to_device(bindings)  # with which a host op has just computed the segments
+    return program.finish(bindings, [KnownSegments(bindings.slots[s], each) for s, each in lengths.items()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,11 @@ from fxsplit_encoder.capture.inputs import (
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.capture.timing import measuring_run
+from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError, ReplayError
-from fxsplit_encoder.parts import Parts, in_one_go
+from fxsplit_encoder.pauses import pause, run_capture
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import Bindings, Program, Step
@@ -118,13 +118,13 @@ class CaptureRequest:
         frames = [KnownSegments(each, [0, rows]) for each in lengths if each.shape[0] == 2]
         return functools.partial(body, frames)
 
-    def runs(self) -> Parts[None]:
+    def run(self) -> None:
         """Runs once each what is run to time and to capture it, so that the kernels it calls become known."""
         bodies: list[Callable[[], Any]] = [self.body, self.exact_body()]
         if self.single_segment is not None:
             bodies.append(self.single_segment().body)
         for body in bodies:
-            yield None
+            pause()
             with torch.inference_mode(False), torch.no_grad():
                 body()
 
@@ -193,11 +193,7 @@ class CapturedForward:
         return isinstance(capture, BreakableCUDAGraphCapture) and not (capture.breaks or capture.met_break)
 
     def record(self, warmups: int = WARMUPS) -> None:
-        """As `recording`, in one go."""
-        in_one_go(self.recording(warmups))
-
-    def recording(self, warmups: int = WARMUPS) -> Parts[None]:
-        """Warms the forward up at full depth, which is a part, then captures it.
+        """Warms the forward up at full depth, then captures it.
 
         Raises:
             CaptureMemoryError: out of device memory, or over the pool's limit. Nothing is kept.
@@ -207,8 +203,7 @@ class CapturedForward:
         what = "one shape" if self.rows is None else f"{self.rows} rows"
         if self.pool.is_cuda:
             self._warm_up(warmups, what)
-        yield "capture"
-        self._record(what)
+        run_capture(lambda: self._record(what))
 
     def _warm_up(self, runs: int, what: str) -> None:
         with self._failing(what), torch.inference_mode(False), torch.no_grad():
@@ -423,9 +418,9 @@ class CapturedForward:
             else:
                 check_input_padding(buffer)
 
-    def measuring(self) -> Parts[float]:
-        """Median milliseconds of a replay on what the static inputs hold; see `timing.measuring_run`."""
-        return (yield from measuring_run(self.replay, self.pool.device)).wall
+    def measure(self) -> float:
+        """Median milliseconds of a replay on what the static inputs hold."""
+        return measure_ms(self.replay, self.pool.device)
 
     def release(self) -> None:
         """Drops graphs and outputs; their memory returns to the pool."""

@@ -16,10 +16,10 @@ import torch
 
 from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward, CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.timing import MeasuredRun, measuring_run
+from fxsplit_encoder.capture.timing import MeasuredRun, measure_run
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels import TimeSpent, measuring
-from fxsplit_encoder.parts import Parts, each_within, in_one_go
+from fxsplit_encoder.pauses import pause, seconds_paused
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
 logger = logging.getLogger(__name__)
@@ -149,20 +149,18 @@ class BudgetLadder:
         self._num_bytes: Counter[int] = Counter()
 
     def capture(self, budget: int) -> CapturedForward | None:
-        """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9)."""
-        in_one_go(self.capturing(budget))
+        """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9). It
+        pauses between runs that are timed, those before a capture, and the capture.
+        """
+        if not (budget in self.captured or budget in self.dropped or budget in self.no_graph_needed):
+            self._capture_new(budget)
         return self.captured.get(budget)
 
-    def capturing(self, budget: int) -> Parts[None]:
-        """As `capture`, in parts: a run that is timed, the runs before a capture, or the capture."""
-        if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
-            return
-        start, seconds, compared = time.perf_counter(), 0.0, self._compared.seconds
+    def _capture_new(self, budget: int) -> None:
+        start = self._own_seconds()
         try:
-            for coming in each_within(self._comparing, self._capture(budget)):
-                seconds += time.perf_counter() - start
-                yield coming
-                start = time.perf_counter()
+            with self._comparing():
+                self._capture(budget)
         except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
             self.dropped[budget] = str(error)
             if isinstance(error, (CaptureMemoryError, torch.OutOfMemoryError)):
@@ -170,15 +168,18 @@ class BudgetLadder:
             logger.warning("budget %d is dropped: %s", budget, error)
         else:
             if budget not in self._known:
-                seconds += time.perf_counter() - start
-                self._capture_ms.append((seconds - (self._compared.seconds - compared)) * 1e3)
+                self._capture_ms.append((self._own_seconds() - start) * 1e3)
 
-    def runs(self, budget: int) -> Parts[None]:
-        """What `capture` would run on a device of a budget that is not known, as `CaptureRequest.runs`."""
+    def _own_seconds(self) -> float:
+        """A clock that stands while kernels are compared and requests go first."""
+        return time.perf_counter() - self._compared.seconds - seconds_paused()
+
+    def run(self, budget: int) -> None:
+        """What `capture` would run on a device of a budget that is not known, as `CaptureRequest.run`."""
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:
-            yield from self._request(budget).runs()
+            self._request(budget).run()
         except (CaptureError, torch.OutOfMemoryError) as error:  # `capture` will say it
             logger.info("budget %d cannot be run ahead: %s", budget, error)
 
@@ -251,7 +252,7 @@ class BudgetLadder:
         self.costs.clear()
         self._bound_by_host = None
 
-    def _capture(self, budget: int) -> Parts[None]:
+    def _capture(self, budget: int) -> None:
         timed = self.measured and self.pool.is_cuda
         known = self._known.get(budget) if timed else None
         if known is not None and known.mode is None:
@@ -260,28 +261,28 @@ class BudgetLadder:
             return
         request = self._agreed_request(budget)
         if not timed:
-            recorded = yield from self._record_first(budget, request)
+            recorded = self._record_first(budget, request)
             self.captured.update((budget, each) for each in recorded.values())
             return
-        if known is not None and (yield from self._capture_as_known(budget, request, known)):
+        if known is not None and self._capture_as_known(budget, request, known):
             return
-        costs = yield from self._capture_cheapest_mode(budget, request)
+        costs = self._capture_cheapest_mode(budget, request)
         if request.single_segment is not None and budget in self.captured:
-            yield None
-            yield from self._capture_single_segment(budget, request, costs)
+            pause()
+            self._capture_single_segment(budget, request, costs)
 
-    def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> Parts[bool]:
+    def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> bool:
         """Captures a budget as it was captured elsewhere; whether that was possible."""
         assert known.mode is not None
         try:
-            self.captured[budget] = yield from self._record(budget, request, known.mode)
+            self.captured[budget] = self._record(budget, request, known.mode)
         except CaptureError as error:
             logger.warning("budget %d is measured again: in mode %s %s", budget, known.mode, error)
             return False
         self.costs[budget] = costs = replace(known.costs)
         if costs.single_segment is not None:
-            yield None
-            single = yield from self._record_single_segment(budget, request)
+            pause()
+            single = self._record_single_segment(budget, request)
             if single is not None:
                 self.captured_single_segment[budget] = single
             else:
@@ -303,10 +304,10 @@ class BudgetLadder:
             raise CaptureError("another rank has no inputs of this size")
         return request
 
-    def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> Parts[MeasuredCosts]:
+    def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
         """Captures in every mode that may be, measures, and keeps the cheapest and what it found."""
-        exact = yield from self._exact_run(budget, request)
-        yield None
+        exact = self._exact_run(budget, request)
+        pause()
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
         exact_may_win = self.mode == "auto" and self.exact_may_win
         if exact_may_win and costs.hides_host:
@@ -315,10 +316,10 @@ class BudgetLadder:
             self.costs[budget] = costs
             return costs
         record = self._record_all if self.mode == "auto" else self._record_first
-        candidates = yield from record(budget, request)
+        candidates = record(budget, request)
         for mode, captured in candidates.items():
-            yield None
-            costs.modes[mode] = yield from captured.measuring()
+            pause()
+            costs.modes[mode] = captured.measure()
         logger.info(
             "budget %d: replay ms %s, exact shape %.3f ms, of the host %.3f", budget, costs.modes, *exact
         )
@@ -334,61 +335,57 @@ class BudgetLadder:
         self.costs[budget] = costs
         return costs
 
-    def _exact_run(self, budget: int, request: CaptureRequest) -> Parts[MeasuredRun]:
+    def _exact_run(self, budget: int, request: CaptureRequest) -> MeasuredRun:
         """What a run at the exact shape takes: measured, or as a larger one that the host bounds."""
         if isinstance(request.body, ProgramBody):
-            return (yield from self._measure_exact(request))
+            return self._measure_exact(request)
         self._is_warm = True
         if self._bound_by_host is not None and budget < self._bound_by_host[0]:
             return self._bound_by_host[1]
-        run = yield from self._measure_exact(request)
+        run = self._measure_exact(request)
         if run.host > _BOUND_BY_HOST * run.wall and math.isfinite(run.wall):
             self._bound_by_host = budget, run
         return run
 
-    def _measure_exact(self, request: CaptureRequest) -> Parts[MeasuredRun]:
+    def _measure_exact(self, request: CaptureRequest) -> MeasuredRun:
         """Times a run at the exact shape, on one segment as long as the budget."""
         own_mode = self.in_inference_mode and not isinstance(request.body, ProgramBody)
         mode = torch.inference_mode if own_mode else contextlib.nullcontext
 
-        def timed() -> Parts[MeasuredRun]:  # which makes its inputs in that mode, too
-            return (yield from measuring_run(request.exact_body(), self.pool.device))
-
         try:
-            return (yield from each_within(mode, timed()))
+            with mode():  # in which its inputs are made, too
+                return measure_run(request.exact_body(), self.pool.device)
         except torch.OutOfMemoryError:
             return MeasuredRun(math.inf, math.inf)
 
-    def _capture_single_segment(
-        self, budget: int, request: CaptureRequest, costs: MeasuredCosts
-    ) -> Parts[None]:
+    def _capture_single_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
         """Adds a full graph for one segment, where it costs less than the capture for any number."""
         if self.captured[budget].mode != "full" and self.mode != "auto":
             return  # the user wants piecewise, which attends to the true segments anyway
-        single = yield from self._record_single_segment(budget, request)
+        single = self._record_single_segment(budget, request)
         if single is None:
             return
-        yield None
-        cost = yield from single.measuring()
+        pause()
+        cost = single.measure()
         if cost < costs.best * _SINGLE_SEGMENT_GAIN:
             self.captured_single_segment[budget] = single
             costs.single_segment = cost
         else:
             single.release()
 
-    def _record_single_segment(self, budget: int, request: CaptureRequest) -> Parts[CapturedForward | None]:
+    def _record_single_segment(self, budget: int, request: CaptureRequest) -> CapturedForward | None:
         """A full graph for one segment; None, with a warning, where there is none."""
         try:
             if request.single_segment is None:
                 raise CaptureError("the forward tells no segments")
-            return (yield from self._record(budget, request.single_segment(), "full"))
+            return self._record(budget, request.single_segment(), "full")
         except CaptureError as error:
             logger.warning(
                 "budget %d: batches of one segment share the capture of all others: %s", budget, error
             )
             return None
 
-    def _record_all(self, budget: int, request: CaptureRequest) -> Parts[dict[str, CapturedForward]]:
+    def _record_all(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
         """Captures in every mode that differs; fails only if all fail."""
         recorded: dict[str, CapturedForward] = {}
         failures: list[CaptureError] = []
@@ -396,16 +393,16 @@ class BudgetLadder:
             if any(captured.is_unbroken for captured in recorded.values()):
                 break  # the other mode would be the same graph
             if recorded or failures:
-                yield None
+                pause()
             try:
-                recorded[mode] = yield from self._record(budget, request, mode)
+                recorded[mode] = self._record(budget, request, mode)
             except CaptureError as error:
                 failures.append(error)
         if not recorded:
             raise failures[0]
         return recorded
 
-    def _record_first(self, budget: int, request: CaptureRequest) -> Parts[dict[str, CapturedForward]]:
+    def _record_first(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
         """Captures in the wanted mode, or else in another, which is remembered in `replaced`."""
         possible = request.modes
         # Without a program the mode that breaks at attention is `breakable`.
@@ -413,9 +410,9 @@ class BudgetLadder:
         failures: list[CaptureError] = []
         for mode in (wanted, *(mode for mode in possible if mode != wanted)):
             if failures:
-                yield None
+                pause()
             try:
-                recorded = {mode: (yield from self._record(budget, request, mode))}
+                recorded = {mode: self._record(budget, request, mode)}
             except CaptureError as error:
                 self._agree(False)
                 failures.append(error)
@@ -429,9 +426,9 @@ class BudgetLadder:
             return recorded
         raise failures[0]
 
-    def _record(self, budget: int, request: CaptureRequest, mode: str) -> Parts[CapturedForward]:
+    def _record(self, budget: int, request: CaptureRequest, mode: str) -> CapturedForward:
         captured = CapturedForward(request, mode, self.pool)
-        yield from captured.recording(warmups=1 if self._is_warm else WARMUPS)
+        captured.record(warmups=1 if self._is_warm else WARMUPS)
         self._is_warm = True
         self._num_bytes[budget] += captured.num_bytes
         return captured

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxsplit_encoder.parts import Parts, in_one_go
+from fxsplit_encoder.pauses import pause
 
 REPEATS = 3
 """Times that one thing is timed."""
@@ -17,8 +17,8 @@ REPEATS = 3
 # Milliseconds after which two are enough: a good part of capturing a ladder is waiting for what is timed.
 _LONG_MS = 30.0
 
-# A run that takes longer is a part of its own, where something may come in between.
-_PART_MS = 10.0
+# Before another run of what takes longer, requests may go first.
+_PAUSE_MS = 10.0
 
 
 class MeasuredRun(NamedTuple):
@@ -30,17 +30,15 @@ class MeasuredRun(NamedTuple):
     """Until it returns."""
 
 
-def measuring_run(
-    call: Callable[[], Any], device: torch.device, repeats: int = REPEATS
-) -> Parts[MeasuredRun]:
+def measure_run(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> MeasuredRun:
     """Times a call on the current stream after one warm-up. Fewer than `repeats` are timed where they take
-    long, and each of those is a part.
+    long, with a pause before each.
     """
     last = _timed(call, device)
     runs: list[MeasuredRun] = []
     while len(runs) < repeats and (len(runs) < 2 or sum(run.wall for run in runs) < _LONG_MS):
-        if last.wall > _PART_MS:
-            yield None
+        if last.wall > _PAUSE_MS:
+            pause()
         last = _timed(call, device)
         runs.append(last)
     walls, hosts = zip(*runs, strict=True)
@@ -60,7 +58,7 @@ def _timed(call: Callable[[], Any], device: torch.device) -> MeasuredRun:
 
 def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
     """Median milliseconds of a call after one warm-up, to the end of its device work."""
-    return in_one_go(measuring_run(call, device, repeats)).wall
+    return measure_run(call, device, repeats).wall
 
 
 def _do_nothing() -> None: ...

@@ -25,7 +25,7 @@ import torch
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT, distance, is_same_kind, works
 from fxsplit_encoder.kernels.cache import MeasurementCache, describe_host
-from fxsplit_encoder.kernels.measure import Measured, Meter, Part, TimeSpent
+from fxsplit_encoder.kernels.measure import Measured, Meter, TimeSpent
 from fxsplit_encoder.messages import nearest
 
 logger = logging.getLogger(__name__)
@@ -187,22 +187,14 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         if (spent := _spent.get()) is not None:
             spent.seconds += time.perf_counter() - begin
 
-    def comparing(self, shape: ShapeT) -> Iterator[Part]:
-        """Measures a class and those that are measured with it, one part at each `next`, of which it yields
-        the kind. Other threads may choose kernels during it.
-        """
+    def compare(self, shape: ShapeT) -> None:
+        """Measures a class and those measured with it; other threads may choose kernels meanwhile."""
         table = self._table(shape.device)
         for each in shape.measured_with():
-            if each in table:
-                continue
-            found = Measured()
-            if candidates := self._to_compare(each):
-                try:
-                    found = self._noted(each, (yield from self.meter.parts(candidates, each)))
-                except torch.OutOfMemoryError:
-                    _note_lack_of_memory(each)
-            with self._lock:
-                self._take(shape.device, {each: found})
+            if each not in table:
+                found = self._compare(each)
+                with self._lock:
+                    self._take(shape.device, {each: found})
 
     def compare_unawaited(self, shape: ShapeT) -> None:
         """Compares the kernels of captured classes that wait for no other process; a full comparison reuses

@@ -8,10 +8,10 @@ import logging
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, cast
+from typing import Any, ClassVar, Generic, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fxsplit_encoder._torch.allocator import end_failed_capture
 from fxsplit_encoder._torch.deferred_free import defer_frees
 from fxsplit_encoder._torch.device_wait import wait_on_device
 from fxsplit_encoder.kernels.base import CallShape, Kernel, KernelT, ShapeT
-from fxsplit_encoder.parts import in_one_go
+from fxsplit_encoder.pauses import has_turn
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,6 @@ _CALLS_BEHIND_A_WAIT = 8
 _without_graphs: ContextVar[bool] = ContextVar("fxsplit_encoder_timing_without_graphs", default=False)
 
 Timer = Callable[[Callable[[], object], CallShape], float]
-
-Part = Literal["check", "time"]
-"""Of a comparison. A check compares results, and may compile a kernel first; other work on the device changes
-nothing. A time is that of one kernel on one call, and wants the device for itself."""
 
 
 @dataclass(slots=True)
@@ -115,17 +111,13 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         """Whether choices are measured here: on a CPU there is nothing to choose from."""
         return device.type == "cuda"
 
+    @torch.no_grad()
     def measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
         """Errors and times of all kernels on random values; what a kernel raises rejects it. Calls shared by
         classes are measured once. Kernels that wait for other processes come last, but for the first, the
-        reference.
+        reference. What compares results, and may compile a kernel first, is done beside requests; a timing
+        wants the device for itself.
         """
-        return in_one_go(self.parts(kernels, shape))
-
-    @torch.no_grad()
-    def parts(self, kernels: Sequence[KernelT], shape: ShapeT) -> Generator[Part, None, Measured]:
-        """As `measure`, one part at each `next`, of which it yields the kind."""
-        yield "check"
         logger.debug("%s: references for the comparison of kernels", shape)
         calls = self.calls(shape)
         wanted = {("time", kernel.name, call) for kernel in kernels for call in calls}
@@ -149,7 +141,6 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         rounding = torch.finfo(shape.dtype).eps
         limit = _FIRST_ROUNDINGS * rounding
         for kernel in [*kernels[:1], *sorted(kernels[1:], key=lambda kernel: kernel.is_awaited)]:
-            yield "check"
             logger.debug("%s: %s is checked", shape, kernel.name)
             times: list[float] = []
             try:
@@ -160,8 +151,8 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
                 for number in range(len(calls)):
                     if number and times[0] > _FAR_BEHIND * fastest:
                         break
-                    yield "time"
-                    times.append(time_on(kernel, number))
+                    with has_turn():
+                        times.append(time_on(kernel, number))
                     fastest = min(fastest, times[0])
             except Exception as problem:
                 measured.rejected[kernel.name] = f"{type(problem).__name__}: {problem}"

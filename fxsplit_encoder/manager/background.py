@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder._torch.grad_mode import without_autograd
@@ -18,12 +17,12 @@ from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels import timing_without_graphs
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
-from fxsplit_encoder.manager.generation import Done, Generation
+from fxsplit_encoder.manager.generation import Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.path_forward import with_contents
 from fxsplit_encoder.manager.start import load_programs
-from fxsplit_encoder.manager.turns import StoppedError, Turns, compare_between_requests
-from fxsplit_encoder.parts import Parts
+from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
+from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 
@@ -34,8 +33,6 @@ _EXIT_SECONDS = 10.0
 
 _POLL_SECONDS = 0.005
 """How often who waits for the end looks for a capture to make."""
-
-_Result = TypeVar("_Result")
 
 _running: weakref.WeakSet[BackgroundCapture] = weakref.WeakSet()
 
@@ -57,10 +54,8 @@ def check_that_steps_will_do(config: EncoderConfig) -> None:
 class BackgroundCapture:
     """Compiles, measures and captures one generation while another serves, on a thread of its own.
 
-    What runs on the device or touches the tower is a step, which has the manager's turn; tracing and
-    compiling happen in another process, or beside the requests. Graphs are captured by the threads that
-    serve requests, right after one, since those may wait for the whole device at any other time, which no
-    thread may while another captures.
+    What runs on the device or touches the tower has the manager's turn, given up at each pause; tracing and
+    compiling happen in another process, or beside the requests.
 
     Args:
         target, planned: what is captured.
@@ -79,8 +74,6 @@ class BackgroundCapture:
     ) -> None:
         self.notes: list[str] = []
         """Where and why it did not go as it does otherwise."""
-        self.lends_captures = target.pool.is_cuda
-        """Whether threads that serve requests capture; without CUDA nothing is at stake."""
         self._target = target
         self._planned = planned
         self._first: Generation | None = first
@@ -91,6 +84,9 @@ class BackgroundCapture:
         self._progress = CaptureProgress("tracing")
         self._stopped = threading.Event()
         self._over = threading.Event()
+        self.work = WorkBetween(
+            turns, self._stopped.is_set, self._in_order, self._lent, lends=target.pool.is_cuda
+        )
         self._worker: CompileWorker | None = None
         self._thread: threading.Thread | None = None
 
@@ -140,60 +136,40 @@ class BackgroundCapture:
     # --- the thread
 
     def run(self) -> None:
-        """All of it, one piece after another."""
-        work = self.work()
+        """All of it."""
         try:
-            for _ in work:
-                if self._stopped.is_set():
-                    raise StoppedError
+            with self._kernels.choosing(), timing_without_graphs(), pausing_by(self.work):
+                self._compile_and_capture()
         except StoppedError:
             pass
         finally:
-            work.close()
+            self._target.captures.spare = None
             self._over.set()
 
-    def work(self) -> Parts[None]:
-        """The work, piece by piece: what is no step may take long, and holds up nobody."""
+    def _compile_and_capture(self) -> None:
         try:
-            yield from self._compile()
-            yield from self._compare()
-            captures = self._target.capture(self._planned)
-            self._target.captures.spare = self._give_way
-            done: Done | None = Done("measuring")
-            while done is not None:
-                if done.coming == "capture":
-                    done = self._lend(lambda: next(captures, None))
-                else:
-                    with self._step():
-                        done = next(captures, None)
-                if done is not None:
-                    self._tell(done.phase, done.budgets, done.all_budgets)
-                yield None
-            self._lend(self._end)
-        except StoppedError:
-            raise
+            with self._lent():
+                self._compile()
+                self._compare()
+                self._target.captures.spare = self._give_way
+                with self.work.turn():
+                    self._target.capture(self._planned, self._tell)
+            self.work.capture(self._end)
         except Exception as error:  # whatever compiling raises: requests go on being served
             logger.exception("captures behind capture(wait=False) are given up")
-            yield from self._fail(error)
-        finally:
-            self._target.captures.spare = None
+            reason = str(error) if isinstance(error, FxSplitError) else f"{type(error).__name__}: {error}"
+            self.work.capture(lambda: self._give_up(reason))
 
     def _end(self) -> None:
         self._switch()
         self._first = None
         self._finish("done")
 
-    def _fail(self, error: Exception) -> Iterator[None]:
-        reason = str(error) if isinstance(error, FxSplitError) else f"{type(error).__name__}: {error}"
-
-        def give_up() -> None:
-            if self._first is not None:  # else it serves already
-                self._target.clear()
-            self.notes.append(f"captures of the uncompiled tower go on serving: {reason}")
-            self._finish("failed", reason)
-
-        self._lend(give_up)
-        yield
+    def _give_up(self, reason: str) -> None:
+        if self._first is not None:  # else it serves already
+            self._target.clear()
+        self.notes.append(f"captures of the uncompiled tower go on serving: {reason}")
+        self._finish("failed", reason)
 
     def _give_way(self) -> None:
         """Has the target serve what it has, so that it gets the memory of what served until now."""
@@ -202,37 +178,16 @@ class BackgroundCapture:
         self._first = None
 
     @contextlib.contextmanager
-    def _step(self) -> Iterator[None]:
-        with self._turns.step(self._stopped.is_set), self._in_order():
-            yield
-
-    @contextlib.contextmanager
     def _in_order(self) -> Iterator[None]:
         """On the device, too, after the requests before and before those behind."""
         begin, phase = time.perf_counter(), self._progress.phase
-        with self._beside(), self._first.pool.replaying() if self._first else contextlib.nullcontext():
+        with self._first.pool.replaying() if self._first else contextlib.nullcontext():
             yield
-        logger.debug("%s: a step of %.1f ms", phase, (time.perf_counter() - begin) * 1e3)
-
-    def _lend(self, work: Callable[[], _Result]) -> _Result:
-        """A step that captures, or gives back what was captured, by a thread that serves requests."""
-
-        def step() -> _Result:
-            if self._stopped.is_set():
-                raise StoppedError
-            with self._in_order():
-                return work()
-
-        if self.lends_captures:
-            return self._turns.lend(step, self._stopped.is_set)
-        with self._turns.step(self._stopped.is_set):
-            return step()
+        logger.debug("%s: the turn for %.1f ms", phase, (time.perf_counter() - begin) * 1e3)
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """What is no step: requests are served meanwhile."""
-        on_its_device = on_device(self._target.pool.device)
-        with self._kernels.choosing(), on_its_device, without_autograd(), timing_without_graphs():
+    def _lent(self) -> Iterator[None]:
+        with on_device(self._target.pool.device), without_autograd():
             yield
 
     def _tell(self, phase: Phase, done: int = 0, total: int = 0) -> None:
@@ -247,72 +202,61 @@ class BackgroundCapture:
 
     # --- compiling
 
-    def _compile(self) -> Iterator[None]:
+    def _compile(self) -> None:
         """Leaves every forward compiled, or found not to compile."""
         paths = self._target.compiled_paths
-        yield from self._restore(paths)
+        self._restore(paths)
         if self._pending(paths):
             if not (reason := why_not_elsewhere(self._target)):
                 try:
-                    yield from self._compile_elsewhere(paths)
+                    self._compile_elsewhere(paths)
                 except InputError as error:
                     reason = str(error)
             refusals: dict[str, str] = {}
             for path in self._pending(paths):
                 if reason:
                     self.notes.append(f"{path.label}: compiled on a thread beside the requests: {reason}")
-                yield from self._compile_beside(path, refusals)
-        with self._step():
+                self._compile_beside(path, refusals)
+        with self.work.turn():
             self._target.compile()  # nothing is left but what there is to say
-        yield
 
-    def _compare(self) -> Parts[None]:
+    def _compare(self) -> None:
         """Compares the kernels that the captures will call, so that no capture has to."""
         if self._target.scope.measured:
             self._tell("measuring")
-            yield from compare_between_requests(
-                self._target.runs(self._planned),
-                self._target.pool.device,
-                step=self._step,
-                beside=self._beside,
-            )
+            compare_between_requests(lambda: self._target.run(self._planned), self._target.pool.device)
 
     def _pending(self, paths: list[EncoderPath]) -> list[EncoderPath]:
         return [path for path in paths if not path.forward.is_settled]
 
-    def _restore(self, paths: list[EncoderPath]) -> Iterator[None]:
-        """Takes the programs that were saved. Loading their pieces, for seconds, is no step, and neither is
-        their first run, which builds and loads kernels, for a second.
+    def _restore(self, paths: list[EncoderPath]) -> None:
+        """Takes the programs that were saved. Loading their pieces takes seconds and their first run, which
+        builds and loads kernels, one: both are done without the turn.
         """
         for path in paths:
             if path.forward.saved is None:
                 continue
-            with self._step():
+            with self.work.turn():
                 example = path.forward.example()
-            yield
             if isinstance(example, str):
                 continue
-            with self._beside():
-                loaded = path.forward.load_saved()
-                if loaded is not None and not isinstance(loaded, Exception):
-                    with contextlib.suppress(Exception):  # it raises again where it is compared
-                        loaded(path.forward.inputs(loaded, with_contents(example.inputs)))
-            yield
-            with self._step():
+            loaded = path.forward.load_saved()
+            if loaded is not None and not isinstance(loaded, Exception):
+                with contextlib.suppress(Exception):  # it raises again where it is compared
+                    loaded(path.forward.inputs(loaded, with_contents(example.inputs)))
+            with self.work.turn():
                 path.forward.take_saved(loaded, example)
-            yield
 
-    def _compile_elsewhere(self, paths: list[EncoderPath]) -> Iterator[None]:
+    def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
         """In another process, from which the programs are restored.
 
         Raises:
             InputError: it cannot make the tower.
             CompileError: it has failed.
         """
-        with self._step():
+        with self.work.turn():
             worker = self._worker = CompileWorker(self._target)
         try:
-            yield
             compiled = worker.wait(self._stopped.is_set, self._tell_compiled)
             if compiled is None:
                 raise StoppedError
@@ -323,7 +267,6 @@ class BackgroundCapture:
         finally:
             self._worker = None
             worker.close()
-        yield
         if compiled.not_built:
             self.notes.append(f"kernels are built beside the requests: {compiled.not_built}")
         for path in paths:
@@ -333,27 +276,23 @@ class BackgroundCapture:
                 self.notes.append(
                     f"{path.label}: compiled again in this process: {compiled.unsaved[path.label]}"
                 )
-        yield from self._restore(paths)
+        self._restore(paths)
 
-    def _compile_beside(self, path: EncoderPath, refusals: dict[str, str]) -> Iterator[None]:
+    def _compile_beside(self, path: EncoderPath, refusals: dict[str, str]) -> None:
         """On this thread, while others serve."""
         forward = path.forward
-        with self._step():
+        with self.work.turn():
             known = refusals.get(forward.name, refusals.get(""))
             example = known if known is not None else forward.example()
             if isinstance(example, str):
                 forward.refuse(example)
                 return
-        yield
-        with self._beside():
-            traced = forward.trace(example, self._tell_compiled, beside=True)
-        yield
-        with self._step():
+        traced = forward.trace(example, self._tell_compiled, beside=True)
+        with self.work.turn():
             if not isinstance(traced, FxSplitError) and not forward.agrees(traced, example.inputs):
                 self.notes.append(f"{path.label}: traced again while requests waited: results differed")
                 traced = forward.trace(example, self._tell_compiled)
             forward.take(traced, refusals)
-        yield
 
     def _tell_compiled(self, done: int, total: int) -> None:
         from fxsplit_encoder.compile.options import TRACING_PHASES

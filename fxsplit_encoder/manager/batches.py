@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
-import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.grad_mode import in_inference_mode
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError, ReplayError
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
 from fxsplit_encoder.manager.path import EncoderPath
@@ -24,8 +17,6 @@ from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime.statistics import Statistics
-
-logger = logging.getLogger(__name__)
 
 
 class BatchRunner:
@@ -57,7 +48,6 @@ class BatchRunner:
         self.in_inference_mode = False
         """Whether a tower's own code runs in inference mode, as the caller of `execute` does: there the host
         needs less for every op."""
-        self.weight_checks = WeightChecks(config.weight_check_seconds)
         self._postprocess = postprocess_of(tower)
 
     def run(
@@ -85,8 +75,7 @@ class BatchRunner:
             if self.num_axes or batch.indices != everything:
                 selected, keys = select_items(self.tower, mm_kwargs, batch.indices, self.num_axes)
             # More items than captures hold are left to the tower's own forward.
-            replayable = may_replay and len(batch.indices) <= self.max_items
-            replayable = replayable and batch.reason not in BY_THE_TOWER
+            fits = len(batch.indices) <= self.max_items and batch.reason not in BY_THE_TOWER
             outputs: dict[str, Tensor] = {}
             changed: dict[str, PathPlan] = {}
             stream = self.pool.begin_replays()
@@ -97,7 +86,21 @@ class BatchRunner:
                         continue
                     if replayed is not None:  # captures share memory: the path that comes may write to it
                         outputs[replayed] = outputs[replayed].clone()
-                    outputs[name], done = self._run_path(name, keys, planned, selected, replayable)
+                    path = self.paths.get((name, keys))
+                    if path is None:
+                        outputs[name], done = self._run_unlisted(name, keys, planned, selected)
+                    else:
+                        own, done, budget = path.run(
+                            planned if not planned.eager else self._allowed(planned),
+                            selected,
+                            may_replay=may_replay and fits,
+                            in_inference_mode=self.in_inference_mode,
+                        )
+                        outputs[name] = own[0]
+                        if budget is None:
+                            self._count(done)
+                        else:
+                            self.statistics.record_replay(path.key(budget), planned.tokens)
                     if done is not planned:
                         changed[name] = done
                     replayed = name if done.reason is None else None
@@ -110,88 +113,27 @@ class BatchRunner:
             self.statistics.record_items(len(batch.indices), batch.reason)
         return list(map(results.__getitem__, range(plan.num_items))), served
 
-    def _run_path(
-        self,
-        name: str,
-        keys: tuple[Hashable, ...],
-        planned: PathPlan,
-        selected: dict[str, Any],
-        may_replay: bool,
-    ) -> tuple[Tensor, PathPlan]:
-        """The path's output, and how it was served."""
-        path = self.paths.get((name, keys))
-        if path is None:  # items of the same keys make up a batch of others
-            if self.config.invariant:
-                raise InputError(
-                    f"invariant: path {name}: nothing is compiled for axis keys {keys}, and the tower's own "
-                    "forward gives other bits; expected keys that the tower lists as capture axes"
-                )
-            self.statistics.record_fallback("eager")
-            output = self.tower.encoder_eager_forward(selected, path=name)
-            return output, PathPlan(planned.tokens, None, MissReason.NOT_CAPTURED, eager=True)
-        if self.config.invariant and planned.eager and planned.reason not in BY_THE_TOWER:
-            planned = planned._replace(eager=False)
-        captures = path.captures_for(planned) if may_replay else []
-        values, rows, exceeded = None, None, False
-        if captures or path.runs_compiled(planned):
-            values = self._values(path, planned, selected)
-        if captures:
-            exceeded = values is None
-            rows = None if values is None else path.forward.rows(values)
-        for budget, ladder, size in captures if values is not None else ():
-            assert values is not None
-            captured = path.best_capture(ladder, size, values)
-            try:
-                captured.load(values, rows)
-            except ReplayError as error:
-                # Raised before anything was copied: the batch is whole.
-                logger.warning("%s, %d tokens: %s", path.label, size, error)
-                exceeded = True
-                continue
-            if not budget and not path.keeps(
-                captured, size, values, rows, functools.partial(path.run_unpadded, selected, values)
-            ):
-                continue
-            are_checked = not self.weight_checks.is_due((name, keys))
-            try:
-                output = captured.replay(debug=self.config.debug, parameters_are_checked=are_checked)[0]
-            except Exception:  # what was found is there until it is mended
-                self.weight_checks.all_are_due()
-                raise
-            assert isinstance(output, torch.Tensor)
-            self.statistics.record_replay(path.key(budget), planned.tokens)
-            as_planned = budget and size == planned.budget
-            return output, planned if as_planned else PathPlan(planned.tokens, size)
-        reason = MissReason.EXTENT_EXCEEDED if exceeded else path.miss_reason(planned)
-        return self._run_without_replay(path, planned._replace(reason=reason), selected, values)
+    def _count(self, run: PathPlan) -> None:
+        self.statistics.record_fallback("eager" if run.eager else "exact")
 
-    def _values(
-        self, path: EncoderPath, planned: PathPlan, selected: dict[str, Any]
-    ) -> dict[str, StaticValue | None] | None:
-        """What the path needs of a batch; None: the tower refuses it, and only its own forward is left."""
-        try:
-            if self.in_inference_mode and path.program is None:  # no program gets what it makes
-                with in_inference_mode():
-                    return path.values(selected)
-            return path.values(selected)
-        except ReplayError as error:
-            logger.warning("%s, %d tokens: %s", path.label, planned.tokens, error)
-            return None
+    def _allowed(self, planned: PathPlan) -> PathPlan:
+        """An eager plan, or with `invariant` the same through the compiled program."""
+        if self.config.invariant and planned.reason not in BY_THE_TOWER:
+            return planned._replace(eager=False)
+        return planned
 
-    def _run_without_replay(
-        self,
-        path: EncoderPath,
-        planned: PathPlan,
-        selected: dict[str, Any],
-        values: dict[str, StaticValue | None] | None,
+    def _run_unlisted(
+        self, name: str, keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
     ) -> tuple[Tensor, PathPlan]:
-        if planned.eager or values is None:
-            with torch.inference_mode() if self.in_inference_mode else contextlib.nullcontext():
-                output, compiled = path.run_eager(selected), False
-        else:
-            output, compiled = path.run_unpadded(selected, values)
-        self.statistics.record_fallback("exact" if compiled else "eager")
-        return output, planned._replace(budget=None, eager=not compiled)
+        """A path at axis keys of which nothing was captured: the tower does not list them."""
+        if self.config.invariant:
+            raise InputError(
+                f"invariant: path {name}: nothing is compiled for axis keys {keys}, and the tower's own "
+                "forward gives other bits; expected keys that the tower lists as capture axes"
+            )
+        self.statistics.record_fallback("eager")
+        output = self.tower.encoder_eager_forward(selected, path=name)
+        return output, PathPlan(planned.tokens, None, MissReason.NOT_CAPTURED, eager=True)
 
     def _collect(
         self,
@@ -218,30 +160,3 @@ class BatchRunner:
         for index in indices:
             if (item := results[index]).untyped_storage().data_ptr() in storages:
                 results[index] = item.clone()
-
-
-class WeightChecks:
-    """Which replays check the parameters that they read.
-
-    Args:
-        seconds: between two checks of a path; 0: each of its replays.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self.are_always_due = not seconds
-        self._last: dict[Hashable, float] = {}
-
-    def is_due(self, path: Hashable) -> bool:
-        """Whether the replay that comes has to check; it is taken to do so."""
-        if self.are_always_due:
-            return True
-        now, last = time.monotonic(), self._last.get(path)
-        if last is not None and now < last + self._seconds:
-            return False
-        self._last[path] = now
-        return True
-
-    def all_are_due(self) -> None:
-        """Has the next replay of every path check."""
-        self._last.clear()

@@ -18,7 +18,6 @@ import select
 import sys
 import threading
 import types
-from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -36,7 +35,6 @@ from fxsplit_encoder.manager.generation import Generation, Served
 from fxsplit_encoder.manager.legacy_dual_path import read_model_config
 from fxsplit_encoder.manager.start import save_programs
 from fxsplit_encoder.manager.turns import compare_between_requests
-from fxsplit_encoder.parts import in_one_go
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import Choosers
@@ -234,8 +232,8 @@ def build_kernels(generation: Generation, choosers: Choosers) -> str:
         measurements.keep_nothing_new(device)
     try:
         with choosers.choosing(), torch.no_grad():
-            runs = generation.runs(generation.planned_captures())
-            in_one_go(compare_between_requests(runs, device, step=nullcontext, beside=nullcontext))
+            planned = generation.planned_captures()
+            compare_between_requests(lambda: generation.run(planned), device)
     except Exception as error:  # whatever a kernel raises: the parent meets it too, and says so
         return f"{type(error).__name__}: {error}"
     return ""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -17,10 +16,10 @@ from fxsplit_encoder.manager.captures import CapturePlan, check_budgets, plan_ca
 from fxsplit_encoder.manager.data_parallel import why_not_compiled
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
-from fxsplit_encoder.parts import Coming, Parts
+from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig, SupportsEncoderCudaGraph
-from fxsplit_encoder.runtime import CaptureScope, CaptureSet
+from fxsplit_encoder.runtime import CaptureScope, CaptureSet, WeightChecks
 from fxsplit_encoder.runtime.statistics import Phase, Statistics
 
 logger = logging.getLogger(__name__)
@@ -33,6 +32,10 @@ _FIRST_BUDGETS = 4
 _UNCOMPILED = {"compile": False, "piece_compiler": "auto", "passes": "auto"}
 
 
+Tell = Callable[[Phase, int, int], None]
+"""Is called with the phase, and how many budgets of how many are done in it."""
+
+
 @dataclass(frozen=True)
 class Served:
     """A tower, and how large its captures are."""
@@ -41,16 +44,6 @@ class Served:
     model_config: EncoderCudaGraphConfig
     limits: Limits
     dtype: torch.dtype
-
-
-class Done(NamedTuple):
-    """How far captures are."""
-
-    phase: Phase
-    budgets: int = 0
-    all_budgets: int = 0
-    coming: Coming = None
-    """What the next step is."""
 
 
 class Generation:
@@ -70,6 +63,7 @@ class Generation:
         self.served = served
         self.config = config
         self.pool = pool
+        self.weight_checks = WeightChecks(config.weight_check_seconds)
         self.scope = CaptureScope(
             config,
             pool,
@@ -77,6 +71,7 @@ class Generation:
             agree,
             not_compiled="" if agree is None else why_not_compiled(tower),
             compares_kernels=compares_kernels,
+            weight_checks=self.weight_checks,
         )
         axes = served.model_config.capture_axes
         self.paths_by_key = {
@@ -148,13 +143,9 @@ class Generation:
             if path.budgets:
                 path.compile(progress, refusals)
 
-    def capture(self, planned: CapturePlan) -> Iterator[Done]:
-        """Measures and captures what was planned, a step each time that it is asked for one: a forward that
-        is timed at one size, or a part of a budget's capture. Where the captures are too large together,
-        further steps make them again.
-
-        Yields:
-            What was done.
+    def capture(self, planned: CapturePlan, tell: Tell = lambda phase, done, total: None) -> None:
+        """Measures and captures what was planned. Where the captures are too large together, they are made
+        again.
         """
         for capture in planned.captures:
             if capture.pruned is not None:
@@ -163,27 +154,27 @@ class Generation:
         wanted = _wanted(planned)
         if self._measures:
             for key in dict.fromkeys(key for key, _ in wanted):
-                for _ in self.paths_by_key[key].measuring():
-                    yield Done("measuring")
-                yield Done("measuring")
-        for done, total, coming in self.captures.capturing(wanted):
-            yield Done("capturing", done, total, coming)
+                tell("measuring", 0, 0)
+                self.paths_by_key[key].measure()
+                pause()
+        tell("capturing", 0, len(wanted))
+        self.captures.capture(wanted, lambda done, total: tell("capturing", done, total))
 
     @property
     def _measures(self) -> bool:
         return self.config.packing == "cost" and self.scope.compares_kernels
 
-    def runs(self, planned: CapturePlan) -> Parts[None]:
-        """Runs, once each, what `capture` will time and capture, largest first, a run each time that it is
-        asked for one: whoever looks on learns which kernels are to be compared.
+    def run(self, planned: CapturePlan) -> None:
+        """Runs, once each, what `capture` will time and capture, largest first, with a pause before each:
+        inside `collecting` this finds which kernels are to be compared.
         """
         wanted = sorted(_wanted(planned), key=lambda each: -each[1])
         for key, budget in wanted:
-            yield from self.paths_by_key[key].ladder.runs(budget)
-            yield None
+            self.paths_by_key[key].ladder.run(budget)
+            pause()
         for key in dict.fromkeys(key for key, _ in wanted if self._measures):
-            yield from self.paths_by_key[key].timed_runs()
-            yield None
+            self.paths_by_key[key].run_timed()
+            pause()
 
     def run_in(self, inference_mode: bool) -> None:
         """Has the tower's own code timed as it will run."""
@@ -213,7 +204,7 @@ class Generation:
 
     def outdate_weights(self) -> None:
         """Has the next replay of every path look at its parameters, and compute anew what is kept of them."""
-        self.runner.weight_checks.all_are_due()
+        self.weight_checks.all_are_due()
         for path in self.paths_by_key.values():
             if path.program is not None:
                 path.program.program.derived.outdate()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import Token
 from pathlib import Path
@@ -19,17 +19,17 @@ from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
-from fxsplit_encoder.manager.batches import WeightChecks
 from fxsplit_encoder.manager.captures import CapturePlan
-from fxsplit_encoder.manager.generation import Done, Generation, first_of
+from fxsplit_encoder.manager.generation import Generation, Tell, first_of
 from fxsplit_encoder.manager.start import load_captured, save_captured
 from fxsplit_encoder.manager.tower_part import tower_part
-from fxsplit_encoder.manager.turns import StoppedError, Turns, compare_meanwhile
+from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
+from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import Plan
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime import Choosers, WeightChecks
 from fxsplit_encoder.runtime.captured_program import warn_of_new_captures
-from fxsplit_encoder.runtime.statistics import CaptureProgress
+from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -86,41 +86,28 @@ class Lifecycle:
         self.compile()
         if self.own.scope.measured and self.own.scope.compares_kernels:
             ahead.begin_no_more()
-            compare_meanwhile(self.own.runs(planned), ahead.is_compiling)
-        told = 0
-        for done in self.own.capture(planned):
-            if progress is not None and done.budgets > told:
-                told = done.budgets
-                progress(told, done.all_budgets)
+            compare_meanwhile(lambda: self.own.run(planned), ahead.is_compiling)
+        self.own.capture(planned, _telling(progress))
         self._switch()
 
     def capture_first(self, progress: Progress | None = None) -> None:
         """Captures a few budgets of the tower's own forward, and has the rest done between requests."""
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
-        planned: CapturePlan | None = None
-        captures: Iterator[Done] = iter(())
-        told = 0
-        while True:
-            on_its_device = on_device(first.pool.device)
-            with self.turns.step(at_once=True), self._kernels.choosing(), on_its_device, without_autograd():
-                if planned is None:
-                    self.take_structure()
-                if self.is_captured:  # by another thread
-                    first.clear()
-                    return
-                if planned is None:
-                    self._read_start()
-                    for generation in (first, self.own):
-                        generation.run_in(in_inference_mode)
-                    planned = self.own.planned_captures()
-                    captures = first.capture(first_of(first.planned_captures()))
-                elif (made := next(captures, None)) is None:
-                    self._serve(first)
-                    self._start_background(planned, first)
-                    return
-                elif progress is not None and made.budgets > told:
-                    told = made.budgets
-                    progress(told, made.all_budgets)
+        work = WorkBetween(self.turns, lambda: self.is_captured, at_once=True)  # by another thread
+        on_its_device = on_device(first.pool.device)
+        try:
+            with self._kernels.choosing(), on_its_device, without_autograd(), pausing_by(work), work.turn():
+                self.take_structure()
+                self._read_start()
+                for generation in (first, self.own):
+                    generation.run_in(in_inference_mode)
+                planned = self.own.planned_captures()
+                first.capture(first_of(first.planned_captures()), _telling(progress))
+                self._serve(first)
+                self._start_background(planned, first)
+        except StoppedError:
+            with self.turns:
+                first.clear()
 
     def _start_background(self, planned: CapturePlan, first: Generation) -> None:
         switch = weakref.WeakMethod(self._switch)
@@ -317,3 +304,11 @@ class serving_scope:
                 self._elsewhere.__exit__(None, None, None)
         finally:
             self._turns.__exit__(kind, *raised)
+
+
+def _telling(progress: Progress | None) -> Tell:
+    def tell(phase: Phase, done: int, total: int) -> None:
+        if progress is not None and done:
+            progress(done, total)
+
+    return tell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,10 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, Replay
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.path_forward import PathForward
-from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, measuring_forward, timed_runs
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, measure_forward, run_timed
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram
@@ -148,16 +147,16 @@ class EncoderPath(CapturedProgram):
             graph_bytes=self.ladder.num_bytes(budget),
         )
 
-    def measuring(self) -> Parts[None]:
+    def measure(self) -> None:
         """Times what no capture is needed for, and captures are judged by: the tower's own forward over a few
-        sizes, and attention. A part each time that it is asked for one.
+        sizes, and attention.
         """
         if not self.scope.measured:
             return
         if self.expected is not None:
             self.measured = self.expected.forward
             return
-        self.measured = yield from measuring_forward(self.forward, self.budgets)
+        self.measured = measure_forward(self.forward, self.budgets)
         if self.scope.config.invariant:  # nothing may take the tower's own forward, however fast
             self.measured = replace(self.measured, eager=())
         # While a capture is open torch frees none of the blocks that it keeps for later.
@@ -165,10 +164,10 @@ class EncoderPath(CapturedProgram):
         if self.measured.out_of_memory is not None:
             self.note(f"{self.label}: out of memory while {self.measured.out_of_memory} tokens were timed")
 
-    def timed_runs(self) -> Parts[None]:
-        """Runs, once each, what `measuring` will time and no capture runs."""
+    def run_timed(self) -> None:
+        """Runs, once each, what `measure` will time and no capture runs."""
         if self.scope.measured and self.expected is None:
-            yield from timed_runs(self.forward, self.budgets)
+            run_timed(self.forward, self.budgets)
 
     def clear(self) -> None:
         """Releases every capture. What is captured next reads the parameters that the tower has then."""
@@ -208,13 +207,17 @@ class EncoderPath(CapturedProgram):
         except InputError as error:
             raise ReplayError(str(error)) from error
 
+    def rows(self, batch: Any, values: Mapping[str, StaticValue | None]) -> int | None:
+        """As the forward tells them."""
+        return self.forward.rows(values)
+
     def runs_compiled(self, planned: PathPlan) -> bool:
-        """Whether a planned batch that is not replayed goes through the compiled program."""
+        """Whether there is a program, and nothing keeps the batch from it."""
         return not planned.eager and self.forward.current_program() is not None
 
     def run_unpadded(
         self, mm_kwargs: dict[str, Any], values: Mapping[str, StaticValue | None]
-    ) -> tuple[Tensor, bool]:
+    ) -> tuple[Sequence[Tensor], bool]:
         """The batch at its exact shape, and whether the compiled program ran: where its assumptions do not
         hold, the tower runs eagerly. With `invariant` an item for which they do not hold runs twice in a
         batch, where they may.
@@ -225,7 +228,7 @@ class EncoderPath(CapturedProgram):
         output = self._run_program(values)
         if output is None and self.scope.config.invariant and self.program is not None:
             output = self._run_twice(mm_kwargs)
-        return (output, True) if output is not None else (self.run_eager(mm_kwargs), False)
+        return ([output], True) if output is not None else (self.run_eager(mm_kwargs), False)
 
     def _run_program(self, values: Mapping[str, StaticValue | None]) -> Tensor | None:
         """The compiled program at the exact shape; None where its assumptions do not hold."""
@@ -251,7 +254,7 @@ class EncoderPath(CapturedProgram):
         output = self._run_program(self.values(twice))
         return None if output is None else output[: output.shape[0] // 2]
 
-    def run_eager(self, mm_kwargs: dict[str, Any]) -> Tensor:
+    def run_eager(self, mm_kwargs: dict[str, Any]) -> Sequence[Tensor]:
         """The batch through the tower itself.
 
         Raises:
@@ -270,4 +273,4 @@ class EncoderPath(CapturedProgram):
                 f"tower: {type(self.tower).__name__}.encoder_eager_forward returned None; expected the rows "
                 "of a batch that no capture holds: implement it, or list larger token_budgets"
             )
-        return output
+        return [output]

@@ -1,4 +1,4 @@
-"""A lock that gives requests priority over background steps, and the comparison of kernels in such steps."""
+"""A lock that gives requests priority over work between them, and the comparison of kernels in such work."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from typing import Any, TypeVar
 import torch
 
 from fxsplit_encoder.kernels import Unmeasured, collecting
-from fxsplit_encoder.parts import Parts, each_within
+from fxsplit_encoder.pauses import StoppedError, has_turn, pausing_by
 
 _Result = TypeVar("_Result")
 
 _POLL_SECONDS = 0.05
 """How often a step that is not due looks again, for a stop among others."""
-
-
-class StoppedError(Exception):
-    """A step was not begun since nobody wants it any more."""
 
 
 class Turns:
@@ -155,7 +151,7 @@ class Turns:
             return
         try:
             future.set_result(work())
-        except Exception as error:
+        except (Exception, StoppedError) as error:
             future.set_exception(error)
         except BaseException as error:  # an interrupt is meant for this thread
             future.set_exception(RuntimeError(f"{type(error).__name__} while it worked for another thread"))
@@ -178,63 +174,170 @@ class Turns:
                 self._changed.wait(min(self._quiet or _POLL_SECONDS, _POLL_SECONDS))
 
 
-_END: Any = object()
-
-Around = Callable[[], AbstractContextManager[object]]
-
-
-def compare_between_requests(
-    runs: Parts[None], device: torch.device, *, step: Around, beside: Around
-) -> Parts[None]:
-    """Compares the kernels of every class of calls that some runs meet, a part each time that it is asked for
-    one.
-
-    A run, and the timing of one kernel on one call, is a step. Checking a kernel's results is none: it may
-    compile the kernel first, for seconds, and other work on the device does not change it.
+class WorkBetween:
+    """Does work with the turn, which it gives up at each pause: the scheduler of `pauses`.
 
     Args:
-        runs: a run a part.
-        step, beside: what is around a step, and around the rest, while requests are served.
+        is_stopped: whether the work is not wanted any more.
+        with_turn: what is around each stretch with the turn; that a pause ends and begins again.
+        lent: what is around that on another thread.
+        at_once: as for `Turns.step`.
+        lends: whether a thread that serves requests records CUDA graphs, as `Turns.lend` has it: at any other
+            time those may wait for the whole device, which no thread may while another records.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        is_stopped: Callable[[], bool],
+        with_turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        lent: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        *,
+        at_once: bool = False,
+        lends: bool = False,
+    ) -> None:
+        self.seconds_paused = 0.0
+        self._turns = turns
+        self._is_stopped = is_stopped
+        self._with_turn = with_turn
+        self._lent = lent
+        self._at_once = at_once
+        self.lends = lends
+        self._held = contextlib.ExitStack()
+        self._has_turn = False
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside, this thread has the turn; it may have it already.
+
+        Raises:
+            StoppedError: the work is not wanted; nothing was done.
+        """
+        if self._has_turn:
+            yield
+            return
+        self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    def pause(self) -> None:
+        """Gives up the turn, if this thread has it, and takes it again.
+
+        Raises:
+            StoppedError: the work is not wanted any more.
+        """
+        if self._is_stopped():
+            raise StoppedError
+        if self._has_turn:
+            self._give()
+            self._take()
+
+    def capture(self, work: Callable[[], _Result]) -> _Result:
+        """Has work done with the turn, by a thread that serves requests if it lends such.
+
+        Raises:
+            StoppedError: the work is not wanted any more.
+            Exception: what the work raised.
+        """
+        if not self.lends:
+            with self.turn():
+                return work()
+        begin, seconds = time.perf_counter(), 0.0
+
+        def by_another() -> _Result:
+            nonlocal seconds
+            if self._is_stopped():
+                raise StoppedError
+            start = time.perf_counter()
+            try:
+                with self._lent(), self._with_turn():
+                    return work()
+            finally:
+                seconds = time.perf_counter() - start
+
+        had_turn = self._has_turn
+        self._give()
+        try:
+            return self._turns.lend(by_another, self._is_stopped)
+        finally:
+            self.seconds_paused += time.perf_counter() - begin - seconds
+            if had_turn:
+                self._take()
+
+    def _take(self) -> None:
+        begin = time.perf_counter()
+        with contextlib.ExitStack() as taken:
+            taken.enter_context(self._turns.step(self._is_stopped, at_once=self._at_once))
+            taken.enter_context(self._with_turn())
+            self._held = taken.pop_all()
+        self._has_turn = True
+        self.seconds_paused += time.perf_counter() - begin
+
+    def _give(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self._held.close()
+
+
+def compare_between_requests(run: Callable[[], None], device: torch.device) -> None:
+    """Compares the kernels of every class of calls that a run meets.
+
+    The run, and the timing of one kernel on one call, have the turn. Checking a kernel's results has not: it
+    may compile the kernel first, for seconds, and other work on the device does not change it.
     """
     unmeasured: Unmeasured = {}
-
-    @contextlib.contextmanager
-    def collecting_step() -> Iterator[None]:
-        with step(), collecting(unmeasured):
-            yield
-
-    yield from each_within(collecting_step, runs)
+    with has_turn(), collecting(unmeasured):
+        run()
     # Of its own, so that requests do not queue behind it.
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-    for measurements, shape in unmeasured:
-        parts = measurements.comparing(shape)
-        coming = next(parts, None)
-        while coming is not None:
-            with step() if coming == "time" else beside():
-                if stream is not None and coming == "time":
-                    # A step has the current stream wait for the requests before it.
-                    stream.wait_stream(torch.cuda.current_stream(device))
-                    stream.synchronize()
-                with torch.cuda.stream(stream):
-                    coming = next(parts, None)
-            yield None
+    with torch.cuda.stream(stream):
+        for measurements, shape in unmeasured:
+            measurements.compare(shape)
     if stream is not None:
         # While a capture is open torch frees none of the blocks that it keeps for later.
         torch.cuda.empty_cache()
 
 
-def compare_meanwhile(runs: Parts[None], is_compiling: Callable[[], bool]) -> None:
-    """Compares the kernels of every class of calls that some runs meet, but for those that other processes
-    are still compiling, until these are done.
+class _WhileCompiling:
+    """Compares, at each pause of a run, the kernels that it has met and no other process is still compiling.
+    The run ends with the compiling.
+    """
+
+    seconds_paused = 0.0
+
+    def __init__(self, unmeasured: Unmeasured, is_compiling: Callable[[], bool]) -> None:
+        self._unmeasured = unmeasured
+        self._is_compiling = is_compiling
+        self._known = 0
+
+    def pause(self) -> None:
+        new = list(self._unmeasured)[self._known :]
+        self._known += len(new)
+        for measurements, shape in new:
+            self._check()
+            measurements.compare_unawaited(shape)
+        self._check()
+
+    def turn(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def capture(self, work: Callable[[], _Result]) -> _Result:
+        return work()
+
+    def _check(self) -> None:
+        if not self._is_compiling():
+            raise StoppedError
+
+
+def compare_meanwhile(run: Callable[[], None], is_compiling: Callable[[], bool]) -> None:
+    """Compares the kernels of every class of calls that a run meets, but for those that other processes are
+    still compiling, until these are done.
     """
     unmeasured: Unmeasured = {}
-    with contextlib.closing(runs):
-        while is_compiling():
-            known = len(unmeasured)
-            with collecting(unmeasured):
-                if next(runs, _END) is _END:
-                    return
-            for measurements, shape in list(unmeasured)[known:]:
-                if not is_compiling():
-                    return
-                measurements.compare_unawaited(shape)
+    scheduler = _WhileCompiling(unmeasured, is_compiling)
+    with contextlib.suppress(StoppedError), collecting(unmeasured), pausing_by(scheduler):
+        scheduler.pause()
+        run()
+        scheduler.pause()

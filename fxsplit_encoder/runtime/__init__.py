@@ -6,9 +6,15 @@ from fxsplit_encoder.runtime.captured_program import (
     Choosers,
     UnpaddedReplays,
 )
-from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward, measuring_forward, timed_runs
+from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward, measure_forward, run_timed
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
-from fxsplit_encoder.runtime.requests import CaptureScope, FreshInputs, request_of_module, request_of_program
+from fxsplit_encoder.runtime.requests import (
+    CaptureScope,
+    FreshInputs,
+    WeightChecks,
+    request_of_module,
+    request_of_program,
+)
 
 __all__ = [
     "CapturableForward",
@@ -20,8 +26,9 @@ __all__ = [
     "KnownCosts",
     "MeasuredForward",
     "UnpaddedReplays",
-    "measuring_forward",
+    "WeightChecks",
+    "measure_forward",
     "request_of_module",
     "request_of_program",
-    "timed_runs",
+    "run_timed",
 ]

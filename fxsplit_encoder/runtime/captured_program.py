@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 import torch
 
+from fxsplit_encoder._torch.grad_mode import in_inference_mode as inference_mode
 from fxsplit_encoder.attention import KernelChooser
 from fxsplit_encoder.capture import (
     BudgetLadder,
@@ -23,9 +25,9 @@ from fxsplit_encoder.capture import (
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CaptureError, InputError, WeightsLayoutError
+from fxsplit_encoder.errors import CaptureError, InputError, ReplayError, WeightsLayoutError
 from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
-from fxsplit_encoder.parts import Parts
+from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
@@ -69,6 +71,11 @@ class CapturableForward(Protocol):
         """
 
 
+Served: TypeAlias = tuple[Sequence[Any], PathPlan, int | None]
+"""The outputs of a batch, which the next replay overwrites if one made them; the plan, as it came to be; and
+the budget of the replay: 0 for one without padding, None for no replay."""
+
+
 class CapturedProgram:
     """One forward with its captures: a ladder of budgets, and captures of the token counts that recur.
 
@@ -90,6 +97,7 @@ class CapturedProgram:
         self.budgets = tuple(budgets)
         self.mode = mode
         self.scope = scope
+        self._checks = scope.weight_checks
         self.shared = SharedBuffers()
         self.segment_capacity: dict[int, int] = {}
         """The attention segments that a captured budget holds; without an entry for a forward without any."""
@@ -182,15 +190,15 @@ class CapturedProgram:
         """The captures by budget."""
         return self.ladder.captured
 
-    def capturing(self, budget: int) -> Parts[None]:
-        """Captures one budget once, or notes why it is dropped; in parts as `BudgetLadder.capturing`."""
+    def capture(self, budget: int) -> None:
+        """Captures one budget once, or notes why it is dropped; pauses as `BudgetLadder.capture`."""
         is_new = budget not in self.captured
-        yield from self.ladder.capturing(budget)
+        self.ladder.capture(budget)
         if is_new and not (self.padding_proved or self.forward.declares_padding):
             for captured in self.ladder.captures_of(budget):
                 captured.must_be_full = self.forward.is_always_full(budget)
         if is_new and budget in self.captured and self._must_compare():
-            yield None
+            pause()
             change = self.forward.padding_change(self.captured[budget], budget)
             if not (self.scope.agree or bool)(change is None):
                 full = self.captured[budget].must_be_full
@@ -327,13 +335,134 @@ class CapturedProgram:
             inputs.check_complete(values)
         return captured
 
-    def keeps(
+    def run(
+        self,
+        planned: PathPlan,
+        batch: Any,
+        *,
+        may_replay: bool = True,
+        capture_now: bool = False,
+        in_inference_mode: bool = False,
+    ) -> Served:
+        """Runs a planned batch: fills the static inputs of the best capture and replays it; without one that
+        takes it, at the exact shape, or else through the tower's own code. The caller has the pool.
+
+        Args:
+            batch: as `values` takes it.
+            may_replay: whether captures serve.
+            capture_now: as for `captures_for`.
+            in_inference_mode: whether the tower's own code runs so.
+
+        Raises:
+            WeightsMovedError: a capture reads parameters that are elsewhere now.
+        """
+        captures = self.captures_for(planned, capture_now=capture_now) if may_replay else ()
+        values, rows, exceeded = None, None, False
+        if captures or self.runs_compiled(planned):
+            values = self._values(planned, batch, in_inference_mode=in_inference_mode)
+        if values is None:
+            exceeded, captures = bool(captures), ()
+        elif captures:
+            rows = self.rows(batch, values)
+        for budget, ladder, size in captures:
+            assert values is not None
+            if not budget and not self.fits(size, rows):
+                continue
+            captured = self.best_capture(ladder, size, values)
+            try:
+                captured.load(values, rows)
+            except ReplayError as error:
+                # Raised before anything was copied: the batch is whole.
+                logger.warning("%s, %d tokens: %s", self.label, size, error)
+                exceeded = True
+                continue
+            if not budget and not self._keeps(captured, size, values, rows, batch):
+                continue
+            checks = self._checks
+            are_checked = checks is None or not (checks.are_always_due or checks.is_due(self))
+            try:
+                outputs = captured.replay(debug=self.scope.config.debug, parameters_are_checked=are_checked)
+            except Exception:  # what was found is there until it is mended
+                if checks is not None:
+                    checks.all_are_due()
+                raise
+            as_planned = budget and size == planned.budget
+            return outputs, planned if as_planned else PathPlan(planned.tokens, size), budget
+        planned = planned._replace(
+            reason=MissReason.EXTENT_EXCEEDED if exceeded else self.miss_reason(planned)
+        )
+        return self._run_without_replay(planned, batch, values, in_inference_mode=in_inference_mode)
+
+    def _values(
+        self, planned: PathPlan, batch: Any, *, in_inference_mode: bool
+    ) -> Mapping[str, StaticValue | None] | None:
+        """What is needed of a batch; None: only the tower's own code takes it."""
+        try:
+            if in_inference_mode and self.forward.region is None:  # no program gets what it makes
+                with inference_mode():
+                    return self.values(batch)
+            return self.values(batch)
+        except ReplayError as error:
+            logger.warning("%s, %d tokens: %s", self.label, planned.tokens, error)
+            return None
+
+    def _run_without_replay(
+        self,
+        planned: PathPlan,
+        batch: Any,
+        values: Mapping[str, StaticValue | None] | None,
+        *,
+        in_inference_mode: bool,
+    ) -> Served:
+        if planned.eager or values is None:
+            with torch.inference_mode() if in_inference_mode else contextlib.nullcontext():
+                return self.run_eager(batch), planned._replace(budget=None, eager=True), None
+        outputs, compiled = self.run_unpadded(batch, values)
+        return outputs, planned._replace(budget=None, eager=not compiled), None
+
+    # --- what a batch is, for whoever derives from this
+
+    def values(self, batch: Any) -> Mapping[str, StaticValue | None]:
+        """What a replay, or a run without padding, needs of a batch.
+
+        Raises:
+            ReplayError: nothing but the tower's own code takes it.
+        """
+        raise NotImplementedError
+
+    def rows(self, batch: Any, values: Mapping[str, StaticValue | None]) -> int | None:
+        """Rows of a batch on the token dimension; None: not known."""
+        raise NotImplementedError
+
+    def fits(self, size: int, rows: int | None) -> bool:
+        """Whether a capture of so many output tokens has as many rows as a batch of these."""
+        return True
+
+    def runs_compiled(self, planned: PathPlan) -> bool:
+        """Whether a planned batch that is not replayed goes through the compiled program."""
+        return True
+
+    def run_unpadded(
+        self, batch: Any, values: Mapping[str, StaticValue | None]
+    ) -> tuple[Sequence[Any], bool]:
+        """The outputs of a batch at its exact shape, and whether the compiled program ran."""
+        raise NotImplementedError
+
+    def run_eager(self, batch: Any) -> Sequence[Any]:
+        """The outputs of a batch through the tower's own code."""
+        raise NotImplementedError
+
+    def copy_of(self, batch: Any) -> Any:
+        """A batch to run beside this one, which a run may use up."""
+        return batch
+
+    def _keeps(
         self,
         captured: CapturedForward,
         size: int,
         values: Mapping[str, StaticValue | None],
         rows: int | None,
-        exact: Callable[[], Any],
+        batch: Any,
     ) -> bool:
         """Whether an unpadded capture serves a batch; one on trial has to beat the exact shape."""
 
@@ -341,7 +470,7 @@ class CapturedProgram:
             captured.load(values, rows)
             captured.replay()
 
-        return self.unpadded.keeps(size, replay, exact)
+        return self.unpadded.keeps(size, replay, lambda: self.run_unpadded(self.copy_of(batch), values))
 
     def as_served(self, planned: PathPlan) -> PathPlan:
         """A plan with what captures of recurring token counts change of it now."""

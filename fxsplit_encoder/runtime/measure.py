@@ -16,10 +16,10 @@ from torch import Tensor
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.inputs import is_cumulative
-from fxsplit_encoder.capture.timing import measuring_run
+from fxsplit_encoder.capture.timing import measure_run
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import measuring
-from fxsplit_encoder.parts import Parts, each_within
+from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import PathCosts, Points
 
 if TYPE_CHECKING:
@@ -174,24 +174,18 @@ class KnownCosts:
     """What capturing and measuring a budget took."""
 
 
-@contextlib.contextmanager
-def _timing() -> Iterator[None]:
-    with torch.no_grad(), measuring():
-        yield
-
-
-def measuring_forward(forward: TimedForward, budgets: Sequence[int]) -> Parts[MeasuredForward]:
+def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
     """Times the tower's own forward from the largest budget down, each time at half the size or less, until
     the host bounds it: smaller sizes take as long; and attention at the largest that memory holds. Of what
-    was not compiled attention alone: the ladder times that forward. A part is at most what is timed at one
-    size.
+    was not compiled attention alone: the ladder times that forward. It pauses after each size.
     """
     measure = _measure_compiled if forward.program is not None else _measure_uncompiled
-    return each_within(_timing, measure(forward, budgets))
+    with torch.no_grad(), measuring():
+        return measure(forward, budgets)
 
 
-def timed_runs(forward: TimedForward, budgets: Sequence[int]) -> Parts[None]:
-    """Runs, once each, what `measuring_forward` times and no capture runs: whoever looks on learns which
+def run_timed(forward: TimedForward, budgets: Sequence[int]) -> None:
+    """Runs, once each, what `measure_forward` times and no capture runs: whoever looks on learns which
     kernels it calls. Of the sizes of a tower's own forward, whose heads may be of another width than its
     program's, those that are likely timed.
     """
@@ -201,16 +195,16 @@ def timed_runs(forward: TimedForward, budgets: Sequence[int]) -> Parts[None]:
             values = forward.capture_values(budget)
             with torch.no_grad():
                 forward(values)
-            yield None
+            pause()
     with contextlib.suppress(InputError, torch.OutOfMemoryError):  # which measuring says
         run = _attention_run(forward, forward.capture_values(budgets[-1]), _MEASURED_SEGMENTS)
         if run is not None:
-            yield None
+            pause()
             with torch.no_grad():
                 run()
 
 
-def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[MeasuredForward]:
+def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
     assert forward.program is not None
     eager: list[tuple[int, float]] = []
     attention, rows_per_token, out_of_memory = 0.0, 1.0, None
@@ -219,7 +213,7 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[Me
     for budget in _halved(budgets):
         try:
             values = forward.capture_values(budget)
-            run = yield from measuring_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
+            run = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
         except InputError:  # the tower has no inputs of this size
             continue
         except torch.OutOfMemoryError:
@@ -233,10 +227,10 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[Me
         host = run.host  # of the smallest: behind a long queue the host waits, too
         if host >= _BOUND_BY_HOST * run.wall:
             break
-        yield None
+        pause()
     for budget, _ in reversed(eager):
         try:
-            attention = yield from _attention_cost(forward, forward.capture_values(budget))
+            attention = _attention_cost(forward, forward.capture_values(budget))
             break
         except torch.OutOfMemoryError:
             out_of_memory = budget
@@ -269,7 +263,7 @@ def _share_of(cu_seqlens: Sequence[int], rows: int) -> float:
     return sum((end - start) ** 2 for start, end in itertools.pairwise(cu_seqlens)) / rows**2
 
 
-def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[MeasuredForward]:
+def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
     """What attention costs in a tower's own code: the difference that it makes where its inputs, several
     equal segments, become a single one. At a moderate size: the cost of one segment grows with its square.
     """
@@ -283,8 +277,8 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[
                 return MeasuredForward()
             # Of cumulative lengths over the same rows those of images are fewer than those of their windows.
             name = min(lengths, key=lambda each: (-lengths[each][-1], len(lengths[each])))
-            several = yield from measuring_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
-            yield None
+            several = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
+            pause()
             if several.host < _BOUND_BY_HOST * several.wall:
                 break
         rows = lengths[name][-1]
@@ -293,7 +287,7 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[
             return MeasuredForward(rows_per_token=rows / budget)
         one = torch.full_like(values[name], rows)
         one[0] = 0
-        single = yield from measuring_run(lambda: forward({**values, name: one}), forward.device)
+        single = measure_run(lambda: forward({**values, name: one}), forward.device)
     except (InputError, RuntimeError) as error:  # of its own code, over lengths that it did not expect
         logger.info("what attention costs is not known: %s", error)
         return MeasuredForward()
@@ -301,7 +295,7 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[
     return MeasuredForward((), attention, rows / budget, share, share)
 
 
-def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> Parts[float]:
+def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> float:
     """Milliseconds of an attended pair, from a batch as one segment and as several of equal length; 0 where
     the batch is too small to tell: the difference of two runs that the host bounds is noise.
     """
@@ -310,9 +304,9 @@ def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> Part
         return 0.0
     rows = forward.program.tokens(values)
     assert rows is not None
-    as_one = yield from measuring_run(one, forward.device)
-    yield None
-    apart = yield from measuring_run(several, forward.device)
+    as_one = measure_run(one, forward.device)
+    pause()
+    apart = measure_run(several, forward.device)
     if as_one.host >= _BOUND_BY_HOST * as_one.wall:
         return 0.0
     pairs = rows**2 * (1 - 1 / _MEASURED_SEGMENTS)

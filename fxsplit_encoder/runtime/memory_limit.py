@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.parts import Coming, Parts
+from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
 
@@ -61,34 +61,21 @@ class CaptureSet:
         wanted: Iterable[tuple[Hashable, int]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Captures budgets of programs, largest first, and drops those that exceed the limit.
+        """Captures budgets of programs, largest first, and drops those that exceed the limit. It pauses
+        between budgets, and as `BudgetLadder.capture`; nothing is replayed before the end.
 
         Args:
             wanted: (program's key, budget).
             progress: is called with (budgets done, budgets).
         """
-        told = 0
-        for done, total, _ in self.capturing(wanted):
-            if progress is not None and done > told:
-                told = done
-                progress(done, total)
-
-    def capturing(self, wanted: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[int, int, Coming]]:
-        """As `capture`, a part each time that it is asked for one, of which a budget has several. Nothing is
-        replayed before the end.
-
-        Yields:
-            (budgets done, budgets, what comes), with all done where budgets are captured again under the
-            limit.
-        """
         ordered = sorted(wanted, key=lambda each: -each[1])
-        for done, (key, budget) in enumerate(ordered):
-            for coming in self._capture_one(key, budget):
-                yield done, len(ordered), coming
-            yield done + 1, len(ordered), None
+        for done, (key, budget) in enumerate(ordered, 1):
+            self._capture_one(key, budget)
+            if progress is not None:
+                progress(done, len(ordered))
+            pause()
         while self._over_limit():
-            for coming in self._drop_least_useful():
-                yield len(ordered), len(ordered), coming
+            self._drop_least_useful()
 
     def clear(self) -> None:
         """Releases every capture; their memory goes back to the device."""
@@ -100,14 +87,14 @@ class CaptureSet:
         """What `capture` makes of what is captured now."""
         return [(key, budget) for key, program in self.programs.items() for budget in program.captured]
 
-    def _capture_one(self, key: Hashable, budget: int) -> Parts[None]:
+    def _capture_one(self, key: Hashable, budget: int) -> None:
         program = self.programs[key]
-        yield from program.capturing(budget)
+        program.capture(budget)
         if self.spare is not None and budget in program.ladder.out_of_memory:
             spare, self.spare = self.spare, None
             spare()
             program.forget_drop(budget)
-            yield from program.capturing(budget)
+            program.capture(budget)
         captures = self.num_captured
         if captures == 1 and budget in program.captured and self._over_limit():
             program.drop(budget, f"{self._excess()}, by this one alone")
@@ -124,8 +111,8 @@ class CaptureSet:
     def _excess(self) -> str:
         return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.max_bytes}"
 
-    def _drop_least_useful(self) -> Parts[None]:
-        """Drops the budgets that gain least for their bytes, and captures the rest again, in parts.
+    def _drop_least_useful(self) -> None:
+        """Drops the budgets that gain least for their bytes, and captures the rest again.
 
         Memory of a pool is given back as a whole, so what remains has to be captured again.
         """
@@ -143,8 +130,8 @@ class CaptureSet:
             program.release()
         self.pool.retire()
         for key, budget in sorted(kept, key=lambda each: -each[1]):
-            yield from self._capture_one(key, budget)
-            yield None
+            self._capture_one(key, budget)
+            pause()
 
     def _least_useful(self) -> tuple[CapturedProgram, int]:
         found = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -152,6 +153,33 @@ def _buffer(
     return buffer if dim is None else shared.share(buffer)
 
 
+class WeightChecks:
+    """Which replays check the parameters that they read.
+
+    Args:
+        seconds: between two checks of a path; 0: each of its replays.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.are_always_due = not seconds
+        self._last: dict[Hashable, float] = {}
+
+    def is_due(self, path: Hashable) -> bool:
+        """Whether the replay that comes has to check; it is taken to do so."""
+        if self.are_always_due:
+            return True
+        now, last = time.monotonic(), self._last.get(path)
+        if last is not None and now < last + self._seconds:
+            return False
+        self._last[path] = now
+        return True
+
+    def all_are_due(self) -> None:
+        """Has the next replay of every path check."""
+        self._last.clear()
+
+
 @dataclass(frozen=True)
 class CaptureScope:
     """The settings, the memory and the ranks of one owner's captures."""
@@ -166,6 +194,8 @@ class CaptureScope:
     """Why nothing is compiled; empty: it is."""
     compares_kernels: bool = True
     """Whether attention kernels that were not compared yet are compared before captures."""
+    weight_checks: WeightChecks | None = None
+    """Which replays check the parameters that they read; None: none does, since the owner has."""
 
     @property
     def measured(self) -> bool:

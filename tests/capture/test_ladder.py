@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -26,20 +26,13 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.timing import MeasuredRun
 from fxsplit_encoder.errors import CaptureError, ConfigError
-from fxsplit_encoder.kernels import choice, is_measuring
-from fxsplit_encoder.parts import Parts
+from fxsplit_encoder.kernels import choice
+from fxsplit_encoder.pauses import pausing_by, run_capture
 from tests.attention.fakes import FakeKernel, FakeMeter
 from tests.attention.fakes import shape as attention_shape
+from tests.pauses import Pauses
 
 from .bodies import body_calling, request_of
-
-Found = TypeVar("Found")
-
-
-def told(found: Found) -> Parts[Found]:
-    """What a clock would find, at once."""
-    yield from ()
-    return found
 
 
 def request(
@@ -139,20 +132,19 @@ class Measured:
 
         def record(
             ladder_self: BudgetLadder, budget: int, wanted: CaptureRequest, mode: str
-        ) -> Parts[CapturedForward]:
-            yield "capture"
+        ) -> CapturedForward:
             name = mode if wanted.single_segment is not None else single
             if name in fails:
                 raise CaptureError(f"{name} fails")
             captured = CapturedForward(wanted, mode, ladder_self.pool)
             ladder_self._num_bytes[budget] += 5
-            captured.measuring = lambda: told(costs[name])  # type: ignore[method-assign]
+            captured.measure = lambda: costs[name]  # type: ignore[method-assign]
             captured.release = lambda: self.released.append(name)  # type: ignore[method-assign]
             return captured
 
         monkeypatch.setattr(BudgetLadder, "_record", record)
         exact = MeasuredRun(costs["exact"], costs.get("host", costs["exact"]))
-        monkeypatch.setattr(ladder, "measuring_run", lambda call, device: told(exact))
+        monkeypatch.setattr(ladder, "measure_run", lambda call, device: exact)
 
 
 COSTS = {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 0.5}
@@ -224,36 +216,28 @@ def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.M
     assert measured.exact_price == pytest.approx(10.25), "5 % of what is not attention"
 
 
-def test_a_part_of_a_capture_is_one_timing_or_one_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that whoever waits for a part waits for no more than that."""
+def test_between_two_pauses_is_one_timing_or_one_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a request waits for no more than that."""
     measured = Measured(monkeypatch, COSTS)
     events: list[str] = []
-    record, timed = BudgetLadder._record, ladder.measuring_run
+    record, timed = BudgetLadder._record, ladder.measure_run
 
-    def recording(self: BudgetLadder, *arguments: Any) -> Parts[CapturedForward]:
-        captured = yield from record(self, *arguments)
-        events.append("record")
-        measuring = captured.measuring
-        captured.measuring = lambda: [events.append("time"), measuring()][1]  # type: ignore
+    def recording(self: BudgetLadder, *arguments: Any) -> CapturedForward:
+        captured = run_capture(lambda: record(self, *arguments))
+        measure = captured.measure
+        captured.measure = lambda: [events.append("time"), measure()][1]  # type: ignore
         return captured
 
     monkeypatch.setattr(BudgetLadder, "_record", recording)
-    monkeypatch.setattr(ladder, "measuring_run", lambda *given: [events.append("exact"), timed(*given)][1])
-    by_part, coming = [], None
-    for what in measured.ladder.capturing(8):
-        assert not is_measuring(), "what comes in between compares nothing"
-        by_part.append((coming, *events))
-        events.clear()
-        coming = what
-    by_part.append((coming, *events))
-    warm_up, capture, timing = (None,), ("capture", "record"), (None, "time")
-    assert by_part == [
-        *[(None, "exact"), warm_up, capture, warm_up, capture, timing, timing],
-        *[warm_up, capture, timing],
-    ]
+    monkeypatch.setattr(ladder, "measure_run", lambda *given: [events.append("exact"), timed(*given)][1])
+    with pausing_by(Pauses(lambda: events.append("|"), at_capture=lambda: events.append("record"))):
+        measured.ladder.capture(8)
+    assert " ".join(events) == "exact | record | record | time | time | record | time"
     captured = measured.ladder.captured[8]
     assert (captured.mode, measured.ladder.capture_ms > 0) == ("piecewise", True)
-    assert list(measured.ladder.capturing(8)) == [], "once"
+    events.clear()
+    measured.ladder.capture(8)
+    assert not events, "once"
 
 
 def test_what_a_capture_takes_is_told_without_the_comparisons_of_kernels(
@@ -308,19 +292,22 @@ def test_what_a_capture_would_run_is_run_once_and_nothing_is_captured(
 
     made = make_ladder("auto", [], make)
     made.pool.is_cuda = True
-    parts = made.runs(8)
-    for number, _ in enumerate(parts):
-        assert len(ran) == number, "a run a part"
+    runs: list[int] = []
+    with pausing_by(Pauses(lambda: runs.append(len(ran)))):
+        made.run(8)
+    assert runs == [0, 1, 2], "a pause before each"
     assert ran == ["any", "single", "single"] and not made.captured and not made.costs
     made.expect({8: KnownBudget(MeasuredCosts({"full": 1.0}, 1.0), "full")}, 1.0)
-    assert list(made.runs(8)) == [], "of a known budget nothing is compared"
+    made.run(8)
+    assert len(ran) == 3, "of a known budget nothing is compared"
 
     def none_left() -> CaptureRequest:
         raise torch.OutOfMemoryError("none left")
 
     without = make_ladder("auto", [], none_left)
     without.pool.is_cuda = True
-    assert list(without.runs(8)) == [] and not without.dropped, "capturing will say it"
+    without.run(8)
+    assert not without.dropped, "capturing will say it"
 
 
 def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,25 +334,25 @@ def module_ladder(
     timed: list[int] = []
     recorded: list[tuple[str, int]] = []
     budgets: list[int] = []
-    record = CapturedForward.recording
+    record = CapturedForward.record
 
     def made(budget: int) -> CaptureRequest:
         budgets.append(budget)
         return module_request(body)
 
-    def measured(call: Any, device: torch.device) -> Parts[MeasuredRun]:
+    def measured(call: Any, device: torch.device) -> MeasuredRun:
         timed.append(budgets[-1])
-        return told(run)
+        return run
 
-    def recording(self: CapturedForward, warmups: int) -> Parts[None]:
+    def recording(self: CapturedForward, warmups: int) -> None:
         recorded.append((self.mode, warmups))
         self.pool.is_cuda = False  # a recording of calls stands in for graphs
-        yield from record(self, warmups)
+        record(self, warmups)
         self.pool.is_cuda = True
 
-    monkeypatch.setattr(ladder, "measuring_run", measured)
-    monkeypatch.setattr(CapturedForward, "measuring", lambda self: told(1.0))
-    monkeypatch.setattr(CapturedForward, "recording", recording)
+    monkeypatch.setattr(ladder, "measure_run", measured)
+    monkeypatch.setattr(CapturedForward, "measure", lambda self: 1.0)
+    monkeypatch.setattr(CapturedForward, "record", recording)
     found = BudgetLadder(made, "auto", GraphPool(torch.device("cpu")))
     found.pool.is_cuda = True
     return found, timed, recorded
@@ -405,7 +392,7 @@ def refuse_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> MeasuredRun:
         raise AssertionError("nothing is timed where it is known")
 
-    monkeypatch.setattr(ladder, "measuring_run", fail)
+    monkeypatch.setattr(ladder, "measure_run", fail)
 
 
 @pytest.mark.parametrize("single", [0.5, 1.5])

@@ -41,7 +41,6 @@ from fxsplit_encoder.errors import (
     WeightsMovedError,
 )
 from fxsplit_encoder.manager import path as path_module
-from fxsplit_encoder.parts import Parts
 
 from ..backend.towers import Attention
 from ..dispatched import Dispatched
@@ -213,7 +212,8 @@ def test_rule_1_without_a_program_attention_clears_the_pad_rows(
 
     # Did it leave them as they are, they would reach real rows.
     monkeypatch.setattr(breakable, "_clear_pad_rows", lambda out, cu_seqlens: out)
-    manager._serving.runner.config = config.replace(debug=False)
+    path = manager.paths["default"]
+    path.scope = replace(path.scope, config=config.replace(debug=False))
     assert differs(manager.execute(inputs), expected)
 
 
@@ -887,17 +887,17 @@ def test_rule_9_a_failed_capture_for_one_segment_keeps_the_general_one(device_po
 @pytest.fixture
 def pool_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     events: list[Any] = []
-    record, retire = CapturedForward.recording, GraphPool.retire
+    record, retire = CapturedForward.record, GraphPool.retire
 
-    def spy_record(self: CapturedForward, warmups: int) -> Parts[None]:
+    def spy_record(self: CapturedForward, warmups: int) -> None:
         events.append((id(self.pool), self.rows))
-        yield from record(self, warmups)
+        record(self, warmups)
 
     def spy_retire(self: GraphPool) -> None:
         events.append((id(self), "retire"))
         retire(self)
 
-    monkeypatch.setattr(CapturedForward, "recording", spy_record)
+    monkeypatch.setattr(CapturedForward, "record", spy_record)
     monkeypatch.setattr(GraphPool, "retire", spy_retire)
     return events
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fxsplit_encoder.capture import timing
-from fxsplit_encoder.capture.timing import MeasuredRun, measure_ms, measuring_run
-from fxsplit_encoder.parts import in_one_go
+from fxsplit_encoder.capture.timing import MeasuredRun, measure_ms, measure_run
+from fxsplit_encoder.pauses import pausing_by
+from tests.pauses import Pauses
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ class Call:
 
 def test_the_median_after_a_warm_up_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call(monkeypatch, 900.0, 3.0, 1.0, 2.0)
-    assert in_one_go(measuring_run(call, CPU)) == pytest.approx(MeasuredRun(2.0, 2.0))
+    assert measure_run(call, CPU) == pytest.approx(MeasuredRun(2.0, 2.0))
     assert call.left == 0
 
 
@@ -48,6 +49,8 @@ def test_a_run_that_takes_long_is_a_part_of_its_own(
     took: float, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = Call(monkeypatch, *[took] * 4)
-    left_between = [call.left for _ in measuring_run(call, CPU)]
-    left = [4, *left_between, call.left]
+    left = [4]
+    with pausing_by(Pauses(lambda: left.append(call.left))):
+        measure_run(call, CPU)
+    left.append(call.left)
     assert [before - after for before, after in itertools.pairwise(left)] == parts

@@ -35,9 +35,9 @@ def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured")
 
-    for module, name in ((path_module, "measuring_forward"), (ladder, "measuring_run")):
+    for module, name in ((path_module, "measure_forward"), (ladder, "measure_run")):
         monkeypatch.setattr(module, name, fail)
-    monkeypatch.setattr(Meter, "parts", fail)
+    monkeypatch.setattr(Meter, "measure", fail)
     torch._dynamo.utils.counters.clear()
     second = manager_of(wrapped, CONFIG)
     assert second.load_start(path), second.reports
@@ -106,7 +106,7 @@ def test_what_vllm_captures_again_is_not_measured_again(
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured")
 
-    for module, name in ((path_module, "measuring_forward"), (ladder, "measuring_run")):
+    for module, name in ((path_module, "measure_forward"), (ladder, "measure_run")):
         monkeypatch.setattr(module, name, fail)
     second = captured()
     ladder_of_second = second.manager.paths["default"].ladder

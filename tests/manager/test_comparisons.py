@@ -14,10 +14,11 @@ from fxsplit_encoder.attention import KernelChooser
 from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.attention.measure import AttentionMeter
-from fxsplit_encoder.kernels import is_measuring, measuring
+from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.manager.turns import compare_between_requests, compare_meanwhile
-from fxsplit_encoder.parts import Parts
+from fxsplit_encoder.pauses import pause, pausing_by
 from tests.attention.fakes import FakeKernel
+from tests.pauses import Pauses
 
 CPU = torch.device("cpu")
 CAPTURED = AttentionShape(CPU, torch.bfloat16, 2, 8, 48, 24, 4)
@@ -33,7 +34,7 @@ class Scene:
     """Kernels and a clock that log what they do, and contexts that log where."""
 
     def __init__(self) -> None:
-        self.where = "outside"
+        self.where = "beside"
         self.log: list[tuple[str, str]] = []
 
         def kernel(name: str) -> FakeKernel:
@@ -57,46 +58,35 @@ class Scene:
         try:
             yield
         finally:
-            self.where = "outside"
+            self.where = "beside"
 
-    def runs(self, *shapes: AttentionShape) -> Parts[None]:
+    def run(self, *shapes: AttentionShape) -> None:
         for shape in shapes:
-            assert self.where == "step"
+            assert self.where == "turn"
             self.chooser.ranking(shape)
             assert not self.log, "a run measures nothing"
-            yield
+            pause()
 
-    def work(self, *shapes: AttentionShape) -> Iterator[None]:
-        return compare_between_requests(
-            self.runs(*shapes), CPU, step=lambda: self.at("step"), beside=lambda: self.at("beside")
-        )
+    def work(self, *shapes: AttentionShape) -> None:
+        with pausing_by(Pauses(lambda: None, around=lambda: self.at("turn"))):
+            compare_between_requests(lambda: self.run(*shapes), CPU)
 
 
 def table(scene: Scene, *shapes: AttentionShape) -> Any:
     return scene.chooser.measurements.table(CPU)
 
 
-def test_a_step_is_one_run_or_one_timing_and_checks_are_none() -> None:
+def test_a_run_and_one_timing_have_the_turn_and_checks_have_not() -> None:
     scene = Scene()
-    log = scene.log
-    parts = []
-    for _ in scene.work(CAPTURED, KNOWN, CAPTURED):
-        assert scene.where == "outside" and not is_measuring()
-        scene.chooser.ranking(CAPTURED)  # a request that comes in between measures nothing
-        parts.append(tuple(log))
-        log.clear()
-    timings = [part for part in parts if any(what == "clock" for what, _ in part)]
+    scene.work(CAPTURED, KNOWN, CAPTURED)
     # Two kernels: of the captured class on two calls, of the known ones on one segment, four and sixteen.
-    assert timings == [(("clock", "step"),)] * (2 * 2 + 2 * 3)
-    checks = [part for part in parts if part and part not in timings]
-    assert all(len({what for what, _ in part}) == 1 for part in checks), "one kernel a part"
-    assert {where for part in checks for _, where in part} == {"beside"}
+    assert [each for each in scene.log if each[0] == "clock"] == [("clock", "turn")] * (2 * 2 + 2 * 3)
+    assert {where for what, where in scene.log if what != "clock"} == {"beside"}
 
 
 def test_what_is_found_is_what_a_capture_would_have_found() -> None:
     scene, at_once = Scene(), Scene()
-    for _ in scene.work(CAPTURED, KNOWN):
-        pass
+    scene.work(CAPTURED, KNOWN)
     with measuring():
         for shape in (CAPTURED, KNOWN):
             at_once.chooser.ranking(shape)
@@ -115,7 +105,7 @@ def test_what_is_known_already_is_not_compared() -> None:
     known = len(scene.log)
     assert known
     scene.log.clear()
-    assert [None for _ in scene.work(KNOWN)] == [None], "the run alone"
+    scene.work(KNOWN)
     assert not scene.log
 
 
@@ -127,8 +117,7 @@ def test_memory_that_runs_out_leaves_a_class_without_a_choice() -> None:
         raise torch.OutOfMemoryError("none left")
 
     meter.examples = none_left  # type: ignore[method-assign]
-    for _ in scene.work(CAPTURED):
-        pass
+    scene.work(CAPTURED)
     (found,) = table(scene).values()
     assert not found.microseconds and not found.rejected
 
@@ -142,7 +131,7 @@ class LateKernel(FakeKernel):
 def late_scene() -> Scene:
     scene = Scene()
     measurements = scene.chooser.measurements
-    scene.where = "step"
+    scene.where = "turn"
 
     def note(out: torch.Tensor) -> torch.Tensor:
         scene.log.append(("late", scene.where))
@@ -165,12 +154,12 @@ def test_while_others_compile_what_waits_for_none_of_them_is_compared() -> None:
     scene, at_once = late_scene(), late_scene()
     other = dataclasses.replace(CAPTURED, tokens=96, longest=48)
 
-    def runs() -> Parts[None]:
+    def run() -> None:
         for shape in (CAPTURED, KNOWN, other):
             scene.chooser.ranking(shape)
-            yield
+            pause()
 
-    compare_meanwhile(runs(), lambda: True)
+    compare_meanwhile(run, lambda: True)
     assert {what for what, _ in scene.log} == {"one", "two", "clock"}
     assert not table(scene), "nothing is decided without the others"
     assert measure(scene, CAPTURED, other) == ["late"]
@@ -184,14 +173,14 @@ def test_as_soon_as_others_are_done_all_is_compared_as_ever(moments: int) -> Non
     scene, at_once = late_scene(), late_scene()
     left, num_runs = iter(range(moments)), 0
 
-    def runs() -> Parts[None]:
+    def run() -> None:
         nonlocal num_runs
         for shape in (CAPTURED, KNOWN):
             scene.chooser.ranking(shape)
             num_runs += 1
-            yield
+            pause()
 
-    compare_meanwhile(runs(), lambda: next(left, None) is not None)
+    compare_meanwhile(run, lambda: next(left, None) is not None)
     assert num_runs == min(2, (moments + 1) // 2)  # it asks before each run and before each class
     assert not table(scene)
     measure(scene, CAPTURED, KNOWN)
@@ -207,12 +196,11 @@ def test_without_memory_nothing_is_found_meanwhile() -> None:
     def none_left(shape: AttentionShape) -> Any:
         raise torch.OutOfMemoryError("none left")
 
-    def runs() -> Parts[None]:
+    def run() -> None:
         scene.chooser.ranking(CAPTURED)
-        yield
 
     meter.examples = none_left  # type: ignore[method-assign]
-    compare_meanwhile(runs(), lambda: True)
+    compare_meanwhile(run, lambda: True)
     assert not scene.log
     meter.examples = examples  # type: ignore[method-assign]
     assert measure(scene, CAPTURED) == ["late", "one", "two"]

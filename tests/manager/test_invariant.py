@@ -5,6 +5,7 @@ cannot keep that is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,6 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention.kernels import KERNELS
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.parts import Parts, in_one_go
 from fxsplit_encoder.planning.plan import PathPlan
 from tests.manager.mock_towers import PackedModel
 from tests.manager.packings import differing, packed_items, packings, tile_items
@@ -174,9 +174,12 @@ def test_a_plan_for_the_towers_own_forward_runs_the_program(tiny: Any) -> None:
     )
     try:
         planned = PathPlan(6, None, fx.MissReason.EAGER_IS_FASTER, eager=True)
-        output, done = manager._serving.runner._run_path("default", (), planned, inputs, True)
+        plan = manager.plan(inputs)
+        plan = replace(plan, batches=(plan.batches[0]._replace(paths={"default": planned}),))
+        runner, specs = manager._serving.runner, tower.get_encoder_cudagraph_item_specs(inputs)
+        (output,), (done,) = runner.run(plan, inputs, specs, may_replay=True)
         assert torch.equal(output, expected)
-        assert not done.eager
+        assert not done.paths["default"].eager
         with pytest.raises(InputError, match="the tower's own forward gives other bits"):
             manager.paths["default"].run_eager(inputs)
     finally:
@@ -201,15 +204,12 @@ def test_no_time_of_the_towers_own_forward_is_kept(tiny: Any, monkeypatch: pytes
     path = manager.paths["default"]
     monkeypatch.setattr(type(path.scope), "measured", True)
 
-    def found(*_: Any) -> Parts[MeasuredForward]:
-        yield
-        return MeasuredForward(((4, 0.1),), 1e-6)
-
-    monkeypatch.setattr(module, "measuring_forward", found)
+    found = MeasuredForward(((4, 0.1),), 1e-6)
+    monkeypatch.setattr(module, "measure_forward", lambda *_: found)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     before = path.measured
     try:
-        in_one_go(path.measuring())
+        path.measure()
         assert (path.measured.eager, path.measured.attention) == ((), 1e-6)
     finally:
         path.measured = before

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import gc
+import itertools
 import logging
 import os
 import random
@@ -13,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +33,6 @@ from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.compile_worker import CompileWorker
 from fxsplit_encoder.manager.generation import first_of
 from fxsplit_encoder.manager.path_forward import PathForward
-from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.runtime.statistics import CaptureProgress, least
 
 from .mock_towers import (
@@ -72,10 +73,29 @@ def begun(tower: Any = None, config: fx.EncoderConfig = CONFIG) -> fx.EncoderCud
     return manager
 
 
+def do_work(manager: fx.EncoderCudaGraphManager, between: Callable[[], object]) -> None:
+    """The work on this thread; what comes in between is done whenever it gives up the turn."""
+    background, errors = manager._lifecycle.background, list[Exception]()
+    give, had = background.work._give, lambda: background.work._has_turn
+
+    def give_up() -> None:
+        is_given = had()
+        give()
+        if is_given:
+            try:
+                contextvars.Context().run(between)  # as on a thread of its own
+            except Exception as error:
+                errors.append(error)
+
+    background.work._give = give_up
+    background.run()
+    for error in errors:
+        raise error
+
+
 def finish(manager: fx.EncoderCudaGraphManager) -> None:
-    """All of the work, with a request after each piece."""
-    for _ in manager._lifecycle.background.work():
-        assert_right(manager, 3, 5)
+    """All of the work, with a request whenever it gives up the turn."""
+    do_work(manager, lambda: assert_right(manager, 3, 5))
 
 
 def assert_right(manager: fx.EncoderCudaGraphManager, *lengths: int) -> None:
@@ -131,22 +151,25 @@ def test_it_serves_at_once_and_rightly_after_each_piece(by_hand: None) -> None:
     manager = begun()
     assert manager.is_captured() and manager.programs == {"default": None}
     assert modes(manager) == {"default": dict.fromkeys((4, 6, 12, 16), "breakable")}
-    work = manager._lifecycle.background.work()
     seen = []
-    for _ in work:
+
+    def serve() -> None:
         assert_right(manager, 3, 5)
         assert_right(manager, 13)
         seen.append((phase(manager), manager.programs["default"] is not None))
+
+    do_work(manager, serve)
+    assert seen.pop() == ("done", True)
     assert_right(manager, 3, 5)
     assert all(not compiled for _, compiled in seen), "what serves changes at the end, and at once"
-    captures = [each for each, _ in seen][-10:]  # of a budget the runs before the capture, and the capture
-    assert captures == ["capturing"] * 10 and seen[0][0] == "tracing"
+    captures = [each for each, _ in seen][-5:]
+    assert captures == ["capturing"] * 5 and seen[0][0] == "tracing"
     assert phase(manager) == "done"
     assert state(manager) == usual_state()
     (how,) = manager.reports
     assert how.startswith("path default: compiled on a thread beside the requests: only what Inductor")
     hits = manager.stats()
-    assert (hits.hits, hits.misses) == (2 * 2 * len(seen) - len(seen) + 2, {})
+    assert (hits.hits, hits.misses) == (3 * (len(seen) + 1) + 2, {})
 
 
 def test_progress_is_told(by_hand: None) -> None:
@@ -174,8 +197,7 @@ def test_several_paths_and_what_some_skip(by_hand: None) -> None:
     config = CONFIG.replace(token_budgets=(4, 8, 16))
     manager = begun(OlderTwoPaths(), config)
     inputs = items(manager.tower, (3, 0), (2, 2))
-    for _ in manager._lifecycle.background.work():
-        assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
+    do_work(manager, lambda: assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs)))
     assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
     assert state(manager) == state(captured(OlderTwoPaths(), config))
 
@@ -219,7 +241,7 @@ def test_a_start_from_a_file(tmp_path: Any, by_hand: None) -> None:
     captured().save_start(path)
     manager = begun(config=CONFIG.replace(start_file=path))
     assert manager.paths["default"].expected is None, "what serves first was never measured"
-    list(manager._lifecycle.background.work())
+    manager._lifecycle.background.run()
     assert manager.paths["default"].expected is not None
 
 
@@ -314,13 +336,14 @@ def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: p
 def test_clear_in_the_middle(by_hand: None) -> None:
     manager = begun()
     for number in range(8):
-        work = manager._lifecycle.background.work()
-        for _ in range(number):
-            next(work, None)
-        background = manager._lifecycle.background
-        manager.clear()
-        with pytest.raises(background_module.StoppedError):
-            list(work)
+        background, left = manager._lifecycle.background, iter(range(number))
+
+        def clear(left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                manager.clear()
+
+        clear()
+        do_work(manager, clear)
         assert phase(manager) == "stopped" and not manager.is_captured() and manager.num_bytes == 0
         assert_right(manager, 3, 5)
         manager.capture(wait=False)
@@ -331,10 +354,14 @@ def test_clear_in_the_middle(by_hand: None) -> None:
 
 def test_weights_that_move_meanwhile(by_hand: None) -> None:
     manager = begun()
-    for number, _ in enumerate(manager._lifecycle.background.work()):
-        if number % 3 == 1:
+    numbers = itertools.count()
+
+    def move() -> None:
+        if next(numbers) % 3 == 1:
             manager.tower.linear.weight = nn.Parameter(manager.tower.linear.weight + 1, requires_grad=False)
         assert_right(manager, 3, 5)
+
+    do_work(manager, move)
     assert_right(manager, 3, 5)
     assert phase(manager) == "done"
 
@@ -348,7 +375,7 @@ def lending(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = BackgroundCapture.start
 
     def start(self: BackgroundCapture) -> None:
-        self.lends_captures = True
+        self.work.lends = True
         begin(self)
 
     monkeypatch.setattr(BackgroundCapture, "start", start)
@@ -357,17 +384,21 @@ def lending(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_device_who_asks_captures(lending: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other thread may wait for the device while a graph is captured, as whoever asks does some time."""
     by_thread: dict[str, set[int]] = {"warm up": set(), "capture": set()}
-    recording = CapturedForward.recording
+    record, capture = CapturedForward.record, CapturedForward._record
 
-    def spied(self: CapturedForward, warmups: int = 2) -> Parts[None]:
+    def spied(self: CapturedForward, warmups: int = 2) -> None:
         by_thread["warm up"].add(threading.get_ident())
-        yield from recording(self, warmups)
+        record(self, warmups)
+
+    def spied_capture(self: CapturedForward, what: str) -> None:
         by_thread["capture"].add(threading.get_ident())
+        capture(self, what)
 
     begin = BackgroundCapture.start
 
     def start(self: BackgroundCapture) -> None:
-        monkeypatch.setattr(CapturedForward, "recording", spied)
+        monkeypatch.setattr(CapturedForward, "record", spied)
+        monkeypatch.setattr(CapturedForward, "_record", spied_capture)
         begin(self)
 
     monkeypatch.setattr(BackgroundCapture, "start", start)
@@ -509,19 +540,17 @@ def test_a_tower_that_another_process_cannot_make(elsewhere: list[CompileWorker]
 @pytest.mark.parametrize("ended_by", ["kill", "clear"])
 def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWorker]) -> None:
     manager = begun(Sleeps())
-    work = manager._lifecycle.background.work()
-    next(work)
-    (worker,) = elsewhere
-    assert worker.path.stat().st_mode & 0o777 == 0o700
+
+    def end() -> None:
+        (worker,) = elsewhere
+        if worker.path.exists():
+            assert worker.path.stat().st_mode & 0o777 == 0o700
+            os.kill(worker.pid, 9) if ended_by == "kill" else manager.clear()
+
+    do_work(manager, end)
     if ended_by == "kill":
-        os.kill(worker.pid, 9)
-        list(work)
         assert "the process that compiled ended with status -9" in manager.reports[-1]
-        assert phase(manager) == "failed"
-    else:
-        manager.clear()
-        with pytest.raises(background_module.StoppedError):
-            next(work)
+    assert phase(manager) == ("failed" if ended_by == "kill" else "stopped")
     assert_right(manager, 3, 5)
 
 

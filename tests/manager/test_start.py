@@ -21,7 +21,6 @@ from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import tower_key
-from fxsplit_encoder.parts import in_one_go
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 from fxsplit_encoder.start.saved import read_parts, write_parts
 
@@ -237,14 +236,14 @@ def test_costs_that_are_known_are_not_measured(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(path_module, "measuring_forward", fail)
+    monkeypatch.setattr(path_module, "measure_forward", fail)
     manager = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
     path = manager.paths["default"]
     monkeypatch.setattr(manager.pool, "is_cuda", True)
     with pytest.raises(AssertionError, match="measured"):
-        in_one_go(path.measuring())
+        path.measure()
     forward = MeasuredForward(((4, 1.0), (16, 2.0)), 0.5)
     path.expect(KnownCosts(forward, {4: KnownBudget(MeasuredCosts({"full": 1.0}, 2.0), "full")}, 3.0))
-    in_one_go(path.measuring())
+    path.measure()
     assert path.measured is forward
     assert path.ladder.capture_ms == 3.0

@@ -11,8 +11,7 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.manager import batches
-from fxsplit_encoder.manager.batches import WeightChecks
+from fxsplit_encoder.runtime import WeightChecks, requests
 
 from . import managers
 from .mock_towers import SplitModel, alone, assert_equal_items, batch
@@ -23,7 +22,7 @@ captured = functools.partial(managers.captured, token_budgets=(8,), debug=False)
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(batches, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 def replace_weight(model: SplitModel) -> None:

@@ -13,17 +13,12 @@ import torch
 from fxsplit_encoder.capture import MeasuredCosts
 from fxsplit_encoder.capture.timing import MeasuredRun
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.parts import Parts, in_one_go
 from fxsplit_encoder.runtime import measure
-from fxsplit_encoder.runtime.measure import MeasuredForward, measuring_forward, timed_runs
+from fxsplit_encoder.runtime.measure import MeasuredForward, measure_forward, run_timed
 from fxsplit_encoder.runtime.requests import CaptureScope
 
 # Attention takes 1 ms over 10 tokens in one segment, 4 ms over 20.
 MEASURED = MeasuredForward(eager=((10, 9.0),), attention=1 / 1600, rows_per_token=4.0)
-
-
-def measure_forward(*arguments: Any) -> MeasuredForward:
-    return in_one_go(measuring_forward(*arguments))
 
 
 def ladder(costs: dict[int, MeasuredCosts], exact: tuple[int, ...] = ()) -> Any:
@@ -109,20 +104,15 @@ class Forward:
         return tokens
 
 
-def told(run: Callable[[float], MeasuredRun]) -> Callable[..., Parts[MeasuredRun]]:
+def told(run: Callable[[float], MeasuredRun]) -> Callable[..., MeasuredRun]:
     """In place of a clock: a run takes the milliseconds that the forward returns."""
-
-    def measuring_run(call: Callable[[], Any], device: torch.device) -> Parts[MeasuredRun]:
-        yield None
-        return run(float(call()))
-
-    return measuring_run
+    return lambda call, device: run(float(call()))
 
 
 @pytest.fixture
 def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "fxsplit_encoder.runtime.measure"
-    monkeypatch.setattr(f"{module}.measuring_run", told(lambda ms: MeasuredRun(ms, 0.0)))
+    monkeypatch.setattr(f"{module}.measure_run", told(lambda ms: MeasuredRun(ms, 0.0)))
 
 
 @pytest.mark.usefixtures("as_told")
@@ -134,7 +124,7 @@ def test_the_towers_own_forward_is_timed_at_halves_of_the_largest_size() -> None
 @pytest.mark.usefixtures("as_told")
 def test_sizes_below_one_that_the_host_bounds_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "fxsplit_encoder.runtime.measure.measuring_run",
+        "fxsplit_encoder.runtime.measure.measure_run",
         told(lambda ms: MeasuredRun(max(ms, 19.0), 19.0)),
     )
     found = measure_forward(Forward(), (2, 5, 10, 20, 40, 80))
@@ -167,10 +157,10 @@ def test_what_will_be_timed_of_the_towers_own_forward_can_be_run_before() -> Non
             return super().__call__(tokens)
 
     budgets = (4, 10, 16, 20, 40)
-    parts = timed_runs(Noted({20: torch.OutOfMemoryError("none left")}), budgets)
-    assert [next(parts) for _ in range(2)] == [None, None] and ran == [40, 20, 10]
-    assert list(parts) == [] and ran == [40, 20, 10]
-    assert list(timed_runs(Noted(compiled=False), budgets)) == [] and ran == [40, 20, 10], "captures run it"
+    run_timed(Noted({20: torch.OutOfMemoryError("none left")}), budgets)
+    assert ran == [40, 20, 10]
+    run_timed(Noted(compiled=False), budgets)
+    assert ran == [40, 20, 10], "captures run it"
 
 
 @pytest.mark.usefixtures("as_told")
@@ -180,9 +170,8 @@ def test_attention_is_timed_at_the_largest_size_that_memory_holds(
 ) -> None:
     tried: list[int] = []
 
-    def attention_cost(forward: Any, tokens: int) -> Parts[float]:
+    def attention_cost(forward: Any, tokens: int) -> float:
         tried.append(tokens)
-        yield
         if tokens > memory:
             raise torch.OutOfMemoryError
         return 0.25
@@ -201,14 +190,13 @@ def test_attention_between_runs_that_the_host_bounds_is_not_told(
     """Their difference is noise, which would be taken off every replay."""
     walls = {1: 2.0, measure._MEASURED_SEGMENTS: 1.0}
 
-    def timed(run: Any, device: Any) -> Parts[MeasuredRun]:
-        yield
+    def timed(run: Any, device: Any) -> MeasuredRun:
         return MeasuredRun(walls[run], host)
 
     monkeypatch.setattr(measure, "_attention_run", lambda forward, values, segments: segments)
-    monkeypatch.setattr(measure, "measuring_run", timed)
+    monkeypatch.setattr(measure, "measure_run", timed)
     forward: Any = SimpleNamespace(program=SimpleNamespace(tokens=lambda values: 10), device=None)
-    found = in_one_go(measure._attention_cost(forward, {}))
+    found = measure._attention_cost(forward, {})
     assert found == pytest.approx(attention / (1 - 1 / measure._MEASURED_SEGMENTS))
 
 

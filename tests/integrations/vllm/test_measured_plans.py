@@ -18,7 +18,6 @@ import torch
 from fxsplit_encoder.capture import BudgetLadder
 from fxsplit_encoder.capture.forward import ProgramBody
 from fxsplit_encoder.capture.timing import MeasuredRun
-from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning import build_plan
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel, PathCosts
 from fxsplit_encoder.planning.items import Item
@@ -83,8 +82,7 @@ class Taken:
     def __init__(self, milliseconds: float) -> None:
         self._milliseconds = milliseconds
 
-    def measuring(self) -> Parts[float]:
-        yield None
+    def measure(self) -> float:
         return self._milliseconds
 
     def release(self) -> None:
@@ -104,18 +102,15 @@ class TimedLadder(BudgetLadder):
         super().__init__(request, "auto", pool, attention_ms=measured.attention_ms)  # type: ignore[arg-type]
         self._device = device
 
-    def _measure_exact(self, request: Any) -> Parts[MeasuredRun]:
-        yield None
+    def _measure_exact(self, request: Any) -> MeasuredRun:
         one = isinstance(request.body, ProgramBody)
         segments = [request.budget * ROWS] if one else eight(request.budget)
         return self._device.eager(request.budget, segments)
 
     def _record_all(self, budget: int, request: Any) -> Any:
-        yield
         return {"full": Taken(self._device.replay(budget, eight(budget)))}
 
     def _record_single_segment(self, budget: int, request: Any) -> Any:
-        yield
         return Taken(self._device.replay(budget, [budget * ROWS]))
 
 
