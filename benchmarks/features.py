@@ -23,12 +23,13 @@ LEAST_GAIN = 0.02
 
 REGISTERED: Mapping[str, frozenset[str]] = {
     "pass": frozenset(PASSES),
-    "attention kernel": frozenset(kernel.name for kernel in ATTENTION_KERNELS),
+    "attention kernel": frozenset(kernel.name for kernel in ATTENTION_KERNELS) - {"per_segment"},
     "product kernel": frozenset(kernel.name for kernel in PRODUCT_KERNELS),
     "mode": frozenset(get_args(Mode)),
     "packing": frozenset(get_args(Packing)),
 }
-"""By kind the features that the package registers, each of which has to have a row."""
+"""By kind the features that the package registers, each of which has to have a row. The attention kernel
+`per_segment`, with which others are compared, runs on no GPU."""
 
 
 class Feature(NamedTuple):
@@ -39,8 +40,6 @@ class Feature(NamedTuple):
     purpose: str
     user: str
     result: Mapping[str, Any]
-    missing: str = ""
-    """What has to be measured, where there is no result."""
 
     def values(self) -> list[float]:
         """The stored value with the feature, and the one without it if there is one.
@@ -67,9 +66,7 @@ def read_features(path: Path = LEDGER) -> list[Feature]:
     """All rows of the ledger."""
     kinds = tomllib.loads(path.read_text(encoding="utf-8"))
     return [
-        Feature(
-            kind, name, row.get("for", ""), row.get("user", ""), row.get("result", {}), row.get("missing", "")
-        )
+        Feature(kind, name, row.get("for", ""), row.get("user", ""), row.get("result", {}))
         for kind, rows in kinds.items()
         for name, row in rows.items()
     ]
@@ -85,8 +82,7 @@ def problems(
         yield from (f"{kind} {name}: has no row" for name in sorted(set(names) - listed))
         yield from (f"{kind} {name}: is not registered" for name in sorted(listed - set(names)))
     for (kind, name), feature in rows.items():
-        result = feature.result or feature.missing
-        for what, given in (("purpose", feature.purpose), ("user", feature.user), ("result", result)):
+        for what, given in (("purpose", feature.purpose), ("user", feature.user), ("result", feature.result)):
             if not given:
                 yield f"{kind} {name}: names no {what}"
         if not feature.result:

@@ -34,6 +34,7 @@ jobs=("readme encoder --readme")
     "connector connector"
     "products_activations products --in-turns"
     "passes passes"
+    "passes_deepseek_ocr passes --tower deepseek-ocr --sizes 1 4 --only default decomposed_bias dense_attention"
     "passes_internvl passes --tower internvl3-8b --sizes 1 4 12 $shown"
     "passes_qwen2_5 passes --tower qwen2.5-vl-7b --sizes 256 1024 4096 9216 $shown"
     "attention attention"

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import features
 from storage import RESULTS, ROOT, Result, described, load, merge, store
@@ -70,9 +70,8 @@ def take_in(files: Sequence[Path]) -> None:
     by_name: dict[str, list[Result]] = {}
     for file in files:
         result = load(file)
-        if file.name not in {table.file for table in TABLES.values()}:
-            known = ", ".join(dict.fromkeys(table.file for table in TABLES.values()))
-            raise SystemExit(f"{file}: no table is made of it; expected one of {known}")
+        if file.stem not in TABLES:
+            raise SystemExit(f"{file}: no table is made of it; expected one of {', '.join(TABLES)}")
         if result["gpu"] is None:
             raise SystemExit(f"{file}: was measured without a GPU; expected figures of one")
         by_name.setdefault(file.name, []).append(result)
@@ -106,8 +105,8 @@ def rewritten(document: Path, results: Path = RESULTS) -> str:
         table = TABLES.get(match["name"])
         if table is None:
             raise ValueError(f"{document.name}: no table {match['name']}; there are {', '.join(TABLES)}")
-        stored = results / table.file
-        made = table.make(load(stored), *match["arguments"].split()) if stored.exists() else _NOT_MEASURED
+        stored = results / f"{match['name']}.json"
+        made = table(load(stored), *match["arguments"].split()) if stored.exists() else _NOT_MEASURED
         return f"{match['begin']}\n{made}\n\n{match['end']}"
 
     text = _MARKED.sub(table_of, text)
@@ -288,7 +287,6 @@ def connector(result: Result) -> str:
         | {"batch": "items a batch", "busy": "busy"},
         "beside": {"text, beside": "beside", "videos": "videos", **first, **text, "step p50": "step p50"},
         "batch": {name: name for name in ("side", "one by one", "at once", "ratio", "a batch alone")},
-        "merge": {"rows": "rows", "levels": "levels", "device": "device", "wall": "wall"},
     }
     made = [by_columns(columns[part], rows[part]) for part in columns if part in rows]
     settings = result["settings"]
@@ -560,17 +558,6 @@ def feature_rows(kind: str) -> str:
     for feature in features.read_features():
         if feature.kind != kind:
             continue
-        if feature.missing:
-            lines.append(
-                [
-                    f"`{feature.name}`",
-                    feature.purpose,
-                    feature.user,
-                    f"not yet: {feature.missing}",
-                    *[None] * 3,
-                ]
-            )
-            continue
         with_it, *without = feature.values()
         unit, result = feature.result["unit"], load(RESULTS / feature.result["file"])
         figure = f"{shown(with_it)} {unit}" + (f", {shown(without[0])} without" if without else "")
@@ -586,49 +573,31 @@ def _where(feature: features.Feature) -> str:
     return ", ".join([*map(str, dict(sorted(both)).values()), feature.result["value"]])
 
 
-class Table(NamedTuple):
-    """What a table is made of."""
-
-    file: str
-    """In benchmarks/results."""
-    make: Callable[..., str]
-    """Markdown from the result and the arguments of the mark."""
-
-
-TABLES: Mapping[str, Table] = {
-    "readme": Table("readme.json", readme),
-    "readme_h200": Table("readme_h200.json", readme),
-    "torch_2_14": Table("torch_2_14.json", readme),
-    "summary": Table("encoder.json", summary),
-    "internvl": Table("internvl.json", summary),
-    "modes": Table("modes.json", modes),
-    "requests": Table("requests.json", requests),
-    "towers": Table("towers.json", towers),
-    "attention": Table("attention.json", attention),
-    "products_activations": Table("products_activations.json", products),
-    "passes": Table("passes.json", passes),
-    "passes_h200": Table("passes_h200.json", passes),
-    "passes_internvl": Table("passes_internvl.json", passes),
-    "passes_qwen2_5": Table("passes_qwen2_5.json", passes),
-    "host": Table("host.json", host),
-    "accelerate": Table("accelerate.json", accelerate),
-    "start": Table("start.json", starts),
-    "start_slow_host": Table("start_slow_host.json", starts),
-    "start_quack": Table("start_quack.json", starts),
-    "connector": Table("connector.json", connector),
-    "connector_slices": Table("connector_slices.json", connector),
-    "connector_synchronous": Table("connector_synchronous.json", connector),
-    "connector_own_gpu": Table("connector_own_gpu.json", connector),
-    "invariant": Table("invariant.json", invariant),
-    "data_parallel": Table("data_parallel.json", data_parallel),
-    "kernels": Table("kernels.json", kernels),
-    "vllm": Table("vllm.json", vllm),
-    "vllm_towers": Table("vllm_towers.json", vllm),
-    "vllm_h100": Table("vllm_h100.json", vllm),
-    "vllm_serving": Table("vllm_serving.json", vllm_serving),
-    "vllm_serving_pairs": Table("vllm_serving_pairs.json", vllm_serving),
-    "vllm_serving_compiled": Table("vllm_serving_compiled.json", vllm_serving),
-    "ab": Table("ab.json", ab),
-    "map_batches": Table("map_batches.json", map_batches),
+TABLES: Mapping[str, Callable[..., str]] = {
+    **dict.fromkeys(("readme", "readme_h200", "torch_2_14"), readme),
+    **dict.fromkeys(("encoder", "internvl"), summary),
+    "modes": modes,
+    "requests": requests,
+    "towers": towers,
+    "attention": attention,
+    "products_activations": products,
+    **dict.fromkeys(
+        ("passes", "passes_h100", "passes_internvl", "passes_qwen2_5", "passes_deepseek_ocr"), passes
+    ),
+    "host": host,
+    "accelerate": accelerate,
+    **dict.fromkeys(("start", "start_slow_host", "start_quack"), starts),
+    **dict.fromkeys(
+        ("connector", "connector_slices", "connector_synchronous", "connector_own_gpu"), connector
+    ),
+    "invariant": invariant,
+    "data_parallel": data_parallel,
+    "kernels": kernels,
+    **dict.fromkeys(("vllm", "vllm_towers", "vllm_h100"), vllm),
+    **dict.fromkeys(("vllm_serving", "vllm_serving_pairs", "vllm_serving_compiled"), vllm_serving),
+    "ab": ab,
+    "map_batches": map_batches,
 }
-"""By the name in a mark."""
+"""Makes Markdown from a result and the arguments of a mark. A name is that of the mark and of the file in
+benchmarks/results.
+"""

@@ -303,18 +303,27 @@ TINY_VISION = dict(
 TINY_MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
 TINY_IDS = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
 
+
+def shrunk(name: str, **changes: Any) -> dict[str, Any]:
+    """The configuration of one of `CLASSES` with other values; those of a section are merged into it."""
+    published = CLASSES[name].config
+    merged = {
+        key: {**published[key], **value} if isinstance(published.get(key), dict) else value
+        for key, value in changes.items()
+    }
+    return {**published, **merged}
+
+
 TINY = dataclasses.replace(
     CLASSES["qwen3-vl-8b"],
-    config=dict(
-        architectures=["Qwen3VLForConditionalGeneration"],
-        model_type="qwen3_vl",
+    config=shrunk(
+        "qwen3-vl-8b",
         **TINY_IDS,
-        text_config=dict(model_type="qwen3_vl_text", **TINY_TEXT, head_dim=16, rope_scaling=TINY_MROPE),
+        text_config=dict(**TINY_TEXT, head_dim=16, rope_scaling=TINY_MROPE),
         vision_config=dict(
             **TINY_VISION,
             out_hidden_size=TINY_WIDTH,
             intermediate_size=96,
-            temporal_patch_size=2,
             num_position_embeddings=64,
             deepstack_visual_indexes=[0],
         ),

@@ -36,10 +36,10 @@ class Scheduler(Protocol):
         """
 
     def turn(self) -> AbstractContextManager[object]:
-        """Inside, work that was done beside the requests has the turn: none is served meanwhile."""
+        """Inside, work that requests are served during has the turn, and none is served."""
 
     def capture(self, work: Callable[[], Result]) -> Result:
-        """Has work that records a CUDA graph done where no other thread waits for the device meanwhile, which
+        """Has work that records a CUDA graph done where no other thread waits for the device during it, which
         would fail and the recording with it; returns its result.
         """
 
@@ -69,7 +69,7 @@ def pause() -> None:
 
 
 def has_turn() -> AbstractContextManager[object]:
-    """Inside, no request is served, where work is done beside them."""
+    """Inside, no request is served, where requests are served during the rest."""
     return contextlib.nullcontext() if (scheduler := _scheduler.get()) is None else scheduler.turn()
 
 

@@ -357,10 +357,7 @@ def _registries() -> dict[str, Figure | int]:
     from fxsplit_encoder.products.kernels import KERNELS as products
 
     kernels = {"attention kernels": attention, "product kernels": products, "passes": PASSES}
-    ledger = tomllib.loads((ROOT / "benchmarks" / "features.toml").read_text("utf-8"))
-    missing = [name for rows in ledger.values() for name, row in rows.items() if "missing" in row]
-    figures = {name: Figure(len(each), tuple(map(str, each))) for name, each in kernels.items()}
-    return {**figures, "features without a stored result": Figure(len(missing), tuple(missing))}
+    return {name: Figure(len(each), tuple(map(str, each))) for name, each in kernels.items()}
 
 
 # --- call stacks

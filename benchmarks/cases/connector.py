@@ -23,7 +23,6 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
   (`--config '{"capture_recurring": true}'`), or 2,000 times.
 * "beside": text alone, while the connector encodes a video of 64 frames each second, or always one; whole,
   in slices of 5 ms, and with a worker that rests.
-* "merge": 5,000 rows of width 4096 to their places.
 
 A percentile of few requests is one of the slowest. A p99 to be relied on has ten slower requests: 1,000
 requests, 42 seconds at 24 a second, or for media the time in which 1,000 of them come. A variant takes its
@@ -53,14 +52,13 @@ from decoder import TINY, Decoder, Shape
 from models import photographs, tiny_tower
 from serving import Arrival, Beside, Engine, Inline, Medium, Ready, Run, Source, arrivals
 from storage import ROOT, Result, new_result, store
-from timing import between_events, percentile, synchronize, wall_ms
+from timing import percentile, synchronize, wall_ms
 from workloads import random_grid
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.positions import PositionMap, merge_rows
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.media import VideoFrames
@@ -95,7 +93,7 @@ BESIDE: Mapping[str, tuple[float | None, Mapping[str, float]]] = {
     "a video always, busy share 0.1, slices": (0.0, {"max_busy_share": 0.1, "max_slice_cost": SLICE_MS}),
 }
 """Seconds between the beginnings of two videos, and settings of the connector."""
-_PARTS = ("batch", "merge", "beside", "mix")
+_PARTS = ("batch", "beside", "mix")
 _BUSY_EVERY_MS = 100
 _STREAM = 4
 """Batches."""
@@ -116,8 +114,6 @@ class Scale:
     new: int
     sides: tuple[int, ...]
     """Of the images that are encoded at once, in pixels."""
-    merged: tuple[int, int]
-    """Rows, width."""
     samples: int
     cpu_workers: int
     recurrences: int
@@ -125,8 +121,8 @@ class Scale:
     has cost as much as that."""
 
 
-FULL = Scale((32, 256, 448), (64, 256, 448), 24, 4, 128, 64, (224, 448), (5000, 4096), 30, 8, 2000)
-SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), (50, 32), 2, 2, 2)
+FULL = Scale((32, 256, 448), (64, 256, 448), 24, 4, 128, 64, (224, 448), 30, 8, 2000)
+SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), 2, 2, 2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -294,28 +290,6 @@ class Bench:
         budgets = self.beside.stats().budgets.values()
         return sum(each.padded_tokens for each in budgets), sum(each.replays for each in budgets)
 
-    def merge(self) -> Iterator[dict[str, Any]]:
-        """Rows of one image, of ten, and of a video's frames, milliseconds of the device."""
-        count, width = self.scale.merged
-        frames = [token for _ in range(50) for token in [1] * 8 + [2] * (count // 50)]
-        prompts = {
-            "one image": ([1] * 100 + [2] * count + [1] * 100, [count]),
-            "ten images": (([1] * 20 + [2] * (count // 10)) * 10, [count // 10] * 10),
-            "fifty frames": (frames, [count]),
-        }
-        for name, (tokens, counts) in prompts.items():
-            for levels in (0, 3):
-                runs = PositionMap(tokens, ["image"] * len(counts), {"image": 2}).runs(counts, 0, len(tokens))
-                wide = width * (1 + levels)
-                rows = [torch.randn(own, wide, device=self.device).to(self._dtype) for own in counts]
-                out = torch.zeros(len(tokens), width, device=self.device, dtype=self._dtype)
-
-                def call(r: Any = rows, o: Any = out, u: Any = runs, n: int = levels) -> None:
-                    merge_rows(r, u, o, 0, n)
-
-                wall = wall_ms(call, self.scale.samples)
-                yield {"rows": name, "levels": levels, "device": _device_ms(call, 30), "wall": wall}
-
     def beside_videos(self) -> Iterator[dict[str, Any]]:
         """Requests of text alone, while a long video is encoded now and then, or always."""
         load = self._load({}, self.arguments.beside_seconds)
@@ -436,13 +410,6 @@ def _encoding(connector: Connector, item: MediaItem, pause: float | None) -> Ite
             thread.join()
 
 
-def _device_ms(call: Callable[[], None], samples: int) -> float | None:
-    """Median milliseconds between events around a call; None without CUDA."""
-    if not torch.cuda.is_available():
-        return None
-    return statistics.median(between_events(call) for _ in range(samples))
-
-
 def _percentiles(seconds: Sequence[float], name: str) -> dict[str, float | None]:
     shares = {"p50": 0.5, "p99": 0.99}
     return {f"{name} {p}": 1e3 * percentile(seconds, each) if seconds else None for p, each in shares.items()}
@@ -497,7 +464,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], No
         "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
     }
     result = new_result("connector", **settings)
-    parts = {"batch": bench.batch, "merge": bench.merge, "beside": bench.beside_videos, "mix": bench.mixes}
+    parts = {"batch": bench.batch, "beside": bench.beside_videos, "mix": bench.mixes}
     if {"beside", "mix"} & {*arguments.parts}:
         bench.warm_up()
         say("warm")

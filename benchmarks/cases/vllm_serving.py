@@ -16,8 +16,8 @@ events around it. "same" is the share of requests whose tokens are those of the 
 Every engine starts in processes of its own, after the one before has started. Then the same requests go to
 each in turn, over and over, so that all are measured at every time of the run; all run on the cores of one
 memory node. Processes differ all the same, by when they were started: with `--engines 2` each variant has
-two, started in the opposite order, whose answers count together. One that does not start leaves the first
-error of its processes, and their log is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker
+two, started in the opposite order, whose answers count together. One that does not start leaves its
+error, and the log of its processes is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker
 makes no manager, so that all of them encode eagerly.
 """
 
@@ -116,8 +116,6 @@ def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
             log = Path(folder) / f"{engine.name}.log"
             print(log.read_text(encoding="utf-8", errors="replace"), flush=True)
             del pipes[engine]
-            if "ModuleNotFoundError" in row["failure"]:
-                break  # no other engine would find it
     for requests in (*(f"{images} images" for images in RATES), AT_ONCE):
         for row in _measured(requests, pipes, options):
             _keep(row.pop("variant"), row, options, result)
@@ -267,16 +265,13 @@ def prompts(images: int, count: int, turn: int, tiny: bool) -> list[dict[str, An
 
 
 def _work(engine: Engine, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
-    log = Path(folder) / f"{engine.name}.log"
-    _write_to(log)
+    _write_to(Path(folder) / f"{engine.name}.log")
     use_one_node()
     try:
         asyncio.run(_serve(engine, folder, options, pipe))
     except Exception as error:
         traceback.print_exc()
-        written = log.read_text(encoding="utf-8", errors="replace")
-        causes = dict.fromkeys((root_cause(written), one_line(error)))
-        pipe.send({"requests": "start", "failure": "; ".join(filter(None, causes))})
+        pipe.send({"requests": "start", "failure": one_line(error)})
 
 
 def _write_to(log: Path) -> None:
@@ -300,18 +295,6 @@ def _cores(ranges: str) -> set[int]:
     """Of a list as Linux writes it: "0-3,8"."""
     ends = [each.split("-") for each in ranges.strip().split(",") if each]
     return {core for each in ends for core in range(int(each[0]), int(each[-1]) + 1)}
-
-
-def root_cause(log: str) -> str | None:
-    """The error of the first traceback in the log of an engine's processes: what others were raised from."""
-    plain = re.sub(r"^(?:\([^)]*\) )*(?:ERROR \S+ \S+ \[[^\]]*\] ?)?", "", log, flags=re.MULTILINE)
-    _, found, rest = plain.partition("Traceback (most recent call last)")
-    error = (
-        re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", rest, re.MULTILINE)
-        if found
-        else None
-    )
-    return error[0].strip() if error is not None else None
 
 
 def plugin_problem(log: str) -> str | None:

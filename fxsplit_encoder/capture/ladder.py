@@ -152,11 +152,8 @@ class BudgetLadder:
         """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9). It
         pauses between runs that are timed, those before a capture, and the capture.
         """
-        if not (budget in self.captured or budget in self.dropped or budget in self.no_graph_needed):
-            self._capture_new(budget)
-        return self.captured.get(budget)
-
-    def _capture_new(self, budget: int) -> None:
+        if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
+            return self.captured.get(budget)
         start = self._own_seconds()
         try:
             with self._comparing():
@@ -169,6 +166,7 @@ class BudgetLadder:
         else:
             if budget not in self._known:
                 self._capture_ms.append((self._own_seconds() - start) * 1e3)
+        return self.captured.get(budget)
 
     def _own_seconds(self) -> float:
         """A clock that stands while kernels are compared and requests go first."""

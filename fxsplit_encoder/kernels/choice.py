@@ -188,7 +188,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
             spent.seconds += time.perf_counter() - begin
 
     def compare(self, shape: ShapeT) -> None:
-        """Measures a class and those measured with it; other threads may choose kernels meanwhile."""
+        """Measures a class and those measured with it; other threads may choose kernels."""
         table = self._table(shape.device)
         for each in shape.measured_with():
             if each not in table:

@@ -115,8 +115,8 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
     def measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
         """Errors and times of all kernels on random values; what a kernel raises rejects it. Calls shared by
         classes are measured once. Kernels that wait for other processes come last, but for the first, the
-        reference. What compares results, and may compile a kernel first, is done beside requests; a timing
-        wants the device for itself.
+        reference. What compares results, and may compile a kernel first, is done while requests are served;
+        a timing has their turn.
         """
         logger.debug("%s: references for the comparison of kernels", shape)
         calls = self.calls(shape)

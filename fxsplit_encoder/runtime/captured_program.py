@@ -453,7 +453,7 @@ class CapturedProgram:
         raise NotImplementedError
 
     def copy_of(self, batch: Any) -> Any:
-        """A batch to run beside this one, which a run may use up."""
+        """Another batch of the same inputs, where a run uses a batch up."""
         return batch
 
     def _keeps(

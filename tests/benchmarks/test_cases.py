@@ -17,7 +17,7 @@ import torch
 from bench import parse
 from cases import ab, encoder, requests, start, towers
 from cases.kernels import Kernel, kind_of, shares
-from cases.vllm_serving import AT_ONCE, _row, order_of_start, plugin_problem, root_cause, use_one_node
+from cases.vllm_serving import AT_ONCE, _row, order_of_start, plugin_problem, use_one_node
 from decoder import TINY, Decoder
 from storage import new_result
 from worker import FLOOR
@@ -261,22 +261,6 @@ def test_the_config_reaches_every_manager() -> None:
     arguments = parse(["ab", "--baseline", "base", "--config", '{"packing": "greedy"}'])
     managers = ab.settings_of(tiny=False, config=arguments.config)["managers"]
     assert {config["packing"] for config in managers.values()} == {"greedy"}
-
-
-LOG = """(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] EngineCore failed to start.
-(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] Traceback (most recent call last):
-(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454]   File "sampler.py", line 3, in <module>
-(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] ModuleNotFoundError: No module named 'flashinfer'
-(EngineCore pid=7) Process EngineCore:
-Traceback (most recent call last):
-  File "async_llm.py", line 9, in start
-RuntimeError: Engine core initialization failed. See root cause above.
-"""
-
-
-def test_the_first_error_of_any_process_is_the_reason() -> None:
-    assert root_cause(LOG) == "ModuleNotFoundError: No module named 'flashinfer'"
-    assert root_cause("INFO all is well\n") is None
 
 
 def test_an_engine_whose_encoder_is_not_the_plugins_is_no_measurement_of_it() -> None:

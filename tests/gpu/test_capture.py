@@ -369,7 +369,8 @@ def test_costs_are_measured_and_decide(managers: Any) -> None:
     manager = managers["auto"]
     costs = manager.paths["default"].costs
     assert costs.measured
-    assert costs.attention > 0
+    largest = manager.paths["default"].ladder.costs[1024]
+    assert costs.attention > 0 or largest.host > 0.8 * largest.exact, "not told where the host bounds"
     sizes = [tokens for tokens, _ in costs.eager]  # down to the first that the host bounds
     assert sizes and sizes[-1] == 1024 and all(2 * a <= b for a, b in itertools.pairwise(sizes))
     assert [tokens for tokens, _ in costs.exact] == [16, 64, 256, 512, 1024]

@@ -15,6 +15,7 @@ from vllm_classes import (
     AUTO_MAP,
     frames_without_processor,
     internvl_without_tokenizer,
+    shrunk,
     tokenizer_of,
 )
 from vllm_classes import TINY as TINY_QWEN3
@@ -79,10 +80,6 @@ class Tiny:
 
 
 few_frames = frames_without_processor(4)
-
-
-def _qwen(architecture: str, model_type: str, **config: Any) -> dict[str, Any]:
-    return dict(architectures=[architecture], model_type=model_type, **IDS, **config)
 
 
 @contextmanager
@@ -210,26 +207,26 @@ def fixed_positions(model: Any) -> None:
     model.resampler._adjust_pos_cache = lambda tgt_sizes, device: None
 
 
-DEEPSEEK_TEXT = dict(
-    **TEXT,
-    moe_intermediate_size=32,
-    n_routed_experts=2,
-    n_shared_experts=1,
-    num_experts_per_tok=1,
-    first_k_dense_replace=1,
-    kv_lora_rank=None,
-    q_lora_rank=None,
-    qk_nope_head_dim=0,
-    qk_rope_head_dim=0,
-    v_head_dim=16,
-    topk_method="greedy",
+DEEPSEEK_OCR = shrunk(
+    "deepseek-ocr",
+    language_config=dict(
+        **TEXT,
+        moe_intermediate_size=32,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        num_experts_per_tok=1,
+        v_head_dim=16,
+    ),
+    projector_config=dict(input_dim=2 * WIDTH, n_embed=WIDTH),
 )
+DEEPSEEK_TEXT = DEEPSEEK_OCR["language_config"]
 
 TINY: dict[str, Tiny] = {
     "Qwen2-VL": Tiny(
-        _qwen(
-            "Qwen2VLForConditionalGeneration",
-            "qwen2_vl",
+        dict(
+            architectures=["Qwen2VLForConditionalGeneration"],
+            model_type="qwen2_vl",
+            **IDS,
             **TEXT,
             rope_scaling=MROPE,
             vision_config=dict(**VISION, embed_dim=WIDTH, mlp_ratio=2, temporal_patch_size=2),
@@ -241,19 +238,17 @@ TINY: dict[str, Tiny] = {
         adjust=few_frames,
     ),
     "Qwen2.5-VL": Tiny(
-        _qwen(
-            "Qwen2_5_VLForConditionalGeneration",
-            "qwen2_5_vl",
+        shrunk(
+            "qwen2.5-vl-7b",
+            **IDS,
             **TEXT,
             rope_scaling=MROPE,
             vision_config=dict(
                 **VISION,
                 out_hidden_size=WIDTH,
                 intermediate_size=96,
-                temporal_patch_size=2,
                 window_size=16,
                 fullatt_block_indexes=[1],
-                tokens_per_second=2,
             ),
         ),
         QWEN,
@@ -292,30 +287,11 @@ TINY: dict[str, Tiny] = {
         [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)],
     ),
     "InternVL": Tiny(
-        dict(
-            architectures=["InternVLChatModel"],
-            model_type="internvl_chat",
-            auto_map=AUTO_MAP,
-            text_config=dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", **TEXT),
-            vision_config=dict(
-                model_type="intern_vit_6b",
-                **LAYERS,
-                image_size=32,
-                patch_size=8,
-                num_channels=3,
-                qkv_bias=True,
-                qk_normalization=False,
-                norm_type="layer_norm",
-                layer_norm_eps=1e-6,
-                hidden_act="gelu",
-                initializer_factor=1.0,
-                attention_dropout=0.0,
-                dropout=0.0,
-            ),
+        shrunk(
+            "internvl3-8b",
+            text_config=TEXT,
+            vision_config=dict(**LAYERS, image_size=32, patch_size=8),
             force_image_size=32,
-            downsample_ratio=0.5,
-            ps_version="v2",
-            select_layer=-1,
         ),
         Tiles(
             32,
@@ -432,14 +408,7 @@ TINY: dict[str, Tiny] = {
         budgets=(16, 32, 64),
     ),
     "DeepSeek-OCR": Tiny(
-        dict(
-            architectures=["DeepseekOCRForCausalLM"],
-            model_type="deepseek_vl_v2",
-            language_config=DEEPSEEK_TEXT,
-            projector_config=dict(projector_type="linear", input_dim=2 * WIDTH, n_embed=WIDTH),
-            tile_tag="2D",
-            vision_config={},
-        ),
+        DEEPSEEK_OCR,
         Views(256, 128, "images_crop", "images_spatial_crop", grids=True),
         [[(0, 0)], [(2, 1), (0, 0), (1, 3)], [(2, 2)], [(2, 1)] * 6],
         eager=[("image", [(4, 6)])],

@@ -55,7 +55,6 @@ from fxsplit_encoder.compile.padding.states import (
 )
 from fxsplit_encoder.compile.padding.token_sizes import (
     NotProvedError,
-    RefutedError,
     TokenSizes,
     symbols_of,
 )
@@ -73,8 +72,6 @@ class PaddingReport:
     """Every node that is not proved: those of `reasons`, and what is computed from them."""
     joined: Mapping[str, Rows] = field(default_factory=dict, compare=False)
     """The nodes whose rows lie in several blocks, and how: tokens that are joined with an outer dimension."""
-    refuted: bool = False
-    """Whether some node is known to mix rows, rather than merely not known to keep them apart."""
     segments_may_grow: bool = True
     """Whether empty segments may be appended: nothing but attention reads the cumulative lengths."""
     capture_refusal: str = ""
@@ -138,7 +135,6 @@ def analyse(
         tuple(reasons),
         mixed=frozenset(node.name for node in mixed),
         joined=joined,
-        refuted=analysis.refuted,
         segments_may_grow=not analysis.reads_segments,
         capture_refusal=analysis.capture_refusal,
         divisor=analysis.sizes.divisor,
@@ -165,7 +161,6 @@ class Analysis:
         self.states = states
         self.seeds = frozenset(states)
         self.sizes = sizes
-        self.refuted = False
         self.reads_segments = False
         self.capture_refusal = ""
 
@@ -205,7 +200,6 @@ class Analysis:
                 self.check_extents(node.meta.get("val"), state)
                 self.states[node] = state
             except NotProvedError as error:
-                self.refuted |= isinstance(error, RefutedError)
                 self.states[node] = Mixed(str(error))
                 yield node.name, str(error)
 
@@ -224,13 +218,13 @@ class Analysis:
             state = self.states[source]  # type: ignore[index]
             return state[index] if isinstance(state, list) else state  # type: ignore[index]
         if name not in DENSE_ATTENTIONS and draws_random_numbers(node):
-            raise RefutedError(f"{name} draws random numbers, whose order depends on the token count")
+            raise NotProvedError(f"{name} draws random numbers, whose order depends on the token count")
         if SEGMENTS in inputs and name not in ATTENTIONS:
-            raise RefutedError(f"{name} reads the segments' cumulative lengths; only attention may")
+            raise NotProvedError(f"{name} reads the segments' cumulative lengths; only attention may")
         takes_rows = any(isinstance(s, Rows | list) for s in inputs)
         is_sized = name in SIZED or (takes_rows and name in SIZED_WITH_ROWS)
         if not is_sized and self.reads_token_count(node):
-            raise RefutedError(f"{name} computes with the token count or the number of segments")
+            raise NotProvedError(f"{name} computes with the token count or the number of segments")
         if not takes_rows and name not in CONSTRUCTORS | COPIES:
             return SHARED
         rule = RULES.get(name) or (pointwise if is_pointwise(node) else None)
@@ -260,7 +254,7 @@ class Analysis:
                         f"dimension {dim} of {tuple(tensor.shape)} does not count tokens any more"
                     )
                 if dim != rows and self.sizes.varies(expr):
-                    raise RefutedError(
+                    raise NotProvedError(
                         f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too"
                     )
 

@@ -13,7 +13,6 @@ from torch import fx
 from fxsplit_encoder._torch.dispatch import OpOverload, has_tag, schema_of
 from fxsplit_encoder.compile.padding.token_sizes import (
     NotProvedError,
-    RefutedError,
     TokenSizes,
     symbols_of,
 )
@@ -141,19 +140,15 @@ class NodeView:
         for position in positions:
             argument = self.arg(position)
             if argument is not None and self.state(argument) is not SHARED:
-                raise RefutedError(f"argument {position} of {self.name} depends on the tokens")
+                raise NotProvedError(f"argument {position} of {self.name} depends on the tokens")
 
     def require_safe_lookup(self) -> None:
         """Raises NotProvedError if pad rows could look up something out of range."""
         if not self.analysis.looks_up_safely(self.node):
-            raise self.unknown("looks up computed indices, which may be out of range in pad rows")
+            raise self.fail("looks up computed indices, which may be out of range in pad rows")
 
-    def fail(self, why: str) -> RefutedError:
-        """The error that says why this operation mixes rows."""
-        return RefutedError(f"{self.name} {why}")
-
-    def unknown(self, why: str) -> NotProvedError:
-        """The error that says why nothing is known of this operation."""
+    def fail(self, why: str) -> NotProvedError:
+        """The error that says why this operation is not known to keep rows apart."""
         return NotProvedError(f"{self.name} {why}")
 
 

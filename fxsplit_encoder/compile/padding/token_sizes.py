@@ -17,10 +17,6 @@ class NotProvedError(Exception):
     """Raised by a rule that cannot tell whether rows stay apart; the pass turns it into `Mixed`."""
 
 
-class RefutedError(NotProvedError):
-    """Raised by a rule that finds rows mixed: real rows would depend on pad rows or on their number."""
-
-
 def symbols_of(expr: sympy.Expr) -> set[str]:
     """The names of the symbols in a size."""
     return {str(s) for s in expr.free_symbols}

@@ -28,7 +28,7 @@ def pointwise(view: NodeView) -> State:
     for node in view.node.all_input_nodes:
         state, value = view.analysis.states.get(node, SHARED), node.meta.get("val")
         if isinstance(state, list):
-            raise view.unknown("takes several tensors as one argument")
+            raise view.fail("takes several tensors as one argument")
         if isinstance(state, Rows) and isinstance(value, torch.Tensor):
             assert state.dim < value.dim(), node
             dim = state.dim + output.dim() - value.dim()
@@ -51,7 +51,7 @@ def _require_safe_division(view: NodeView) -> None:
     value = divisor.meta["val"]
     by_rows = isinstance(view.state(divisor), Rows) and isinstance(value, torch.Tensor)
     if by_rows and not view.output().is_floating_point():
-        raise view.unknown("divides integers by those of the tokens, which may be 0 in pad rows")
+        raise view.fail("divides integers by those of the tokens, which may be 0 in pad rows")
 
 
 @rule("alias", "clone", "contiguous", "detach", "_to_copy", "to", "lift_fresh_copy")
@@ -72,7 +72,7 @@ def _triangle(view: NodeView) -> State:
     padding does not change where the rows lie before them.
     """
     if view.rows() >= view.rank() - 2:
-        raise view.unknown("keeps entries by their place among the tokens")
+        raise view.fail("keeps entries by their place among the tokens")
     return Rows(view.rows())
 
 

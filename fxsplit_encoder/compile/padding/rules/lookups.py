@@ -50,16 +50,16 @@ def _index(view: NodeView) -> State:
     indices = view.arg(1)
     given = [i for i in indices if i is not None]
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in given):
-        raise view.unknown("selects by a mask, so that the number of entries depends on data")
+        raise view.fail("selects by a mask, so that the number of entries depends on data")
     if view.state(view.arg(0)) is not SHARED:
         return _entries_of_rows(view, indices, given)
     if indices[0] is None or any(not isinstance(view.state(i), Rows) for i in given):
-        raise view.unknown("gathers with a pattern that is not one lookup a row")
+        raise view.fail("gathers with a pattern that is not one lookup a row")
     view.require_safe_lookup()
     rank = max(i.meta["val"].dim() for i in given)
     rows = {view.state(i).at(view.state(i).dim + rank - i.meta["val"].dim()) for i in given}
     if len(rows) != 1:
-        raise view.unknown("gathers with a pattern that is not one lookup a row")
+        raise view.fail("gathers with a pattern that is not one lookup a row")
     return rows.pop()
 
 
@@ -71,7 +71,7 @@ def _entries_of_rows(view: NodeView, indices: list[Any], given: list[Any]) -> St
     if rows < len(indices) and indices[rows] is not None:
         raise view.fail("gathers tokens")
     if any(view.state(i) is not SHARED for i in given):
-        raise view.unknown("gathers entries of every row by indices of its own")
+        raise view.fail("gathers entries of every row by indices of its own")
     places = [place for place, index in enumerate(indices) if index is not None]
     rank = max(i.meta["val"].dim() for i in given)
     side_by_side = places == list(range(places[0], places[-1] + 1))
@@ -89,7 +89,7 @@ def _index_select(view: NodeView) -> State:
             raise view.fail("gathers tokens")
         return Rows(view.rows())
     if dim != 0:
-        raise view.unknown("gathers with a pattern that is not one lookup a row")
+        raise view.fail("gathers with a pattern that is not one lookup a row")
     view.require_safe_lookup()
     return Rows(view.rows(2))
 

@@ -18,7 +18,7 @@ def _linear(view: NodeView) -> State:
     if view.rows_of().dim == view.rank() - 1:
         raise view.fail("contracts the token dimension")
     if view.name == "matmul" and view.rank(1) > 2:
-        raise view.unknown("multiplies with several matrices")
+        raise view.fail("multiplies with several matrices")
     return view.rows_of()
 
 
@@ -119,7 +119,7 @@ def _convolution(view: NodeView) -> State:
     """
     view.require_shared(*range(1, len(view.args)))
     if view.rank() != view.rank(1):
-        raise view.unknown("takes an input without a batch")
+        raise view.fail("takes an input without a batch")
     return _first_dimension(view)
 
 
@@ -150,7 +150,7 @@ def _blocks_of_images(view: NodeView) -> State:
     """
     view.require_shared(*range(1, len(view.args)))
     if view.rank() != (4 if view.name == "im2col" else 3):
-        raise view.unknown("takes an input without a batch")
+        raise view.fail("takes an input without a batch")
     return _first_dimension(view)
 
 

@@ -72,7 +72,7 @@ def _squeeze(view: NodeView) -> State:
     at = {view.dim(d) for d in listed}
     sizes = shape_exprs(view.tensor())
     if any(not sizes[d].is_Integer for d in at):
-        raise view.unknown("drops dimensions whose sizes are not fixed")
+        raise view.fail("drops dimensions whose sizes are not fixed")
     rows = view.rows_of()
     return rows.at(rows.dim - sum(1 for d in at if sizes[d] == 1 and d < rows.dim))
 
