@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fxsplit_encoder._torch.branches import Branch
-
-if TYPE_CHECKING:
-    from fxsplit_encoder.compile.program import Step
 
 
 class StepBranches:
@@ -33,13 +30,14 @@ class StepBranches:
         self._open = False
         """Whether something runs beside that nobody has waited for."""
 
-    def placed(self, step: Step) -> Callable[..., Any]:
-        """What to call in place of `step.call`, with the same arguments."""
+    def placed(self, step: Any) -> Callable[..., Any]:
+        """What to call in place of `step.call`, of a `program.Step`, with the same arguments."""
+        call: Callable[..., Any] = step.call
         if not self._active:
-            return step.call
+            return call
         if step.beside:
             return functools.partial(self._beside, step)
-        return functools.partial(self._behind, step.call) if step.joins and self._open else step.call
+        return functools.partial(self._behind, call) if step.joins and self._open else call
 
     def join(self) -> None:
         """What is enqueued from now on runs after all steps that ran beside."""
@@ -47,7 +45,7 @@ class StepBranches:
             self._branch.join()
         self._open = False
 
-    def _beside(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+    def _beside(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         if self._branch is None:  # made here, where the stream of the capture is current
             self._branch = Branch(self._device, "steps")
         self._branch.fork()

@@ -147,11 +147,7 @@ class MeasurementCache(Generic[ShapeT]):
         content = {"environment": self.environment, "operations": operations}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self.path.parent, suffix=".tmp", delete=False
-            ) as file:
-                json.dump(content, file, indent=1)
-            os.replace(file.name, self.path)
+            write_atomic(self.path, json.dumps(content, indent=1).encode())
         except OSError as error:
             logger.warning("what was measured of %s is not kept: %s", self._shape.operation, error)
 
@@ -177,3 +173,27 @@ def table_of(
 ) -> dict[ShapeT, Measured]:
     """The table of these entries, for a device; raises as `CallShape.from_json`, and ValueError."""
     return {shape.from_json(entry["shape"], device): Measured(**entry["measured"]) for entry in entries}
+
+
+def write_atomic(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Replaces a file: a reader finds the old content or all of the new.
+
+    Args:
+        path: in a directory that exists. Its name ends the temporary file's, which begins with a dot.
+        durable: whether the content is on disk before the old is replaced.
+
+    Raises:
+        OSError: it cannot be written; what was there is still there.
+    """
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.name)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(descriptor)
+        os.chmod(partial, 0o644)  # a temporary file is its owner's alone
+        os.replace(partial, path)
+    except OSError:
+        os.unlink(partial)
+        raise

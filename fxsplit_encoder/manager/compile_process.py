@@ -31,6 +31,7 @@ from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, InputError
+from fxsplit_encoder.kernels.cache import write_atomic
 from fxsplit_encoder.manager.generation import Generation, Served
 from fxsplit_encoder.manager.legacy_dual_path import read_model_config
 from fxsplit_encoder.manager.start import save_programs
@@ -164,9 +165,10 @@ def main(directory: Path, parent: int) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return CANNOT_REBUILD
     generation, choosers = prepare(request)
-    _write(directory / ANSWER, json.dumps(compile_request(generation, choosers, directory / START)))
+    answer = compile_request(generation, choosers, directory / START)
+    write_atomic(directory / ANSWER, json.dumps(answer).encode())
     if problem := build_kernels(generation, choosers):
-        _write(directory / NOT_BUILT, problem)
+        write_atomic(directory / NOT_BUILT, problem.encode())
     return 0
 
 
@@ -241,13 +243,6 @@ def build_kernels(generation: Generation, choosers: Choosers) -> str:
 
 def _tell(done: int, total: int) -> None:
     print(PROGRESS, done, total, flush=True)
-
-
-def _write(path: Path, content: str) -> None:
-    """Makes a file that is whole as soon as it is there."""
-    partial = path.with_suffix(".tmp")
-    partial.write_text(content, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _end_with(parent: int) -> None:

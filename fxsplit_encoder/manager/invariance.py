@@ -3,52 +3,54 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.kernels import describe_environment
 from fxsplit_encoder.manager.item_facts import select_items
-from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
+from fxsplit_encoder.manager.legacy_dual_path import read_item_specs, read_model_config
+from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
+from fxsplit_encoder.runtime import Choosers
 
-if TYPE_CHECKING:
-    from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
 
-
-def findings(manager: EncoderCudaGraphManager) -> list[str]:
+def findings(kernels: Choosers, device: torch.device) -> list[str]:
     """Which kernels keep it, a line each, as far as anything has run."""
     from fxsplit_encoder.products.fixed import PRODUCTS
 
-    attention = [f"attention of {chosen}" for chosen in manager.kernels.attention.chosen]
-    return [f"invariant: {each}" for each in (*attention, *PRODUCTS.describe(manager.device))]
+    attention = [f"attention of {chosen}" for chosen in kernels.attention.chosen]
+    return [f"invariant: {each}" for each in (*attention, *PRODUCTS.describe(device))]
 
 
-def choices(manager: EncoderCudaGraphManager) -> list[str]:
+def choices(kernels: Choosers, device: torch.device) -> list[str]:
     """What decides over the bits beside tower and inputs: the same in processes that give the same."""
     from fxsplit_encoder.products.fixed import PRODUCTS
 
-    device = manager.device
     known: dict[str, Any] = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
     if device.type == "cuda":
         known = describe_environment(device)
     return [
         *(f"{name} {value}" for name, value in known.items()),
-        *manager.kernels.attention.chosen,
+        *kernels.attention.chosen,
         *PRODUCTS.choices(device),
     ]
 
 
 def differing_items(
-    manager: EncoderCudaGraphManager, mm_kwargs: dict[str, Any], packings: int, seed: int
+    tower: SupportsEncoderCudaGraph,
+    execute: Callable[[dict[str, Any]], list[Tensor]],
+    mm_kwargs: dict[str, Any],
+    packings: int,
+    seed: int,
 ) -> list[int]:
     """See `EncoderCudaGraphManager.check_invariance`."""
-    count = len(read_item_specs(manager.tower, mm_kwargs))
+    count = len(read_item_specs(tower, mm_kwargs))
+    num_axes = len(read_model_config(tower).capture_axes)
 
     def encoded(indices: Sequence[int]) -> list[Tensor]:
-        num_axes = len(manager.model_config.capture_axes)
-        return manager.execute(select_items(manager.tower, mm_kwargs, indices, num_axes)[0])
+        return execute(select_items(tower, mm_kwargs, indices, num_axes)[0])
 
     alone = [encoded([index])[0] for index in range(count)]
     numbers = random.Random(seed)

@@ -93,11 +93,19 @@ class Lifecycle:
     def capture_first(self, progress: Progress | None = None) -> None:
         """Captures a few budgets of the tower's own forward, and has the rest done between requests."""
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
-        work = WorkBetween(self.turns, lambda: self.is_captured, at_once=True)  # by another thread
+        has_begun = False
+
+        def is_done_by_another() -> bool:
+            return has_begun and self.is_captured
+
+        work = WorkBetween(self.turns, is_done_by_another, at_once=True)
         on_its_device = on_device(first.pool.device)
         try:
             with self._kernels.choosing(), on_its_device, without_autograd(), pausing_by(work), work.turn():
-                self.take_structure()
+                self.take_structure()  # which gives up captures of other modules
+                has_begun = True
+                if self.is_captured:
+                    raise StoppedError
                 self._read_start()
                 for generation in (first, self.own):
                     generation.run_in(in_inference_mode)

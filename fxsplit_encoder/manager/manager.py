@@ -148,7 +148,7 @@ class EncoderCudaGraphManager:
     def reports(self) -> list[str]:
         """What was dropped or runs in another way than asked, and why."""
         notes = [note for path in self.paths_by_key.values() for note in path.notes]
-        kept = invariance.findings(self) if self.config.invariant else ()
+        kept = invariance.findings(self.kernels, self.device) if self.config.invariant else ()
         return [*self._lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
 
     @property
@@ -195,7 +195,9 @@ class EncoderCudaGraphManager:
                 return
             self._lifecycle.capture(progress)
             if self.data_parallel is not None and self.config.invariant:
-                self.data_parallel.check_same("invariant: kernels", invariance.choices(self))
+                self.data_parallel.check_same(
+                    "invariant: kernels", invariance.choices(self.kernels, self.device)
+                )
             if self.data_parallel is not None and self.pool.is_cuda:
                 # So that ranks get items of equal cost, not just of equal size.
                 self.data_parallel.share_costs(*self._serving.unit_costs())
@@ -371,7 +373,7 @@ class EncoderCudaGraphManager:
         Raises:
             InputError, RankError: as `execute`.
         """
-        return invariance.differing_items(self, mm_kwargs, packings, seed)
+        return invariance.differing_items(self.tower, self.execute, mm_kwargs, packings, seed)
 
     def record_trace(self, path: str | os.PathLike[str]) -> None:
         """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes,

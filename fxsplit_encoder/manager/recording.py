@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.item_facts import ItemFacts
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.planning import Item, Limits
 from fxsplit_encoder.planning.plan import PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import CaptureScope
-from fxsplit_encoder.tuning.trace import TraceWriter
 
 _PACKAGES = ("fxsplit-encoder", "torch", "transformers", "flash-attn-4", "nvidia-cudnn-frontend")
 
@@ -123,3 +127,73 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+class TraceWriter:
+    """Appends requests to a trace. Threads may write at the same time; every request is a line of its own.
+
+    Each line goes to the operating system at once, so that a process which is killed loses none before it.
+    Processes need files of their own.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        try:
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
+
+    def write(self, items: Sequence[Item], **served: Any) -> None:
+        """Append one request.
+
+        Args:
+            items: of which the sizes and segments are written.
+            served: how it was served, as JSON; see `recording`.
+
+        Raises:
+            InputError: the writer is closed.
+        """
+        self._append({"items": [_as_json(item) for item in items], **served})
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Append what serves the requests from now on.
+
+        Raises:
+            InputError: the writer is closed.
+        """
+        self._append({"run": run})
+
+    def _append(self, value: Mapping[str, Any]) -> None:
+        line = json.dumps(value, default=str) + "\n"
+        with self._lock:
+            if self._file.closed:
+                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
+            self._file.write(line)
+
+    def close(self) -> None:
+        """Close the file; closing twice does nothing."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_json(item: Item) -> dict[str, Any]:
+    # Sizes may be NumPy's integers, which JSON does not know.
+    spec = item.spec
+    sizes: dict[str, Any] = {"input_size": int(spec.input_size), "output_tokens": int(spec.output_tokens)}
+    if item.segments != 1:
+        sizes["segments"] = int(item.segments)
+    if spec.path_output_tokens:
+        sizes["path_output_tokens"] = {name: int(count) for name, count in spec.path_output_tokens.items()}
+    return sizes

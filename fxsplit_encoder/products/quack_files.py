@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fxsplit_encoder.attention.kernels.flash_cache import own_directory, problem_of
+from fxsplit_encoder.kernels.cache import write_atomic
 
 DIRECTORY = "QUACK_CACHE_DIR"
 _CACHE = "quack.cache"
@@ -62,9 +63,7 @@ def restore_files(files: Mapping[str, bytes]) -> None:
         path = root / name
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.stem}.{os.getpid()}.tmp.o")
-            partial.write_bytes(content)
-            os.replace(partial, path)
+            write_atomic(path, content)
 
 
 class _Compiled(Exception):

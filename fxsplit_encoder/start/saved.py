@@ -10,8 +10,6 @@ import functools
 import hashlib
 import io
 import json
-import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +24,7 @@ from fxsplit_encoder.attention.kernels.binaries import compiled_kernels, restore
 from fxsplit_encoder.errors import InputError, StartFileError
 from fxsplit_encoder.kernels import KernelMeasurements, Measured
 from fxsplit_encoder.kernels.base import ShapeT
-from fxsplit_encoder.kernels.cache import entries_of, table_of
+from fxsplit_encoder.kernels.cache import entries_of, table_of, write_atomic
 from fxsplit_encoder.products.quack_files import compiled_files, restore_files
 from fxsplit_encoder.runtime import KnownCosts
 from fxsplit_encoder.start.environment import Key, differences, environment_key
@@ -106,19 +104,9 @@ def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
             archive.writestr(name, content)
     body = payload.getvalue()
     line = b"%s%d %d %s\n" % (_MAGIC, FORMAT, len(body), hashlib.sha256(body).hexdigest().encode())
-    written = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            written = file.name
-            file.write(line)
-            file.write(body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(written, 0o644)  # a temporary file is its owner's alone; a start is for others
-        os.replace(written, path)
+        write_atomic(path, line + body, durable=True)
     except OSError as error:
-        if written is not None and os.path.exists(written):
-            os.unlink(written)
         raise InputError(f"{path}: the start cannot be written: {error}") from error
     return len(line) + len(body)
 

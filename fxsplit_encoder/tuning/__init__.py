@@ -3,7 +3,7 @@
 from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel, RisingCurve, read_costs
 from fxsplit_encoder.tuning.forecast import Tuning
 from fxsplit_encoder.tuning.search import LadderLimits
-from fxsplit_encoder.tuning.trace import Request, TraceWriter, read_trace
+from fxsplit_encoder.tuning.trace import Request, read_trace
 from fxsplit_encoder.tuning.tune import tune_budgets, tune_trace
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "MemoryModel",
     "Request",
     "RisingCurve",
-    "TraceWriter",
     "Tuning",
     "read_costs",
     "read_trace",

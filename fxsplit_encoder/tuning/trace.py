@@ -12,11 +12,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import Capacity, Item, Loads, pack_greedy
@@ -28,65 +25,6 @@ _SHOWN_CHARACTERS = 60
 
 Request = tuple[Item, ...]
 """The items of one request, in order. A trace knows their sizes and segments."""
-
-
-class TraceWriter:
-    """Appends requests to a trace. Threads may write at the same time; every request is a line of its own.
-
-    Each line goes to the operating system at once, so that a process which is killed loses none before it.
-    Processes need files of their own.
-
-    Raises:
-        InputError: the file cannot be opened.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._lock = threading.Lock()
-        try:
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
-
-    def write(self, items: Sequence[Item], **served: Any) -> None:
-        """Append one request.
-
-        Args:
-            items: of which the sizes and segments are written.
-            served: how it was served, as JSON; see `recording`.
-
-        Raises:
-            InputError: the writer is closed.
-        """
-        self._append({"items": [_as_json(item) for item in items], **served})
-
-    def write_run(self, run: Mapping[str, Any]) -> None:
-        """Append what serves the requests from now on.
-
-        Raises:
-            InputError: the writer is closed.
-        """
-        self._append({"run": run})
-
-    def _append(self, value: Mapping[str, Any]) -> None:
-        line = json.dumps(value, default=str) + "\n"
-        with self._lock:
-            if self._file.closed:
-                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
-            self._file.write(line)
-
-    def close(self) -> None:
-        """Close the file; closing twice does nothing."""
-        with self._lock:
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Request]:
@@ -176,17 +114,6 @@ def batch_loads(requests: Sequence[Request], max_items_per_batch: int) -> set[in
             for start, before in enumerate(sums[:-1]):
                 loads.update(total - before for total in sums[start + 1 : start + 1 + max_items_per_batch])
     return loads - {0}
-
-
-def _as_json(item: Item) -> dict[str, Any]:
-    # Sizes may be NumPy's integers, which JSON does not know.
-    spec = item.spec
-    sizes: dict[str, Any] = {"input_size": int(spec.input_size), "output_tokens": int(spec.output_tokens)}
-    if item.segments != 1:
-        sizes["segments"] = int(item.segments)
-    if spec.path_output_tokens:
-        sizes["path_output_tokens"] = {name: int(count) for name, count in spec.path_output_tokens.items()}
-    return sizes
 
 
 def _read_line(line: str, where: str) -> Mapping[str, Any]:

@@ -196,7 +196,7 @@ def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
     record = ladder._record
 
     def failing(budget: int, request: Any, mode: str) -> Any:
-        recorded = yield from record(budget, request, mode)
+        recorded = record(budget, request, mode)
         if rank == 1 and budget == 8 and mode == "full":
             recorded.release()
             raise CaptureError(NO_ROOM)

@@ -62,10 +62,8 @@ def test_the_largest_budgets_of_all_combinations_come_first(monkeypatch: pytest.
     manager = make(model)
     order: list[int] = []
     for path in manager.paths_by_key.values():
-        capturing = path.capturing
-        monkeypatch.setattr(
-            path, "capturing", lambda budget, parts=capturing: (order.append(budget), parts(budget))[1]
-        )
+        capture = path.capture
+        monkeypatch.setattr(path, "capture", lambda budget, own=capture: (order.append(budget), own(budget)))
     manager.capture()
     assert order == [8] * 4 + [4] * 4
 

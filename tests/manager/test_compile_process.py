@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +90,12 @@ class Scene:
             pool=types.SimpleNamespace(device=CPU),
             scope=types.SimpleNamespace(measured=is_cuda),
             planned_captures=lambda: "planned",
-            runs=self.runs,
+            run=self.run,
         )
 
-    def runs(self, planned: str) -> Iterator[None]:
+    def run(self, planned: str) -> None:
         assert planned == "planned"
         self.choosers.attention.ranking(CAPTURED)
-        yield
 
 
 def test_kernels_are_built_and_no_time_is_kept_that_was_found_beside_requests(tmp_path: Path) -> None:

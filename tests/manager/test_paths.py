@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -155,16 +154,8 @@ def test_a_path_that_lists_zero_alone_is_never_captured() -> None:
 def test_what_is_captured_is_measured_first_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[object] = []
 
-    def measuring(path: EncoderPath) -> Iterator[None]:
-        happened.append(path.name)
-        yield
-
-    def capturing(path: EncoderPath, budget: int) -> Iterator[None]:
-        happened.append((path.name, budget))
-        yield
-
-    monkeypatch.setattr(EncoderPath, "measuring", measuring)
-    monkeypatch.setattr(EncoderPath, "capturing", capturing)
+    monkeypatch.setattr(EncoderPath, "measure", lambda path: happened.append(path.name))
+    monkeypatch.setattr(EncoderPath, "capture", lambda path, budget: happened.append((path.name, budget)))
     captured(PathsModel(), paths={"local": {"token_budgets": [0]}})
     assert happened == ["global", ("global", 16), ("global", 8), ("global", 4)]
     happened.clear()

@@ -126,7 +126,7 @@ def lend_in_thread(
     def lend() -> None:
         try:
             found.append(turns.lend(work, is_stopped))
-        except Exception as error:
+        except (Exception, StoppedError) as error:
             found.append(error)
 
     (thread,) = started(lend)

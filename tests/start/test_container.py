@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError, StartFileError
-from fxsplit_encoder.start import saved
 from fxsplit_encoder.start.saved import read_parts, write_parts
 
 PARTS = {"towers.json": b"[]", "kernels/triton/a/b.cubin": bytes(range(256)) * 40}
@@ -73,7 +72,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
     def fail(*args: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(saved.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(InputError, match="cannot be written: the disk is full"):
         write_parts(written, {"other": b""})
     assert read_parts(written) == PARTS

@@ -4,7 +4,6 @@ and that of cuDNN's plans, in memory.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -13,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from fxsplit_encoder.attention.kernels.cudnn_files import captured_plans, restore_plans
 from fxsplit_encoder.attention.kernels.flash_cache import switch_on
+from fxsplit_encoder.kernels.cache import write_atomic
 
 _TRITON_CODE = (
     "fxsplit_encoder.attention.kernels.triton_code",
@@ -86,6 +86,4 @@ def _restore_flash(objects: Mapping[str, bytes]) -> None:
         path = root / name
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.stem}.{os.getpid()}.tmp.o")
-            partial.write_bytes(content)
-            os.replace(partial, path)
+            write_atomic(path, content)

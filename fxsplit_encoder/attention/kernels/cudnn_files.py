@@ -8,7 +8,6 @@ import functools
 import hashlib
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from fxsplit_encoder.kernels.cache import (
     describe_environment,
     digest_of,
     why_not_private,
+    write_atomic,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,7 @@ def write_plan(name: str, content: bytes, device: torch.device) -> None:
         if sum(1 for _ in os.scandir(directory)) >= MOST_FILES:
             logger.debug("%s is full: a plan is kept in memory only", directory)
             return
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".", delete=False) as file:
-            file.write(hashlib.sha256(content).digest() + content)
-        os.replace(file.name, directory / name)
+        write_atomic(directory / name, hashlib.sha256(content).digest() + content)
     except OSError as error:
         logger.debug("a plan of cuDNN's is kept in memory only: %s", error)
 

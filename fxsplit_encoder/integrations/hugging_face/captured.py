@@ -149,14 +149,10 @@ class CapturedTower:
                 is_full and self._calls < self._next
             )
 
-    def run(self, call: Call) -> tuple[Served, list[Tensor]]:
-        """What served a call, and the encoded items."""
-        assert self.calls is not None
-        served = self.of(call.key)
-        return served, served.runner.run(self.calls.inputs(call, served.adapter))
-
     def of(self, key: Hashable) -> Served:
-        """What serves calls of a key, made now if it is the first, by one thread."""
+        """What serves calls of a key, made now if it is the first, by one thread. `Runner.prepare` comes
+        before its `run`.
+        """
         served = self._served.get(key)
         if served is None:
             with self._lock:
@@ -292,8 +288,12 @@ def is_in_one_place(tower: nn.Module) -> bool:
 class Runner(Protocol):
     """Encodes what an adapter takes."""
 
-    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
-        """Every item's rows, (output tokens, hidden), in memory of their own."""
+    @property
+    def run(self) -> Callable[[dict[str, Any]], list[Tensor]]:
+        """Encodes every item to its rows, (output tokens, hidden), in memory of their own."""
+
+    def prepare(self) -> None:
+        """Makes what `run` needs, once."""
 
     def capture(self) -> None:
         """Compiles and captures whatever is not yet."""
@@ -313,19 +313,17 @@ class ManagerRunner:
 
     def __init__(self, adapter: Any, config: EncoderConfig) -> None:
         self.manager = EncoderCudaGraphManager(adapter, config)
+        self.run = self.manager.execute
         self._lock = threading.Lock()
 
-    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
-        """As `EncoderCudaGraphManager.execute`."""
-        self.capture()
-        return self.manager.execute(inputs)
-
-    def capture(self) -> None:
-        """As `EncoderCudaGraphManager.capture`."""
+    def prepare(self) -> None:
+        """Captures, in the first thread that comes."""
         if not self.manager.is_captured():
             with self._lock:
                 if not self.manager.is_captured():  # no other thread has done it
                     self.manager.capture()
+
+    capture = prepare
 
     def stats(self) -> ManagerStats:
         """The manager's."""
@@ -359,11 +357,12 @@ class CompiledRunner:
 
         adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
         options: Any = {"config": config}
+        self.run = self._run
         self._compiled = torch.compile(adapter, backend="encoder_cg", fullgraph=True, options=options)
         self._first: contextlib.AbstractContextManager[object] = threading.Lock()
         """Held in the first call, which compiles."""
 
-    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
+    def _run(self, inputs: dict[str, Any]) -> list[Tensor]:
         """Encodes all items in one call."""
         specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
         with self._first, torch.inference_mode(False), torch.no_grad():
@@ -375,6 +374,9 @@ class CompiledRunner:
             {"default": rows}, list(range(len(specs))), tokens, items, batch_mm_kwargs=inputs
         )
         return [items[index] for index in range(len(specs))]
+
+    def prepare(self) -> None:
+        """Nothing: the first call compiles."""
 
     def capture(self) -> None:
         """As `warmup`."""

@@ -20,7 +20,7 @@ from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.dynamo import is_traced
 from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
 from fxsplit_encoder.errors import InputError, WeightsLayoutError
-from fxsplit_encoder.integrations.hugging_face.calls import Call, Made, Reads, asked_for
+from fxsplit_encoder.integrations.hugging_face.calls import Made, Reads, asked_for
 from fxsplit_encoder.integrations.hugging_face.captured import CapturedTower, Served, Settings
 from fxsplit_encoder.integrations.hugging_face.find import FoundTower, calls_of
 from fxsplit_encoder.integrations.hugging_face.outputs import Lazy, LazyTuple, make_output
@@ -98,7 +98,10 @@ class ServedTower:
             _count_trace(self.number)
             return self.original(*args, **kwargs)
         given = {**dict(zip(self._defaults, args, strict=False)), **kwargs}
-        served = self._serve(given)
+        try:
+            served = self._serve(given)
+        except WeightsLayoutError:
+            served = self._serve(given, now=True)  # by new captures
         if isinstance(served, MissReason):
             self._refuse_own_forward(served)
             self.record_miss(served, self._num_items(given))
@@ -119,8 +122,13 @@ class ServedTower:
 
     # --- one call
 
-    def _serve(self, given: dict[str, Any]) -> Any:
-        """The output of a call with these arguments, or why captures do not serve it."""
+    def _serve(self, given: dict[str, Any], *, now: bool = False) -> Any:
+        """The output of a call with these arguments, or why captures do not serve it. `now`: whether one of a
+        size that has not recurred is captured too.
+
+        Raises:
+            WeightsLayoutError: the captures were for parameters of other layouts, and are given up.
+        """
         reason = self._condition(given)
         if reason is not None:
             return reason
@@ -142,14 +150,15 @@ class ServedTower:
             if isinstance(call, MissReason):
                 self._warn_of_miss(call, changing)
                 return call
-            at_once = getattr(_warming, "on", False)
+            is_warming = getattr(_warming, "on", False)
             # With `invariant` no call may wait for others of its size in the tower's own forward.
-            if not captured.serves(call, at_once=at_once or self.settings.config.invariant):
+            if not captured.serves(call, at_once=is_warming or now or self.settings.config.invariant):
                 return MissReason.NEW_SHAPE
-            if at_once:
-                captured.of(call.key).runner.capture()
-            captured, served, items = self._run(captured, call)
-        except WeightsLayoutError:
+            served = captured.of(call.key)
+            (served.runner.capture if is_warming else served.runner.prepare)()
+            items = served.runner.run(captured.calls.inputs(call, served.adapter))
+        except WeightsLayoutError as error:
+            self._again(captured, error)
             raise
         except InputError as error:
             self._tell(logging.WARNING, f"{self.name}: encoded without a capture: {error}", "inputs")
@@ -176,13 +185,6 @@ class ServedTower:
             self._tell(logging.WARNING, f"{self.name}: encoded without captures: {implementation} attention")
             return MissReason.FOREIGN_CODE
         return None
-
-    def _run(self, captured: CapturedTower, call: Call) -> tuple[CapturedTower, Any, Any]:
-        try:
-            return captured, *captured.run(call)
-        except WeightsLayoutError as error:
-            captured = self._again(captured, error)
-            return captured, *captured.run(call)
 
     def _matters(self, captured: CapturedTower, name: str, value: Any) -> bool:
         """Whether an argument is one that the tower's forward reads, at another value than its default."""
