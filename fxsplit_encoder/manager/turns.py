@@ -179,8 +179,8 @@ class WorkBetween:
 
     Args:
         is_stopped: whether the work is not wanted any more.
-        with_turn: what is around each stretch with the turn; that a pause ends and begins again.
-        lent: what is around that on another thread.
+        with_turn: context of each stretch with the turn; a pause leaves and enters it.
+        lent: context of work that another thread does.
         at_once: as for `Turns.step`.
         lends: whether a thread that serves requests records CUDA graphs, as `Turns.lend` has it: at any other
             time those may wait for the whole device, which no thread may while another records.

@@ -349,8 +349,6 @@ class CapturedProgram:
 
         Args:
             batch: as `values` takes it.
-            may_replay: whether captures serve.
-            capture_now: as for `captures_for`.
             in_inference_mode: whether the tower's own code runs so.
 
         Raises:
@@ -419,8 +417,6 @@ class CapturedProgram:
                 return self.run_eager(batch), planned._replace(budget=None, eager=True), None
         outputs, compiled = self.run_unpadded(batch, values)
         return outputs, planned._replace(budget=None, eager=not compiled), None
-
-    # --- what a batch is, for whoever derives from this
 
     def values(self, batch: Any) -> Mapping[str, StaticValue | None]:
         """What a replay, or a run without padding, needs of a batch.
