@@ -290,20 +290,26 @@ class Admission:
         return True
 
     def _groups(self, ticket: Ticket, items: Sequence[Occurrence]) -> list[_Group]:
-        groups: dict[bytes | Occurrence, _Group] = {}
+        """Items of one key and size share a feature, also where the key belongs to rows of another size: so a
+        request never needs more memory than its distinct items, which was checked when it was submitted.
+        """
+        groups: dict[tuple[bytes, int], _Group] = {}
+        taken: set[bytes] = set()  # keys that rows of some size have, in the cache or in this request
         for item in items:
             assert item.digest is not None
             key = self._parts.key_of(item.digest, ticket.request.salt)
-            entry = self._parts.cache.find(key)
-            if entry is not None and entry.num_tokens != item.num_tokens:
-                groups[item] = _Group(self._new_entry(item, None), [item], is_new=True, is_rejected=True)
-            elif key in groups and groups[key].entry.num_tokens == item.num_tokens:
-                groups[key].items.append(item)
-            elif entry is not None:
-                groups[key] = _Group(entry, [item], is_new=False)
+            if (group := groups.get((key, item.num_tokens))) is not None:
+                group.items.append(item)
+                continue
+            found = self._parts.cache.find(key)
+            if found is not None and found.num_tokens == item.num_tokens:
+                group = _Group(found, [item], is_new=False)
             else:
-                own_key = None if key in groups else key
-                groups[own_key or item] = _Group(self._new_entry(item, own_key), [item], is_new=True)
+                own_key = None if found is not None or key in taken else key
+                new = self._new_entry(item, own_key)
+                group = _Group(new, [item], is_new=True, is_rejected=found is not None)
+            groups[key, item.num_tokens] = group
+            taken.add(key)
         return list(groups.values())
 
     def _new_entry(self, item: Occurrence, key: bytes | None) -> Entry:

@@ -491,6 +491,20 @@ def random_submission(machine: AnyHistory, draw: random.Random) -> None:
     )
 
 
+def test_equal_items_share_rows_also_where_their_key_has_rows_of_another_size() -> None:
+    """Else a request could need more memory than was checked when it was submitted, and wait for good."""
+    machine = AnyHistory()
+    machine.open(device_pages=0, host_pages=4)
+    policy = FailurePolicy()
+    machine.submit(["c"], policy, True, "", None, False, "ready", odd="c")  # 7 tokens
+    machine.submit(
+        ["a", "c", "c"], policy, False, "", None, False, "submitted", odd="-"
+    )  # 8 of the same name
+    machine.finish_everything()
+    stats = machine.books.parts.stats
+    assert (stats.misses, stats.rejected_hits) == (3, 1)
+
+
 def test_long_histories() -> None:
     """Longer than hypothesis makes them, and they reach what takes many steps."""
     reached: Counter[str] = Counter()
