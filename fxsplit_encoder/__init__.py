@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         GraphPool,
         eager_break_during_capture,
     )
-    from fxsplit_encoder.integrations.hugging_face import accelerate, restore
+    from fxsplit_encoder.hugging_face import accelerate, restore
     from fxsplit_encoder.integrations.serving import refresh, stats, warmup
     from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats
     from fxsplit_encoder.towers import DenseTowerSpec, PackedTower, supported_towers, wrap

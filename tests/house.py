@@ -352,9 +352,9 @@ def _reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
 
 
 def _registries() -> dict[str, Figure | int]:
-    from fxsplit_encoder.attention.kernels import KERNELS as attention
     from fxsplit_encoder.compile.passes import PASSES
-    from fxsplit_encoder.products.kernels import KERNELS as products
+    from fxsplit_encoder.kernels.attention.kernels import KERNELS as attention
+    from fxsplit_encoder.kernels.products.kernels import KERNELS as products
 
     kernels = {"attention kernels": attention, "product kernels": products, "passes": PASSES}
     return {name: Figure(len(each), tuple(map(str, each))) for name, each in kernels.items()}
@@ -368,7 +368,7 @@ def _stacks() -> dict[str, Figure | int]:
     and those between `capture` and the recording of a piece. Comprehensions are left out.
     """
     import fxsplit_encoder as fx
-    from fxsplit_encoder.integrations.hugging_face import ServedTower
+    from fxsplit_encoder.hugging_face import ServedTower
 
     manager = fx.EncoderCudaGraphManager
     with _watched("replay") as replays, _watched("captured") as recordings:

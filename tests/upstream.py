@@ -58,7 +58,7 @@ def pytest_runtest_setup() -> None:
 
 def pytest_runtest_teardown() -> None:
     """Counts the hits and misses of the test's models, and drops them."""
-    from fxsplit_encoder.integrations.hugging_face import served_towers_of
+    from fxsplit_encoder.hugging_face import served_towers_of
 
     for tower in {id(tower): tower for model in models for _, tower in served_towers_of(model)}.values():
         served.update({"hits": tower.stats().hits, **tower.stats().misses})

@@ -30,9 +30,9 @@ from torch import Tensor
 from worker import relative_error
 
 from fxsplit_encoder.kernels import KernelMeasurements, measuring, works
-from fxsplit_encoder.products import ProductChooser, ProductShape
-from fxsplit_encoder.products.kernels import KERNELS, ProductKernel, activate
-from fxsplit_encoder.products.measured import ProductMeter
+from fxsplit_encoder.kernels.products import ProductChooser, ProductShape
+from fxsplit_encoder.kernels.products.kernels import KERNELS, ProductKernel, activate
+from fxsplit_encoder.kernels.products.measured import ProductMeter
 
 WEIGHTS = 27
 ROUNDS = 15

@@ -17,7 +17,6 @@ from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder._torch.dynamo import original_module, owners_of, owners_of_trace
 from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder._torch.tensors import copy_each
-from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.backend.parameters import CallParameters
 from fxsplit_encoder.capture import GraphPool
@@ -26,6 +25,7 @@ from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.compile.program import Argument, Ref, TensorInfo
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import OutOfMemoryError, Tensor, nn
 
-from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.capture.breakable import (
     DEFAULT_SPLITTING_OPS,
     Attended,
@@ -38,6 +37,7 @@ from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError, ReplayError
+from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.pauses import pause, run_capture
 
 if TYPE_CHECKING:

@@ -117,7 +117,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
     not run again.
 
     A Hugging Face tower runs attention through the splitting op after
-    `fxsplit_encoder.attention.hugging_face.use_varlen_attention(tower)`; give it the metadata that it
+    `fxsplit_encoder.kernels.attention.hugging_face.use_varlen_attention(tower)`; give it the metadata that it
     otherwise computes on the host (`cu_seqlens`, `position_ids`, ...), on its device.
 
     Args:

@@ -11,7 +11,6 @@ from torch import fx
 
 from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.distributed import calls_other_ranks
-from fxsplit_encoder.attention.ahead import compile_ahead, heads_of
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.invariance import check_proof, check_rows
 from fxsplit_encoder.compile.layouts import keeping_layouts
@@ -41,7 +40,8 @@ from fxsplit_encoder.compile.steps import (
     with_joins,
 )
 from fxsplit_encoder.errors import CompileError
-from fxsplit_encoder.products import compile_ahead as compile_products_ahead
+from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
+from fxsplit_encoder.kernels.products import compile_ahead as compile_products_ahead
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:

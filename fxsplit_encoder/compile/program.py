@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
-from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.sizes import Size, SymbolValues, holds_for_capture
 from fxsplit_encoder.errors import CompileError
+from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 
 
 @dataclass(frozen=True, slots=True)

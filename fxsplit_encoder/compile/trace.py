@@ -17,7 +17,6 @@ from fxsplit_encoder._torch.aot import boxed, static_inputs, to_aten
 from fxsplit_encoder._torch.current_device import no_default_device
 from fxsplit_encoder._torch.dynamo import inner_error, maybe_mark_dynamic, traced_files
 from fxsplit_encoder._torch.dynamo_errors import TorchDynamoException
-from fxsplit_encoder.attention import ahead
 from fxsplit_encoder.compile import blocks
 from fxsplit_encoder.compile.blocks import BlockError, LiveWeights, equal_blocks_as_ops, inline_blocks
 from fxsplit_encoder.compile.build import build_program
@@ -26,6 +25,7 @@ from fxsplit_encoder.compile.passes import expected_width
 from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler, start_compile_workers
 from fxsplit_encoder.compile.program import BoundProgram, Program, bind
 from fxsplit_encoder.errors import CompileError, FxSplitError, UntraceableError
+from fxsplit_encoder.kernels.attention import ahead
 
 logger = logging.getLogger(__name__)
 _trace_numbers = itertools.count()

@@ -13,7 +13,7 @@ from fxsplit_encoder import backend
 from fxsplit_encoder._torch.dynamo import is_compiled
 from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.integrations.hugging_face import ServedTower, capturing_at_once, served_towers_of
+from fxsplit_encoder.hugging_face import ServedTower, capturing_at_once, served_towers_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.runtime.statistics import ManagerStats

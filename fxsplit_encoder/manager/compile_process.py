@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import collected_by, collects_outputs, output_hook
-from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, InputError
+from fxsplit_encoder.kernels.attention.kernels import ahead
 from fxsplit_encoder.kernels.cache import write_atomic
 from fxsplit_encoder.manager.generation import Generation, Served
 from fxsplit_encoder.manager.legacy_dual_path import read_model_config
@@ -181,7 +181,7 @@ def load_request(directory: Path) -> CompileRequest:
     request: CompileRequest = load_tower((directory / REQUEST).read_bytes())
     if "transformers" in sys.modules:
         # Its towers ask by name for attention that is registered where one is wrapped, which here none is.
-        importlib.import_module("fxsplit_encoder.attention.hugging_face")
+        importlib.import_module("fxsplit_encoder.kernels.attention.hugging_face")
     return request
 
 

@@ -18,7 +18,7 @@ from fxsplit_encoder.runtime import Choosers
 
 def findings(kernels: Choosers, device: torch.device) -> list[str]:
     """Which kernels keep it, a line each, as far as anything has run."""
-    from fxsplit_encoder.products.fixed import PRODUCTS
+    from fxsplit_encoder.kernels.products.fixed import PRODUCTS
 
     attention = [f"attention of {chosen}" for chosen in kernels.attention.chosen]
     return [f"invariant: {each}" for each in (*attention, *PRODUCTS.describe(device))]
@@ -26,7 +26,7 @@ def findings(kernels: Choosers, device: torch.device) -> list[str]:
 
 def choices(kernels: Choosers, device: torch.device) -> list[str]:
     """What decides over the bits beside tower and inputs: the same in processes that give the same."""
-    from fxsplit_encoder.products.fixed import PRODUCTS
+    from fxsplit_encoder.kernels.products.fixed import PRODUCTS
 
     known: dict[str, Any] = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
     if device.type == "cuda":

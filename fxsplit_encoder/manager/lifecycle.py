@@ -16,8 +16,8 @@ from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.current_device import ALREADY, on_device
 from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder._torch.structure import Structure
-from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
+from fxsplit_encoder.kernels.attention.kernels import ahead
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.generation import Generation, Tell, first_of

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.compile import CompileOptions
 from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, ReplayError
+from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.path_forward import PathForward

@@ -37,7 +37,7 @@ from fxsplit_encoder.models.prepare import (
     resized,
 )
 from fxsplit_encoder.models.sampling import Sampling, first_of_equal_parts
-from fxsplit_encoder.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+from fxsplit_encoder.towers.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 
 _BICUBIC = Image.Resampling.BICUBIC
 

@@ -27,7 +27,7 @@ from fxsplit_encoder.models.family import (
 )
 from fxsplit_encoder.models.prepare import CLIP, Normalization, Preparation, Prepared, ProcessorSettings
 from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, tile_side, view_sizes
-from fxsplit_encoder.modules.step3_vision import Step3VisionConfig, Step3VisionModel
+from fxsplit_encoder.towers.modules.step3_vision import Step3VisionConfig, Step3VisionModel
 
 _BILINEAR = Image.Resampling.BILINEAR
 _LARGEST_SIDE = 3024

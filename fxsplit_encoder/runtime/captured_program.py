@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 import torch
 
 from fxsplit_encoder._torch.grad_mode import in_inference_mode as inference_mode
-from fxsplit_encoder.attention import KernelChooser
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
@@ -27,11 +26,12 @@ from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, InputError, ReplayError, WeightsLayoutError
 from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
+from fxsplit_encoder.kernels.attention import KernelChooser
+from fxsplit_encoder.kernels.products import ProductChooser
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
-from fxsplit_encoder.products import ProductChooser
 from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope

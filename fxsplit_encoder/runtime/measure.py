@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.inputs import is_cumulative
 from fxsplit_encoder.capture.timing import measure_run
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import measuring
+from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import PathCosts, Points
 

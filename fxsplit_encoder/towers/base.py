@@ -239,7 +239,7 @@ def with_own_attention(module: nn.Module) -> nn.Module:
     """A module on the same parameters that calls the attention that it called before it was wrapped."""
     if not is_hugging_face(module):
         return module
-    from fxsplit_encoder.attention import hugging_face
+    from fxsplit_encoder.kernels.attention import hugging_face
 
     return hugging_face.with_own_attention(module)
 

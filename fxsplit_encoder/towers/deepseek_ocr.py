@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
+from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, read_counts, square_view
 from fxsplit_encoder.towers.tiles import View
 

@@ -112,7 +112,7 @@ class GenericTower(DenseTower):
 def _prepare_hugging_face(tower: nn.Module) -> None:
     """Chooses attention where a module is Hugging Face's."""
     if is_hugging_face(tower):
-        from fxsplit_encoder.attention.hugging_face import use_dense_attention
+        from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
 
         use_dense_attention(tower)
         install_output_hooks(tower)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxsplit_encoder._torch.tensors import linked_copy
-from fxsplit_encoder.attention.hugging_face import use_dense_attention
+from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.dense import DenseTower
 
 

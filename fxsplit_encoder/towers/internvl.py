@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import install_output_hooks
-from fxsplit_encoder.attention.hugging_face import use_dense_attention
+from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.base import with_own_attention
 from fxsplit_encoder.towers.dense import DenseTower
 

@@ -34,7 +34,7 @@ class PackedTower(PackedItems):
     """A packed tower behind the manager's protocol, and still a module with the tower's own forward.
 
     Attention of a Hugging Face module is set to `fxsplit::varlen_attention`; other modules call
-    `fxsplit_encoder.attention.varlen_attention`. An adapter gives `metadata_columns`, `metadata` and the
+    `fxsplit_encoder.kernels.attention.varlen_attention`. An adapter gives `metadata_columns`, `metadata` and the
     numbers below; `segment_inputs` and `segment_lengths`, or its own `core`, where segments are no frames or
     the forward makes metadata itself.
     """
@@ -71,7 +71,7 @@ class PackedTower(PackedItems):
         )
         """Whether items are as grids say: a derived class may have methods of its own that look at more."""
         if is_hugging_face(tower):
-            from fxsplit_encoder.attention.hugging_face import use_varlen_attention
+            from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
 
             use_varlen_attention(tower)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.attention.hugging_face import use_dense_attention
+from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.dense import DenseTower
 
 _MOST_SHAPES = 512

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fxsplit_encoder.modules.step3_vision import Step3VisionConfig, Step3VisionModel
+from fxsplit_encoder.towers.modules.step3_vision import Step3VisionConfig, Step3VisionModel
 from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
 from fxsplit_encoder.towers.tiles import View
 

@@ -16,7 +16,6 @@ from torch.torch_version import TorchVersion
 from fxsplit_encoder._torch.dynamo import Marks, mark_static, mark_unbacked, maybe_mark_dynamic
 from fxsplit_encoder.capture.inputs import example_values
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.modules.folded import FoldedTables
 from fxsplit_encoder.protocol import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
@@ -25,6 +24,7 @@ from fxsplit_encoder.protocol import (
 )
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.inputs import check_pixels, one_or_several
+from fxsplit_encoder.towers.modules.folded import FoldedTables
 
 # torch 2.11 compares the sizes of a mask with 1 while it traces, which it cannot do with a size not known.
 MASKED_ATTENTION_TAKES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.13"

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.capture import (
     BreakableCUDAGraphCapture,
     GraphPool,
@@ -21,6 +20,7 @@ from fxsplit_encoder.capture import (
     eager_break_during_capture,
 )
 from fxsplit_encoder.errors import CaptureError, ReplayError
+from fxsplit_encoder.kernels.attention import varlen_attention
 
 
 def ones(device: str, count: int = 4) -> Tensor:

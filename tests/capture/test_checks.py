@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.capture import (
     CapturedForward,
     GraphPool,
@@ -14,6 +13,7 @@ from fxsplit_encoder.capture import (
     StaticBuffer,
 )
 from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.kernels.attention import varlen_attention
 
 from .bodies import request_of
 

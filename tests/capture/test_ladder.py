@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.attention import KernelChooser
-from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
@@ -27,9 +25,11 @@ from fxsplit_encoder.capture import (
 from fxsplit_encoder.capture.timing import MeasuredRun
 from fxsplit_encoder.errors import CaptureError, ConfigError
 from fxsplit_encoder.kernels import choice
+from fxsplit_encoder.kernels.attention import KernelChooser
+from fxsplit_encoder.kernels.attention.choice import Measurements
 from fxsplit_encoder.pauses import pausing_by, run_capture
-from tests.attention.fakes import FakeKernel, FakeMeter
-from tests.attention.fakes import shape as attention_shape
+from tests.kernels.attention.fakes import FakeKernel, FakeMeter
+from tests.kernels.attention.fakes import shape as attention_shape
 from tests.pauses import Pauses
 
 from .bodies import body_calling, request_of

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import varlen_attention
-from fxsplit_encoder.attention.kernels import builtin
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.capture import (
     BudgetLadder,
@@ -40,6 +38,8 @@ from fxsplit_encoder.errors import (
     ReplayError,
     WeightsMovedError,
 )
+from fxsplit_encoder.kernels.attention import varlen_attention
+from fxsplit_encoder.kernels.attention.kernels import builtin
 from fxsplit_encoder.manager import path as path_module
 
 from ..backend.towers import Attention

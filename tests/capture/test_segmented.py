@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.capture import (
     BreakableCUDAGraphCapture,
     GraphPool,
@@ -17,6 +16,7 @@ from fxsplit_encoder.capture.breakable import LiveSegments
 from fxsplit_encoder.capture.forward import CapturedForward, StepRecorder
 from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import CaptureError, ReplayError
+from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 
 from .bodies import body_of, piece, request_of, split
 

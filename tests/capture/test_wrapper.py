@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 from fxsplit_encoder.capture import (
     BreakableCUDAGraphCapture,
     BreakableCUDAGraphWrapper,
@@ -18,6 +17,7 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.wrapper import describe
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
 
 from . import wrapper_checks as shared
 

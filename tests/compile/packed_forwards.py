@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fxsplit_encoder.attention  # noqa: F401  (registers the op)
+import fxsplit_encoder.kernels.attention  # noqa: F401  (registers the op)
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace_forward
 
 WIDTH = 8

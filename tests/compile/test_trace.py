@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace
 from fxsplit_encoder.errors import CompileError
+from fxsplit_encoder.kernels.attention.kernels import ahead
 
 from .packed_forwards import SPLITTING_OPS, attend, packed_inputs, trace_packed, trace_with
 from .passes.test_wide_heads import Blocks

@@ -12,10 +12,10 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.planning import MissReason
-from tests.integrations.hugging_face.comparisons import assert_close, assert_same_bits, generated
-from tests.integrations.hugging_face.conftest import config_of
-from tests.integrations.hugging_face.models import MODELS
-from tests.integrations.hugging_face.test_models import num_captures, num_traces, requests
+from tests.hugging_face.comparisons import assert_close, assert_same_bits, generated
+from tests.hugging_face.conftest import config_of
+from tests.hugging_face.models import MODELS
+from tests.hugging_face.test_models import num_captures, num_traces, requests
 
 pytestmark = pytest.mark.gpu
 

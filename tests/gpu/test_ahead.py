@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxsplit_encoder.attention.kernels import KERNELS, ahead, flash_cache
+from fxsplit_encoder.kernels.attention.kernels import KERNELS, ahead, flash_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -18,8 +18,8 @@ SCRIPT = """
 import time, sys
 from pathlib import Path
 import torch
-from fxsplit_encoder.attention.kernels import KERNELS, ahead
-from fxsplit_encoder.attention.kernels.builtin import PerSegment
+from fxsplit_encoder.kernels.attention.kernels import KERNELS, ahead
+from fxsplit_encoder.kernels.attention.kernels.builtin import PerSegment
 
 names, device = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_dense"], torch.device("cuda", 0)
 begin = time.perf_counter()

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import (
+from fxsplit_encoder.kernels import choosing, describe, measuring, works
+from fxsplit_encoder.kernels.attention import (
     KernelChooser,
     KnownSegments,
     attend,
     dense_attention,
 )
-from fxsplit_encoder.attention.choice import Measurements, shape_of
-from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
-from fxsplit_encoder.attention.kernels.builtin import TritonVarlen
-from fxsplit_encoder.attention.kernels.flash_attn import WholeWaves, rows_of_whole_waves
-from fxsplit_encoder.kernels import choosing, describe, measuring, works
+from fxsplit_encoder.kernels.attention.choice import Measurements, shape_of
+from fxsplit_encoder.kernels.attention.kernels import KERNELS, AttentionKernel
+from fxsplit_encoder.kernels.attention.kernels.builtin import TritonVarlen
+from fxsplit_encoder.kernels.attention.kernels.flash_attn import WholeWaves, rows_of_whole_waves
 from fxsplit_encoder.kernels.base import processors
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.attention import varlen_attention
-from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 from fxsplit_encoder.capture import (
     BreakableCUDAGraphCapture,
     BreakableCUDAGraphWrapper,
@@ -21,6 +19,8 @@ from fxsplit_encoder.capture import (
     eager_break_during_capture,
 )
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
+from fxsplit_encoder.kernels.attention import varlen_attention
+from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
 
 from ..capture import breakable_checks, wrapper_checks
 from ..capture.bodies import request_of

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, varlen_attention
 from fxsplit_encoder.capture import (
     CapturedForward,
     GraphPool,
@@ -24,6 +23,7 @@ from fxsplit_encoder.capture import (
     pad_cu_seqlens,
 )
 from fxsplit_encoder.kernels import choosing
+from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, attend, varlen_attention
 
 from ..capture.bodies import body_calling, request_of
 

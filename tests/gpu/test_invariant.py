@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend
-from fxsplit_encoder.attention.choice import invariant_names
-from fxsplit_encoder.attention.kernels import KERNELS
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import choosing, measuring
-from fxsplit_encoder.models.random import demo_tower
-from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.products.fixed import (
+from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, attend
+from fxsplit_encoder.kernels.attention.choice import invariant_names
+from fxsplit_encoder.kernels.attention.kernels import KERNELS
+from fxsplit_encoder.kernels.products.fixed import (
     COUNTS,
     GELU_TANH,
     NOTHING,
@@ -30,6 +28,8 @@ from fxsplit_encoder.products.fixed import (
     library_product,
     same_bits,
 )
+from fxsplit_encoder.models.random import demo_tower
+from fxsplit_encoder.models.registry import architecture
 from tests.manager.packings import differing, packed_items, packings, tile_items
 from tests.towers.tiny_inputs import Inputs, Item, PackedInputs, TileInputs
 
@@ -192,7 +192,7 @@ def test_the_settings_of_the_process_stay() -> None:
 def test_our_own_kernel_is_right_and_has_the_same_bits_at_any_count(
     in_features: int, out_features: int, has_bias: bool, activation: str, dtype: torch.dtype
 ) -> None:
-    from fxsplit_encoder.products.triton_kernels import product
+    from fxsplit_encoder.kernels.products.triton_kernels import product
 
     rows = torch.randn(1003, in_features, device="cuda").to(dtype)
     weight = torch.randn(out_features, in_features, device="cuda").to(dtype)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.kernels import KernelMeasurements, choosing, describe, measuring, works
-from fxsplit_encoder.products import ACTIVATIONS, ProductChooser, ProductShape, linear
-from fxsplit_encoder.products.kernels import KERNELS, ProductKernel
-from fxsplit_encoder.products.measured import ProductExample, ProductMeter, shape_of
+from fxsplit_encoder.kernels.products import ACTIVATIONS, ProductChooser, ProductShape, linear
+from fxsplit_encoder.kernels.products.kernels import KERNELS, ProductKernel
+from fxsplit_encoder.kernels.products.measured import ProductExample, ProductMeter, shape_of
 
 pytestmark = pytest.mark.gpu
 

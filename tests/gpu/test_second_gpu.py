@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.integrations.images.encoder import Download
+from fxsplit_encoder.kernels.attention import varlen_attention
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.runtime import Choosers

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.kernels import Measured, MeasurementCache, cache_directory, describe_environment
+from fxsplit_encoder.kernels.attention.kernels import AttentionShape
 from fxsplit_encoder.kernels.cache import describe_host, digest_of
 
 from ..attention.fakes import CUDA, shape

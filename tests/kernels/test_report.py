@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import KernelChooser, parse_attention
-from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.kernels import KernelReport, Measured, Pin, describe, measuring
+from fxsplit_encoder.kernels.attention import KernelChooser, parse_attention
+from fxsplit_encoder.kernels.attention.choice import Measurements
 from fxsplit_encoder.runtime import Choosers
 
 from ..attention.fakes import CUDA, FakeKernel, FakeMeter, shape

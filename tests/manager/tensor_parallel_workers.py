@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxsplit_encoder as fx
-import fxsplit_encoder.attention  # the operators that the mock towers call
+import fxsplit_encoder.kernels.attention  # the operators that the mock towers call
 from fxsplit_encoder.errors import CaptureError
 
 from .mock_towers import WIDTH, PackedModel, SplitModel, alone, batch

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import KernelChooser
-from fxsplit_encoder.attention.choice import Measurements
-from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import MeasurementCache, measuring
+from fxsplit_encoder.kernels.attention import KernelChooser
+from fxsplit_encoder.kernels.attention.choice import Measurements
+from fxsplit_encoder.kernels.attention.kernels import AttentionShape
 from fxsplit_encoder.manager.compile_process import (
     REQUEST,
     CompileRequest,
@@ -27,7 +27,7 @@ from fxsplit_encoder.manager.compile_process import (
 )
 from fxsplit_encoder.manager.start import _structure
 from fxsplit_encoder.runtime import Choosers
-from tests.attention.fakes import FakeKernel
+from tests.kernels.attention.fakes import FakeKernel
 from tests.towers.tiny_towers import TINY
 
 from .test_comparisons import Everywhere

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.kernels.attention import varlen_attention
 from fxsplit_encoder.manager.row_groups import RowGroups
 
 from .managers import captured, manager_of

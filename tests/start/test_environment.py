@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from fxsplit_encoder.attention.choice import MEASUREMENTS
 from fxsplit_encoder.kernels import cache
+from fxsplit_encoder.kernels.attention.choice import MEASUREMENTS
 from fxsplit_encoder.start.environment import differences, environment_key, plain
 
 CPU = torch.device("cpu")

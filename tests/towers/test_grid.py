@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from transformers import vision_utils
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.modules.blocks import merge
 from fxsplit_encoder.towers.grid import (
     count_patches,
     cumulative_lengths,
@@ -21,6 +20,7 @@ from fxsplit_encoder.towers.grid import (
     window_lengths,
     window_permutation,
 )
+from fxsplit_encoder.towers.modules.blocks import merge
 
 Grids = list[tuple[int, int, int]]
 

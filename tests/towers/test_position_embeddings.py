@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import vision_utils
 
-from fxsplit_encoder.modules.blocks import resample
+from fxsplit_encoder.towers.modules.blocks import resample
 from fxsplit_encoder.towers.position_embeddings import (
     TAPS,
     cosines_and_sines,

@@ -24,7 +24,7 @@ from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.wide_heads import stored_width, wide_heads
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.products import has_fused_activations
+from fxsplit_encoder.kernels.products import has_fused_activations
 
 Pass = Callable[[fx.GraphModule], int]
 

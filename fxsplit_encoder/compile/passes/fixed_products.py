@@ -10,7 +10,7 @@ from torch import fx
 from fxsplit_encoder.compile.passes.dense_attention import attends_plainly, replace_by_dense_attention
 from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu
 from fxsplit_encoder.compile.rewriting import call_function, is_parameter
-from fxsplit_encoder.products.fixed import GELU_TANH, NOTHING, fixed_linear
+from fxsplit_encoder.kernels.products.fixed import GELU_TANH, NOTHING, fixed_linear
 
 aten = torch.ops.aten
 

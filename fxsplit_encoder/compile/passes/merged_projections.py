@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
-from fxsplit_encoder.attention import dense_attention, varlen_attention
 from fxsplit_encoder.compile.layouts import traced_downstream
 from fxsplit_encoder.compile.passes.dense_attention import TORCH_KERNELS
 from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, arguments_of, linear_of
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter
+from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
 aten = torch.ops.aten
 

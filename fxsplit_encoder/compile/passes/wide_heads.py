@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fxsplit_encoder.attention import dense_attention, varlen_attention
 from fxsplit_encoder.compile.passes.layers import VIEWS, Linear, layer_under, linear_of, views_of
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace
+from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.integrations.vllm.compatibility import attention_problem, rotary_problem
+from fxsplit_encoder.kernels.attention import varlen_attention
 
 _ATTENTION = "MMEncoderAttention"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fxsplit_encoder.attention  # noqa: F401  (registers the op)
+import fxsplit_encoder.kernels.attention  # noqa: F401  (registers the op)
 
 from .entries import input_names
 from .inputs import WIDTH

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxsplit_encoder.attention import dense_attention, varlen_attention
 from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.compile.passes.fixed_products import fixed_products
 from fxsplit_encoder.compile.rewriting import mark_cuts
+from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
 from .aten_graphs import Graph, Mlp, aten_graph, rotated, tanh_gelu
 from .test_decomposed_bias import GridAttention

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.attention import dense_attention, varlen_attention
 from fxsplit_encoder.compile.passes.wide_heads import wide_heads
+from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
 from .aten_graphs import Graph, rewritten, rotated
 

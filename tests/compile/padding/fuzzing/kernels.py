@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fxsplit_encoder.attention  # noqa: F401  (registers the ops)
+import fxsplit_encoder.kernels.attention  # noqa: F401  (registers the ops)
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import fxsplit_encoder.attention  # noqa: F401  (registers the ops)
+import fxsplit_encoder.kernels.attention  # noqa: F401  (registers the ops)
 from fxsplit_encoder.compile import permute  # noqa: F401  (registers its op)
 from fxsplit_encoder.compile.padding.rules import DENSE_ATTENTIONS
 

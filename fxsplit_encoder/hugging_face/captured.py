@@ -1,0 +1,395 @@
+"""What a tower was captured as: its adapters and runners, for as long as the tower stays what it is."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from fxsplit_encoder._torch.dispatch import tree_map_only
+from fxsplit_encoder._torch.modules import OWN
+from fxsplit_encoder._torch.structure import Structure
+from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
+from fxsplit_encoder._torch.transformers import remove_output_hooks
+from fxsplit_encoder.backend import warmup
+from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.hugging_face.calls import Call, Calls, Reads
+from fxsplit_encoder.hugging_face.find import calls_of
+from fxsplit_encoder.manager import EncoderCudaGraphManager
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.recent import Recent
+from fxsplit_encoder.runtime.statistics import ManagerStats
+from fxsplit_encoder.towers.base import first_parameter
+from fxsplit_encoder.towers.options import reads_argument
+
+_MOST_KEYS = 8
+"""Sizes of images that are captured for one tower at a time; calls of others go to the tower itself."""
+
+_MOST_SEEN = 256
+"""Sizes whose last calls, and arguments whose effect is known of one tower."""
+
+_PAYS = 64
+"""Calls for which a capture is worth making. Where one that took another's place gives way before, the next
+waits twice as long.
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How towers are served."""
+
+    config: EncoderConfig
+    compiles: bool
+    """Whether they go behind `torch.compile` instead of into a manager."""
+
+
+@dataclass
+class Served:
+    """What serves the calls of one key."""
+
+    adapter: Any
+    runner: Runner
+    example: Any
+    """The tower's output of a small call, on the meta device."""
+    empty: dict[str, Any]
+    """Empty values like its fields, on the tower's device."""
+    uses: int = 0
+    last: int = 0
+    """The number of the call that used it last."""
+    took_place: bool = False
+    """Whether another key gave way to it."""
+
+
+class CapturedTower:
+    """A tower's captures, which hold for its modules and for its parameters' device and dtype. `reads` as of
+    `Calls`.
+    """
+
+    def __init__(self, tower: nn.Module, reads: Reads, settings: Settings) -> None:
+        self.settings = settings
+        self.reads = reads
+        self._tower = tower
+        self._parameters, self._first = first_parameter(tower)
+        self._placement = self._place() or (torch.device("cpu"), torch.float32)
+        # Its own hooks and forward run around a replay too.
+        self._structure = Structure(tower, is_around=True)
+        self._served: dict[Hashable, Served] = {}
+        self._past: list[ManagerStats] = []
+        self._lock = threading.RLock()
+        self._calls, self._next, self._wait = 0, 0, 1
+        self._seen: Recent[Hashable, deque[int]] = Recent(_MOST_SEEN)
+        """The numbers of the last calls of keys that are not served."""
+        self._matters: Recent[str, bool] = Recent(_MOST_SEEN)
+        """Arguments, and whether the tower reads them."""
+        self.calls: Calls | None = None
+        self.refusal: tuple[MissReason, str] | None = None
+        """Why nothing is captured, in one word and in a few."""
+        if not is_in_one_place(tower):
+            self.refusal = (MissReason.OFFLOADED, "its parameters are not all on one device")
+        elif (foreign := foreign_code(tower, self._structure)) is not None:
+            self.refusal = (MissReason.FOREIGN_CODE, foreign)
+        else:
+            self.calls = calls_of(tower)(_twin(tower), reads, settings.config)
+
+    def _place(self) -> tuple[torch.device, torch.dtype] | None:
+        parameter = self._parameters.get(self._first)
+        return None if parameter is None else (parameter.device, parameter.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the parameters."""
+        return self._placement[0]
+
+    @property
+    def has_captures(self) -> bool:
+        """Whether anything was captured."""
+        return bool(self._served)
+
+    def is_current(self) -> bool:
+        """Whether the tower is still what was captured. Parameters are compared where captures read them."""
+        return self._place() == self._placement and self._structure.is_unchanged()
+
+    def in_training(self) -> str | None:
+        """The first module of the tower in training mode, where that matters."""
+        return "the tower" if self._tower.training else self._structure.in_training()
+
+    # --- serving
+
+    def serves(self, call: Call, *, at_once: bool = False) -> bool:
+        """Whether a call is served: images of other sizes than the tower's own have to recur, and where all
+        places are taken, more recently than the least recently used size.
+        """
+        assert self.calls is not None
+        self._calls += 1
+        served = self._served.get(call.key)
+        if served is not None:
+            served.uses += 1
+            served.last = self._calls
+            return True
+        if at_once:
+            return True
+        with self._lock:
+            recent = self._seen.get(call.key) or deque(maxlen=max(1, self.settings.config.exact_min_hits))
+            recent.append(self._calls)
+            self._seen[call.key] = recent
+            least = min((each.last for each in self._served.values()), default=0)
+            is_full = len(self._served) >= _MOST_KEYS
+            recurs = len(recent) == recent.maxlen and (not is_full or recent[0] > least)
+            return (recurs or call.key in self.calls.expected_keys) and not (
+                is_full and self._calls < self._next
+            )
+
+    def of(self, key: Hashable) -> Served:
+        """What serves calls of a key, made now if it is the first, by one thread. `Runner.prepare` comes
+        before its `run`.
+        """
+        served = self._served.get(key)
+        if served is None:
+            with self._lock:
+                served = self._served.get(key)
+                if served is None:
+                    is_full = len(self._served) >= _MOST_KEYS
+                    if is_full:
+                        self._give_way()
+                    served = self._make(key)
+                    served.last, served.took_place = self._calls, is_full
+                    self._served[key] = served
+        return served
+
+    def _give_way(self) -> None:
+        """Gives up the captures of the key that was used least recently, and their memory."""
+        key = min(self._served, key=lambda key: self._served[key].last)
+        served = self._served.pop(key)
+        served.runner.clear()
+        # Only counts are kept: captures of all sizes that ever came would be without bound.
+        counts = replace(served.runner.stats(), budgets={})
+        self._past = [ManagerStats.total([*self._past, counts])]
+        was_in_vain = served.took_place and served.uses < _PAYS
+        self._wait = 2 * self._wait if was_in_vain else max(1, self._wait // 2)
+        self._next = self._calls + self._wait
+
+    def reads_argument(self, name: str) -> bool:
+        """Whether small calls show that the tower's forward reads an argument; models pass on what is for
+        others.
+        """
+        matters: bool | None = self._matters.get(name)
+        if matters is None:
+            assert self.calls is not None
+            with self._lock:
+                call, twin = self._example(self.calls.expected_keys[0])
+                self._matters[name] = matters = reads_argument(lambda given: twin(**call, **given), name)
+        return matters
+
+    def _example(self, key: Hashable) -> tuple[dict[str, Any], nn.Module]:
+        """The arguments of a small call, and a new copy of the tower, since this may install hooks."""
+        assert self.calls is not None
+        call = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self.calls.example(key))
+        return {**call, "return_dict": True}, _twin(self._tower)
+
+    def _make(self, key: Hashable) -> Served:
+        assert self.calls is not None
+        call, twin = self._example(key)
+        with torch.inference_mode(False), torch.no_grad():
+            output = twin(**{**call, "output_hidden_states": True})
+            empty = {name: _empty_like(value) for name, value in output.items()}
+        example = type(output)(**{n: _on_meta(value) for n, value in output.items()})
+        adapter = self.calls.adapter(key, example)
+        config = self.settings.config
+        runner: Runner = (
+            CompiledRunner(adapter, config, self.calls.arguments)
+            if self.settings.compiles
+            else ManagerRunner(adapter, config)
+        )
+        return Served(adapter, runner, example, empty)
+
+    def stats(self) -> list[ManagerStats]:
+        """What each runner served; where there are several, captures are told apart by the key."""
+        with self._lock:
+            many = len(self._served) > 1
+            parts = {key: served.runner.stats() for key, served in self._served.items()}
+            return [*self._past, *(part.under(str(key)) if many else part for key, part in parts.items())]
+
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
+        for served in [*self._served.values()]:
+            served.runner.refresh()
+
+    def clear(self) -> None:
+        """Gives all memory of captures back."""
+        with self._lock:
+            for served in self._served.values():
+                served.runner.clear()
+
+
+def _twin(tower: nn.Module) -> nn.Module:
+    """A linked copy in evaluation mode without hooks: the tower's own run around whatever takes its place."""
+    twin = linked_copy(tower)
+    for module in twin.modules():
+        vars(module)["training"] = False
+    vars(twin)[OWN] = True
+    for hooks in forward_hooks_of(twin):
+        hooks.clear()
+    remove_output_hooks(twin)
+    return twin
+
+
+def _empty_like(value: Any) -> Any:
+    """An empty tensor or sequence; of a sequence of tensors, with one."""
+    if isinstance(value, torch.Tensor):
+        return value.new_empty(0)
+    return type(value)([value[0].new_empty(0)] if value else [])
+
+
+def _on_meta(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
+
+
+# --- what a capture would leave out
+
+_SHOWN = {"hook": "a hook", "forward": "another forward"}
+
+
+def foreign_code(tower: nn.Module, structure: Structure) -> str | None:
+    """What of a tower a capture of its modules' own forwards would leave out; None: nothing."""
+    for name, what in structure.additions:
+        return f"{_SHOWN[what]} of {name}"
+    for name, module in tower.named_modules():
+        if is_parametrized(module):
+            return f"the parametrization of {name}"
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return None
+    named = tower.named_modules()
+    layers = (
+        f"the adapter layer {name}" for name, module in named if isinstance(module, tuners.BaseTunerLayer)
+    )
+    return next(layers, None)
+
+
+def is_in_one_place(tower: nn.Module) -> bool:
+    """Whether all parameters are on one device; accelerate's offloaded ones are on meta between two calls."""
+    devices = {parameter.device for parameter in tower.parameters()}
+    return len(devices) == 1 and next(iter(devices)).type != "meta"
+
+
+# --- what encodes a tower's calls
+
+
+class Runner(Protocol):
+    """Encodes what an adapter takes."""
+
+    @property
+    def run(self) -> Callable[[dict[str, Any]], list[Tensor]]:
+        """Encodes every item to its rows, (output tokens, hidden), in memory of their own."""
+
+    def prepare(self) -> None:
+        """Makes what `run` needs, once."""
+
+    def capture(self) -> None:
+        """Compiles and captures whatever is not yet."""
+
+    def stats(self) -> ManagerStats:
+        """What was served so far."""
+
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
+
+    def clear(self) -> None:
+        """Gives all memory back."""
+
+
+class ManagerRunner:
+    """A tower's adapter in a manager, which captures when it is used first."""
+
+    def __init__(self, adapter: Any, config: EncoderConfig) -> None:
+        self.manager = EncoderCudaGraphManager(adapter, config)
+        self.run = self.manager.execute
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Captures, in the first thread that comes."""
+        if not self.manager.is_captured():
+            with self._lock:
+                if not self.manager.is_captured():  # no other thread has done it
+                    self.manager.capture()
+
+    capture = prepare
+
+    def stats(self) -> ManagerStats:
+        """The manager's."""
+        return self.manager.stats()
+
+    def refresh(self) -> None:
+        """As `EncoderCudaGraphManager.check_weights`."""
+        self.manager.check_weights()
+
+    def clear(self) -> None:
+        """Releases every capture."""
+        self.manager.clear()
+
+
+class CompiledRunner:
+    """An adapter behind `torch.compile(backend="encoder_cg")`, where a call is one batch. `arguments` makes
+    those of its forward from `mm_kwargs`.
+    """
+
+    def __init__(
+        self,
+        adapter: Any,
+        config: EncoderConfig,
+        arguments: Callable[[Mapping[str, Any]], tuple[Tensor, ...]],
+    ) -> None:
+        self.adapter = adapter
+        self._arguments = arguments
+        adapter.returns_rows = True
+        # Dynamo limits how often one piece of code is compiled; every tower is to have a limit of its own.
+        from fxsplit_encoder.compile import with_own_code
+
+        adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
+        options: Any = {"config": config}
+        self.run = self._run
+        self._compiled = torch.compile(adapter, backend="encoder_cg", fullgraph=True, options=options)
+        self._first: contextlib.AbstractContextManager[object] = threading.Lock()
+        """Held in the first call, which compiles."""
+
+    def _run(self, inputs: dict[str, Any]) -> list[Tensor]:
+        """Encodes all items in one call."""
+        specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
+        with self._first, torch.inference_mode(False), torch.no_grad():
+            rows = self._compiled(*self._arguments(inputs))  # type: ignore[no-untyped-call]
+        self._first = contextlib.nullcontext()
+        items: dict[int, Tensor] = {}
+        tokens = [spec.output_tokens for spec in specs]
+        self.adapter.postprocess_encoder_output(
+            {"default": rows}, list(range(len(specs))), tokens, items, batch_mm_kwargs=inputs
+        )
+        return [items[index] for index in range(len(specs))]
+
+    def prepare(self) -> None:
+        """Nothing: the first call compiles."""
+
+    def capture(self) -> None:
+        """As `warmup`."""
+        with self._first:
+            warmup(self._compiled)
+
+    def stats(self) -> ManagerStats:
+        """Those of the graphs that were compiled; each call is an item."""
+        return stats_of_compiled(self._compiled)
+
+    def refresh(self) -> None:
+        """As `refresh_compiled`."""
+        refresh_compiled(self._compiled)
+
+    def clear(self) -> None:
+        """Nothing: what was compiled is released with the adapter."""

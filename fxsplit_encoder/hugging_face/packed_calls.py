@@ -1,0 +1,162 @@
+"""Towers of patches and grids: the Qwen line, GLM and Kimi-K2.5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, Reads, is_pixels
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.towers.inputs import integer_rows, number_of
+from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.pixtral import PixtralTower
+from fxsplit_encoder.towers.registry import wrap
+
+
+class GridCalls(Calls):
+    """Calls with (patches, ...) and grids (items, 3). A video is an image of several frames here."""
+
+    expected_keys = ((),)
+
+    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig) -> None:
+        super().__init__(twin, reads, config)
+        adapter = wrap(twin)
+        assert isinstance(adapter, PackedTower)
+        self._adapter = adapter
+        self.input_names = adapter.input_names
+
+    @staticmethod
+    def num_items(given: Mapping[str, Any]) -> int:
+        """One a grid."""
+        return max(1, number_of(given.get("grid_thw")))
+
+    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
+        """The patches, and the grids as numbers, which are read once: on a device that costs a
+        synchronization.
+        """
+        if options:
+            return MissReason.OPTIONS
+        name, grid_name = self.input_names
+        patches, grids = given.get(name), given.get(grid_name)
+        if not is_pixels(patches) or grids is None:
+            return MissReason.UNSUPPORTED_INPUT
+        read = self._adapter.read_grids(grids, grid_name)
+        return Call({"pixel_values": patches, "image_grid_thw": read}, len(read))
+
+    def example(self, key: Hashable) -> dict[str, Any]:
+        """One small image."""
+        return dict(zip(self.input_names, self._adapter.example_inputs(), strict=True))
+
+    def adapter(self, key: Hashable, example: Any) -> PackedTower:
+        """The adapter of the tower's class."""
+        return self._adapter
+
+    def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
+        """As they are."""
+        return call.inputs
+
+    def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Patches and grids."""
+        return inputs["pixel_values"], torch.tensor(inputs["image_grid_thw"], device="cpu")
+
+    def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
+        """The pooled output and the deepstack levels, which follow one another in the columns of an item."""
+        shapes = [example.pooler_output.shape[1:]]
+        levels = getattr(example, "deepstack_features", None) or ()
+        shapes += [level.shape[1:] for level in levels]
+        parts: list[Tensor] = []
+        start = 0
+        for shape in shapes:
+            end = start + math.prod(shape)
+            parts.append(torch.cat([item[:, start:end] for item in items]).view(-1, *shape))
+            start = end
+        fields: dict[str, Any] = {"pooler_output": parts[0]}
+        if levels:
+            fields["deepstack_features"] = parts[1:]
+        return Made(fields)
+
+
+class PixtralCalls(Calls):
+    """Calls with (images, channels, height, width), padded, and the size of every image in pixels."""
+
+    input_names = ("pixel_values", "image_sizes")
+    expected_keys = ((),)
+    makes_layers = True
+
+    @staticmethod
+    def num_items(given: Mapping[str, Any]) -> int:
+        """One an image."""
+        return max(1, number_of(given.get("pixel_values")))
+
+    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
+        """The images, and their sizes in patches."""
+        if options:
+            return MissReason.OPTIONS
+        pixels, sizes = given.get("pixel_values"), given.get("image_sizes")
+        if not is_pixels(pixels, 4):
+            return MissReason.UNSUPPORTED_INPUT
+        assert isinstance(pixels, torch.Tensor)
+        count, _, height, width = pixels.shape
+        if sizes is None:
+            read = [(height, width)] * count
+        elif number_of(sizes) == count:
+            read = [
+                (h, w) for h, w in integer_rows(sizes, "image_sizes", 2, "rows of two integers, in pixels")
+            ]
+        else:
+            return MissReason.UNSUPPORTED_INPUT
+        side = self.twin.config.patch_size
+        grids = [(1, min(h, height) // side, min(w, width) // side) for h, w in read]
+        return Call({"pixel_values": pixels, "image_grid_thw": grids}, count)
+
+    def example(self, key: Hashable) -> dict[str, Any]:
+        """One image of 2 x 2 patches."""
+        config, parameter = self.twin.config, next(self.twin.parameters())
+        shape = (1, config.num_channels, 2 * config.patch_size, 2 * config.patch_size)
+        pixels = torch.zeros(shape, device=parameter.device, dtype=parameter.dtype)
+        return {"pixel_values": pixels}
+
+    def adapter(self, key: Hashable, example: Any) -> PixtralTower:
+        """The adapter of the class, for the layers that the model reads."""
+        return PixtralTower(self.twin, self.captured_layers)
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Those that the model reads, with the last if it reads the tower's output."""
+        last = self.num_states - 1
+        reads_last = not self.layers or "last_hidden_state" in self.fields
+        return tuple(dict.fromkeys((*self.layers, *((last,) if reads_last else ()))))
+
+    def makes(self, what: str | int, example: Any) -> bool:
+        """Layers, and the last hidden state, which is the last of them."""
+        return what == "last_hidden_state" or super().makes(what, example)
+
+    def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
+        """The patches of every image, without its padding."""
+        side = adapter.patch_size
+        patches = [
+            adapter.patches(image[:, : height * side, : width * side])
+            for image, (_, height, width) in zip(
+                call.inputs["pixel_values"], call.inputs["image_grid_thw"], strict=True
+            )
+        ]
+        return {**call.inputs, "pixel_values": patches}
+
+    def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Patches and grids."""
+        return torch.cat(inputs["pixel_values"]), torch.tensor(inputs["image_grid_thw"], device="cpu")
+
+    def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
+        """The layers, whose columns follow one another; (1, patches, hidden_size) each, as the tower's."""
+        width = example.last_hidden_state.shape[-1]
+        states = {
+            layer: torch.cat([item[:, number * width : (number + 1) * width] for item in items])[None]
+            for number, layer in enumerate(self.captured_layers)
+        }
+        last = self.num_states - 1
+        return Made({"last_hidden_state": states[last]} if last in states else {}, states)

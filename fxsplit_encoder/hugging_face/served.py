@@ -1,0 +1,368 @@
+"""The forward that stands in the place of a tower's own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxsplit_encoder._torch.around import foreign_around
+from fxsplit_encoder._torch.dynamo import is_traced
+from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
+from fxsplit_encoder.errors import InputError, WeightsLayoutError
+from fxsplit_encoder.hugging_face.calls import Made, Reads, asked_for
+from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
+from fxsplit_encoder.hugging_face.find import FoundTower, calls_of
+from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.recent import Recent
+from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
+from fxsplit_encoder.towers.options import Options, matters, settle
+
+logger = logging.getLogger(__name__)
+
+_EXACT_ATTENTION = frozenset({None, "eager", "sdpa", "flex_attention"})
+"""Attention that computes what ours does, beside every flash attention."""
+
+_OUTPUT: Reads = frozenset({"last_hidden_state", "pooler_output"})
+"""What a model is taken to read of a tower, before it is known."""
+
+_MOST_LOGGED = 64
+
+_warming = threading.local()
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, ServedTower] = weakref.WeakValueDictionary()
+
+
+@contextlib.contextmanager
+def capturing_at_once() -> Iterator[None]:
+    """Inside, whatever a tower is called with is captured before the call is served."""
+    _warming.on = True
+    try:
+        yield
+    finally:
+        _warming.on = False
+
+
+class ServedTower:
+    """Encodes a tower's calls by captures; others by the forward that was there before it, counted by reason.
+
+    Captures are made of a copy of the tower's modules on the same parameters. A copy or a pickle of the tower
+    has the forward that was there before.
+    """
+
+    def __init__(self, found: FoundTower, settings: Settings, previous: Callable[..., Any] | None) -> None:
+        self.name = found.name
+        self.settings = settings
+        self.active = True
+        self.number = next(_numbers)
+        self._module = found.module
+        self._reads: Reads = frozenset(found.layers)
+        """Layers and fields that the model reads; empty: the output."""
+        self.previous = previous
+        """The forward that the module had for itself; None: its class's."""
+        self._defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(self.own_forward).parameters.items()
+        }
+        self._num_items = calls_of(found.module).num_items
+        self._statistics = Statistics(log_interval=0)
+        self._past: list[ManagerStats] = []
+        self._lock = threading.RLock()
+        self._logged: Recent[str, bool] = Recent(_MOST_LOGGED)
+        self._captured = self._capture()
+        functools.update_wrapper(self, self.own_forward)
+        _by_number[self.number] = self
+
+    def __reduce__(self) -> Any:
+        if self.previous is not None:
+            return functools.partial, (self.previous,)
+        # Of a module that is still empty this is its class's.
+        return getattr, (self._module, "forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The tower's forward."""
+        if not self.active or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return self.original(*args, **kwargs)
+        if is_traced():
+            _count_trace(self.number)
+            return self.original(*args, **kwargs)
+        given = {**dict(zip(self._defaults, args, strict=False)), **kwargs}
+        try:
+            served = self._serve(given)
+        except WeightsLayoutError:
+            served = self._serve(given, now=True)  # by new captures
+        if isinstance(served, MissReason):
+            self._refuse_own_forward(served)
+            self.record_miss(served, self._num_items(given))
+            return self.original(*args, **kwargs)
+        return served
+
+    @property
+    def own_forward(self) -> Callable[..., Any]:
+        """The forward that was there before."""
+        return self.previous or types.MethodType(type(self._module).forward, self._module)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        # By the class: Dynamo does not trace a method that is bound here, as `own_forward` does.
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    # --- one call
+
+    def _serve(self, given: dict[str, Any], *, now: bool = False) -> Any:
+        """The output of a call with these arguments, or why captures do not serve it. `now`: whether one of a
+        size that has not recurred is captured too.
+
+        Raises:
+            WeightsLayoutError: the captures were for parameters of other layouts, and are given up.
+        """
+        reason = self._condition(given)
+        if reason is not None:
+            return reason
+        captured = self._current()
+        if (reason := self._refused(captured)) is not None or captured.calls is None:
+            return reason
+        options = settle(given, captured.calls.input_names, matters)
+        try:
+            fields, changing = asked_for(given, options.changing, self._module.config)
+            changing = {
+                name: value for name, value in changing.items() if self._matters(captured, name, value)
+            }
+            selected = None
+            if "hidden_states" in fields:
+                selected = selected_hidden_states(self._asked_states(given))
+                captured = self._reading(captured, selected)
+            assert captured.calls is not None
+            call = captured.calls.read(options.kept, changing)
+            if isinstance(call, MissReason):
+                self._warn_of_miss(call, changing)
+                return call
+            is_warming = getattr(_warming, "on", False)
+            # With `invariant` no call may wait for others of its size in the tower's own forward.
+            if not captured.serves(call, at_once=is_warming or now or self.settings.config.invariant):
+                return MissReason.NEW_SHAPE
+            served = captured.of(call.key)
+            (served.runner.capture if is_warming else served.runner.prepare)()
+            items = served.runner.run(captured.calls.inputs(call, served.adapter))
+        except WeightsLayoutError as error:
+            self._again(captured, error)
+            raise
+        except InputError as error:
+            self._tell(logging.WARNING, f"{self.name}: encoded without a capture: {error}", "inputs")
+            return MissReason.UNSUPPORTED_INPUT
+        assert captured.calls is not None
+        whole = functools.cache(functools.partial(self._compute, given))
+        made = captured.calls.make(call, items, served.example)
+        values = _values(
+            served, made, fields, selected, functools.partial(self._read, captured, served, whole)
+        )
+        output = make_output(type(served.example), values)
+        return output if _returns_dict(options, given, self._module.config) else output.to_tuple()
+
+    def _condition(self, given: Mapping[str, Any]) -> MissReason | None:
+        """Why the tower itself serves every call that is made as this one is."""
+        module = self._module
+        if (found := foreign_around()) is not None:
+            self._tell(logging.WARNING, f"{self.name}: encoded without captures: there is {found}")
+            return MissReason.FOREIGN_CODE
+        if torch.is_grad_enabled() and _needs_gradients(module, given):
+            return MissReason.GRADIENTS
+        implementation = attention_implementation(getattr(module, "config", None))
+        if implementation not in _EXACT_ATTENTION and "flash" not in str(implementation):
+            self._tell(logging.WARNING, f"{self.name}: encoded without captures: {implementation} attention")
+            return MissReason.FOREIGN_CODE
+        return None
+
+    def _matters(self, captured: CapturedTower, name: str, value: Any) -> bool:
+        """Whether an argument is one that the tower's forward reads, at another value than its default."""
+        default = self._defaults.get(name, inspect.Parameter.empty)
+        is_default = isinstance(value, bool | int | float | str) and type(value) is type(default)
+        return not (is_default and value == default) and captured.reads_argument(name)
+
+    def _warn_of_miss(self, reason: MissReason, changing: Mapping[str, Any]) -> None:
+        what = f"{', '.join(map(repr, changing))} changes the output; call it without"
+        if reason != MissReason.OPTIONS:
+            what = "captures take whole images of the shapes that the tower's configuration is for"
+        self._tell(logging.WARNING, f"{self.name}: encoded without captures: {reason}: {what}")
+
+    # --- what the model reads
+
+    def _asked_states(self, given: Mapping[str, Any]) -> Any:
+        asked = given.get("output_hidden_states")
+        config: Any = self._module.config
+        return config.output_hidden_states if asked is None else asked
+
+    def _reading(self, captured: CapturedTower, selected: list[int] | None) -> CapturedTower:
+        """What captures the layers too that a call names."""
+        calls = captured.calls
+        if selected is None or calls is None or not calls.makes_layers:
+            return captured
+        count = calls.num_states
+        layers = {layer % count for layer in selected if -count <= layer < count}
+        if layers.issubset(calls.layers):
+            return captured
+        self._learn(captured, layers)
+        return self._current()
+
+    def _learn(self, captured: CapturedTower, what: Iterable[int | str]) -> None:
+        """From the next call on, captures make this too."""
+        with self._lock:
+            known = self._reads or (_OUTPUT if captured.has_captures else frozenset())
+            self._reads = known.union(what)
+
+    def _read(
+        self, captured: CapturedTower, served: Served, whole: Callable[[], Any], what: int | str
+    ) -> Any:
+        """A field, or the hidden state of a layer, that captures did not make."""
+        output = whole()
+        if captured.calls is not None and captured.calls.makes(what, served.example):
+            self._learn(captured, {what})
+        return output.hidden_states[what] if isinstance(what, int) else getattr(output, what)
+
+    def _compute(self, given: dict[str, Any]) -> Any:
+        """The tower's own output, for fields that captures do not make."""
+        self._refuse_own_forward(MissReason.UNCAPTURED_OUTPUT)
+        self.record_miss(MissReason.UNCAPTURED_OUTPUT, self._num_items(given))
+        with torch.no_grad(), torch.autocast(self._captured.device.type, enabled=False):
+            return self.original(**{**given, "return_dict": True})
+
+    def _refuse_own_forward(self, reason: MissReason) -> None:
+        """Raises InputError where the tower's own forward may not serve a call."""
+        if self.settings.config.invariant:
+            raise InputError(
+                f"invariant: {self.name}: only the model's own forward serves this call ({reason}), and its "
+                "bits depend on the batch; call it otherwise (docs/invariant.md), or leave invariant out"
+            )
+
+    # --- what is captured
+
+    def _capture(self) -> CapturedTower:
+        return CapturedTower(self._module, self._reads, self.settings)
+
+    def _current(self) -> CapturedTower:
+        """What the tower is captured as now: where modules, dtype or device have changed, anew."""
+        captured = self._captured
+        if not captured.is_current():
+            return self._again(captured, "the tower has changed")
+        if captured.reads is not self._reads:
+            return self._again(captured, f"the model also reads {self._reads - captured.reads}", logging.INFO)
+        return captured
+
+    def _again(self, captured: CapturedTower, why: object, level: int = logging.WARNING) -> CapturedTower:
+        with self._lock:
+            if self._captured is captured:  # no other thread has done it
+                if captured.has_captures:
+                    logger.log(level, "%s: captures are given up, for new ones: %s", self.name, why)
+                self._release()
+                self._captured = self._capture()
+            return self._captured
+
+    def _release(self) -> None:
+        self._captured.clear()
+        self._past = [ManagerStats.total([*self._past, *self._captured.stats()])]
+
+    def _refused(self, captured: CapturedTower) -> MissReason | None:
+        """Why no call is served while the tower is as it is now; None: calls are served."""
+        refusal = captured.refusal
+        if refusal is None and (found := captured.in_training()) is not None:
+            refusal = MissReason.TRAINING, f"{found} is in training mode"
+        if refusal is not None:
+            self._tell(logging.WARNING, f"{self.name}: encoded without captures: {refusal[1]}")
+            return refusal[0]
+        # On the device that the tower is on now: it may have been built on the meta device.
+        return MissReason.AUTOCAST if torch.is_autocast_enabled(captured.device.type) else None
+
+    def warm(self) -> None:
+        """Captures what calls that the configuration is for need."""
+        captured = self._current()
+        if captured.calls is None:
+            self._refused(captured)
+        else:
+            for key in captured.calls.expected_keys:
+                captured.of(key).runner.capture()
+
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
+        with self._lock:
+            self._captured.refresh()
+
+    def close(self) -> None:
+        """Gives the memory back; from now on this is the forward that was there before."""
+        with self._lock:
+            self.active = False
+            self._release()
+
+    # --- what is counted
+
+    def record_miss(self, reason: MissReason, items: int = 1) -> None:
+        """Counts a call that the tower itself served."""
+        self._statistics.record_items(items, reason)
+        self._statistics.record_fallback("eager")
+
+    def stats(self) -> ManagerStats:
+        """The counts of all captures, and of the calls that the tower itself served."""
+        captured = self._captured.stats() if self.active else []
+        return ManagerStats.total([self._statistics.snapshot(), *self._past, *captured])
+
+    def _tell(self, level: int, message: str, key: str | None = None) -> None:
+        """Logs a message once, or one of those with this key."""
+        if self._logged.get(key or message) is None:
+            self._logged[key or message] = True
+            logger.log(level, "%s", message)
+
+
+def _values(
+    served: Served, made: Made, fields: set[str], selected: list[int] | None, read: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """The fields of the tower's output: those that captures made, and `Lazy` ones, which `read` computes.
+    `fields` were asked for beside those it has anyway, `selected` are numbers of hidden states; None: all.
+    """
+    values: dict[str, Any] = {}
+    for name, empty in served.empty.items():
+        if name in made.fields:
+            values[name] = made.fields[name]
+        elif name != "hidden_states":
+            values[name] = Lazy(empty, functools.partial(read, name))
+        elif name in fields:
+            count = len(served.example.hidden_states)
+            chosen = (
+                range(count) if selected is None else {n % count for n in selected if -count <= n < count}
+            )
+            values[name] = LazyTuple(
+                (made.layers[n] if n in made.layers else Lazy(empty[0], functools.partial(read, n)))
+                if n in chosen
+                else None
+                for n in range(count)
+            )
+    if "attentions" in fields:
+        values["attentions"] = Lazy((), functools.partial(read, "attentions"))
+    return values
+
+
+def _returns_dict(options: Options, given: Mapping[str, Any], config: Any) -> bool:
+    if given.get("return_dict") is None:
+        return getattr(config, "return_dict", True) is not False
+    return options.returns_dict
+
+
+def _needs_gradients(module: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    return any(tensor.requires_grad for tensor in (*tensors, *module.parameters()))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _count_trace(number: int) -> None:
+    _by_number[number].record_miss(MissReason.OUTER_TRACE)

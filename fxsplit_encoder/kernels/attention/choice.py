@@ -1,0 +1,239 @@
+"""Which kernel attends: `kernels.choice` for calls of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.kernels import AUTO, Chooser, KernelMeasurements, MeasurementCache, Pin, PinGrammar
+from fxsplit_encoder.kernels.attention.kernels import KERNELS, AttentionKernel, AttentionShape
+from fxsplit_encoder.kernels.attention.measure import AttentionMeter, example_lengths, pairs
+
+# What an eager call costs at least, however little it attends to: the host's part of it. That of the dense
+# kernels was 38 to 141 microseconds on the host of an H200, with a median of 55
+# (benchmarks/results/attention.json).
+_HOST_US = 50.0
+
+
+class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
+    """What is known of every class of calls of attention, on every device."""
+
+    def __init__(
+        self,
+        kernels: Sequence[AttentionKernel] = KERNELS,
+        meter: AttentionMeter | None = None,
+        cache: Callable[[torch.device], MeasurementCache[AttentionShape]] | None = None,
+    ) -> None:
+        super().__init__(AttentionShape, kernels, AttentionMeter() if meter is None else meter, cache)
+
+    def class_of(self, shape: AttentionShape) -> AttentionShape:
+        """Every number of tokens is a class of its own where a kernel works that `depends_on_tokens`."""
+        own_tokens = any(kernel.depends_on_tokens for kernel in self.candidates(shape))
+        return shape.rounded(own_tokens=own_tokens)
+
+
+MEASUREMENTS = Measurements().keep()
+"""Those of this process."""
+
+
+class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
+    """Chooses the kernel of every call of attention: the pinned one, else the fastest that was measured.
+
+    Args:
+        attention: the setting of that name, see `parse_attention`, which raises ConfigError.
+        invariant: whether one kernel attends everywhere; then the setting is a kernel's name or `auto`.
+    """
+
+    current: ClassVar[ContextVar[KernelChooser]]
+
+    def __init__(
+        self,
+        attention: str | Mapping[str, str] = AUTO,
+        measurements: Measurements = MEASUREMENTS,
+        *,
+        invariant: bool = False,
+    ) -> None:
+        super().__init__(parse_attention(attention), measurements)
+        self.invariant = invariant
+        self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
+
+    def check(self, device: torch.device) -> None:
+        """Checks that every pinned kernel works on a device, and by one algorithm where `invariant` is set;
+        ConfigError says which does not, and why.
+        """
+        super().check(device)
+        pinned = {pin.kernel for pin in self.pins} - {AUTO}
+        allowed = {*invariant_names(self.measurements.kernels, device)} if self.invariant else pinned
+        if not pinned <= allowed:
+            raise ConfigError(
+                *(
+                    f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
+                    f"allowed: {', '.join((AUTO, *sorted(allowed)))}"
+                    for name in sorted(pinned - allowed)
+                )
+            )
+
+    def of(
+        self, query_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, equal: bool = False
+    ) -> AttentionKernel:
+        """The kernel of a call whose segments the host does not know, or that are a batch (`equal`)."""
+        call = (query_THD.shape, query_THD.dtype, query_THD.device, cu_seqlens.shape, max_seqlen, equal)
+        return self.remembered(
+            call, lambda: shape_of(query_THD, max_seqlen, cu_seqlens.shape[0] - 1, equal=equal)
+        )
+
+    def ranking(self, shape: AttentionShape) -> tuple[AttentionKernel, ...]:
+        """The kernels that may compute this shape, the chosen one first; at least one."""
+        return (self.only(shape),) if self.invariant else super().ranking(shape)
+
+    def only(self, shape: AttentionShape) -> AttentionKernel:
+        """The kernel of every call with heads like these, where `invariant` is set; ConfigError if there is
+        none.
+        """
+        heads = (shape.device, shape.dtype, shape.heads, shape.head_dim)
+        if heads not in self._by_heads:
+            pinned = next((pin.kernel for pin in self.pins if pin.kernel != AUTO), None)
+            # Of the calls that there are the least is known of a captured one.
+            any_call = replace(shape, host_lengths=False, equal=False)
+            self._by_heads[heads] = invariant_kernel(self.measurements.kernels, any_call, pinned)
+        return self._by_heads[heads]
+
+    @property
+    def chosen(self) -> list[str]:
+        """The kernels that `only` has chosen so far, each with what it attends to."""
+        return sorted(
+            f"{heads}x{head_dim} {str(dtype).removeprefix('torch.')}: {kernel.name}"
+            for (_, dtype, heads, head_dim), kernel in self._by_heads.items()
+        )
+
+    def estimate(self, shape: AttentionShape, lengths: Sequence[int]) -> float | None:
+        """Microseconds of the chosen kernel for known segments: those of the nearest class, scaled by the
+        pairs of tokens that attend to each other; None: nothing was measured.
+        """
+        found = self.measurements.find(shape)
+        if found is None:
+            return None
+        measured_shape, measured = found
+        chosen = measured.microseconds.get(self.ranking(shape)[0].name)
+        if chosen is None:
+            return None
+        work = pairs(list(lengths)) / max(1, pairs(example_lengths(measured_shape)[0]))
+        return max(chosen * work, min(chosen, _HOST_US))
+
+
+def shape_of(
+    query_THD: Tensor, longest: int, segments: int, *, host_lengths: bool = False, equal: bool = False
+) -> AttentionShape:
+    """The shape of a call."""
+    tokens, heads, head_dim = query_THD.shape
+    return AttentionShape(
+        *(query_THD.device, query_THD.dtype, heads, head_dim, tokens, longest, segments), host_lengths, equal
+    )
+
+
+# --- the setting `attention`
+#
+# Conditions, of which a key has one or more: `windowed` (several segments of at most 256 tokens) or `full`;
+# `captured` (inside a CUDA graph) or `known`; comparisons of tokens, longest, segments and head_dim.
+
+KERNEL_NAMES: tuple[str, ...] = tuple(kernel.name for kernel in KERNELS)
+
+_LONGEST_WINDOW = 256
+
+
+def _is_windowed(shape: AttentionShape) -> bool:
+    return shape.segments > 1 and shape.longest <= _LONGEST_WINDOW
+
+
+_GRAMMAR: PinGrammar[AttentionShape] = PinGrammar(
+    AttentionShape.operation,
+    KERNEL_NAMES,
+    words={
+        "windowed": _is_windowed,
+        "full": lambda shape: not _is_windowed(shape),
+        "captured": lambda shape: shape.is_captured,
+        "known": lambda shape: shape.host_lengths,
+    },
+    numbers=("tokens", "longest", "segments", "head_dim"),
+)
+
+
+def parse_attention(attention: str | Mapping[str, str]) -> tuple[Pin[AttentionShape], ...]:
+    """The pins of the setting `attention`, the first of which that holds counts; ConfigError names what is
+    unknown.
+    """
+    return _GRAMMAR.parse(attention)
+
+
+# --- invariant mode
+#
+# One kernel attends everywhere, chosen by what it is and never by time. What a segment gets from it depends
+# on that segment alone, which rules out kernels that choose tiles by the longest segment or split the keys.
+
+# The fastest of them at long segments, by the measurements of docs/attention.md; then as they are listed.
+_PREFERRED = frozenset(("flash_attn_4",))
+
+
+def invariant_kernel(
+    kernels: Sequence[AttentionKernel], shape: AttentionShape, pinned: str | None = None
+) -> AttentionKernel:
+    """The best kernel that attends to heads of this kind by one algorithm, whatever the segments; ConfigError
+    says why there is none.
+
+    Args:
+        shape: of which the device, the dtype and the heads count, so that all calls of a tower get the same.
+        pinned: the name of the only one that will do; None: any.
+    """
+    reasons = []
+    for kernel in _in_order(kernels):
+        if pinned not in (None, kernel.name):
+            continue
+        reason = _why_not(kernel, shape)
+        if reason is None:
+            return kernel
+        if kernel.is_invariant or pinned is not None:
+            reasons.append(f"{kernel.name}: {reason}")
+    heads = f"{shape.heads} heads of {shape.head_dim} in {str(shape.dtype).removeprefix('torch.')}"
+    raise ConfigError(
+        f"invariant: no kernel attends to {heads} on {shape.device} by one algorithm for all segments "
+        f"({'; '.join(reasons)}); allowed: on CUDA a tower in bfloat16 or float16, with attention: auto"
+    )
+
+
+def invariant_names(kernels: Sequence[AttentionKernel], device: torch.device) -> list[str]:
+    """The kernels that `invariant` may choose on a device, in order of preference."""
+    working = (k for k in _in_order(kernels) if k.is_invariant and k.unavailable_reason(device) is None)
+    return [kernel.name for kernel in working if kernel.is_invariant_on(device)]
+
+
+def _in_order(kernels: Sequence[AttentionKernel]) -> list[AttentionKernel]:
+    """The kernels in order of preference: elsewhere what comes first is what others have to beat."""
+    return sorted(kernels, key=lambda kernel: kernel.name not in _PREFERRED)
+
+
+def _why_not(kernel: AttentionKernel, shape: AttentionShape) -> str | None:
+    if not kernel.is_invariant:
+        return "its algorithm may depend on the segments"
+    if (reason := kernel.unavailable_reason(shape.device)) is not None:
+        return reason
+    if not kernel.is_invariant_on(shape.device):
+        return "on this device its algorithm depends on the longest segment"
+    if shape.device.type == "cuda" and not kernel.capturable:
+        return "no CUDA graph can hold it"
+    return None if kernel.supports(shape) else "it does not compute such heads"
+
+
+# --- the chooser in use
+
+_of_process = KernelChooser()
+KernelChooser.current = ContextVar("fxsplit_encoder_attention", default=_of_process)
+
+# Every call of attention asks for it: no frame of Python.
+current_chooser: Callable[[], KernelChooser] = KernelChooser.current.get
+"""The chooser of the enclosing `choosing`, or the process's own, which pins nothing."""

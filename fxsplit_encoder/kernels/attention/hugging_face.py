@@ -1,0 +1,98 @@
+"""Our op behind Hugging Face's attention interface, called once per layer by packed towers.
+
+Transformers calls only implementations with "flash" in their names so, with cumulative lengths; any other is
+called once per image, split on the host.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from fxsplit_encoder._torch.tensors import linked_copy
+from fxsplit_encoder._torch.transformers import has_attention_implementation, set_attention_implementation
+from fxsplit_encoder.errors import UnsupportedTowerError
+from fxsplit_encoder.kernels.attention.op import varlen_attention
+
+IMPLEMENTATION = "encoder_cg_flash"
+
+_own_configs: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""What modules that were given a copy had before."""
+
+
+def hugging_face_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's signature: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out.
+    Without cumulative lengths every row of the batch is a sequence, for "sdpa".
+
+    Args:
+        cu_seq_lens_q: (segments + 1,) int32 cumulative lengths of a batch of 1; None: nothing is packed.
+        options: what else a tower passes. Packed attention reads `scaling`, `max_length_q` and `is_causal`.
+
+    Raises:
+        UnsupportedTowerError: packed attention that is causal.
+    """
+    if cu_seq_lens_q is None:
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **options
+        )
+        return result
+    is_causal = options.get("is_causal")
+    if getattr(module, "is_causal", False) if is_causal is None else is_causal:
+        raise UnsupportedTowerError(
+            f"{type(module).__name__} asks for causal attention over packed segments; "
+            "fxsplit::varlen_attention attends in both directions"
+        )
+    scaling, longest = options.get("scaling"), options.get("max_length_q")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    bound = q_THD.shape[0] if longest is None else longest
+    return varlen_attention(q_THD, k_THD, v_THD, cu_seq_lens_q, bound, scale).unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, hugging_face_attention)
+
+
+def use_varlen_attention(module: nn.Module) -> None:
+    """Routes every attention of a Hugging Face module through `fxsplit::varlen_attention`."""
+    _use_attention(module, IMPLEMENTATION)
+
+
+def use_dense_attention(module: nn.Module) -> None:
+    """Routes every attention of a Hugging Face module through `torch`'s scaled_dot_product_attention."""
+    _use_attention(module, "sdpa")
+
+
+def with_own_attention(module: nn.Module) -> nn.Module:
+    """A module on the same parameters with its own attention, for results that only that one gives."""
+    twin = linked_copy(module)
+    for routed, own in zip(module.modules(), twin.modules(), strict=True):
+        if routed in _own_configs:
+            own.config = _own_configs[routed]
+    return twin
+
+
+def _use_attention(module: nn.Module, implementation: str) -> None:
+    """Submodules get a copy of their configuration: the rest of the model keeps its implementation."""
+    copies: dict[int, Any] = {}
+    for submodule in module.modules():
+        config = getattr(submodule, "config", None)
+        if has_attention_implementation(config):
+            if id(config) not in copies:
+                copies[id(config)] = copy.copy(config)
+                set_attention_implementation(copies[id(config)], implementation)
+            _own_configs.setdefault(submodule, config)
+            submodule.config = copies[id(config)]

@@ -1,0 +1,240 @@
+"""Compiles variants of FlashAttention 4 and QuACK in processes of their own, while this one traces.
+
+The packages compile a variant for seconds when it is first called. With their cache on disk (`flash_cache`)
+that can be done before, on other cores and without a device; the first call loads it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import IO
+
+import torch
+
+from fxsplit_encoder.kernels.attention.kernels.flash_cache import switch_on
+from fxsplit_encoder.kernels.base import capability, processors
+
+logger = logging.getLogger(__name__)
+
+Variant = int | str
+"""The width of heads, or what follows a product."""
+
+Job = tuple[str, Variant, str]
+"""A kernel's name, what it is compiled for, and a dtype's name."""
+
+# It knows the kernels of every operation, so it is above this package.
+_MODULE = "fxsplit_encoder.kernels.products.ahead_process"
+
+# The architecture that the package's compiler names for a capability: of Hopper this is known.
+_TARGETS = {(9, 0): ("sm_90", "sm_90a")}
+
+# Fewer processors are wanted by what this process does meanwhile.
+_FEWEST_PROCESSORS = 4
+
+# A process imports torch and the package, and compiles for seconds. What is not ready then is compiled here.
+_LONGEST_WAIT = 60.0
+
+_lock = threading.Lock()
+_asked: set[Job] = set()
+
+
+@dataclass(slots=True)
+class _Process:
+    popen: subprocess.Popen[str]
+    errors: IO[str]
+    jobs: list[Job] = field(default_factory=list)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has nothing to do, and may be given something."""
+        return not self.jobs and self.popen.stdin is not None
+
+    def give(self, job: Job) -> None:
+        assert self.popen.stdin is not None
+        self.jobs.append(job)
+        self.popen.stdin.write(json.dumps(job) + "\n")
+        self.popen.stdin.flush()
+
+    def give_no_more(self) -> None:
+        """Lets it end when it has done what it was given."""
+        if self.popen.stdin is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self.popen.stdin.close()
+            self.popen.stdin = None
+
+    def end(self, seconds: float) -> None:
+        """Lets it do what it was given, for so long at most."""
+        try:
+            self.popen.communicate(timeout=seconds if self.jobs else 0)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.communicate()
+        if self.jobs and self.popen.returncode:
+            self.errors.seek(0)
+            said = self.errors.read().strip().splitlines()
+            why = said[-1] if said else f"status {self.popen.returncode}"
+            logger.warning("not compiled ahead: %s: %s", self.jobs, why)
+        self.errors.close()
+
+    def leave(self) -> None:
+        """Lets it end when it has done what it was given; what it says then goes nowhere."""
+        self.give_no_more()
+        self.errors.close()
+
+
+_processes: list[_Process] = []
+
+_left: list[subprocess.Popen[str]] = []
+"""Those that nobody waits for, until they have ended."""
+
+
+def why_not(device: torch.device) -> str:
+    """Why nothing is compiled ahead for a device; empty: it can be."""
+    if device.type != "cuda" or capability(device) not in _TARGETS:
+        return "no GPU for which the package's compiler is known to need no device"
+    if (os.cpu_count() or 1) < _FEWEST_PROCESSORS:
+        return f"fewer than {_FEWEST_PROCESSORS} processors"
+    try:
+        metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return "flash-attn-4 is not installed"
+    return switch_on()
+
+
+def warm_up(number: int, device: torch.device) -> None:
+    """Starts so many processes, which import the package meanwhile and wait for what `start` gives them."""
+    if why_not(device):
+        return
+    with _lock:
+        while len(_processes) < number:
+            _processes.append(_launch(device))
+
+
+def jobs_of(names: Iterable[str], variant: Variant, dtype: torch.dtype) -> list[Job]:
+    """The jobs that compile the kernels of these names for such heads, or products."""
+    return [(name, variant, str(dtype).removeprefix("torch.")) for name in names]
+
+
+def start(
+    names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device, *, apart: bool = True
+) -> list[Job]:
+    """Starts to compile kernels for such heads, or products, and returns the new jobs.
+
+    Args:
+        apart: each in a process of its own; else one after the other.
+    """
+    begun: list[Job] = []
+    if reason := why_not(device):
+        logger.debug("kernels are compiled when they are called: %s", reason)
+        return begun
+    with _lock:
+        process: _Process | None = None
+        for job in jobs_of(names, variant, dtype):
+            if job in _asked:
+                continue
+            _asked.add(job)
+            try:
+                if apart or process is None:
+                    process = next((each for each in _processes if each.is_waiting), None)
+                if process is None:
+                    _processes.append(process := _launch(device))
+                process.give(job)
+                begun.append(job)
+            except OSError as error:  # no process can be started, or it has ended: it is compiled here
+                logger.warning("not compiled ahead: %s: %s", job, error)
+    return begun
+
+
+def leave(jobs: Collection[Job]) -> None:
+    """Abandons these compile jobs; their processes exit on their own, since one that is killed may leave half
+    a file.
+    """
+    if not jobs:
+        return
+    logger.warning("compiled ahead in vain, since the graph has other heads: %s", sorted(jobs))
+    with _lock:
+        _asked.difference_update(jobs)
+        _left[:] = [popen for popen in _left if popen.poll() is None]
+        for each in [each for each in _processes if each.jobs and {*each.jobs} <= {*jobs}]:
+            _processes.remove(each)
+            each.leave()
+            _left.append(each.popen)
+
+
+def _launch(device: torch.device) -> _Process:
+    kind, target = _TARGETS[capability(device)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "CUDA_VISIBLE_DEVICES": "",  # it takes neither memory nor time of the device
+        "FLASH_ATTENTION_ARCH": kind,
+        "CUTE_DSL_ARCH": target,
+        "QUACK_ARCH": kind,
+        "FLASH_ATTENTION_NUM_SMS": str(processors(device)),
+    }
+    errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    # -P: nothing is imported from the directory that the process happens to be in.
+    popen = subprocess.Popen(
+        [sys.executable, "-P", "-m", _MODULE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env=environment,
+        text=True,
+    )
+    return _Process(popen, errors)
+
+
+def is_running() -> bool:
+    """Whether there are processes that nobody has waited for."""
+    return bool(_processes)
+
+
+def begin_no_more() -> None:
+    """Lets the processes end when they have done what they were given; what is begun later gets others."""
+    with _lock:
+        for each in _processes:
+            each.give_no_more()
+
+
+def is_compiling() -> bool:
+    """Whether processes that nobody has waited for still run, as they do some time after `begin_no_more`."""
+    with _lock:
+        return any(each.popen.poll() is None for each in _processes)
+
+
+def dismiss() -> None:
+    """Ends the processes that were given nothing."""
+    with _lock:
+        for each in [each for each in _processes if not each.jobs]:
+            each.end(0)
+            _processes.remove(each)
+
+
+def wait() -> None:
+    """Waits until all that was begun is compiled. What fails is compiled where it is called, as ever."""
+    with _lock:
+        begin = time.monotonic()
+        while _processes:
+            _processes[0].end(max(0.0, begin + _LONGEST_WAIT - time.monotonic()))
+            _processes.pop(0)
+
+
+def _end_all() -> None:
+    for popen in (*(each.popen for each in _processes), *_left):
+        popen.kill()
+
+
+atexit.register(_end_all)

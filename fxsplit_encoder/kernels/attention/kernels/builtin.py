@@ -1,0 +1,170 @@
+"""Kernels that need no package but torch: its own, which others must beat, and this library's in Triton."""
+
+from __future__ import annotations
+
+import itertools
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxsplit_encoder._torch.dispatch import flash_attention, flash_attention_into
+from fxsplit_encoder.kernels.attention.kernels.base import (
+    AttentionKernel,
+    AttentionShape,
+    HalfPrecisionKernel,
+    Target,
+    as_batch,
+)
+
+
+class TorchFlash(HalfPrecisionKernel):
+    """`aten::_flash_attention_forward`, FlashAttention 2, whose tile follows from head_dim alone. Empty
+    segments and loose bounds cost it thread blocks.
+    """
+
+    name = "torch_flash"
+    is_invariant = True
+
+    def package_problem(self, device: torch.device) -> str | None:
+        """It comes with torch."""
+        return None
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
+    ) -> Tensor:
+        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        if into is not None and flash_attention_into is not None:
+            flash_attention_into(into, q, k, v, *lengths, 0.0, False, False, scale=scale)
+            return into
+        out: Tensor = flash_attention(q, k, v, *lengths, 0.0, False, False, scale=scale)[0]
+        return out
+
+
+class BatchedDense(AttentionKernel):
+    """`scaled_dot_product_attention` over the batch, by whichever of its backends torch prefers."""
+
+    name = "batched_dense"
+    needs_equal_segments = True
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """It comes with torch, for every device."""
+        return None
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """Any dtype and head_dim where segments are known to be equal; not on a CPU, where nothing is
+        measured.
+        """
+        return shape.equal and shape.device.type != "cpu"
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
+    ) -> Tensor:
+        count = cu_seqlens.shape[0] - 1
+        shape = q.shape
+        q, k, v = (as_batch(x, count) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).reshape(shape)
+
+
+_STAGES = 3
+
+
+class Tile(NamedTuple):
+    """What one program of the kernel computes, and how."""
+
+    block_m: int
+    """Queries."""
+    block_n: int
+    """Keys of a step."""
+    num_warps: int
+    """Warps that share the tile."""
+    num_stages: int
+    """Steps whose loads overlap."""
+
+
+class TritonVarlen(HalfPrecisionKernel):
+    """`attention.kernels.triton_code` with tiles of `block_m` queries and steps of `block_n` keys. At 196
+    tokens and 16 heads of 72, 64 queries make 64 programs for the 132 multiprocessors of an H200; where
+    segments are long, other kernels are faster.
+    """
+
+    module: ClassVar[str] = "fxsplit_encoder.kernels.attention.kernels.triton_code"
+    attribute: ClassVar[str] = "attend"
+    max_head_dim: ClassVar[int] = 128
+    is_invariant = True  # one tile, laid from the start of each segment on
+
+    def __init__(self, block_m: int, block_n: int, num_warps: int) -> None:
+        self.name = f"triton_{block_m}x{block_n}"
+        self.tile = Tile(block_m, block_n, num_warps, _STAGES)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
+    ) -> Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if into is None else into
+        self.function(q, k, v, cu_seqlens, scale, out, self.tile)
+        return out
+
+
+class Masked(AttentionKernel):
+    """Dense attention under a block-diagonal mask, without a host read; memory and work grow with tokens
+    squared.
+    """
+
+    name = "masked"
+    is_last_resort = True
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """It comes with torch, for every device."""
+        return None
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """Everything."""
+        return True
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
+    ) -> Tensor:
+        rows = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens.dtype)
+        segment_of_row = torch.searchsorted(cu_seqlens[1:], rows, right=True)
+        mask = segment_of_row[:, None] == segment_of_row[None, :]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return out.squeeze(0).transpose(0, 1)
+
+
+class PerSegment(AttentionKernel):
+    """One scaled_dot_product_attention per segment: the boundaries are read on the host."""
+
+    name = "per_segment"
+    is_last_resort = True
+    is_invariant = True
+    capturable = False
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """On a GPU every call would wait for the device."""
+        return None if device.type == "cpu" else "reads the boundaries on the host: for the CPU only"
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """Everything."""
+        return True
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
+    ) -> Tensor:
+        return _attend_by_segment(q, k, v, cu_seqlens, scale)
+
+
+def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        if end > start:
+            # Copied: where a segment lies in the sequence must not show in what BLAS makes of it.
+            q, k, v = (_aligned(x[start:end]) for x in (query, key, value))
+            out[start:end] = F.scaled_dot_product_attention(q, k, v, scale=scale).squeeze(0).transpose(0, 1)
+    return out
+
+
+def _aligned(segment_THD: Tensor) -> Tensor:
+    """(1, heads, tokens, head_dim), in memory of its own."""
+    return segment_THD.transpose(0, 1).unsqueeze(0).clone(memory_format=torch.contiguous_format)

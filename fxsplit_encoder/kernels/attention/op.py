@@ -1,0 +1,217 @@
+"""`fxsplit::varlen_attention`, the op at which graphs are split, and `fxsplit::dense_attention` for batches.
+
+Registered by `torch.library.Library`, since `custom_op` adds several times as much Python to every call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.kernels.attention.choice import current_chooser
+
+traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encoder_traced", default=None)
+"""Is called with the query of every `varlen_attention` that is traced, (tokens, heads, head_dim)."""
+
+# --- what the ops run
+
+
+def attend(
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    """Attention within each segment of a packed sequence; arguments as of `AttentionKernel.__call__`.
+
+    Returns (tokens, heads, head_dim), contiguous; rows outside every segment are undefined. InputError for a
+    query of other dimensions.
+    """
+    _check_rank(query_THD)
+    with on_device(query_THD.device):
+        kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
+        return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale)
+
+
+def attend_out(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    out_THD: Tensor,
+) -> Tensor:
+    """`attend` into `out_THD`, which has at least `tokens` rows and keeps the later ones. Returns it."""
+    with on_device(query_THD.device):
+        kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
+        return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale, out_THD)
+
+
+def attend_backward(
+    grad_THD: Tensor, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attend`, segment by segment: correct, not fast. Rows outside of segments get zero."""
+    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query_THD, key_THD, value_THD)]
+    boundaries = cu_seqlens.tolist()
+    precise = torch.promote_types(query_THD.dtype, torch.float32)
+    for start, end in itertools.pairwise(boundaries):
+        rows = slice(start, end)
+        g, q, k, v = (x[rows].to(precise).transpose(0, 1) for x in (grad_THD, query_THD, key_THD, value_THD))
+        weights = torch.softmax(q @ k.transpose(1, 2) * scale, dim=-1)
+        grad_weights = g @ v.transpose(1, 2)
+        grad_logits = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
+        results = (grad_logits @ k, grad_logits.transpose(1, 2) @ q, weights.transpose(1, 2) @ g)
+        for grad, result in zip(grads, results, strict=True):
+            grad[rows] = result.transpose(0, 1)
+    return grads[0], grads[1], grads[2]
+
+
+def _check_rank(query: Tensor) -> None:
+    if query.dim() != 3:
+        raise InputError(
+            "fxsplit::varlen_attention: query: expected (tokens, heads, head_dim), got "
+            f"{tuple(query.shape)}; join a batch with its tokens: query.flatten(0, 1)"
+        )
+
+
+# --- batches
+
+
+def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale: float) -> Tensor:
+    """Attention within each entry of a batch; (batch, heads, tokens, head_dim), stored token by token.
+
+    Args:
+        query_BHTD, key_BHTD, value_BHTD: (batch, heads, tokens, head_dim), of the same size; copied if not
+            stored token by token.
+        scale: factor of the logits.
+    """
+    batch, heads, tokens, head_dim = query_BHTD.shape
+    q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BHTD, value_BHTD))
+    lengths = _equal_lengths.of(batch, tokens, query_BHTD.device)
+    with on_device(q_THD.device):
+        kernel = current_chooser().of(q_THD, lengths, tokens, equal=True)
+        out_THD = kernel(q_THD, k_THD, v_THD, lengths, tokens, scale)
+    return out_THD.view(batch, tokens, heads, head_dim).transpose(1, 2)
+
+
+class _EqualLengths:
+    """Cumulative lengths 0, tokens, 2 * tokens and so on. Graphs hold their addresses, so every batch has a
+    part of one tensor, and what was made stays: twice the largest, in all.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, batch: int, tokens: int, device: torch.device) -> Tensor:
+        """(batch + 1,) int32."""
+        made = self._made.get((tokens, device))
+        if made is None or made[-1].shape[0] <= batch:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # The memory belongs to that graph, which makes them at every replay.
+                return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+            made = self._grow(batch, tokens, device)
+        return made[-1][: batch + 1]
+
+    def _grow(self, batch: int, tokens: int, device: torch.device) -> list[Tensor]:
+        with self._lock:
+            made = self._made.setdefault((tokens, device), [])
+            if not made or made[-1].shape[0] <= batch:
+                entries = 1 << batch.bit_length()
+                # From the host, which waits: other streams may read it at once.
+                made.append((torch.arange(entries + 1, dtype=torch.int32, device="cpu") * tokens).to(device))
+        return made
+
+
+_equal_lengths = _EqualLengths()
+
+
+# --- their registration
+
+_SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, float scale"
+
+_library: Any = torch.library.Library("fxsplit", "DEF")  # type: ignore[no-untyped-call]
+_library.define(f"varlen_attention{_SCHEMA}) -> Tensor")
+_library.define(f"varlen_attention.out{_SCHEMA}, *, Tensor(a!) out) -> Tensor(a!)")
+# An op too, so that tracing a backward does not read the boundaries.
+_library.define(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+# Of a compiled graph alone, which knows no gradients.
+_library.define("dense_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("varlen_attention", attend, _device)
+    _library.impl("attention_backward", attend_backward, _device)
+    _library.impl("dense_attention", attend_dense, _device)
+
+
+def _out_impl(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int, scale: float, *, out: Tensor
+) -> Tensor:
+    return attend_out(q, k, v, cu, max_seqlen, scale, out)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("varlen_attention.out", _out_impl, _device)
+
+
+def _fake(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    _check_rank(query)
+    if (tell := traced.get()) is not None:
+        tell(query)
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+torch.library.register_fake("fxsplit::varlen_attention", _fake, lib=_library)
+
+
+def _fake_dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+torch.library.register_fake("fxsplit::dense_attention", _fake_dense, lib=_library)
+
+
+def _fake_out(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int, scale: float, *, out: Tensor
+) -> Tensor:
+    return out
+
+
+torch.library.register_fake("fxsplit::varlen_attention.out", _fake_out, lib=_library)
+
+
+def _fake_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+torch.library.register_fake("fxsplit::attention_backward", _fake_backward, lib=_library)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, key, value, cu_seqlens, _, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, cu_seqlens)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*torch.ops.fxsplit.attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None)
+
+
+torch.library.register_autograd(
+    "fxsplit::varlen_attention", _backward, setup_context=_setup_context, lib=_library
+)
+
+dense_attention = torch.ops.fxsplit.dense_attention.default
+varlen_attention = torch.ops.fxsplit.varlen_attention.default
+varlen_attention_out = torch.ops.fxsplit.varlen_attention.out

@@ -1,0 +1,62 @@
+"""Inside a process that compiles variants of FlashAttention 4 and of QuACK into their caches on disk.
+
+    python -m fxsplit_encoder.kernels.products.ahead_process < jobs
+
+A job is a line such as `["flash_attn_4", 72, "bfloat16"]` or `["quack_128x192", "gelu", "bfloat16"]`. The
+process ends with the input, or with the first job that fails. It needs no device: the packages take their
+target from the environment, and fake tensors are not computed with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable
+
+import torch
+
+from fxsplit_encoder._torch.tensors import FakeTensorMode
+from fxsplit_encoder.kernels.attention import kernels as attention
+from fxsplit_encoder.kernels.attention.kernels.flash_attn import FlashAttention4
+from fxsplit_encoder.kernels.products.kernels import KERNELS, Quack
+from fxsplit_encoder.kernels.products.quack_files import compiling_alone
+
+# What a variant is compiled for depends on none of them.
+_TOKENS, _HEADS, _FEATURES = 512, 16, 1024
+
+
+def compile_attention(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Has a kernel compile what it would compile when it is called."""
+    kernel = next(kernel for kernel in attention.KERNELS if kernel.name == name)
+    with FakeTensorMode():
+        qkv = torch.empty(_TOKENS, 3, _HEADS, head_dim, dtype=dtype, device="cuda")
+        cu_seqlens = torch.empty(2, dtype=torch.int32, device="cuda")
+        query, key, value = qkv.unbind(1)
+        kernel(query, key, value, cu_seqlens, _TOKENS, head_dim**-0.5)
+
+
+def compile_product(name: str, activation: str, dtype: torch.dtype) -> None:
+    """Has a kernel compile what it would compile when it is called for a layer with a bias."""
+    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
+    assert isinstance(kernel, Quack)
+    with FakeTensorMode(), compiling_alone():
+        rows, weight = (torch.empty(_TOKENS, _FEATURES, dtype=dtype, device="cuda") for _ in range(2))
+        bias = torch.empty(_TOKENS, dtype=dtype, device="cuda")
+        kernel(rows, weight, bias, activation)
+
+
+def main(lines: Iterable[str]) -> None:
+    """Does the jobs of these lines."""
+    with contextlib.suppress(AttributeError):
+        _ = FlashAttention4().function.__name__  # imports the package while nothing is asked yet
+    for line in lines:
+        name, variant, dtype = json.loads(line)
+        if isinstance(variant, str):
+            compile_product(name, variant, getattr(torch, dtype))
+        else:
+            compile_attention(name, variant, getattr(torch, dtype))
+
+
+if __name__ == "__main__":
+    main(sys.stdin)

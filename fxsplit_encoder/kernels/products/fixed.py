@@ -1,0 +1,342 @@
+"""`fxsplit::fixed_linear`: a linear layer whose rows get the same bits however many others are with them.
+
+    rows (M, K) @ matrix (K, N) + bias (N,), then nothing or the tanh form of GELU  ->  (M, N)
+
+On a CPU the rows are cut into blocks of one size, the last of which is filled up, so that BLAS sees the same
+shape every time. On CUDA cuBLASLt multiplies where it was seen to give the same bits, and our own kernel, of
+one tile (`products.triton_kernels`), where it was not.
+
+A library chooses its algorithm by the number of rows. Most of them add along the inner dimension in the same
+order; which do is not documented. So before a layer multiplies at some count of rows, that count is tried on
+random rows, and every row has to get the bits that it got among other rows, at another place, at another
+count (`VerifiedProducts`). Counts that were not tried are filled up to one that was. Whether a layer is the
+library's at all follows from a fixed list of counts, not from those that a process happens to see: processes
+on the same device with the same libraries decide alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxsplit_encoder._torch.cublas import split_k_forbidden
+from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.kernels import is_measuring
+
+NOTHING = ""
+GELU_TANH = "gelu_tanh"
+
+# To how many bytes libraries ask whether a pointer is aligned, at most.
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer, as a library that chooses an algorithm for it sees it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    in_features: int
+    out_features: int
+    strides: tuple[int, ...]
+    """Of the matrix, (in_features, out_features)."""
+    offsets: tuple[int, ...]
+    """Of the matrix and the bias, if there is one: bytes past an address that is aligned to all purposes."""
+    activation: str
+
+    @classmethod
+    def of(cls, rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Layer:
+        """The layer of a product."""
+        in_features, out_features = matrix.shape
+        parameters = (matrix,) if bias is None else (matrix, bias)
+        offsets = tuple(each.data_ptr() % ALIGNMENT for each in parameters)
+        sizes = in_features, out_features
+        return cls(rows.device, rows.dtype, *sizes, matrix.stride(), offsets, activation)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to the product."""
+        return len(self.offsets) == 2
+
+    def sample(self, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows, (count, in_features), a matrix and a bias of this layer's kind: the same random numbers for
+        every call.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(size: int) -> Tensor:
+            made = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+            return made.to(self.device, self.dtype)
+
+        rows = noise(count * self.in_features).view(count, self.in_features)
+        extents = zip((self.in_features, self.out_features), self.strides, strict=True)
+        length = 1 + sum((size - 1) * stride for size, stride in extents)
+        matrix = _moved(noise(length), self.offsets[0]).as_strided(
+            (self.in_features, self.out_features), self.strides, self.offsets[0] // self.dtype.itemsize
+        )
+        bias = _moved(noise(self.out_features), self.offsets[1]) if self.has_bias else None
+        if bias is not None:
+            bias = bias[self.offsets[1] // self.dtype.itemsize :]
+        return rows, matrix, bias
+
+    def __str__(self) -> str:
+        epilogue = ", ".join((*(("bias",) if self.has_bias else ()), *filter(None, (self.activation,))))
+        of = f" ({epilogue})" if epilogue else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.in_features} to {self.out_features} in {dtype}{of}"
+
+
+def activated(values: Tensor, activation: str) -> Tensor:
+    """The values, or their GELU."""
+    return F.gelu(values, approximate="tanh") if activation == GELU_TANH else values
+
+
+def _moved(values: Tensor, offset: int) -> Tensor:
+    """A vector of the same numbers, so many bytes further in memory of its own."""
+    return torch.cat([values.new_zeros(offset // values.element_size()), values])
+
+
+def library_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The layer by cuBLASLt, which is told not to split it along the inner dimension. What has no bias gets
+    one of zeros: only sums go to cuBLASLt, and cuBLAS cannot be told what cuBLASLt can. The GELU is torch's,
+    after the product: with one in its epilogue cuBLASLt passed every trial and gave other bits at some counts
+    of more and other rows, on an H200.
+
+    Raises:
+        RuntimeError: neither takes this layer unsplit.
+    """
+    added = bias if bias is not None else _zeros(matrix.shape[1], rows.dtype, rows.device)
+    with split_k_forbidden(rows.dtype):
+        product = torch.addmm(added, rows, matrix)
+    return activated(product, activation)
+
+
+@functools.cache
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Kept: graphs hold its address."""
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
+Product = Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
+
+COUNTS = (16, *itertools.chain.from_iterable((3 * 2**n, 4 * 2**n) for n in range(3, 12)))
+"""Rows at which every layer is tried: 16, 24, 32, 48 and so on, to 8192."""
+
+REFERENCE_ROWS = 128
+
+# Different rows in a trial. A prime number: each comes at every place of a tile.
+_DISTINCT = 1021
+
+
+def same_bits(product: Product, layer: Layer, counts: Sequence[int], *, reference_rows: int) -> bool:
+    """Whether a product gives every row the same bits, among each of these numbers of rows and at any place
+    there, as among `reference_rows`.
+    """
+    rows, matrix, bias = layer.sample(_DISTINCT)
+
+    def computed(count: int, first: int) -> tuple[Tensor, Tensor]:
+        """The product of so many rows, the first of them this one; and which they are."""
+        chosen = (torch.arange(count, device=layer.device) + first) % _DISTINCT
+        return product(rows[chosen], matrix, bias, layer.activation), chosen
+
+    reference = rows.new_empty(_DISTINCT, layer.out_features)
+    for first in range(0, _DISTINCT, reference_rows):
+        result, chosen = computed(reference_rows, first)
+        reference[chosen] = result
+    for count in (reference_rows, *counts):
+        differs = torch.zeros((), dtype=torch.bool, device=layer.device)
+        for first in {1, count % _DISTINCT, _DISTINCT // 2, *range(0, _DISTINCT, count)}:
+            result, chosen = computed(count, first)
+            differs |= (result != reference[chosen]).any()
+        if differs:
+            return False
+    return True
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a layer."""
+
+    by_library: bool
+    verified: set[int] = field(default_factory=set)
+    """Counts of rows at which the library gives the same bits."""
+    refused: set[int] = field(default_factory=set)
+
+
+class VerifiedProducts:
+    """Computes linear layers on CUDA.
+
+    Args:
+        library: a product whose algorithm may depend on the number of rows.
+        own: one whose algorithm does not.
+        counts: of rows at which every layer is tried, increasing.
+    """
+
+    def __init__(self, library: Product, own: Product, counts: Sequence[int] = COUNTS) -> None:
+        self._library = library
+        self._own = own
+        self._counts = tuple(counts)
+        self._known: dict[Layer, _Known] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """The layer, (M, N).
+
+        Raises:
+            CaptureError: a CUDA graph is being captured, and the layer has not run before.
+            torch.OutOfMemoryError: there is no memory to try the layer.
+        """
+        rows = _aligned(rows)
+        layer = Layer.of(rows, matrix, bias, activation)
+        count = rows.shape[0]
+        known = self._of(layer)
+        if not known.by_library:
+            return self._own(rows, matrix, bias, activation)
+        size = self._size(layer, known, count)
+        if size == count:
+            return self._library(rows, matrix, bias, activation)
+        out = rows.new_empty(count, layer.out_features)
+        for start in range(0, count, size):
+            part = rows[start : start + size]
+            if part.shape[0] < size:
+                part = torch.cat([part, part.new_zeros(size - part.shape[0], layer.in_features)])
+            result = self._library(_aligned(part), matrix, bias, activation)
+            out[start : start + size] = result[: count - start]
+        return out
+
+    def describe(self, device: torch.device) -> list[str]:
+        """What was found out on a device, a line each: of the library's layers together, and of every other
+        one.
+        """
+        known = {layer: each for layer, each in self._known.items() if layer.device == device}
+        taken = [each for each in known.values() if each.by_library]
+        lines = []
+        if taken:
+            counts = len(set.union(*(each.verified for each in taken)))
+            lines.append(
+                f"products: {len(taken)} layers by cuBLAS, with equal bits at {counts} counts of rows"
+            )
+        others = [layer for layer, each in known.items() if not each.by_library]
+        return lines + [
+            f"product {each}: by our own kernel: cuBLAS's bits depend on the rows" for each in others
+        ]
+
+    def choices(self, device: torch.device) -> list[str]:
+        """Which layers on a device are the library's and which are not: the same on every rank."""
+        return sorted(
+            f"{layer}: {e.by_library}" for layer, e in self._known.items() if layer.device == device
+        )
+
+    def _of(self, layer: Layer) -> _Known:
+        with self._lock:
+            if layer not in self._known:
+                if _is_capturing(layer.device):
+                    raise CaptureError(f"fixed_linear: {layer} was not tried before it is captured")
+                by_library = self._agrees(layer, self._counts)
+                self._known[layer] = _Known(by_library, set(self._counts) if by_library else set())
+            return self._known[layer]
+
+    def _size(self, layer: Layer, known: _Known, count: int) -> int:
+        """Of how many rows the products are that compute `count` rows."""
+        if count in known.verified or count == 0:
+            return count
+        # What is warmed up will be captured and replayed often; other counts seldom come again.
+        wanted = count if is_measuring() else _rounded(count)
+        with self._lock:
+            tried = known.verified | known.refused
+            if wanted not in tried and not _is_capturing(layer.device):
+                (known.verified if self._agrees_in_memory(layer, wanted) else known.refused).add(wanted)
+        if wanted in known.verified:
+            return wanted
+        return min((size for size in known.verified if size >= count), default=max(known.verified))
+
+    def _agrees(self, layer: Layer, counts: Sequence[int]) -> bool:
+        try:
+            return same_bits(self._library, layer, counts, reference_rows=REFERENCE_ROWS)
+        except torch.OutOfMemoryError:
+            raise  # it says nothing of the layer
+        except RuntimeError:  # the library does not take it unsplit
+            return False
+
+    def _agrees_in_memory(self, layer: Layer, count: int) -> bool:
+        try:
+            return self._agrees(layer, [count])
+        except torch.OutOfMemoryError:
+            return False
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The rows, as every trial has them: an algorithm may be chosen by alignment."""
+    if rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _rounded(count: int) -> int:
+    """The next power of two, or three quarters of it."""
+    power = max(16, 1 << (count - 1).bit_length())
+    return power * 3 // 4 if count <= power * 3 // 4 and power > 16 else power
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# Rows of every product on a CPU. Where a row's place in a block shows in its bits, rows go one by one.
+BLOCK_ROWS = 64
+
+_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("fixed_linear(Tensor rows, Tensor matrix, Tensor? bias, str activation) -> Tensor")
+
+
+def _own_kernel(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    from fxsplit_encoder.kernels.products.triton_kernels import product
+
+    return product(rows, matrix, bias, gelu=activation == GELU_TANH)
+
+
+PRODUCTS = VerifiedProducts(library_product, _own_kernel)
+"""Those on the GPUs of this process."""
+
+_block_rows: dict[Layer, int] = {}
+
+
+def blockwise_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """A linear layer on a CPU, in blocks of the same number of rows."""
+    layer = Layer.of(rows, matrix, bias, activation)
+    if layer not in _block_rows:
+        verified = same_bits(cpu_product, layer, [BLOCK_ROWS], reference_rows=BLOCK_ROWS)
+        _block_rows[layer] = BLOCK_ROWS if verified else 1
+    size = _block_rows[layer]
+    out = rows.new_empty(rows.shape[0], layer.out_features)
+    for start in range(0, rows.shape[0], size):
+        part = rows[start : start + size]
+        block = rows.new_zeros(size, layer.in_features)  # aligned alike, and filled up
+        block[: part.shape[0]] = part
+        out[start : start + size] = cpu_product(block, matrix, bias, activation)[: part.shape[0]]
+    return out
+
+
+def cpu_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """One product of BLAS, with its bias and activation."""
+    product = torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+    return activated(product, activation)
+
+
+def _fake(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str = NOTHING) -> Tensor:
+    return rows.new_empty(rows.shape[0], matrix.shape[1])
+
+
+_library.impl("fixed_linear", blockwise_product, "CPU")
+_library.impl("fixed_linear", PRODUCTS, "CUDA")
+torch.library.register_fake("fxsplit::fixed_linear", _fake, lib=_library)
+
+fixed_linear = torch.ops.fxsplit.fixed_linear.default

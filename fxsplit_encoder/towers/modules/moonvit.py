@@ -1,0 +1,195 @@
+"""Kimi-VL's vision part: MoonViT, which takes images at their own size, and the projector after it.
+
+Parameters have the names of the checkpoint (moonshotai/Kimi-VL-A3B), so `load_state_dict` takes its
+tensors under `vision_tower.` and `multi_modal_projector.`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxsplit_encoder.kernels.attention import varlen_attention
+from fxsplit_encoder.towers.modules.blocks import merge, resample
+
+_ROTARY_BASE = 10000.0
+
+
+@dataclass(frozen=True)
+class KimiVLVisionConfig:
+    """The sizes of the tower and its projector, under the names of the checkpoint's `vision_config`.
+
+    The defaults are those of Kimi-VL-A3B: MoonViT-SO-400M.
+    """
+
+    hidden_size: int = 1152
+    num_hidden_layers: int = 27
+    num_attention_heads: int = 16
+    intermediate_size: int = 4304
+    patch_size: int = 14
+    init_pos_emb_height: int = 64
+    init_pos_emb_width: int = 64
+    merge_kernel_size: tuple[int, int] = (2, 2)
+    text_hidden_size: int = 2048
+    """Columns of the output; in the checkpoint it is `text_config`'s `hidden_size`."""
+
+    @classmethod
+    def from_checkpoint(cls, settings: Mapping[str, Any]) -> KimiVLVisionConfig:
+        """From the contents of the model's config.json; what `vision_config` leaves out is the default."""
+        vision = {k: v for k, v in settings["vision_config"].items() if k in cls.__dataclass_fields__}
+        vision["merge_kernel_size"] = tuple(vision.get("merge_kernel_size", cls.merge_kernel_size))
+        return cls(**vision, text_hidden_size=settings["text_config"]["hidden_size"])
+
+
+class _PositionTable(nn.Module):
+    def __init__(self, config: KimiVLVisionConfig) -> None:
+        super().__init__()
+        shape = (config.init_pos_emb_height, config.init_pos_emb_width, config.hidden_size)
+        self.weight = nn.Parameter(torch.randn(shape))
+
+
+class _PatchEmbedding(nn.Module):
+    def __init__(self, config: KimiVLVisionConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, config.hidden_size, config.patch_size, config.patch_size)
+        self.pos_emb = _PositionTable(config)
+
+    def forward(self, pixel_values: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        patches: Tensor = self.proj(pixel_values).flatten(1)
+        return patches + resample(self.pos_emb.weight.flatten(0, 1), indices, weights).to(patches.dtype)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: KimiVLVisionConfig) -> None:
+        super().__init__()
+        self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.fc1(F.gelu(self.fc0(hidden), approximate="tanh"))
+        return result
+
+
+class _Block(nn.Module):
+    def __init__(self, config: KimiVLVisionConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.norm0 = nn.LayerNorm(config.hidden_size)
+        self.norm1 = nn.LayerNorm(config.hidden_size)
+        self.wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size)
+        self.mlp = _MLP(config)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor) -> Tensor:
+        hidden = hidden + self._attention(self.norm0(hidden), rotary, cu_seqlens)
+        result: Tensor = hidden + self.mlp(self.norm1(hidden))
+        return result
+
+    def _attention(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor) -> Tensor:
+        rows = hidden.shape[0]
+        query, key, value = self.wqkv(hidden).view(rows, 3, self.num_heads, self.head_dim).unbind(1)
+        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
+        # The patch count bounds every segment, whatever the batch.
+        out = varlen_attention(query, key, value, cu_seqlens, rows, self.head_dim**-0.5)
+        result: Tensor = self.wo(out.view(rows, -1))
+        return result
+
+
+class _Encoder(nn.Module):
+    def __init__(self, config: KimiVLVisionConfig) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers))
+        self.final_layernorm = nn.LayerNorm(config.hidden_size)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden, rotary, cu_seqlens)
+        result: Tensor = self.final_layernorm(hidden)
+        return result
+
+
+class _MoonViT(nn.Module):
+    def __init__(self, config: KimiVLVisionConfig) -> None:
+        super().__init__()
+        self.patch_embed = _PatchEmbedding(config)
+        self.encoder = _Encoder(config)
+
+
+class _Projector(nn.Module):
+    def __init__(self, config: KimiVLVisionConfig) -> None:
+        super().__init__()
+        height, width = config.merge_kernel_size
+        merged = height * width * config.hidden_size
+        self.pre_norm = nn.LayerNorm(config.hidden_size)
+        self.linear_1 = nn.Linear(merged, merged)
+        self.linear_2 = nn.Linear(merged, config.text_hidden_size)
+
+    def forward(self, merged: Tensor) -> Tensor:
+        result: Tensor = self.linear_2(F.gelu(self.linear_1(self.pre_norm(merged).flatten(1))))
+        return result
+
+
+class KimiVLVisionModel(nn.Module):
+    """MoonViT and Kimi-VL's projector.
+
+    Its forward takes what follows from the image sizes as tensors; `wrap` gives a module that computes them.
+    """
+
+    def __init__(self, config: KimiVLVisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vision_tower = _MoonViT(config)
+        self.multi_modal_projector = _Projector(config)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        position_ids: Tensor,
+        interp_indices: Tensor,
+        interp_weights: Tensor,
+        merge_permutation: Tensor,
+    ) -> Tensor:
+        """The embeddings of a batch of images.
+
+        Args:
+            pixel_values: (patches, 3, patch_size, patch_size), every image in raster order.
+            cu_seqlens: (images + 1,) int32 cumulative patches.
+            position_ids: (patches, 2), row and column.
+            interp_indices, interp_weights: (patches, 16), the taps into the position table (`interpolation`).
+            merge_permutation: (patches,), the rows in the order in which they merge (`merge_permutation`).
+
+        Returns:
+            (output tokens, text_hidden_size), image by image, in raster order.
+        """
+        hidden = self.vision_tower.patch_embed(pixel_values, interp_indices, interp_weights)
+        rotary = _rotary(position_ids, self.config.hidden_size // self.config.num_attention_heads)
+        hidden = self.vision_tower.encoder(hidden, rotary, cu_seqlens)
+        height, width = self.config.merge_kernel_size
+        result: Tensor = self.multi_modal_projector(merge(hidden, merge_permutation, height * width))
+        return result
+
+
+def _rotary(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every patch's angles, (patches, head_dim / 2): the column's and the row's by turns,
+    one of each a frequency.
+    """
+    steps = torch.arange(0, head_dim, 4, dtype=torch.float32, device=position_ids.device)
+    frequencies = 1.0 / _ROTARY_BASE ** (steps / head_dim)
+    rows, columns = position_ids.float().unbind(1)
+    angles = torch.stack([columns[:, None] * frequencies, rows[:, None] * frequencies], dim=-1).flatten(1)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns every pair of neighboring channels of (patches, heads, head_dim) by its angle."""
+    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)

@@ -1,0 +1,124 @@
+"""Step3's vision encoder: a transformer whose layer norms follow its branches, two convolutions, a projector.
+
+Module and parameter names are those that serving engines load the checkpoint stepfun-ai/step3 by.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit_encoder.towers.modules.blocks import (
+    FusedAttention,
+    Layers,
+    QuickGeluMLP,
+    check_tiles,
+    tokens_with_class,
+)
+from fxsplit_encoder.towers.modules.folded import (
+    FoldedTable,
+    FoldedTables,
+    resized_positions,
+    sides_of,
+)
+
+# The model was trained with its class token four times over, so that the length divides by eight ranks.
+_CLASS_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Step3VisionConfig:
+    """Sizes; by default those of stepfun-ai/step3."""
+
+    image_size: int = 728
+    """Pixels a side of a whole image, whose positions are stored; those of crops are interpolated."""
+    crop_size: int = 504
+    patch_size: int = 14
+    hidden_size: int = 1792
+    num_layers: int = 63
+    num_heads: int = 16
+    mlp_size: int = 15360
+    layer_norm_eps: float = 1e-5
+    downsample_channels: int = 4096
+    """Of the first convolution; the second has twice as many."""
+    out_hidden_size: int = 7168
+    projector_bias: bool = True
+
+
+class Step3VisionModel(nn.Module):
+    """Square tiles to rows in the language model's width."""
+
+    def __init__(self, config: Step3VisionConfig | None = None) -> None:
+        super().__init__()
+        config = config or Step3VisionConfig()
+        self.config = config
+        self.vision_model = _Transformer(config)
+        channels = config.downsample_channels
+        self.vit_downsampler = nn.Conv2d(config.hidden_size, channels, 2, stride=2)
+        self.vit_downsampler2 = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
+        self.vit_large_projector = nn.Linear(2 * channels, config.out_hidden_size, bias=config.projector_bias)
+        self._tables = FoldedTables(self)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """(tiles, 3, size, size) to (tiles, tokens, out_hidden_size), row by row.
+
+        `size` is the configuration's `image_size` or `crop_size`; a tile of 728 pixels makes 169 rows, one of
+        504 pixels 81.
+
+        Raises:
+            InputError: tiles of another shape.
+        """
+        check_tiles(pixel_values, (self.config.image_size, self.config.crop_size))
+        if not torch.compiler.is_compiling():
+            self._tables.refresh()
+        side = pixel_values.shape[-1] // self.config.patch_size
+        tokens = self.vision_model(pixel_values)[:, _CLASS_TOKENS:]
+        x_NCHW = torch.unflatten(tokens.transpose(1, 2), 2, (side, side))
+        features = self.vit_downsampler2(self.vit_downsampler(x_NCHW)).flatten(2).transpose(1, 2)
+        rows: Tensor = self.vit_large_projector(features)
+        return rows
+
+
+class _Transformer(nn.Module):
+    def __init__(self, config: Step3VisionConfig) -> None:
+        super().__init__()
+        self.embeddings = _Embeddings(config)
+        self.transformer = Layers(lambda: _Layer(config), config.num_layers)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        tokens: Tensor = self.transformer(self.embeddings(pixel_values))
+        return tokens
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, config: Step3VisionConfig) -> None:
+        super().__init__()
+        patches = (config.image_size // config.patch_size) ** 2
+        self.class_embedding = nn.Parameter(torch.zeros(1, config.hidden_size))
+        self.patch_embedding = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
+        self.position_embedding = nn.Embedding(1 + patches, config.hidden_size)
+        resize = functools.partial(resized_positions, mode="bicubic", leading=1, antialias=True)
+        sides = sides_of((config.image_size, config.crop_size), config.patch_size)
+        self.positions = FoldedTable("position_embedding.weight", resize, sides)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        features = self.patch_embedding(pixel_values)
+        positions = self.positions(features.shape[-1])
+        return tokens_with_class(features, self.class_embedding, positions, _CLASS_TOKENS)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Step3VisionConfig) -> None:
+        super().__init__()
+        self.self_attn = FusedAttention(config.hidden_size, config.num_heads)
+        self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = QuickGeluMLP(config.hidden_size, config.mlp_size)
+        self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.layer_norm1(self.self_attn(x))
+        y: Tensor = x + self.layer_norm2(self.mlp(x))
+        return y

@@ -1,0 +1,331 @@
+"""FlashAttention 4 compiled ahead: when, which variants, and by processes that end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fxsplit_encoder._torch.tensors import FakeTensorMode
+from fxsplit_encoder.kernels import choosing, measuring
+from fxsplit_encoder.kernels.attention import KernelChooser, ahead, dense_attention, varlen_attention
+from fxsplit_encoder.kernels.attention.choice import Measurements
+from fxsplit_encoder.kernels.attention.kernels import KERNELS, flash_attn, flash_cache
+from fxsplit_encoder.kernels.attention.kernels import ahead as processes
+
+from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
+
+PACKED = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_128x128"]
+DENSE = ["flash_attn_4_dense", "flash_attn_4_128x128_dense"]
+HOPPER = torch.device("cuda", 0)
+Begun = list[tuple[list[str], int]]
+"""The variants and the head width of each."""
+
+
+@pytest.fixture
+def possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A host on which kernels may be compiled ahead, by a stand-in; where it leaves what was done."""
+    monkeypatch.setenv(flash_cache.SWITCH, "1")
+    monkeypatch.setenv("JOBS_DONE", str(tmp_path))
+    monkeypatch.setattr(processes, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(processes, "processors", lambda device: 132)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(metadata, "version", lambda package: "4.0")
+    monkeypatch.setattr(processes, "_MODULE", "tests.kernels.attention.ahead_jobs")
+    monkeypatch.setattr(processes, "_asked", set())
+    yield tmp_path
+    for each in [*processes._processes]:
+        each.end(0)
+    processes._processes.clear()
+
+
+def done(possible: Path) -> list[str]:
+    return sorted(path.name for path in possible.iterdir())
+
+
+def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processes.why_not(HOPPER) == ""
+    assert "GPU" in processes.why_not(torch.device("cpu"))
+    with monkeypatch.context() as other:
+        other.setattr(processes, "capability", lambda device: (10, 0))
+        assert "GPU" in processes.why_not(HOPPER)
+    with monkeypatch.context() as other:
+        other.setattr(os, "cpu_count", lambda: 2)
+        assert processes.why_not(HOPPER) == "fewer than 4 processors"
+    with monkeypatch.context() as other:
+
+        def missing(package: str) -> str:
+            raise metadata.PackageNotFoundError(package)
+
+        other.setattr(metadata, "version", missing)
+        assert "not installed" in processes.why_not(HOPPER)
+    monkeypatch.setenv(flash_cache.SWITCH, "0")
+    assert processes.why_not(HOPPER) == f"{flash_cache.SWITCH} is not 1"
+    processes.start(["any"], 72, torch.bfloat16, HOPPER)
+    processes.warm_up(3, HOPPER)
+    assert not processes.is_running()
+
+
+def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> None:
+    assert processes.start(["one"], 72, torch.bfloat16, HOPPER) == [("one", 72, "bfloat16")]
+    assert processes.start(["one", "two"], 72, torch.bfloat16, HOPPER) == [("two", 72, "bfloat16")]
+    assert processes.start(["one"], 72, torch.bfloat16, torch.device("cpu")) == []
+    assert len(processes._processes) == 2
+    processes.wait()
+    assert not processes.is_running() and done(possible) == ["one-72", "two-72"]
+    assert (possible / "one-72").read_text() == "132"
+    processes.start(["one"], 72, torch.bfloat16, HOPPER)
+    assert not processes.is_running()
+    processes.start(["one"], 80, torch.bfloat16, HOPPER)
+    processes.wait()
+    assert done(possible) == ["one-72", "one-80", "two-72"]
+
+
+def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path) -> None:
+    processes.warm_up(2, HOPPER)
+    processes.warm_up(2, HOPPER)
+    first, second = (each.popen for each in processes._processes)
+    processes.start(["one"], 72, torch.bfloat16, HOPPER)
+    ahead.dismiss()
+    assert [each.popen for each in processes._processes] == [first]
+    assert second.returncode is not None
+    processes.wait()
+    assert done(possible) == ["one-72"] and first.returncode == 0
+    processes.warm_up(1, HOPPER)
+    ahead.dismiss()
+    assert not processes.is_running()
+
+
+def test_processes_that_get_no_more_are_over_once_all_is_compiled(possible: Path) -> None:
+    assert not processes.is_compiling()
+    processes.start(["one", "two"], 72, torch.bfloat16, HOPPER, apart=False)
+    processes.warm_up(2, HOPPER)
+    assert processes.is_compiling()
+    processes.begin_no_more()
+    while processes.is_compiling():
+        time.sleep(0.01)
+    assert processes.is_running() and done(possible) == ["one-72", "two-72"]
+    processes.start(["three"], 72, torch.bfloat16, HOPPER)  # another process: those take no more
+    assert len(processes._processes) == 3 and processes.is_compiling()
+    ahead.dismiss()
+    processes.wait()
+    assert not processes.is_running() and not processes.is_compiling()
+    assert done(possible) == ["one-72", "three-72", "two-72"]
+
+
+def test_what_fails_or_takes_too_long_is_said_and_compiled_later(
+    possible: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    processes.start(["fails"], 72, torch.bfloat16, HOPPER)
+    processes.wait()
+    assert "not compiled ahead: [('fails', 72, 'bfloat16')]: RuntimeError: no such tile" in caplog.text
+    monkeypatch.setattr(processes, "_LONGEST_WAIT", 0.1)
+    processes.start(["sleeps"], 72, torch.bfloat16, HOPPER)
+    processes.wait()
+    assert not processes.is_running() and "('sleeps', 72, 'bfloat16')" in caplog.text
+
+
+@pytest.mark.parametrize("kernel", [flash_attn.FlashAttention4(), flash_attn.DenseFlashAttention4()])
+def test_a_call_waits_for_what_is_being_compiled(
+    kernel: flash_attn.FlashAttention4, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    def attend(query: torch.Tensor, *_: Any, **given: Any) -> tuple[torch.Tensor]:
+        log.append("called")
+        return (query,)
+
+    monkeypatch.setattr(type(kernel), "function", attend)
+    monkeypatch.setattr(type(kernel), "function", property(lambda self: attend))
+    monkeypatch.setattr(processes, "is_running", lambda: not log)
+    monkeypatch.setattr(processes, "wait", lambda: log.append("waited"))
+    assert kernel.is_awaited
+    for _ in range(2):
+        kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
+    assert log == ["waited", "called", "called"]
+    assert not kernel.is_awaited
+
+
+def test_segments_of_one_tile_call_the_variant_of_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[tuple[int | None, int]] = []
+
+    def attend(query: torch.Tensor, *_: Any, **given: Any) -> tuple[torch.Tensor]:
+        bounds.append((given["max_seqlen_q"], given["max_seqlen_k"]))
+        return (query,)
+
+    kernel = flash_attn.FlashAttention4()
+    monkeypatch.setattr(type(kernel), "function", property(lambda self: attend))
+    for is_hopper in (True, False):
+        monkeypatch.setattr(flash_attn, "_ignores_bounds", lambda device, is_hopper=is_hopper: is_hopper)
+        kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
+    assert bounds == [(None, 6), (6, 6)]  # others choose tiles by it
+
+
+def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide = flash_attn._ignores_bounds.__wrapped__
+    assert not decide(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not decide(HOPPER)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for major in (8, 9, 10):
+        monkeypatch.setattr(flash_attn, "capability", lambda device, major=major: (major, 0))
+        assert decide(HOPPER) == (major == 9)
+
+
+def test_what_was_begun_in_vain_is_said_and_not_waited_for(
+    possible: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_left", [])
+    processes.leave([])
+    assert caplog.text == ""
+    vain = processes.start(["sleeps"], 80, torch.bfloat16, HOPPER)
+    processes.start(["one"], 72, torch.bfloat16, HOPPER)
+    processes.leave(vain)
+    assert "compiled ahead in vain, since the graph has other heads: [('sleeps', 80" in caplog.text
+    processes.wait()
+    assert not processes.is_running() and done(possible) == ["one-72"]
+    (sleeping,) = processes._left
+    assert sleeping.poll() is None
+    processes._end_all()
+    assert sleeping.wait() != 0
+    assert processes.start(["sleeps"], 80, torch.bfloat16, HOPPER) == vain  # it may be asked for after all
+    processes.leave(vain)
+    processes._end_all()
+    assert [each.wait() != 0 for each in processes._left] == [True]
+    processes.leave(processes.start(["one"], 80, torch.bfloat16, HOPPER))
+    assert processes._left[-1].wait() == 0 and done(possible) == ["one-72", "one-80"]
+
+
+# --- which
+
+
+@pytest.fixture
+def begun(possible: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
+    found: Begun = []
+
+    def start(names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> list[processes.Job]:
+        found.append((names, width))
+        return processes.jobs_of(names, width, dtype)
+
+    monkeypatch.setattr(processes, "start", start)
+    monkeypatch.setattr(processes, "warm_up", lambda number, device: found.append(([], number)))
+    return found
+
+
+def node(target: Any, width: int = 72) -> Any:
+    value = torch.empty(4, 16, width, dtype=torch.bfloat16, device="meta")
+    return SimpleNamespace(target=target, args=[SimpleNamespace(meta={"val": value})])
+
+
+def chooser(attention: str = "auto", **options: Any) -> KernelChooser:
+    return KernelChooser(attention, Measurements(KERNELS, FakeMeter({})), **options)
+
+
+def test_variants_follow_from_the_attention_of_a_graph(begun: Begun) -> None:
+    other = node(torch.ops.aten.mm.default)
+    with choosing(chooser()):
+        ahead.compile_ahead([other], HOPPER)
+        assert begun == []
+        ahead.compile_ahead([node(varlen_attention), other, node(varlen_attention)], HOPPER)
+        ahead.compile_ahead([node(dense_attention, 64), node(varlen_attention, 80)], HOPPER)
+        ahead.warm_up(HOPPER)
+    assert begun == [(PACKED, 72), ([*PACKED, *DENSE], 64), (PACKED, 80), ([], 4)]
+
+
+def test_heads_that_the_graph_stores_wider_run_eagerly_as_they_are(
+    begun: Begun,
+) -> None:
+    with choosing(chooser()):
+        own = ahead.heads_of([node(varlen_attention, 72), node(dense_attention, 64)])
+        ahead.compile_ahead([node(varlen_attention, 80), node(dense_attention, 64)], HOPPER, eager=own)
+    assert begun == [(PACKED, 80), ([*PACKED, *DENSE], 64), (["flash_attn_4"], 72)]
+
+
+def trace_attention(*widths: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    with FakeTensorMode():
+        for width in widths:
+            qkv = torch.empty(4, 3, 16, width, dtype=dtype).unbind(1)
+            varlen_attention(*qkv, torch.empty(2, dtype=torch.int32), 4, 1.0)
+
+
+@pytest.fixture
+def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[list[processes.Job]]:
+    found: list[list[processes.Job]] = []
+    monkeypatch.setattr(processes, "leave", lambda jobs: found.append(sorted(jobs)))
+    return found
+
+
+def test_a_trace_that_meets_attention_begins_what_its_graph_will_ask_for(
+    begun: Begun, in_vain: list[list[processes.Job]]
+) -> None:
+    stored = {72: 80}
+    trace_attention(72)
+    with choosing(chooser()), ahead.compiling_as_traced(HOPPER, lambda width: stored.get(width, width)):
+        assert begun == []
+        trace_attention(72, 64, 72)
+        assert begun == [(PACKED, 80), (["flash_attn_4"], 72), (PACKED, 64)]
+        with ahead.compiling_as_traced(HOPPER, lambda width: width):  # within another it is that one
+            trace_attention(72)
+            ahead.compile_ahead([node(varlen_attention, 80)], HOPPER)
+        assert begun[3:] == [(PACKED, 80)]  # which begins nothing again
+        assert in_vain == []
+    trace_attention(96)
+    assert begun[4:] == [] and in_vain == [[]]
+
+
+def test_what_was_expected_of_a_graph_and_is_not_there_was_begun_in_vain(
+    begun: Begun, in_vain: list[list[processes.Job]]
+) -> None:
+    with choosing(chooser()), ahead.compiling_as_traced(HOPPER, lambda width: 80):
+        trace_attention(72)
+        ahead.compile_ahead([node(varlen_attention, 72)], HOPPER, eager={(torch.bfloat16, 72): False})
+    assert begun == [(PACKED, 80), (["flash_attn_4"], 72), (PACKED, 72)]
+    assert in_vain == [processes.jobs_of(sorted(PACKED), 80, torch.bfloat16)]
+    with choosing(chooser()), pytest.raises(ZeroDivisionError):
+        with ahead.compiling_as_traced(HOPPER, lambda width: width):
+            trace_attention(64)
+            raise ZeroDivisionError  # the tower's own forward is captured, which calls these
+    assert in_vain[1:] == [[]]
+
+
+def test_heads_whose_width_varies_are_left_out() -> None:
+    varies = node(varlen_attention)
+    varies.args[0].meta["val"] = SimpleNamespace(
+        dtype=torch.bfloat16, shape=(4, 16, ShapeEnv().create_unbacked_symint())
+    )
+    assert ahead.heads_of([varies, node(varlen_attention, 80)]) == {(torch.bfloat16, 80): False}
+
+
+@pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(invariant=True)])
+def test_nothing_is_compiled_where_nothing_is_compared(settled: KernelChooser, begun: Begun) -> None:
+    with choosing(settled):
+        ahead.warm_up(HOPPER)
+        with ahead.compiling_as_traced(HOPPER, lambda width: width):
+            trace_attention(72)
+        ahead.compile_ahead([node(varlen_attention)], HOPPER)
+    assert begun == []
+
+
+def test_heads_whose_times_are_known_are_left_out(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Measurements(KERNELS, FakeMeter({"torch_flash": 1.0, "flash_attn_4": 2.0}))
+    monkeypatch.setattr(fakes, "candidates", lambda shape: list(KERNELS[:4]))
+    with choosing(KernelChooser(measurements=fakes)), measuring():
+        fakes.find(shape(1024))
+        ahead.warm_up(CUDA)
+        ahead.compile_ahead([node(varlen_attention, 72), node(varlen_attention, 80)], CUDA)
+    assert begun == []  # this device is none that it works on
+    monkeypatch.setattr(processes, "why_not", lambda device: "")
+    with choosing(KernelChooser(measurements=fakes)):
+        ahead.warm_up(CUDA)
+        ahead.compile_ahead([node(varlen_attention, 72), node(varlen_attention, 80)], CUDA)
+        with ahead.compiling_as_traced(CUDA, lambda width: width):
+            trace_attention(72, 96)
+    assert begun == [(PACKED, 80), (PACKED, 96)]

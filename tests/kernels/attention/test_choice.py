@@ -1,0 +1,383 @@
+"""Which kernel is chosen: by shape alone, with kernels and times that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.kernels import Measured, MeasurementCache, Pin, choice, choosing, measuring
+from fxsplit_encoder.kernels.attention import KernelChooser, attend, current_chooser
+from fxsplit_encoder.kernels.attention.choice import Measurements
+from fxsplit_encoder.kernels.attention.kernels import AttentionShape
+from fxsplit_encoder.kernels.attention.measure import AttentionMeter
+
+from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
+
+BASE = FakeKernel("base")
+FAST = FakeKernel("fast", lambda shape: shape.head_dim == 72 and shape.longest >= 512)
+DENSE = FakeKernel("dense", dense=True)
+WRONG = FakeKernel("wrong")
+MISSING = FakeKernel("missing", unavailable="not installed")
+SLOW = FakeKernel("slow", last_resort=True)
+EVERY = (BASE, FAST, DENSE, WRONG, MISSING, SLOW)
+TIMES: dict[str, float | Callable[[AttentionShape], float]] = {
+    "base": 10.0,
+    "fast": lambda shape: 5.0 if shape.tokens > 1000 else 20.0,
+    "dense": 3.0,
+    "missing": 0.1,
+    "slow": 0.1,
+}
+
+
+def make(*kernels: FakeKernel, **times: Any) -> tuple[KernelChooser, FakeMeter]:
+    meter = FakeMeter(times or TIMES)
+    return KernelChooser(measurements=Measurements(kernels or EVERY, meter)), meter
+
+
+def chosen(chooser: KernelChooser, of: AttentionShape) -> str:
+    return chooser.ranking(of)[0].name
+
+
+@settings(max_examples=150)
+@given(st.lists(shapes, min_size=1, max_size=8), st.integers(0, 8))
+def test_what_is_chosen_supports_the_shape_is_there_and_is_accurate(
+    of: list[AttentionShape], warm: int
+) -> None:
+    chooser, _ = make()
+    with measuring():
+        for each in of[:warm]:
+            chooser.ranking(each)
+    for each in of:
+        for kernel in chooser.ranking(each):
+            assert kernel.supports(each)
+            assert kernel not in (MISSING, SLOW)
+        if chooser.measurements.find(each) is not None:
+            assert WRONG not in chooser.ranking(each)
+
+
+def test_the_fastest_is_chosen_class_by_class() -> None:
+    chooser, _ = make()
+    with measuring():
+        assert chosen(chooser, shape(2048)) == "fast"
+        assert chosen(chooser, shape(600)) == "base"
+        assert chosen(chooser, shape(2048, 64, 32)) == "base"  # the windowed layers of the same tower
+        assert chosen(chooser, shape(4096, 1024, 4, host_lengths=True, equal=True)) == "dense"
+        assert chosen(chooser, shape(4096, 1024, 4, host_lengths=True)) == "fast"
+
+
+def test_every_number_of_tokens_is_a_class_where_a_kernel_depends_on_it() -> None:
+    """Where it does not work, or for the host's segments, numbers are rounded as ever."""
+    waves = FakeKernel("waves", lambda shape: shape.tokens < 5000 and not shape.host_lengths)
+    waves.depends_on_tokens = True  # type: ignore[misc]
+    times: Any = {"base": 10.0, "fast": 30.0, "waves": lambda shape: 5.0 if shape.tokens == 3136 else 20.0}
+    chooser, meter = make(BASE, FAST, waves, **times)
+    with measuring():
+        assert chosen(chooser, shape(3136)) == "waves"
+        assert chosen(chooser, shape(3137)) == "base"
+        assert chosen(chooser, shape(3136)) == "waves"
+        assert chosen(chooser, shape(7056)) == chosen(chooser, shape(7000)) == "base"
+        assert chosen(chooser, shape(3136, host_lengths=True)) == "base"
+    captured = [of.tokens for of, _ in meter.measured if not of.host_lengths]
+    assert captured == [3136, 3137, 8192]
+    # A size that was not measured gets the choice of the nearest.
+    assert chosen(chooser, shape(3130)) == "waves"
+
+
+def test_a_small_gain_does_not_replace_the_first_kernel() -> None:
+    for microseconds, expected in ((9.6, "base"), (9.4, "fast")):
+        chooser, _ = make(BASE, FAST, base=10.0, fast=microseconds)
+        with measuring():
+            assert chosen(chooser, shape()) == expected
+
+
+def test_nothing_is_measured_outside_of_a_warm_up() -> None:
+    chooser, meter = make()
+    assert chosen(chooser, shape(2048)) == "base"
+    assert meter.measured == []
+    with measuring():
+        assert chosen(chooser, shape(2048)) == "fast"
+    assert len(meter.measured) == 1
+    # The nearest class decides now, but not one that is far away or of another kind.
+    assert chosen(chooser, shape(3000)) == "fast"
+    assert chosen(chooser, shape(100_000)) == "base"
+    assert chosen(chooser, shape(2048, host_lengths=True)) == "base"
+    assert len(meter.measured) == 1
+
+
+def test_a_class_is_measured_once_and_its_bounds_are_those_of_the_measured_call() -> None:
+    chooser, meter = make()
+    with measuring():
+        for tokens in (1025, 1200, 1536):
+            chooser.ranking(shape(tokens, segments=7))
+    assert [of for of, _ in meter.measured] == [shape(1536, segments=8)]
+
+
+def test_where_nothing_else_works_last_resorts_are_used_and_never_measured() -> None:
+    chooser, meter = make(FakeKernel("other", lambda shape: False), SLOW)
+    with measuring():
+        assert chosen(chooser, shape()) == "slow"
+        assert chooser.estimate(shape(host_lengths=True), [1024]) is None
+        assert meter.measured == []
+        chooser, _ = make(WRONG, FakeKernel("worse"), base=1.0)
+        assert chosen(chooser, shape()) == "wrong"  # none is accurate
+
+
+def test_a_single_candidate_is_timed_only_where_its_time_matters() -> None:
+    chooser, meter = make(BASE)
+    with measuring():
+        chooser.ranking(shape())
+        assert meter.measured == []
+        chooser.ranking(shape(host_lengths=True))
+    assert all(of.host_lengths for of, _ in meter.measured)
+
+
+def test_known_segments_are_measured_for_several_of_them_at_once() -> None:
+    chooser, meter = make()
+    with measuring():
+        chooser.ranking(shape(1024, host_lengths=True, equal=True))
+    found = {(of.longest, of.segments, of.equal) for of, _ in meter.measured}
+    assert found == {(1024 // n, n, equal) for n in (1, 4, 16) for equal in (False, True)}
+    assert chosen(chooser, shape(700, 70, 10, host_lengths=True, equal=True)) == "dense"
+
+
+def test_known_segments_that_are_equal_are_timed_once_for_both_of_their_classes() -> None:
+    timed: list[AttentionShape] = []
+
+    class Everywhere(AttentionMeter):
+        def can_measure(self, device: torch.device) -> bool:
+            return True
+
+    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
+        timed.append(shape)
+        return 7.0
+
+    measurements = Measurements([FakeKernel("packed"), FakeKernel("dense", dense=True)], Everywhere(clock))
+    of = AttentionShape(torch.device("cpu"), torch.bfloat16, 2, 8, 64, 64, 1, host_lengths=True)
+    with measuring():
+        assert measurements.find(of) is not None
+    assert len(measurements.table(of.device)) == 6
+    assert len(timed) == 2 * 3  # kernels, numbers of segments
+
+
+def test_what_a_class_nearby_shows_to_be_beaten_is_not_compared() -> None:
+    """A class of half the tokens differs by a factor of two in tokens and in the longest segment."""
+    close, far = FakeKernel("close"), FakeKernel("far")
+    chooser, meter = make(BASE, close, far, base=10.0, close=59.0, far=61.0)
+    with measuring():
+        for tokens in (4096, 2048, 256):
+            chooser.ranking(shape(tokens))
+    names = {of.tokens: names for of, names in meter.measured}
+    assert names == {
+        4096: ("base", "close", "far"),
+        2048: ("base", "close"),
+        256: ("base", "close", "far"),  # too far from where that was seen
+    }
+    found = chooser.measurements.table(CUDA)[shape(2048)]
+    assert found.rejected == {
+        "far": "not compared: 6.1 times as long as the fastest of "
+        "bfloat16 16x72, tokens 4096, longest 4096, segments 1, captured"
+    }
+    assert far not in chooser.ranking(shape(2048))
+    chooser, meter = make(BASE, FAST, base=100.0, fast=1.0)  # the first candidate is always compared
+    with measuring():
+        for tokens in (4096, 2048):
+            assert chosen(chooser, shape(tokens)) == "fast"
+    assert [names for _, names in meter.measured] == [("base", "fast")] * 2
+
+
+@settings(max_examples=100)
+@given(st.lists(shapes, min_size=1, max_size=6), st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3))
+def test_no_kernel_that_is_left_out_would_have_been_the_fastest(
+    of: list[AttentionShape], growth: list[float]
+) -> None:
+    """Of kernels whose time grows with the work, each by a power of it between none and all."""
+
+    def time(power: float) -> Callable[[AttentionShape], float]:
+        return lambda shape: 10.0 * (shape.tokens * shape.longest * shape.segments / 1e6) ** power
+
+    kernels = [FakeKernel(name) for name in ("base", "fast", "dense")]
+    names = [kernel.name for kernel in kernels]
+    times: Any = dict(zip(names, map(time, growth), strict=True))
+    chooser, _ = make(*kernels, **times)
+    with measuring():
+        for each in of:
+            chooser.ranking(each)
+    for each, found in chooser.measurements.table(CUDA).items():
+        assert min(times[name](each) for name in names) in found.microseconds.values()
+
+
+def test_estimates_grow_with_the_pairs_that_attend_but_not_below_what_a_call_costs() -> None:
+    chooser, _ = make(BASE, FAST, base=200.0, fast=100.0)
+    with measuring():
+        chooser.ranking(shape(2048, host_lengths=True))
+    assert chooser.estimate(shape(2048, host_lengths=True), [2048]) == 100.0
+    assert chooser.estimate(shape(1600, host_lengths=True), [1600]) == pytest.approx(100 * (1600 / 2048) ** 2)
+    assert chooser.estimate(shape(2048, host_lengths=True), [1]) == 50.0
+    assert chooser.estimate(shape(2048), [2048]) is None
+
+
+def test_shapes_are_rounded_up_to_their_class() -> None:
+    assert shape(784, segments=9).rounded() == shape(1024, segments=12)
+    assert shape(3136).rounded() == shape(4096)
+    assert shape(3000).rounded() == shape(3072)
+    assert shape(3136).rounded(own_tokens=True) == shape(3136)
+    assert shape(3136, 1500, 9).rounded(own_tokens=True) == shape(3136, 1536, 12)
+    assert shape(3000, host_lengths=True).rounded() == shape(4096, host_lengths=True)
+    assert shape(6272, 64, 98).rounded() == shape(8192, 64, 128)
+    equal = shape(20 * 441, 441, 20, host_lengths=True, equal=True).rounded()
+    assert (equal.tokens, equal.longest, equal.segments) == (16384, 512, 32)
+
+
+@settings(max_examples=100)
+@given(shapes)
+def test_a_class_holds_its_shapes_and_is_its_own(of: AttentionShape) -> None:
+    rounded = of.rounded()
+    assert rounded.rounded() == rounded
+    assert of.tokens <= rounded.tokens <= 4 * of.tokens
+    assert of.segments <= rounded.segments < 2 * of.segments + 1
+    assert of.longest <= rounded.longest <= rounded.tokens
+    own = of.rounded(own_tokens=True)
+    assert own.rounded(own_tokens=True) == own
+    assert (own.tokens, own.segments) == (of.tokens, rounded.segments)
+    assert own.longest <= own.tokens
+
+
+def pinned(attention: Any, measurements: Measurements | None = None) -> KernelChooser:
+    chooser = KernelChooser(measurements=measurements or Measurements(EVERY, FakeMeter(TIMES)))
+    chooser.pins = tuple(Pin(pin.conditions, attention[i]) for i, pin in enumerate(chooser.pins))
+    return chooser
+
+
+def test_a_pin_wins_over_what_is_faster(caplog: pytest.LogCaptureFixture) -> None:
+    chooser = pinned(["base"])
+    with measuring():
+        assert chosen(chooser, shape(2048)) == "base"
+    slow = pinned(["slow"])
+    assert chosen(slow, shape(2048)) == "slow"
+    fast = pinned(["fast"])
+    assert chosen(fast, shape(2048)) == "fast"
+    for _ in range(2):
+        assert chosen(fast, shape(100)) == "base"
+    assert [record.message for record in caplog.records] == [
+        f"attention: fast is pinned but does not compute {shape(100)}; another kernel does"
+    ]
+
+
+def test_a_pinned_kernel_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="attention: missing cannot run on meta: not installed"):
+        pinned(["missing"]).check(CUDA)
+    pinned(["base"]).check(CUDA)
+    with pytest.raises(ConfigError, match="attention: flash_attn_4 cannot run on cpu: needs CUDA"):
+        KernelChooser("flash_attn_4").check(torch.device("cpu"))
+
+
+def test_the_current_chooser_decides_what_the_op_runs() -> None:
+    spy = FakeKernel("spy")
+    chooser = KernelChooser(measurements=Measurements([spy], FakeMeter({})))
+    values, cu = fused_qkv(7), cumulative([3, 4])
+    before = current_chooser()
+    with choosing(chooser):
+        assert current_chooser() is chooser
+        out = torch.ops.fxsplit.varlen_attention(*values, cu, 7, 0.5)
+    assert current_chooser() is before
+    assert spy.calls == [(2, 7)]
+    torch.testing.assert_close(out, attend(*values, cu, 7, 0.5))
+    assert spy.calls == [(2, 7)]
+
+
+def test_a_call_is_looked_up_once_until_something_new_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser, _ = make()
+    query, cu = torch.empty(2048, 16, 72, device=CUDA, dtype=torch.bfloat16), cumulative([2048])
+    assert chooser.of(query, cu, 2048) is BASE
+    with monkeypatch.context() as patch:
+        patch.setattr(chooser, "ranking", lambda shape: pytest.fail("looked up again"))
+        assert chooser.of(query, cu, 2048) is BASE
+    with measuring():
+        assert chooser.of(query, cu, 2048) is FAST
+    assert chooser.of(query, cu, 2048) is FAST
+    monkeypatch.setattr(choice, "MOST_CALLS", 3)
+    for rows in range(1, 20):
+        chooser.of(query[:rows], cu, rows)
+    assert len(chooser._by_call) <= 3
+
+
+def test_what_plans_each_shape_is_for_captures() -> None:
+    planning = FakeKernel("fast", plans=True)
+    chooser = KernelChooser(
+        measurements=Measurements([BASE, planning], FakeMeter({"base": 9.0, "fast": 1.0}))
+    )
+    query, cu = torch.empty(2048, 16, 72, device=CUDA, dtype=torch.bfloat16), cumulative([2048])
+    with measuring():
+        assert chooser.of(query, cu, 2048) is planning
+    assert chooser.of(query, cu, 2048) is BASE
+    chooser = pinned(["fast"], measurements=chooser.measurements)
+    assert chooser.of(query, cu, 2048) is planning
+
+
+def test_an_earlier_process_has_measured(tmp_path: Any) -> None:
+    def measurements() -> tuple[Measurements, FakeMeter]:
+        meter = FakeMeter(TIMES)
+        names = [kernel.name for kernel in EVERY]
+
+        def cache(device: torch.device) -> MeasurementCache[AttentionShape]:
+            return MeasurementCache({"gpu": "H"}, AttentionShape, names, tmp_path)
+
+        return Measurements(EVERY, meter, cache), meter
+
+    first, meter = measurements()
+    with measuring():
+        assert chosen(KernelChooser(measurements=first), shape(2048)) == "fast"
+    assert len(meter.measured) == 1
+    second, meter = measurements()
+    with measuring():
+        assert chosen(KernelChooser(measurements=second), shape(2048)) == "fast"
+    assert meter.measured == []
+    assert second.table(CUDA) == first.table(CUDA)
+
+
+def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -> None:
+    def measured(unavailable: str | None) -> list[tuple[AttentionShape, tuple[str, ...]]]:
+        kernels, meter = (
+            (BASE, FakeKernel("late", unavailable=unavailable)),
+            FakeMeter({"base": 2, "late": 1}),
+        )
+        cache = MeasurementCache({"gpu": "H"}, AttentionShape, ["base", "late"], tmp_path)
+        chooser = KernelChooser(measurements=Measurements(kernels, meter, lambda device: cache))
+        with measuring():
+            for _ in range(2):
+                assert chosen(chooser, shape(2048)) == ("base" if unavailable else "late")
+        return meter.measured
+
+    missing = "cannot import its package"
+    assert measured(missing) == []  # there is nothing to compare
+    other = MeasurementCache({"gpu": "H"}, AttentionShape, ["base", "late"], tmp_path)
+    other.store({shape(2048): Measured({"base": 2.0})}, CUDA)
+    assert measured(missing) == []
+    assert measured(None) == [(shape(2048), ("base", "late"))]
+    assert measured(None) == []
+
+
+def test_what_was_measured_elsewhere_is_not_measured_again() -> None:
+    chooser, meter = make()
+    with measuring():
+        chooser.ranking(shape(2048))
+    measured = chooser.measurements.table(CUDA)
+    other, other_meter = make()
+    assert chosen(other, shape(2048)) == "base"
+    other.measurements.add(CUDA, measured)
+    with measuring():
+        assert chosen(other, shape(2048)) == chosen(chooser, shape(2048)) == "fast"
+        assert meter.measured and not other_meter.measured
+        chosen(other, shape(256))
+    assert len(other_meter.measured) == 1
+    with measuring():
+        chosen(chooser, shape(256))
+    before = chooser.measurements.table(CUDA)
+    chooser.measurements.add(CUDA, {each: Measured({"base": 9.0}) for each in before})
+    assert chooser.measurements.table(CUDA) == before  # what was measured here stays

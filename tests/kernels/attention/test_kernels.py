@@ -1,0 +1,243 @@
+"""The kernels that run on a CPU against softmax in float64; the others' wiring, with stand-ins."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxsplit_encoder.kernels import base
+from fxsplit_encoder.kernels.attention import attend, attend_out
+from fxsplit_encoder.kernels.attention.kernels import (
+    KERNELS,
+    AttentionKernel,
+    AttentionShape,
+    flash_attn,
+    vllm_flash_attn,
+)
+from fxsplit_encoder.kernels.attention.kernels.builtin import BatchedDense, Masked, PerSegment
+
+from .fakes import assert_attends, cumulative, fused_qkv, reference
+
+HEADS, HEAD_DIM = 3, 8
+CPU = torch.device("cpu")
+PACKED: list[AttentionKernel] = [PerSegment(), Masked()]
+BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+
+
+def attend_or_out(*call: Any) -> Tensor:
+    return attend(*call) if len(call) == 6 else attend_out(*call)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    st.sampled_from([0.1, 0.35, 1.0]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_each_segment_attends_within_itself(lengths: list[int], scale: float, dtype: torch.dtype) -> None:
+    rows = sum(lengths)
+    for kernel in (*PACKED, attend_or_out):
+        assert_attends(kernel, fused_qkv(rows, seed=rows, dtype=dtype), lengths, rows, scale)
+
+
+def test_results_are_contiguous_whatever_the_strides_of_the_query() -> None:
+    q, k, v = (torch.randn(HEADS, 6, HEAD_DIM).transpose(0, 1) for _ in range(3))
+    for kernel in (*PACKED, BatchedDense()):
+        result = kernel(q, k, v, cumulative([6]), 6, 0.4)
+        assert result.is_contiguous(), kernel.name
+        torch.testing.assert_close(result.double(), reference(q, k, v, [6], 0.4), rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 9), st.integers(1, 6), st.booleans())
+def test_equal_segments_may_be_a_batch(length: int, count: int, into: bool) -> None:
+    rows, lengths = length * count, [length] * count
+    q, k, v = fused_qkv(rows, seed=rows)
+    out = torch.full((rows + 2, HEADS, HEAD_DIM), 5.0) if into else None
+    # The lengths themselves are not read: a slice of longer ones will do.
+    result = BatchedDense()(q, k, v, cumulative([3, *lengths])[1:], length, 0.4, out)
+    torch.testing.assert_close(result[:rows].double(), reference(q, k, v, lengths, 0.4), rtol=1e-5, atol=1e-6)
+    if into:
+        assert result is out
+        assert result[rows:].eq(5).all()
+
+
+@pytest.mark.parametrize("kernel", PACKED, ids=lambda kernel: kernel.name)
+def test_segments_do_not_see_one_another(kernel: AttentionKernel) -> None:
+    q, k, v = fused_qkv(9)
+    other_k, other_v = k.clone(), v.clone()
+    other_k[3:7] += 100
+    # Dense attention multiplies masked values by 0: finite values are ignored, NaN is not.
+    other_v[3:7] = float("nan") if "per_segment" in kernel.name else 1e3
+    before = kernel(q, k, v, cumulative([3, 4, 2]), 9, 0.5)
+    after = kernel(q, other_k, other_v, cumulative([3, 4, 2]), 9, 0.5)
+    torch.testing.assert_close(before[[0, 1, 2, 7, 8]], after[[0, 1, 2, 7, 8]])
+    assert not torch.equal(before[3:7], after[3:7])
+
+
+def test_masked_attention_takes_rows_behind_the_last_segment() -> None:
+    q, k, v = fused_qkv(10)
+    result = Masked()(q, k, v, cumulative([3, 4]), 10, 0.5)
+    torch.testing.assert_close(result[:7].double(), reference(q, k, v, [3, 4], 0.5), rtol=1e-5, atol=1e-6)
+    assert result.isfinite().all()
+
+
+def test_the_out_variant_refuses_a_buffer_that_is_too_small() -> None:
+    q, k, v = fused_qkv(7)
+    with pytest.raises(RuntimeError):
+        attend_out(q, k, v, cumulative([7]), 7, 0.5, torch.zeros(6, HEADS, HEAD_DIM))
+
+
+def test_every_kernel_says_whether_it_can_run_and_none_raises() -> None:
+    reasons = {kernel.name: kernel.unavailable_reason(CPU) for kernel in KERNELS}
+    assert len(reasons) == len(KERNELS)
+    assert {name for name, reason in reasons.items() if reason is None} == {
+        "batched_dense",
+        "per_segment",
+        "masked",
+    }
+    assert all(
+        reasons[name] == "needs CUDA"
+        for name in ("torch_flash", "flash_attn_4_64x128", "triton_64x64", "cudnn_varlen")
+    )
+
+
+@pytest.mark.parametrize("name", ["flash_attn_4", "vllm_flash_attn", "cudnn_varlen", "triton_64x64"])
+def test_a_missing_package_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("cudnn", "flash_attn", "triton", "vllm"):  # also where they are installed
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(base, "find", base.find.__wrapped__)
+    monkeypatch.setattr(vllm_flash_attn, "find", base.find)
+    monkeypatch.setattr(vllm_flash_attn, "_function", vllm_flash_attn._function.__wrapped__)
+    monkeypatch.setattr(base, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(vllm_flash_attn, "capability", lambda device: (9, 0))
+    reason = BY_NAME[name].unavailable_reason(torch.device("cuda", 0)) or ""
+    assert "ModuleNotFoundError" in reason or "not installed" in reason
+    monkeypatch.setattr(base, "capability", lambda device: (7, 5))
+    assert "compute capability" in (BY_NAME[name].unavailable_reason(torch.device("cuda", 0)) or "")
+
+
+def test_a_broken_package_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "broken_attention.py").write_text("raise OSError('libcudnn.so.9: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert base.find("broken_attention", "attend") == (
+        None,
+        "cannot import broken_attention.attend: OSError: libcudnn.so.9: cannot open",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [("flash_attn_4_64x128", 512), ("flash_attn_4_128x128", 2048), ("flash_attn_4_128x128_dense", 2048)],
+)
+def test_small_tiles_are_tried_for_short_segments_alone(name: str, longest: int) -> None:
+    for tokens in (longest, longest + 1):
+        of_length = AttentionShape(
+            torch.device("cuda"), torch.bfloat16, 2, 64, 2 * tokens, tokens, 2, equal=True
+        )
+        assert BY_NAME[name].supports(of_length) == (tokens == longest)
+
+
+# The signatures of the packages' functions, as far as they are used. The stand-ins compute, so that an
+# argument in the wrong place shows.
+
+
+def flash_4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    softmax_scale: float = 0.0,
+    tile_mn: Any = None,
+    mma_pv_is_rs: bool | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    assert (tile_mn, mma_pv_is_rs) in ((None, None), ((64, 128), None), ((128, 128), True))
+    if cu_seqlens_q is None:
+        result = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), scale=softmax_scale
+        ).transpose(1, 2)
+    else:
+        assert cu_seqlens_q is cu_seqlens_k
+        result = PerSegment()(q, k, v, cu_seqlens_q, max(max_seqlen_q, max_seqlen_k), softmax_scale)
+    return (result, None) if out is None else (out.copy_(result), None)
+
+
+def flash_vllm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: Tensor,
+    softmax_scale: float = 0.0,
+    out: Tensor | None = None,
+    fa_version: int = 2,
+) -> Tensor:
+    assert fa_version == 3
+    lengths = (cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k)
+    return flash_4(q, k, v, None, *lengths, softmax_scale, None, None, out)[0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "function"),
+    [
+        (flash_attn.FlashAttention4(), flash_4),
+        (flash_attn.FlashAttention4((64, 128)), flash_4),
+        (flash_attn.FlashAttention4((128, 128), probabilities_in_registers=True), flash_4),
+        (flash_attn.DenseFlashAttention4(), flash_4),
+        (flash_attn.DenseFlashAttention4((128, 128), probabilities_in_registers=True), flash_4),
+        (vllm_flash_attn.VllmFlashAttention(), flash_vllm),
+    ],
+    ids=lambda each: each.name if isinstance(each, AttentionKernel) else "",
+)
+def test_packages_get_what_their_functions_take(
+    kernel: AttentionKernel, function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert inspect.isfunction(function)
+    monkeypatch.setattr(base, "find", lambda module, attribute: (function, None))
+    monkeypatch.setattr(vllm_flash_attn, "_function", lambda version: (function, None))
+    monkeypatch.setattr(vllm_flash_attn, "capability", lambda device: (9, 0))
+    lengths: Sequence[int] = [4, 4] if kernel.needs_equal_segments else [3, 0, 4]
+    assert_attends(kernel, fused_qkv(sum(lengths)), lengths, 4, 0.3)
+
+
+def test_vllms_extension_is_found_without_importing_vllm(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "vllm" / "vllm_flash_attn"
+    directory.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (directory / "flash_attn_interface.py").write_text(
+        "from . import extension\nFA2_AVAILABLE, FA2_UNAVAILABLE_REASON = False, 'no such file'\n"
+        "FA3_AVAILABLE = True\ndef flash_attn_varlen_func(): return extension.number"
+    )
+    (directory / "extension.py").write_text("number = 3")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    vllm_flash_attn._function.cache_clear()
+    try:
+        function, problem = vllm_flash_attn._function(3)
+        assert problem is None
+        assert function() == 3
+        assert vllm_flash_attn._function(2)[1] == "vllm has no FlashAttention 2: no such file"
+    finally:
+        vllm_flash_attn._function.cache_clear()
+        base.find.cache_clear()
+        for name in [name for name in sys.modules if name.startswith(vllm_flash_attn._ALIAS)]:
+            monkeypatch.delitem(sys.modules, name)

@@ -1,0 +1,148 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxsplit_encoder.kernels import choosing
+from fxsplit_encoder.kernels.attention import (
+    KernelChooser,
+    attend,
+    dense_attention,
+    op,
+    varlen_attention,
+    varlen_attention_out,
+)
+
+from .fakes import reference
+
+CU = torch.tensor([0, 3, 4, 4, 9], dtype=torch.int32)
+ROWS = 9
+
+
+def qkv(requires_grad: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(ROWS, 2, 8, requires_grad=requires_grad) for _ in range(3)]
+
+
+def by_segment(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, scale: float) -> Tensor:
+    return reference(q, k, v, cu.diff().tolist(), scale).to(q.dtype)
+
+
+def test_the_op_is_registered_under_its_name() -> None:
+    assert torch.ops.fxsplit.varlen_attention.default is varlen_attention
+    assert str(varlen_attention._schema) == (
+        "fxsplit::varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, "
+        "SymInt max_seqlen, float scale) -> Tensor"
+    )
+    assert varlen_attention_out._schema.arguments[-1].name == "out"
+    assert varlen_attention_out._schema.is_mutable
+
+
+def test_the_op_computes_what_its_kernel_does() -> None:
+    q, k, v = qkv()
+    assert torch.equal(varlen_attention(q, k, v, CU, ROWS, 0.3), attend(q, k, v, CU, ROWS, 0.3))
+    torch.testing.assert_close(varlen_attention(q, k, v, CU, ROWS, 0.3), by_segment(q, k, v, CU, 0.3))
+
+
+def test_the_out_variant_returns_its_buffer_and_leaves_later_rows_alone() -> None:
+    q, k, v = qkv()
+    out = torch.full((ROWS + 3, 2, 8), 4.0)
+    result = varlen_attention_out(q, k, v, CU, ROWS, 0.3, out=out)
+    assert result.data_ptr() == out.data_ptr()
+    assert result.shape == out.shape
+    assert torch.equal(out[:ROWS], varlen_attention(q, k, v, CU, ROWS, 0.3))
+    assert (out[ROWS:] == 4.0).all()
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_torch_finds_the_registration_sound(requires_grad: bool, strided: bool) -> None:
+    q, k, v = qkv(requires_grad)
+    if strided:
+        q, k, v = torch.randn(ROWS, 3, 2, 8, requires_grad=requires_grad).unbind(1)
+    torch.library.opcheck(varlen_attention, (q, k, v, CU, ROWS, 0.3))
+    if not requires_grad and not strided:
+        torch.library.opcheck(dense_attention, (*batch(3, 4), 0.5))
+
+
+def test_the_fake_implementation_promises_what_the_kernel_makes() -> None:
+    q, k, v = torch.randn(ROWS, 3, 2, 8, dtype=torch.bfloat16).unbind(1)
+    real = varlen_attention(q, k, v, CU, ROWS, 0.3)
+    with FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(x) for x in (q, k, v, CU)]
+        fake = varlen_attention(*inputs, ROWS, 0.3)
+        out = mode.from_tensor(torch.zeros(ROWS, 2, 8))
+        assert varlen_attention_out(*inputs, ROWS, 0.3, out=out) is out
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_gradients_are_those_of_attention_a_segment_at_a_time() -> None:
+    ours, theirs = qkv(requires_grad=True), qkv(requires_grad=True)
+    weights = torch.randn(ROWS, 2, 8)
+    (varlen_attention(*ours, CU, ROWS, 0.3) * weights).sum().backward()
+    (by_segment(*theirs, CU, 0.3) * weights).sum().backward()
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and expected.grad is not None
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+def test_one_graph_serves_every_token_count() -> None:
+    counter = CompileCounter()
+
+    def forward(x: Tensor, cu: Tensor) -> Tensor:
+        q, k, v = x.view(x.shape[0], 3, 2, 8).unbind(1)
+        return varlen_attention(q, k, v, cu, x.shape[0], 0.3) * 2
+
+    compiled: Any = torch.compile(forward, backend=counter, fullgraph=True)
+    for rows, lengths in ((9, [0, 9]), (12, [0, 4, 12]), (30, [0, 1, 1, 30])):
+        x, cu = torch.randn(rows, 48), torch.tensor(lengths, dtype=torch.int32)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(cu, 0)
+        torch.testing.assert_close(compiled(x, cu), forward(x, cu))
+    assert counter.frame_count == 1
+
+
+# --- a batch through the kernels of packed attention
+
+
+def batch(size: int, tokens: int, *, fused: bool = True) -> tuple[torch.Tensor, ...]:
+    qkv = torch.randn(size, tokens, 3, 2, 8)
+    parts = [part.transpose(1, 2) for part in qkv.unbind(2)]
+    return tuple(parts if fused else [part.contiguous() for part in parts])
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_every_entry_attends_alone(size: int, tokens: int, fused: bool) -> None:
+    values = batch(size, tokens, fused=fused)
+    result = dense_attention(*values, 0.4)
+    torch.testing.assert_close(result, F.scaled_dot_product_attention(*values, scale=0.4))
+    assert result.transpose(1, 2).is_contiguous()
+
+
+def test_a_kernel_of_a_batch_may_be_pinned() -> None:
+    values = batch(3, 4)
+    with choosing(KernelChooser("masked")):
+        torch.testing.assert_close(
+            dense_attention(*values, 0.5), F.scaled_dot_product_attention(*values, scale=0.5)
+        )
+
+
+def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:
+    lengths, device = op._EqualLengths(), torch.device("cpu")
+    first = lengths.of(3, 4, device)
+    assert first.tolist() == [0, 4, 8, 12]
+    assert lengths.of(2, 4, device).data_ptr() == first.data_ptr()
+    larger = lengths.of(9, 4, device)
+    assert larger.tolist() == list(range(0, 40, 4))
+    assert lengths.of(3, 4, device).data_ptr() == larger.data_ptr() != first.data_ptr()
+    assert first.tolist() == [0, 4, 8, 12]
+    assert lengths.of(3, 5, device).tolist() == [0, 5, 10, 15]
+    made = lengths._made[4, device]
+    assert sum(each.shape[0] for each in made) <= 2 * made[-1].shape[0]

@@ -1,0 +1,128 @@
+"""The Triton kernel in Triton's interpreter, where Triton is installed. GPU tests take it as every kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy
+import pytest
+from packaging.version import Version
+
+CHECK = """
+import itertools, torch
+from fxsplit_encoder.kernels.attention.kernels.triton_code import attend
+from fxsplit_encoder.kernels.attention.kernels.builtin import Tile
+
+torch.manual_seed(0)
+for head_dim in (8, 64, 72, 88, 128):
+    for lengths in ([40], [5, 0, 70, 1, 0, 33], [64, 64, 64, 0, 0]):
+        tokens, heads = sum(lengths), 2
+        q, k, v = torch.randn(tokens + 9, 3, heads, head_dim, dtype=torch.float16).unbind(1)
+        boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        out = torch.full((tokens + 9, heads, head_dim), 7.0, dtype=torch.float16)
+        attend(q, k, v, boundaries, 0.3, out, Tile(32, 16, num_warps=4, num_stages=2))
+        expected = torch.full(out.shape, 7.0)
+        for start, end in itertools.pairwise(boundaries.tolist()):
+            a, b, c = (x[start:end].float().transpose(0, 1) for x in (q, k, v))
+            expected[start:end] = (torch.softmax(a @ b.transpose(1, 2) * 0.3, -1) @ c).transpose(0, 1)
+        torch.testing.assert_close(out.float(), expected, rtol=0, atol=3e-3)
+"""
+
+
+def test_it_attends_within_segments_and_writes_nothing_else() -> None:
+    triton = pytest.importorskip("triton")
+    if Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"):
+        pytest.skip("the interpreter of Triton before 3.7 takes an array of one entry for a number")
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        env={"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_heads_are_split_in_two_powers_of_two() -> None:
+    pytest.importorskip("triton")
+    from fxsplit_encoder.kernels.attention.kernels.triton_code import split_head
+
+    for head_dim in range(8, 129, 8):
+        low, high = split_head(head_dim)
+        assert low + high >= head_dim
+        assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (low, high))
+        assert low > 0
+    assert [split_head(n) for n in (64, 72, 80, 88, 128)] == [(64, 0), (64, 16), (64, 16), (64, 32), (128, 0)]
+
+
+# A driver for a GPU that is not there: versions are compiled for it, and launches are noted.
+LAUNCHES = """
+import itertools, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+launched, loaded = [], itertools.count()
+
+class Launcher:
+    def __init__(self, source, metadata): pass
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *args):
+        launched.append((function, (x, y, z), args))
+
+class Utilities:
+    def load_binary(self, *_): return 0, next(loaded), 1, 0, 1024
+    def get_device_properties(self, device): return {"max_shared_mem": 232448}
+
+class Driver:
+    launcher_cls, utils = Launcher, Utilities()
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+from fxsplit_encoder.kernels.attention.kernels import triton_code
+from fxsplit_encoder.kernels.attention.kernels.builtin import Tile
+
+tile = Tile(32, 16, num_warps=4, num_stages=2)
+
+def tensors(tokens, heads, head_dim, offset=0, dtype=torch.float16):
+    memory = torch.zeros(tokens * 3 * heads * head_dim + offset, dtype=dtype)[offset:]
+    out = torch.zeros(tokens, heads, head_dim, dtype=dtype)
+    return *memory.view(tokens, 3, heads, head_dim).unbind(1), out
+
+def launch(lengths, scale, *shape, **more):
+    q, k, v, out = tensors(*shape, **more)
+    boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    launched.clear()
+    for _ in range(2):
+        triton_code.attend(q, k, v, boundaries, scale, out, tile)
+    triton_code._compiled.clear()
+    triton_code.attend(q, k, v, boundaries, scale, out, tile)
+    first, again, by_triton = launched
+    for ours in (first, again):
+        assert ours[:2] == by_triton[:2], (ours[:2], by_triton[:2])
+        assert len(ours[2]) == len(by_triton[2])
+        assert all(a is b or a == b for a, b in zip(ours[2], by_triton[2])), (ours[2], by_triton[2])
+    return again[0]
+
+plain = launch([33, 7], 0.3, 40, 2, 64)
+assert plain == launch([40], 0.5, 40, 2, 64) == launch([16, 16], 0.3, 32, 2, 64)
+others = [
+    launch([40], 0.3, 40, 2, 64, offset=1),
+    launch([40], 0.3, 40, 2, 64, dtype=torch.bfloat16),
+    launch([1] * 40, 0.3, 40, 2, 64),
+    launch([1], 0.3, 1, 1, 72),
+]
+assert len({plain, *others}) == 5
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_version_is_launched_again_as_triton_would() -> None:
+    pytest.importorskip("triton")
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,243 @@
+"""Linear layers by measured kernels, with stand-ins and a clock that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.kernels import (
+    KernelMeasurements,
+    Measured,
+    MeasurementCache,
+    choosing,
+    describe,
+    measuring,
+)
+from fxsplit_encoder.kernels.products import (
+    ACTIVATIONS,
+    ProductChooser,
+    ProductShape,
+    current_product_chooser,
+    linear,
+    measured,
+)
+from fxsplit_encoder.kernels.products.kernels import KERNELS, Cublas, interleaved, swiglu_of_pairs
+from fxsplit_encoder.kernels.products.measured import ProductExample, ProductMeter
+
+META, CPU = torch.device("meta"), torch.device("cpu")  # one that the tests would not touch, and one they do
+
+
+def shape(rows: int = 48, *, device: torch.device = CPU, activation: str = "gelu") -> ProductShape:
+    return ProductShape(device, torch.bfloat16, rows, 16, 8, True, activation)
+
+
+class FakeKernel(Cublas):
+    def __init__(self, name: str, change: Callable[[Tensor], Tensor] = lambda out: out) -> None:
+        self.name = name
+        self._change = change
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        self.calls += 1
+        return self._change(super().__call__(*arguments))
+
+
+class Clock(ProductMeter):
+    """Compares accuracy for real, on the CPU, and takes times from a table."""
+
+    def __init__(self, kernels: tuple[FakeKernel, ...], **times: float) -> None:
+        super().__init__(self._time)
+        self._kernels, self._times = kernels, times
+        self.measured: list[ProductShape] = []
+
+    def can_measure(self, device: torch.device) -> bool:
+        return True
+
+    def measure(self, kernels: Any, shape: ProductShape) -> Measured:
+        self.measured.append(shape)
+        return super().measure(kernels, shape)
+
+    def _time(self, call: Callable[[], object], shape: Any) -> float:
+        before = [kernel.calls for kernel in self._kernels]
+        call()
+        (name,) = [k.name for k, n in zip(self._kernels, before, strict=True) if k.calls != n]
+        return self._times[name]
+
+
+def fail(out: Tensor) -> Tensor:
+    raise RuntimeError("no tile for it")
+
+
+def make(cache: Any = None) -> tuple[ProductChooser, Clock]:
+    kernels = (
+        FakeKernel("base"),
+        FakeKernel("fast"),
+        FakeKernel("wrong", lambda out: out * 1.05),
+        FakeKernel("fails", fail),
+    )
+    clock = Clock(kernels, base=10.0, fast=5.0, wrong=1.0, fails=1.0)
+    return ProductChooser(measurements=KernelMeasurements(ProductShape, kernels, clock, cache)), clock
+
+
+def test_accuracy_comes_before_time_and_the_fastest_is_chosen() -> None:
+    chooser, clock = make()
+    assert chooser.ranking(shape())[0].name == "base"
+    with measuring():
+        assert [kernel.name for kernel in chooser.ranking(shape())] == ["fast", "base"]
+        chooser.ranking(shape())
+    assert chooser.ranking(shape(40))[0].name == "fast"  # the nearest that is known
+    assert clock.measured == [shape()]
+    (found,) = describe(CPU, chooser).classes
+    assert found.shape == "bfloat16 16 to 8 + bias + gelu, rows 48"
+    assert (found.chosen, found.microseconds) == ("fast", {"base": 10.0, "fast": 5.0})
+    assert found.rejected["wrong"].startswith("error 0.0")
+    assert found.rejected["fails"] == "RuntimeError: no tile for it"
+
+
+def test_an_activation_or_a_row_more_makes_another_class() -> None:
+    chooser, clock = make()
+    with measuring():
+        for each in (shape(), shape(activation="gelu_tanh"), shape(49), shape()):
+            chooser.ranking(each)
+    assert clock.measured == [shape(), shape(activation="gelu_tanh"), shape(49)]
+
+
+def test_measurements_are_kept_on_disk(tmp_path: Path) -> None:
+    def cache(device: torch.device) -> MeasurementCache[ProductShape]:
+        return MeasurementCache({"gpu": "H"}, ProductShape, ["base", "fast", "wrong", "fails"], tmp_path)
+
+    with measuring():
+        make(cache)[0].ranking(shape())
+        chooser, clock = make(cache)
+        assert chooser.ranking(shape())[0].name == "fast"
+    assert clock.measured == []
+
+
+def test_the_current_chooser_decides_what_the_op_runs() -> None:
+    chooser, _ = make()
+    rows, weight = torch.randn(5, 16), torch.randn(8, 16)
+    before = current_product_chooser()
+    with choosing(chooser):
+        assert current_product_chooser() is chooser
+        out = linear(rows, weight, None, "gelu")
+    assert current_product_chooser() is before
+    assert chooser.measurements.kernels[0].calls == 1
+    torch.testing.assert_close(out, F.gelu(rows @ weight.t()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 9), st.booleans(), st.sampled_from(ACTIVATIONS), st.booleans())
+def test_the_op_is_a_linear_layer_and_its_activation(
+    rows: int, with_bias: bool, activation: str, transposed: bool
+) -> None:
+    x = torch.randn(16, rows).t() if transposed else torch.randn(rows, 16)
+    weight, bias = torch.randn(8, 16), torch.randn(8)
+    expected = F.linear(x, weight, bias if with_bias else None)
+    expected = {
+        "gelu": F.gelu,
+        "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+        "swiglu": lambda y: F.silu(y[:, 0::2]) * y[:, 1::2],
+    }[activation](expected)
+    found = linear(x, weight, bias if with_bias else None, activation)
+    torch.testing.assert_close(found, expected)
+    assert found.is_contiguous()
+
+
+def test_wrong_arguments_are_named() -> None:
+    rows, weight = torch.randn(5, 16), torch.randn(8, 16)
+    for arguments, message in (
+        (
+            (rows, weight, None, "relu"),
+            "activation: expected one of gelu, gelu_tanh, swiglu, got 'relu'",
+        ),
+        ((rows, weight[:7], None, "swiglu"), "an even number of rows of the weight, got 7"),
+        ((rows[None], weight, None, "gelu"), "expected rows"),
+        ((rows, weight, rows[0], "gelu"), r"bias: expected \(8,\), got \(16,\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            linear(*arguments)
+
+
+def test_the_operation_is_well_formed() -> None:
+    rows, weight, bias = (torch.randn(*size) for size in ((5, 16), (8, 16), (8,)))
+    for arguments in (
+        (rows, weight, bias, "gelu"),
+        (rows, weight, None, "gelu_tanh"),
+        (rows, weight, bias, "swiglu"),
+    ):
+        torch.library.opcheck(linear, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_products_are_pinned_as_attention_is() -> None:
+    chooser = ProductChooser({"gelu, rows>=1000": "quack_128x160", "swiglu": "cublas"})
+    assert [pin.holds(shape(2000)) for pin in chooser.pins] == [True, False]
+    with pytest.raises(ConfigError, match=r"products\.plain: unknown; allowed: gelu, swiglu"):
+        ProductChooser({"plain": "cublas"})
+    with pytest.raises(ConfigError, match=r"products\.tokens<=4: unknown; .*rows<=N"):
+        ProductChooser({"tokens<=4": "cublas"})
+    with pytest.raises(ConfigError, match="products: quack_128x160 cannot run on cpu: needs CUDA"):
+        ProductChooser("quack_128x160").check(CPU)
+
+
+def test_on_a_cpu_there_is_nothing_to_choose_from() -> None:
+    report = describe(CPU, ProductChooser())
+    assert report.classes == ()
+    assert [kernel.name for kernel in KERNELS if kernel.supports(shape())] == ["cublas"]
+
+
+def test_weights_come_from_memory_as_in_a_tower() -> None:
+    """Each timed call has another copy of the weight."""
+    example = ProductExample(torch.randn(5, 16), tuple(torch.randn(8, 16) for _ in range(3)), None, "gelu")
+    seen: list[Tensor] = []
+
+    class Watching(Cublas):
+        def __call__(self, rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
+            seen.append(weight)
+            return super().__call__(rows, weight, *others)
+
+    call = example.timed(Watching())
+    for _ in range(4):
+        call()
+    assert [next(n for n, w in enumerate(example.weights) if w is each) for each in seen] == [0, 1, 2, 0]
+
+
+def test_the_copies_are_more_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Weight:
+        is_cuda, device = True, torch.device("cuda", 0)
+
+        def __init__(self, size: int) -> None:
+            self._size = size
+
+        def numel(self) -> int:
+            return self._size
+
+        def element_size(self) -> int:
+            return 2
+
+    properties = SimpleNamespace(L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    copies = [
+        measured._copies(cast(Tensor, Weight(size))) for size in (1 << 26, 4352 * 1152, 1152 * 1152, 16)
+    ]
+    assert copies == [2, 8, 30, 32]
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_two_layers_are_one_with_their_rows_in_turn_and_zeros_after_them(rows: int) -> None:
+    x, gate, up = torch.randn(5, 16), torch.randn(6, 16), torch.randn(6, 16)
+    weight, bias = interleaved(gate, up, rows=rows), interleaved(gate[:, 0], up[:, 0], rows=rows)
+    assert weight.shape == (2 * (rows or 6), 16) and bias.shape == (2 * (rows or 6),)
+    result = swiglu_of_pairs(F.linear(x, weight, bias))
+    expected = F.silu(F.linear(x, gate, gate[:, 0])) * F.linear(x, up, up[:, 0])
+    torch.testing.assert_close(result[:, :6], expected)
+    assert not result[:, 6:].any()
