@@ -97,8 +97,8 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "accelerate": "integrations.hugging_face",
-    "restore": "integrations.hugging_face",
+    "accelerate": "hugging_face",
+    "restore": "hugging_face",
     "refresh": "integrations.serving",
     "stats": "integrations.serving",
     "warmup": "integrations.serving",

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEDGER = Path(__file__).with_name("house.toml")
 PACKAGE = "fxsplit_encoder"
 SIDE_HOUSES = ("cli", "connector", "integrations", "media", "models", "tuning")
-"""Rooms that the core does not import; `integrations/hugging_face` belongs to the core."""
+"""Rooms that the core does not import."""
 SMALL_FILE, LONG_FUNCTION = 60, 80
 BANNED = (
     *("whoever", "nobody", "somebody", "meanwhile", "beside", "lent", "riddle", "told", "tells of"),
@@ -75,7 +75,7 @@ def _sources(folder: Path) -> dict[str, str]:
 
 def _is_side(path: str) -> bool:
     parts = Path(path).parts
-    return parts[0] in SIDE_HOUSES and parts[:2] != ("integrations", "hugging_face")
+    return parts[0] in SIDE_HOUSES
 
 
 def _room(path: str) -> str:

@@ -34,7 +34,7 @@ class PackedTower(PackedItems):
     """A packed tower behind the manager's protocol, and still a module with the tower's own forward.
 
     Attention of a Hugging Face module is set to `fxsplit::varlen_attention`; other modules call
-    `fxsplit_encoder.kernels.attention.varlen_attention`. An adapter gives `metadata_columns`, `metadata` and the
+    `kernels.attention.varlen_attention`. An adapter gives `metadata_columns`, `metadata` and the
     numbers below; `segment_inputs` and `segment_lengths`, or its own `core`, where segments are no frames or
     the forward makes metadata itself.
     """

@@ -16,7 +16,7 @@ from fxsplit_encoder.kernels import Measured, MeasurementCache, cache_directory,
 from fxsplit_encoder.kernels.attention.kernels import AttentionShape
 from fxsplit_encoder.kernels.cache import describe_host, digest_of
 
-from ..attention.fakes import CUDA, shape
+from .attention.fakes import CUDA, shape
 
 ENVIRONMENT = {"gpu": "H200", "packages": {"flash-attn-4": "4.0"}}
 

@@ -8,8 +8,8 @@ from fxsplit_encoder.kernels.attention import KernelChooser, parse_attention
 from fxsplit_encoder.kernels.attention.choice import Measurements
 from fxsplit_encoder.runtime import Choosers
 
-from ..attention.fakes import CUDA, FakeKernel, FakeMeter, shape
 from ..manager.mock_towers import NewerTwoPaths
+from .attention.fakes import CUDA, FakeKernel, FakeMeter, shape
 
 
 def test_a_report_says_what_was_measured_and_what_is_chosen_and_why_not() -> None:

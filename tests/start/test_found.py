@@ -19,7 +19,7 @@ from fxsplit_encoder.start.saved import (
     towers_to_json,
 )
 
-from ..attention.fakes import CUDA
+from ..kernels.attention.fakes import CUDA
 from ..kernels.test_cache import tables
 
 times = st.floats(0, 1e9) | st.just(math.inf)

@@ -14,7 +14,7 @@ from fxsplit_encoder.kernels.attention.hugging_face import (
     use_varlen_attention,
 )
 
-from ..dispatched import Dispatched
+from ...dispatched import Dispatched
 
 
 @pytest.fixture(scope="module")
