@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
             return None, None if module.startswith(packages) else f"cannot import {module}"
 
         monkeypatch.setattr(kernels_base, "find", find)
-        for name in ("kernels.base", "attention.kernels.flash_attn"):
+        for name in ("kernels.base", "kernels.attention.kernels.flash_attn"):
             monkeypatch.setattr(f"fxsplit_encoder.{name}.capability", lambda _: (major, 0))
 
     return install
