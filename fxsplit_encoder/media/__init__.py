@@ -9,7 +9,7 @@ from fxsplit_encoder.media.audio import (
 )
 from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
 from fxsplit_encoder.media.readers import AnimatedImage, open_video
-from fxsplit_encoder.media.sources import MediaLimits, read_source
+from fxsplit_encoder.media.sources import MediaSettings, read_source
 from fxsplit_encoder.media.videos import Frames, Video, VideoFrames, VideoHeader, frame_seconds
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "AudioHeader",
     "AudioSamples",
     "Frames",
-    "MediaLimits",
+    "MediaSettings",
     "Video",
     "VideoFrames",
     "VideoHeader",

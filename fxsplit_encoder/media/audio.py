@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
-from fxsplit_encoder.media.sources import MediaLimits, attempt, header_source, is_encoded, name_of, opened
+from fxsplit_encoder.media.sources import MediaSettings, attempt, header_source, is_encoded, name_of, opened
 from fxsplit_encoder.messages import shown
 
 Waveform = NDArray[np.float32]
@@ -57,7 +57,7 @@ class AudioHeader:
         return self.num_samples / self.rate
 
 
-def measure_audio(media: object, limits: MediaLimits) -> AudioHeader:
+def measure_audio(media: object, limits: MediaSettings) -> AudioHeader:
     """How long audio is, from its header or its shape; nothing is decoded.
 
     Args:
@@ -80,7 +80,7 @@ def measure_audio(media: object, limits: MediaLimits) -> AudioHeader:
     return _checked(AudioHeader(shape[-1], media.rate, shape[0] if len(shape) == 2 else 1), limits, "audio")
 
 
-def load_audio(media: object, limits: MediaLimits) -> Waveform:
+def load_audio(media: object, limits: MediaSettings) -> Waveform:
     """The samples of audio as one channel, the mean of several.
 
     Args:
@@ -113,7 +113,7 @@ def sample_bytes(audio: AudioSamples) -> Iterator[bytes]:
 
 
 @contextmanager
-def _reading(media: object, limits: MediaLimits) -> Iterator[Any]:
+def _reading(media: object, limits: MediaSettings) -> Iterator[Any]:
     soundfile, name = _soundfile(), name_of(media)
     with attempt(name, "audio"):
         source = header_source(media, limits)
@@ -150,7 +150,7 @@ def _soundfile() -> Any:
     return soundfile
 
 
-def _checked(header: AudioHeader, limits: MediaLimits, name: str) -> AudioHeader:
+def _checked(header: AudioHeader, limits: MediaSettings, name: str) -> AudioHeader:
     if not 1 <= header.channels <= _MOST_CHANNELS:
         raise MediaError(f"{name}: expected 1 to {_MOST_CHANNELS} channels; got {header.channels}")
     if header.num_samples < 1:

@@ -9,7 +9,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media.sources import (
-    MediaLimits,
+    MediaSettings,
     Pixels,
     attempt,
     header_source,
@@ -17,6 +17,7 @@ from fxsplit_encoder.media.sources import (
     is_encoded,
     name_of,
     pixels_of,
+    rgb_of,
     shape_of,
 )
 from fxsplit_encoder.messages import shown
@@ -42,7 +43,7 @@ _SWAPPED = (5, 6, 7, 8)
 _LOCKS = tuple(threading.Lock() for _ in range(64))
 
 
-def measure_image(media: object, limits: MediaLimits) -> tuple[int, int]:
+def measure_image(media: object, limits: MediaSettings) -> tuple[int, int]:
     """Width and height of an image, upright, from its header; nothing is decoded.
 
     Args:
@@ -69,27 +70,27 @@ def measure_image(media: object, limits: MediaLimits) -> tuple[int, int]:
     return width, height
 
 
-def load_image(media: object, limits: MediaLimits) -> Image.Image:
-    """The pixels of an image, upright and RGB; alpha is dropped. Of several pictures it is the first.
+def load_image(media: object, limits: MediaSettings) -> Image.Image:
+    """The pixels of an image, upright and RGB, over the background. Of several pictures it is the first.
 
     Args:
         media: see `measure_image`.
-        limits: of bytes and pixels.
+        limits: of bytes and pixels, and the background.
 
     Raises:
         MediaError: it cannot be decoded, or is beyond a limit.
     """
     if is_encoded(media):
         with open_image(media, limits) as image, attempt(name_of(media), "an image"):
-            return upright(image)
+            return upright(image, limits.background)
     if isinstance(media, Image.Image):
         limits.check("max_pixels", media.width * media.height, "image")
         with lock_of(media), attempt("image", "an image"):
-            return upright(media)
+            return upright(media, limits.background)
     return Image.fromarray(pixels_of(media, limits, "image"))
 
 
-def open_image(media: object, limits: MediaLimits) -> Image.Image:
+def open_image(media: object, limits: MediaSettings) -> Image.Image:
     """An encoded image of which the header was read, for a `with`.
 
     Raises:
@@ -111,15 +112,11 @@ def open_image(media: object, limits: MediaLimits) -> Image.Image:
     return image
 
 
-def upright(image: Image.Image) -> Image.Image:
-    """An image turned as its metadata says, RGB."""
+def upright(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """An image turned as its metadata says, RGB over a background."""
     turn = _TURNS.get(_orientation(image))  # before it is decoded, when `measure_image` has read it
-    rgb = image if image.mode == "RGB" else image.convert("RGB")
-    if turn is not None:
-        return rgb.transpose(turn)
-    if rgb is image:
-        rgb.load()
-    return rgb
+    rgb = rgb_of(image, background)
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def scaled(side: int, scale: float) -> int:

@@ -11,7 +11,15 @@ from PIL import Image
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
 from fxsplit_encoder.media.images import lock_of, open_image
-from fxsplit_encoder.media.sources import MediaLimits, attempt, header_source, is_encoded, name_of, opened
+from fxsplit_encoder.media.sources import (
+    MediaSettings,
+    attempt,
+    header_source,
+    is_encoded,
+    name_of,
+    opened,
+    rgb_of,
+)
 from fxsplit_encoder.media.videos import DecodedVideo, Video, VideoFrames, VideoHeader
 
 _GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL = 0x21, 0x2C, 0xF9
@@ -99,10 +107,14 @@ class AnimatedImage(Video):
         image: as it was opened.
         seconds: its length; None: not known.
         is_own: whether it is closed with the video.
+        background: what transparent pixels are composited over.
     """
 
-    def __init__(self, image: Image.Image, seconds: float | None, is_own: bool) -> None:
+    def __init__(
+        self, image: Image.Image, seconds: float | None, is_own: bool, background: tuple[int, int, int]
+    ) -> None:
         self._image = image
+        self._background = background
         self._is_own = is_own
         with attempt("video", "an animated image"):
             count = int(getattr(image, "n_frames", 1))
@@ -119,7 +131,8 @@ class AnimatedImage(Video):
             for index in indices:
                 if getattr(self._image, "is_animated", False):
                     self._image.seek(index)
-                yield self._image.convert("RGB")
+                frame = rgb_of(self._image, self._background)
+                yield frame.copy() if frame is self._image else frame
 
     def close(self) -> None:
         """Closes the image, if it was opened for this."""
@@ -184,7 +197,7 @@ def _decoder_class() -> Any:
     return VideoDecoder
 
 
-def open_video(media: object, limits: MediaLimits) -> Video:
+def open_video(media: object, limits: MediaSettings) -> Video:
     """Reads what a video's header says; nothing is decoded. The video is to be closed.
 
     Args:
@@ -205,25 +218,25 @@ def open_video(media: object, limits: MediaLimits) -> Video:
     return video
 
 
-def _check(video: Video, limits: MediaLimits) -> None:
+def _check(video: Video, limits: MediaSettings) -> None:
     header = video.header
     limits.check("max_pixels", header.width * header.height, "video")
     if header.fps:
         limits.check("max_seconds", header.num_frames / header.fps, "video")
 
 
-def _open(media: object, limits: MediaLimits) -> Video:
+def _open(media: object, limits: MediaSettings) -> Video:
     if is_encoded(media):
         return _open_encoded(media, limits)
     if isinstance(media, Image.Image):
-        video = AnimatedImage(media, None, is_own=False)
+        video = AnimatedImage(media, None, is_own=False, background=limits.background)
         # Its digest takes all of them.
         limits.check("max_frames", video.header.num_frames, "video")
         return video
     return DecodedVideo(media if isinstance(media, VideoFrames) else VideoFrames(media), limits)
 
 
-def _open_encoded(media: object, limits: MediaLimits) -> Video:
+def _open_encoded(media: object, limits: MediaSettings) -> Video:
     name = name_of(media)
     source = header_source(media, limits)
     with attempt(name, "a video"), opened(source) as file:
@@ -231,5 +244,5 @@ def _open_encoded(media: object, limits: MediaLimits) -> Video:
         file.seek(0)
         seconds = animation_seconds(file)
     if is_animation(start):
-        return AnimatedImage(open_image(media, limits), seconds, is_own=True)
+        return AnimatedImage(open_image(media, limits), seconds, is_own=True, background=limits.background)
     return ContainedVideo(source if isinstance(source, Path) else source.getvalue(), name)

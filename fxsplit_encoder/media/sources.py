@@ -1,4 +1,4 @@
-"""Where media come from: files, encoded bytes, arrays of pixels; and limits that hold before decoding."""
+"""Where media come from (files, encoded bytes, arrays), limits before decoding, and modes of pixels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image, ImageCms
 
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError
 from fxsplit_encoder.messages import shown
 
 
 @dataclass(frozen=True)
-class MediaLimits:
-    """The most that one item may have, by what its header or its shape says, before it is decoded."""
+class MediaSettings:
+    """How media are read: the most that one item may have, by its header or its shape, and a background."""
 
     max_bytes: int = 1 << 28
     """Of a file, of encoded bytes, or of an array."""
@@ -39,12 +40,21 @@ class MediaLimits:
     max_tokens: int = 1 << 16
     """Rows of its feature, which grow with the options that enlarge it."""
 
+    background: tuple[int, int, int] = (255, 255, 255)
+    """Red, green and blue, 0 to 255, over which transparent images are composited; white, as in vLLM."""
+
     def __post_init__(self) -> None:
+        limits = [field.name for field in fields(self) if field.name.startswith("max_")]
         problems = [
-            f"MediaLimits.{field.name}: expected a number above 0; got {value}"
-            for field in fields(self)
-            if not (value := getattr(self, field.name)) > 0
+            f"MediaSettings.{name}: expected a number above 0; got {value}"
+            for name in limits
+            if not (value := getattr(self, name)) > 0
         ]
+        if not _is_color(self.background):
+            problems.append(
+                "MediaSettings.background: expected red, green and blue, integers from 0 to 255; "
+                f"got {shown(self.background)}"
+            )
         if problems:
             raise ConfigError(*problems)
 
@@ -54,6 +64,11 @@ class MediaLimits:
         if value > most:
             unit = limit.removeprefix("max_")
             raise MediaError(f"{what}: {value:g} {unit}; expected at most {most:g}, the limit {limit}")
+
+
+def _is_color(value: object) -> bool:
+    is_triple = isinstance(value, tuple | list) and len(value) == 3
+    return is_triple and all(type(each) is int and 0 <= each <= 255 for each in value)  # type: ignore[attr-defined]
 
 
 Encoded = bytes | bytearray | memoryview
@@ -68,7 +83,7 @@ def is_encoded(media: object) -> bool:
     return isinstance(media, str | os.PathLike | bytes | bytearray | memoryview)
 
 
-def read_source(media: object, limits: MediaLimits) -> object:
+def read_source(media: object, limits: MediaSettings) -> object:
     """The bytes of a file; anything else as it is. What is hashed and what is decoded are then the same.
 
     Raises:
@@ -87,7 +102,7 @@ def read_source(media: object, limits: MediaLimits) -> object:
     return data
 
 
-def header_source(media: object, limits: MediaLimits) -> Path | io.BytesIO:
+def header_source(media: object, limits: MediaSettings) -> Path | io.BytesIO:
     """What a decoder reads a header from: a file by its path, so that no more of it is read; or bytes."""
     if isinstance(media, str | os.PathLike):
         return checked_path(media, limits)
@@ -96,7 +111,7 @@ def header_source(media: object, limits: MediaLimits) -> Path | io.BytesIO:
     return io.BytesIO(data)
 
 
-def checked_path(media: str | os.PathLike[str], limits: MediaLimits) -> Path:
+def checked_path(media: str | os.PathLike[str], limits: MediaSettings) -> Path:
     """The path of a regular file within the limit of bytes; raises MediaError where it is something else."""
     path = Path(media)
     if isinstance(media, str) and media.partition(":")[0] in ("http", "https", "data"):
@@ -149,12 +164,12 @@ class attempt:
         raise MediaError(f"{self._what}: cannot be read as {self._kind}: {reason}") from error
 
 
-def pixels_of(array: Any, limits: MediaLimits, what: str) -> Pixels:
+def pixels_of(array: Any, limits: MediaSettings, what: str) -> Pixels:
     """One image as (height, width, 3), from an array or a tensor of uint8.
 
     Args:
-        array: (height, width), or with 1, 3 or 4 channels, last or first; the fourth is dropped.
-        limits: of bytes and pixels.
+        array: (height, width), or with 1, 3 or 4 channels, last or first; the fourth is alpha.
+        limits: of bytes and pixels, and the background.
         what: what messages call it.
 
     Raises:
@@ -174,7 +189,46 @@ def pixels_of(array: Any, limits: MediaLimits, what: str) -> Pixels:
         given = given.transpose(1, 2, 0)
     if channels == 1:
         given = np.broadcast_to(given, (height, width, 3))
-    return np.ascontiguousarray(given[..., :3])
+    if channels == 4:
+        return np.asarray(rgb_of(Image.fromarray(np.ascontiguousarray(given)), limits.background))
+    return np.ascontiguousarray(given)
+
+
+def rgb_of(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Convert an image of any of Pillow's modes to RGB; an opaque RGB image is returned as it is.
+
+    Grayscale of 16 bits is shifted by 8 bits. Floats have no range by themselves: up to 1 they are a part of
+    white, up to 255 values of 8 bits, above that of 16. Transparent pixels are composited over `background`.
+    """
+    image.load()  # until then a decoder may know another mode
+    if image.mode[0] in "IF":
+        image = _in_eight_bits(image)
+    elif image.mode == "LAB":
+        profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        converted = ImageCms.profileToProfile(image, *profiles, outputMode="RGB")
+        assert converted is not None
+        return converted
+    elif image.mode == "La":
+        image = image.convert("LA")
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    rgba, opaque = image.convert("RGBA"), Image.new("RGB", image.size, tuple(background))
+    opaque.paste(rgba, mask=rgba.getchannel("A"))
+    return opaque
+
+
+def _in_eight_bits(image: Image.Image) -> Image.Image:
+    values = np.asarray(image)
+    if image.mode == "F":
+        values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
+        most = float(values.max(initial=0.0))
+        scale = 255.0 if most <= 1 else 1.0 if most <= 255 else 1 / 256
+        gray = Image.fromarray(np.clip(values * scale, 0, 255).astype(np.uint8))
+    else:
+        gray = Image.fromarray((np.clip(values, 0, 0xFFFF) >> 8).astype(np.uint8))
+    if (transparent := image.info.get("transparency")) is not None:
+        gray.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return gray
 
 
 def image_shape(shape: tuple[int, ...], what: str) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
-from fxsplit_encoder.media.sources import MediaLimits, pixels_of, shape_of
+from fxsplit_encoder.media.sources import MediaSettings, pixels_of, shape_of
 from fxsplit_encoder.messages import shown
 
 
@@ -45,7 +45,7 @@ class Video(ABC):
 
     header: VideoHeader
 
-    def select(self, indices: Sequence[int], limits: MediaLimits, scale: float = 1.0) -> Frames:
+    def select(self, indices: Sequence[int], limits: MediaSettings, scale: float = 1.0) -> Frames:
         """Some frames, rising by index; the same may come twice.
 
         Args:
@@ -124,7 +124,7 @@ class DecodedVideo(Video):
         MediaError: they are no images, or have different sizes.
     """
 
-    def __init__(self, video: VideoFrames, limits: MediaLimits) -> None:
+    def __init__(self, video: VideoFrames, limits: MediaSettings) -> None:
         self._frames = _listed(video.frames)
         self._limits = limits
         sizes = {measure_image(frame, limits) for frame in self._frames}

@@ -17,7 +17,7 @@ from PIL import Image
 from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.keys import HashName, canonical, digest_of
 from fxsplit_encoder.errors import MediaError
-from fxsplit_encoder.media import Frames, MediaLimits, VideoFrames, open_video
+from fxsplit_encoder.media import Frames, MediaSettings, VideoFrames, open_video
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family, Settings
 from fxsplit_encoder.models.load import read_family
@@ -91,8 +91,8 @@ def _all_colors(width: int, height: int) -> Image.Image:
 
 
 def _frames(image: Image.Image) -> Frames:
-    video = open_video(VideoFrames([image, image.transpose(Image.Transpose.ROTATE_180)] * 2), MediaLimits())
-    return video.select(range(4), MediaLimits())
+    video = open_video(VideoFrames([image, image.transpose(Image.Transpose.ROTATE_180)] * 2), MediaSettings())
+    return video.select(range(4), MediaSettings())
 
 
 _PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
@@ -101,7 +101,7 @@ _PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
 def media_processor(
     tower: Any,
     model: str | Path | Checkpoint,
-    limits: MediaLimits | None = None,
+    limits: MediaSettings | None = None,
     hash_name: HashName = "blake3",
     *,
     normalize_later: bool = False,
@@ -135,7 +135,7 @@ def family_processor(
     family: Family,
     settings: Settings,
     processors: ProcessorSettings | None = None,
-    limits: MediaLimits | None = None,
+    limits: MediaSettings | None = None,
     hash_name: HashName = "blake3",
     *,
     normalize_later: bool = False,
@@ -174,7 +174,7 @@ def _tables(whole: Preparation, later: Preparation) -> dict[str, torch.Tensor]:
 
 
 def tiles_processor(
-    tower: Any, processor: Any, limits: MediaLimits | None = None, hash_name: HashName = "blake3"
+    tower: Any, processor: Any, limits: MediaSettings | None = None, hash_name: HashName = "blake3"
 ) -> TowerProcessor:
     """Prepares images for a dense tower by any image processor of transformers.
 
@@ -193,7 +193,7 @@ def tiles_processor(
 
 
 def audio_processor(
-    tower: Any, extractor: Any, limits: MediaLimits | None = None, hash_name: HashName = "blake3"
+    tower: Any, extractor: Any, limits: MediaSettings | None = None, hash_name: HashName = "blake3"
 ) -> AudioProcessor:
     """Prepares audio for a tower by a feature extractor of transformers."""
     described = extractor.to_json_string().encode()

@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.media import AnimatedImage, Frames, MediaLimits
+from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings
 from fxsplit_encoder.media.images import open_image, upright
 from fxsplit_encoder.media.sources import attempt
 
 # Of one's own files: Pillow's limit of pixels holds before this one.
-_LIMITS = MediaLimits(max_bytes=1 << 32, max_pixels=1 << 30)
+_LIMITS = MediaSettings(max_bytes=1 << 32, max_pixels=1 << 30)
 
 # With these a processor leaves pixels as they are.
 _LATER = {"do_rescale": False, "do_normalize": False}
@@ -253,10 +253,10 @@ def unique_keys(paths: Sequence[Path]) -> list[str]:
 def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Prepared]]:
     with open_image(path, _LIMITS) as image, attempt(str(path), "an image"):
         if getattr(image, "is_animated", False):
-            clip = AnimatedImage(image, None, is_own=False)
+            clip = AnimatedImage(image, None, is_own=False, background=_LIMITS.background)
             size, parts = image.size, preparation.clip(Frames(clip, range(clip.header.num_frames)))
         else:
-            turned = upright(image)
+            turned = upright(image, _LIMITS.background)
             size, parts = turned.size, [preparation.image(turned)]
     keys = [key] if len(parts) == 1 else [f"{key}[{n}]" for n in range(1, len(parts) + 1)]
     return [

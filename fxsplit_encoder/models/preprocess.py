@@ -20,7 +20,7 @@ from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import (
     AudioSamples,
     Frames,
-    MediaLimits,
+    MediaSettings,
     Video,
     frame_seconds,
     load_audio,
@@ -114,12 +114,13 @@ class _Processor:
     """What processors of one tower have in common."""
 
     def __init__(
-        self, tower: Any, fingerprint: bytes, limits: MediaLimits | None, hash_name: HashName
+        self, tower: Any, fingerprint: bytes, limits: MediaSettings | None, hash_name: HashName
     ) -> None:
         digest_of([], hash_name)  # a missing package is found here
         self.tower = tower
-        self.fingerprint = fingerprint
-        self.limits = limits or MediaLimits()
+        self.limits = limits or MediaSettings()
+        # Encoded images of equal bytes and another background are other inputs.
+        self.fingerprint = fingerprint + bytes(self.limits.background)
         self.hash_name: HashName = hash_name
 
     def _count_of(self, *inputs: Mapping[str, torch.Tensor]) -> int:
@@ -153,7 +154,7 @@ class TowerProcessor(_Processor):
         tower: Any,
         prepare: Prepare,
         fingerprint: bytes,
-        limits: MediaLimits | None = None,
+        limits: MediaSettings | None = None,
         hash_name: HashName = "blake3",
         tables: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
@@ -385,7 +386,7 @@ class AudioProcessor(_Processor):
         tower: Any,
         extractor: FeatureExtractor,
         fingerprint: bytes,
-        limits: MediaLimits | None = None,
+        limits: MediaSettings | None = None,
         hash_name: HashName = "blake3",
     ) -> None:
         super().__init__(tower, fingerprint, limits, hash_name)

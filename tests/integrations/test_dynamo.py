@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError
-from fxsplit_encoder.media import MediaLimits, load_image
+from fxsplit_encoder.media import MediaSettings, load_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import load_tower, read_family
 
@@ -66,7 +66,7 @@ def eager_rows(directory: Path, url: str) -> torch.Tensor:
     """The tower alone, on what the family's own preparation makes of the image."""
     checkpoint = Checkpoint.locate(directory)
     family, config = read_family(checkpoint)
-    picture = load_image(base64.b64decode(url.partition(",")[2]), MediaLimits())
+    picture = load_image(base64.b64decode(url.partition(",")[2]), MediaSettings())
     inputs = family.prepare(config, checkpoint.processors()).image(picture).tensors
     tower = load_tower(checkpoint, torch.float32, CPU)
     with torch.no_grad():

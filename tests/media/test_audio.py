@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
-from fxsplit_encoder.media import AudioSamples, MediaLimits, load_audio, measure_audio, sample_bytes
+from fxsplit_encoder.media import AudioSamples, MediaSettings, load_audio, measure_audio, sample_bytes
 
 soundfile = pytest.importorskip("soundfile", reason="the extra `audio`")
 
-LIMITS = MediaLimits()
+LIMITS = MediaSettings()
 RATE = 16000
 
 
@@ -153,12 +153,12 @@ def test_a_decoder_that_finds_another_length_is_an_error(more: int, monkeypatch:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        (MediaLimits(max_seconds=1.0), "max_seconds"),
-        (MediaLimits(max_bytes=30000), "max_bytes"),
-        (MediaLimits(max_bytes=70000), "max_bytes"),  # of the file less, of its samples as floats more
+        (MediaSettings(max_seconds=1.0), "max_seconds"),
+        (MediaSettings(max_bytes=30000), "max_bytes"),
+        (MediaSettings(max_bytes=70000), "max_bytes"),  # of the file less, of its samples as floats more
     ],
 )
-def test_limits_hold_before_anything_is_decoded(limits: MediaLimits, message: str) -> None:
+def test_limits_hold_before_anything_is_decoded(limits: MediaSettings, message: str) -> None:
     samples = tones(20000)
     for media in (encoded(samples), AudioSamples(samples[0], RATE)):
         with pytest.raises(MediaError, match=message):

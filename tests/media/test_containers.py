@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from fxsplit_encoder.errors import MediaError
-from fxsplit_encoder.media import MediaLimits, open_video
+from fxsplit_encoder.media import MediaSettings, open_video
 
 try:
     from torchcodec.encoders import VideoEncoder
 except (ImportError, OSError, RuntimeError) as error:
     pytest.skip(f"no torchcodec: {str(error).splitlines()[0]}", allow_module_level=True)
 
-LIMITS = MediaLimits()
+LIMITS = MediaSettings()
 LEVELS = [20, 60, 100, 140, 180, 220]
 
 
@@ -59,14 +59,14 @@ def test_frames_beyond_one_batch_of_the_decoder_come_in_order() -> None:
 def test_limits_hold_before_anything_is_decoded() -> None:
     data = video_of()
     for limits, limit in (
-        (MediaLimits(max_pixels=12_000), "max_pixels"),
-        (MediaLimits(max_seconds=1.9), "max_seconds"),
-        (MediaLimits(max_bytes=100), "max_bytes"),
+        (MediaSettings(max_pixels=12_000), "max_pixels"),
+        (MediaSettings(max_seconds=1.9), "max_seconds"),
+        (MediaSettings(max_bytes=100), "max_bytes"),
     ):
         with pytest.raises(MediaError, match=f"the limit {limit}"):
             open_video(data, limits)
     with closing(open_video(data, LIMITS)) as video, pytest.raises(MediaError, match="the limit max_frames"):
-        video.select(range(20), MediaLimits(max_frames=19))
+        video.select(range(20), MediaSettings(max_frames=19))
 
 
 def test_broken_files_are_named() -> None:

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
-from fxsplit_encoder.media import MediaLimits, VideoFrames, VideoHeader, frame_seconds, open_video
+from fxsplit_encoder.media import MediaSettings, VideoFrames, VideoHeader, frame_seconds, open_video
 from fxsplit_encoder.media.readers import animation_seconds
 
 from .test_images import noise
 
-LIMITS = MediaLimits()
+LIMITS = MediaSettings()
 FRAMES = [noise(40, 24, seed) for seed in range(5)]
 KINDS = ("WEBP", "PNG", "GIF")
 
@@ -130,13 +130,13 @@ def test_a_truncated_animation_is_an_error_when_it_is_decoded_at_the_latest(kind
 def test_limits_hold_before_anything_is_decoded() -> None:
     data = animated("WEBP", 1000)
     for limits, message in (
-        (MediaLimits(max_pixels=900), "960 pixels; expected at most 900"),
-        (MediaLimits(max_seconds=4), "5 seconds; expected at most 4"),
-        (MediaLimits(max_bytes=100), "the limit max_bytes"),
+        (MediaSettings(max_pixels=900), "960 pixels; expected at most 900"),
+        (MediaSettings(max_seconds=4), "5 seconds; expected at most 4"),
+        (MediaSettings(max_bytes=100), "the limit max_bytes"),
     ):
         with pytest.raises(MediaError, match=message):
             open_video(data, limits)
-    few = MediaLimits(max_frames=3)
+    few = MediaSettings(max_frames=3)
     with closing(open_video(data, LIMITS)) as video:
         with pytest.raises(MediaError, match="4 frames; expected at most 3, the limit max_frames"):
             video.select([3], few)

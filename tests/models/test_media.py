@@ -17,7 +17,7 @@ from PIL import Image
 
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem
 from fxsplit_encoder.errors import MediaError
-from fxsplit_encoder.media import MediaLimits, VideoFrames
+from fxsplit_encoder.media import MediaSettings, VideoFrames
 from fxsplit_encoder.models.media import (
     family_processor,
     normalization_of,
@@ -303,7 +303,7 @@ def test_any_image_processor_serves_a_dense_tower() -> None:
 def test_limits_hold_for_what_an_item_becomes() -> None:
     tower, family = processor_of("qwen3_vl").tower, FAMILIES["qwen3_vl"]
     processor = family_processor(
-        tower, family, settings_of("qwen3_vl"), limits=MediaLimits(max_tokens=60, max_frames=4)
+        tower, family, settings_of("qwen3_vl"), limits=MediaSettings(max_tokens=60, max_frames=4)
     )
     for modality, media, limit in (
         ("image", noise(256, 256), "max_tokens"),

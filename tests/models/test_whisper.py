@@ -22,7 +22,7 @@ from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.media import AudioSamples, MediaLimits
+from fxsplit_encoder.media import AudioSamples, MediaSettings
 from fxsplit_encoder.models.connectors import checkpoint_connector
 from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.media import audio_processor, media_processor
@@ -153,7 +153,7 @@ def test_equal_samples_have_equal_digests(processor: AudioProcessor) -> None:
 def test_what_the_model_does_not_take_is_refused(
     processor: AudioProcessor, item: MediaItem, message: str
 ) -> None:
-    limits = MediaLimits(max_tokens=6 * ROWS)
+    limits = MediaSettings(max_tokens=6 * ROWS)
     strict = audio_processor(processor.tower, extractor(), limits, hash_name="sha256")
     for call in (strict.count_tokens, strict.prepare):
         with pytest.raises(MediaError, match=message):

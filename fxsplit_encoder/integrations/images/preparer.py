@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.media import MediaLimits, load_image
+from fxsplit_encoder.media import MediaSettings, load_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.media import normalization_of, pixel_table
@@ -23,6 +23,9 @@ from fxsplit_encoder.settings_model import Bytes, Settings, parse_bytes
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Pooling = Literal["none", "mean"]
+
+
+_Color = Annotated[int, Field(strict=True, ge=0, le=255)]
 
 
 class ImageEncoderSettings(Settings):
@@ -58,6 +61,9 @@ class ImageEncoderSettings(Settings):
 
     max_image_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = 1 << 26
     """Of an image as it is given, as an integer or a size such as 20MiB."""
+
+    background: tuple[_Color, _Color, _Color] = (255, 255, 255)
+    """Red, green and blue, 0 to 255, over which transparent images are composited."""
 
     def resolved_device(self) -> torch.device:
         """The device on this machine.
@@ -131,7 +137,9 @@ class ImagePreparer:
     """
 
     def __init__(self, settings: ImageEncoderSettings) -> None:
-        self._limits = MediaLimits(max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels)
+        self._limits = MediaSettings(
+            max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels, background=settings.background
+        )
         checkpoint = Checkpoint.locate(settings.model)
         family, config = read_family(checkpoint)
         processors = checkpoint.processors()
