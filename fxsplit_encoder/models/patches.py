@@ -50,7 +50,7 @@ class PatchFormat:
     """How a processor resizes, normalizes and cuts what it gets."""
 
     min_pixels: int
-    """Smaller inputs are enlarged to this. Of a video it counts the pixels of all frames together."""
+    """Smaller inputs are enlarged to this. Of a video it counts all frames together, or each of them."""
 
     max_pixels: int
     """Larger inputs are shrunk to this."""
@@ -66,6 +66,15 @@ class PatchFormat:
 
     normalization: Normalization = HALF
 
+    limits_each_frame: bool = False
+    """Whether the limits of pixels hold for each frame of a video, as in Qwen2-VL, or for all together."""
+
+    cap_pixels_per_frame: bool = False
+    """Whether a frame is limited to its share of `max_video_tokens`, as in qwen-vl-utils, too."""
+
+    max_video_tokens: int = 768
+    """Tokens of the whole video with `limits_each_frame`, else of one frame."""
+
     @property
     def factor(self) -> int:
         """Side of an output token in pixels; height and width become multiples of it."""
@@ -80,6 +89,8 @@ class PatchFormat:
             "patch_size": settings.get("patch_size"),
             "merge_size": settings.get("merge_size"),
             "temporal_patch_size": settings.get("temporal_patch_size"),
+            "cap_pixels_per_frame": settings.get("cap_pixels_per_frame"),
+            "max_video_tokens": settings.get("max_video_tokens"),
             "normalization": self.normalization.updated(settings),
         }
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
@@ -88,6 +99,10 @@ class PatchFormat:
 # Published Qwen3-VL checkpoints enlarge images to 65536 pixels; without a checkpoint small ones stay small.
 IMAGE_FORMAT = PatchFormat(min_pixels=56 * 56, max_pixels=16_777_216)
 VIDEO_FORMAT = PatchFormat(min_pixels=4096, max_pixels=25_165_824)
+FRAME_FORMAT = PatchFormat(
+    min_pixels=56 * 56, max_pixels=28 * 28 * 768, limits_each_frame=True, max_video_tokens=128_000
+)
+"""Of videos, where each frame has limits."""
 
 
 @dataclass(frozen=True)
@@ -120,18 +135,18 @@ class BlockPatches(Preparation):
         normalization: Normalization,
         rule: Rule,
         image_processor: tuple[str, str] = QWEN2_VL,
+        video: PatchFormat = VIDEO_FORMAT,
     ) -> Callable[[Settings, ProcessorSettings], BlockPatches]:
         """From the model's and its processors' settings; the arguments are what they may leave out."""
 
         def read(settings: Settings, processor: ProcessorSettings) -> BlockPatches:
             own = vision_settings(settings).get("patch_size", patch_size)
-            image, video = (
-                replace(form, patch_size=own, normalization=normalization)
-                for form in (IMAGE_FORMAT, VIDEO_FORMAT)
+            image_format, video_format = (
+                replace(form, patch_size=own, normalization=normalization).updated(given)
+                for form, given in ((IMAGE_FORMAT, processor.image), (video, processor.video))
             )
             sampling = Sampling(rule).updated(processor.video)
-            formats = image.updated(processor.image), video.updated(processor.video)
-            return cls(*formats, image_processor, sampling, processor.own)
+            return cls(image_format, video_format, image_processor, sampling, processor.own)
 
         return read
 
@@ -240,20 +255,37 @@ def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat
     Raises:
         MediaError: one side is over 200 times the other.
     """
+    if form.limits_each_frame:
+        return image_size(height, width, replace(form, max_pixels=_most_of_a_frame(num_frames, form)))
     factor, temporal = form.factor, form.temporal_patch_size
+    max_pixels = form.max_pixels
+    if form.cap_pixels_per_frame:
+        max_pixels = _most_of_a_frame(num_frames, form) * num_frames
     if min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     _check_aspect_ratio(height, width, "frames")
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    volume = round(num_frames / temporal) * temporal * rows * columns
-    if volume > form.max_pixels:
-        shrink = math.sqrt(num_frames * height * width / form.max_pixels)
+    volume = max(1, round(num_frames / temporal)) * temporal * rows * columns
+    if volume > max_pixels:
+        shrink = math.sqrt(num_frames * height * width / max_pixels)
         rows, columns = (max(factor, math.floor(s / shrink / factor) * factor) for s in (height, width))
     elif volume < form.min_pixels:
         enlarge = math.sqrt(form.min_pixels / (num_frames * height * width))
         rows, columns = (math.ceil(s * enlarge / factor) * factor for s in (height, width))
     return rows, columns
+
+
+def _most_of_a_frame(num_frames: int, form: PatchFormat) -> int:
+    """Pixels of one frame, by the rules of transformers' Qwen2-VL and Qwen3-VL video processors."""
+    if not form.cap_pixels_per_frame:
+        return form.max_pixels
+    tokens = form.max_video_tokens * form.factor**2
+    if form.limits_each_frame:
+        most = min(form.max_pixels, int(tokens * 0.9) * form.temporal_patch_size // num_frames)
+    else:
+        most = min(form.max_pixels // num_frames, tokens)
+    return max(most, int(form.min_pixels * 1.05))
 
 
 def patchify_video(

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fxsplit_encoder.models.family import VISUAL, Architecture, Family, Prepare, hugging_face, stack
-from fxsplit_encoder.models.patches import GLM4V, BlockPatches, block_eager
+from fxsplit_encoder.models.patches import FRAME_FORMAT, GLM4V, BlockPatches, block_eager
 from fxsplit_encoder.models.prepare import CLIP, HALF
-from fxsplit_encoder.models.sampling import by_length, by_seconds, first_to_last, pairs_of_equal_parts
+from fxsplit_encoder.models.sampling import by_length, by_seconds, first_to_last, whole_steps_of_equal_parts
 
 
 def _family(module: str, tower: str, config: str, prepare: Prepare) -> Family:
@@ -16,7 +16,7 @@ def _family(module: str, tower: str, config: str, prepare: Prepare) -> Family:
 
 
 _QWEN3 = BlockPatches.reader(16, HALF, first_to_last)
-_QWEN2 = BlockPatches.reader(14, CLIP, pairs_of_equal_parts)
+_QWEN2 = BlockPatches.reader(14, CLIP, whole_steps_of_equal_parts, video=FRAME_FORMAT)
 _QWEN3_VL = _family("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig", _QWEN3)
 _QWEN3_5 = _family("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig", _QWEN3)
 _QWEN2_5_VL = _family(

@@ -15,7 +15,10 @@ import torch
 
 from fxsplit_encoder.errors import MediaError
 
-OPTIONS = ("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames", "max_duration")
+OPTIONS = (
+    *("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames", "max_duration"),
+    "temporal_patch_size",
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Sampling:
     max_frames: int = 768
     max_duration: float = 300
     do_sample_frames: bool = True
+    temporal_patch_size: int = 2
 
     def updated(self, settings: Mapping[str, Any]) -> Sampling:
         """A copy with what a processor's settings say."""
@@ -95,13 +99,14 @@ def middle_of_equal_parts(sampling: Sampling, num_frames: int, fps: float | None
     return _parts(num_frames, count, shift=num_frames / max(count, 1) / 2)
 
 
-def pairs_of_equal_parts(sampling: Sampling, num_frames: int, fps: float | None) -> Sequence[int]:
-    """The first frame of each of an even number of equal parts: Qwen2-VL and Qwen2.5-VL."""
+def whole_steps_of_equal_parts(sampling: Sampling, num_frames: int, fps: float | None) -> Sequence[int]:
+    """The first frame of each of equal parts, as many as fill patches in time: Qwen2-VL and Qwen2.5-VL."""
+    step = sampling.temporal_patch_size
     if sampling.num_frames is not None:
-        return _parts(num_frames, round(sampling.num_frames / 2) * 2)
-    most = min(sampling.max_frames, num_frames) // 2 * 2
+        return _parts(num_frames, round(sampling.num_frames / step) * step)
+    most = min(sampling.max_frames, num_frames) // step * step
     wanted = min(max(sampling.by_rate(num_frames, fps), sampling.min_frames), most, num_frames)
-    return _parts(num_frames, math.floor(wanted / 2) * 2)
+    return _parts(num_frames, math.floor(wanted / step) * step)
 
 
 def first_to_last(sampling: Sampling, num_frames: int, fps: float | None) -> Sequence[int]:
@@ -133,11 +138,11 @@ def by_length(sampling: Sampling, num_frames: int, fps: float | None) -> Sequenc
     """The fewer a second the longer the video is, and an even number: GLM-4.6V."""
     if sampling.fps is None:
         return _even(first_of_equal_parts(sampling, num_frames, fps))
-    rate = known(fps)
+    rate, step = known(fps), sampling.temporal_patch_size
     seconds = num_frames / rate
     asked = next(asked for most, asked in _GLM_RATES if min(seconds, _GLM_SECONDS) <= most)
-    count = min(int(min(seconds, _GLM_SECONDS) * asked * 2), _GLM_FRAMES)
-    chosen = _each_time(num_frames, rate, 1 / (2 * asked), int(seconds)) if num_frames >= count else []
+    count = min(int(min(seconds, _GLM_SECONDS) * asked * step), _GLM_FRAMES)
+    chosen = _each_time(num_frames, rate, 1 / (step * asked), int(seconds)) if num_frames >= count else []
     if len(chosen) != count:
         start, end = (chosen[0], chosen[-1]) if 0 < len(chosen) < count else (0, num_frames - 1)
         chosen = np.linspace(start, end, count, dtype=int).tolist()

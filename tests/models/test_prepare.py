@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from PIL import Image
 
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.models.patches import (
+    FRAME_FORMAT,
     IMAGE_FORMAT,
     VIDEO_FORMAT,
     BlockPatches,
@@ -21,8 +23,15 @@ from fxsplit_encoder.models.patches import (
     patchify_video,
     video_frame_size,
 )
-from fxsplit_encoder.models.prepare import EncoderInputs, Normalization, find_files, unique_keys
+from fxsplit_encoder.models.prepare import (
+    EncoderInputs,
+    Normalization,
+    ProcessorSettings,
+    find_files,
+    unique_keys,
+)
 from fxsplit_encoder.models.prepare import load_inputs as load_prepared
+from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.models.sampling import (
     Rule,
     Sampling,
@@ -31,7 +40,7 @@ from fxsplit_encoder.models.sampling import (
     first_of_equal_parts,
     first_to_last,
     middle_of_equal_parts,
-    pairs_of_equal_parts,
+    whole_steps_of_equal_parts,
     with_sampling,
 )
 
@@ -153,7 +162,7 @@ def test_the_examples_keep_their_size() -> None:
 # Each rule, the processor that it is of, and what else its method reads from the processor.
 RULES: list[tuple[Rule, str, dict[str, Any]]] = [
     (first_to_last, "qwen3_vl.video_processing_qwen3_vl", {}),
-    (pairs_of_equal_parts, "qwen2_vl.video_processing_qwen2_vl", {}),
+    (whole_steps_of_equal_parts, "qwen2_vl.video_processing_qwen2_vl", {}),
     (middle_of_equal_parts, "internvl.video_processing_internvl", {"initial_shift": True}),
     (by_seconds, "glm4v.video_processing_glm4v", {}),
     (by_length, "glm46v.video_processing_glm46v", {}),
@@ -167,7 +176,7 @@ def of_the_library(module: str, sampling: Sampling, num_frames: int, fps: float,
     processor = SimpleNamespace(
         fps=None,
         num_frames=None,
-        temporal_patch_size=2,
+        temporal_patch_size=sampling.temporal_patch_size,
         **{name: getattr(sampling, name) for name in names},
         **own,
     )
@@ -182,13 +191,21 @@ def of_the_library(module: str, sampling: Sampling, num_frames: int, fps: float,
     fps=st.sampled_from([0.5, 1.0, 23.976, 24.0, 25.0, 29.97, 60.0]),
     rate=st.sampled_from([0.5, 1.0, 2.0, 30.0]),
     max_frames=st.sampled_from([5, 768]),
+    step=st.integers(1, 4),
 )
-@example(num_frames=3, fps=24.0, rate=2.0, max_frames=768)
-@example(num_frames=20_000, fps=25.0, rate=2.0, max_frames=768)
+@example(num_frames=3, fps=24.0, rate=2.0, max_frames=768, step=2)
+@example(num_frames=20_000, fps=25.0, rate=2.0, max_frames=768, step=2)
 def test_frames_are_chosen_as_the_library_does(
-    rule: Rule, module: str, own: dict[str, Any], num_frames: int, fps: float, rate: float, max_frames: int
+    rule: Rule,
+    module: str,
+    own: dict[str, Any],
+    num_frames: int,
+    fps: float,
+    rate: float,
+    max_frames: int,
+    step: int,
 ) -> None:
-    sampling = Sampling(rule, fps=rate, max_frames=max_frames)
+    sampling = Sampling(rule, fps=rate, max_frames=max_frames, temporal_patch_size=step)
     try:
         chosen = np.asarray(of_the_library(module, sampling, num_frames, fps, own)).tolist()
         expected = [index for index in chosen if index < num_frames]  # rounding may add one that is not there
@@ -209,7 +226,7 @@ def test_a_number_of_frames_is_chosen_as_the_library_does(
     rule: Rule, module: str, own: dict[str, Any], number: int
 ) -> None:
     sampling = Sampling(rule, num_frames=number)
-    if number == 1 and rule is pairs_of_equal_parts:  # half a pair
+    if number == 1 and rule is whole_steps_of_equal_parts:  # half a pair
         with pytest.raises(MediaError, match="0 frames were asked for"):
             sampling(50, None)
         return
@@ -249,22 +266,70 @@ def normalized(frames: list[Image.Image], form: PatchFormat) -> np.ndarray:
     return form.normalization(frames).numpy()
 
 
-SMART_RESIZE = library("qwen3_vl.video_processing_qwen3_vl", "smart_resize")["smart_resize"]
+VIDEOS = {
+    "qwen2_vl": (FRAME_FORMAT, "qwen2_vl.video_processing_qwen2_vl"),
+    "qwen3_vl": (VIDEO_FORMAT, "qwen3_vl.video_processing_qwen3_vl"),
+    "glm4v": (VIDEO_FORMAT, "glm4v.video_processing_glm4v"),
+    "glm46v": (VIDEO_FORMAT, "glm46v.video_processing_glm46v"),
+}
 
 
-@given(st.integers(2, 800), st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([4096, 131_072]))
+@lru_cache
+def resize_of(module: str) -> Any:
+    found = library(module, "smart_resize", "resize")
+    found["super"] = lambda: SimpleNamespace(resize=lambda image, size, resample: (size.height, size.width))
+    return found["resize"]
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+@settings(max_examples=500)
+@given(
+    frames=st.integers(4, 800),
+    height=st.integers(1, 3000),
+    width=st.integers(1, 3000),
+    limits=st.sampled_from([(4096, 25_165_824), (131_072, 786_432), (3136, 12_845_056)]),
+    temporal=st.integers(1, 4),
+    cap=st.sampled_from([None, False, True]),
+    tokens=st.sampled_from([None, 200, 20_000]),
+)
+@example(16, 720, 1280, (3136, 12_845_056), 2, None, None)
 def test_frames_are_resized_as_the_video_processor_does(
-    frames: int, height: int, width: int, min_pixels: int
+    name: str,
+    frames: int,
+    height: int,
+    width: int,
+    limits: tuple[int, int],
+    temporal: int,
+    cap: bool | None,
+    tokens: int | None,
 ) -> None:
-    form = PatchFormat(min_pixels, 25_165_824)
-    limits = {"factor": 32, "min_pixels": form.min_pixels, "max_pixels": form.max_pixels}
+    form, module = VIDEOS[name]
+    given = {"temporal_patch_size": temporal}
+    if not name.startswith("glm"):
+        given |= {"cap_pixels_per_frame": cap, "max_video_tokens": tokens}
+    form = form.updated({"size": dict(zip(("shortest_edge", "longest_edge"), limits, strict=True)), **given})
+    processor = SimpleNamespace(max_video_tokens=form.max_video_tokens)
+    size = SimpleNamespace(shortest_edge=form.min_pixels, longest_edge=form.max_pixels)
+    video = SimpleNamespace(shape=(1, frames, 3, height, width))
+    options = {"factor": form.factor, "temporal_factor": temporal, "cap_pixels_per_frame": cap}
     try:
-        expected = SMART_RESIZE(frames, height, width, **limits)
+        expected = resize_of(module)(processor, video, size, None, **options)
     except ValueError:
         with pytest.raises(InputError, match="aspect ratio of at most 200"):
             video_frame_size(frames, height, width, form)
         return
     assert video_frame_size(frames, height, width, form) == expected
+
+
+def test_a_frame_of_qwen2_has_limits_of_its_own() -> None:
+    processor = {"min_pixels": 3136, "max_pixels": 12_845_056}  # as preprocessor_config.json has them
+    patches = FAMILIES["qwen2_5_vl"].prepare({}, ProcessorSettings(processor, processor))
+    (clip,) = patches.clip_sizes(16, 1280, 720)
+    assert clip.layout["grid"] == (8, 52, 92)
+
+
+def test_one_frame_keeps_its_size() -> None:
+    assert video_frame_size(1, 512, 512, VIDEO_FORMAT) == (512, 512)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (96, 160), (300, 200), (40, 500)])
