@@ -106,13 +106,16 @@ class Connector:
         Raises:
             ConnectorFullError: too much is waiting; submit it again later.
             ConnectorError: the connector is closed.
-            InputError: the request asks for a reduction, and the processor cannot reduce.
+            InputError: the request asks for a reduction, and the processor cannot reduce; or its prompt has
+                not the placeholders that its items need.
         """
         if request.failure.reduce is not None and not self._core.books.parts.can_reduce:
             raise InputError(
                 f"reduce: {type(self.processor).__name__} cannot ask less of an item; leave it out"
             )
         counts, problem = self._count(request)
+        if request.placeholders is not None and problem is None:
+            request.placeholders.merged_length(counts)  # raises before anything is held
         with self._core.change() as books:
             return books.submit(request, counts, problem)
 
@@ -247,8 +250,9 @@ class Connector:
         items = sorted({run.item for run in runs})
         with self.read(ticket, items, device=embeddings.device) as features:
             if levels is None:
-                known = (feature.metadata.get("deepstack_levels", 0) for feature in features.values())
-                levels = next(known, 0)
+                # Of any item, so that a chunk of text alone has the levels of its request too.
+                known = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
+                levels = int(next(known, 0))  # type: ignore[call-overload]
             rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
             return merge_rows(rows, runs, embeddings, start, levels)
 
@@ -368,6 +372,7 @@ def _check_ready(ticket: Ticket, items: Sequence[int]) -> None:
 
 def _join(threads: Sequence[threading.Thread], deadline: float | None) -> None:
     for thread in threads:
-        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        thread.join(None if left is None else min(left, threading.TIMEOUT_MAX))
         if thread.is_alive():
             logger.warning("%s does not come to an end; it is left to itself", thread.name)

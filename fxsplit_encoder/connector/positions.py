@@ -65,7 +65,8 @@ class PositionMap:
 
     Single: one token for every item, which becomes as many as the item has rows. Expanded: as many tokens as
     the items have rows together, in the order of the items; those of one item need not be neighbors (there
-    may be times between a video's frames), and those of two may be. Their number shows which of both it is.
+    may be times between a video's frames), and those of two may be, where each of the two is in one place.
+    Their number shows which of both it is.
 
     Args:
         token_ids: of the prompt.
@@ -189,6 +190,7 @@ def _assign(
             f"one for each row; got {len(where)}"
         )
     owned = np.repeat(items, announced)
+    _check_borders(modality, where, owned)
     times = np.ones_like(where)
     for item in np.flatnonzero(counts != announced):
         own = where[owned == item]
@@ -200,6 +202,22 @@ def _assign(
         times[owned == item] = 0
         times[np.flatnonzero(owned == item)[:1]] = counts[item]
     return owned, times
+
+
+def _check_borders(modality: Modality, where: Integers, owned: Integers) -> None:
+    """Raises InputError where an item begins within neighboring tokens of another that has tokens elsewhere
+    too: the prompt was expanded for other lengths of the same sum.
+    """
+    for first in np.flatnonzero(np.diff(owned)) + 1:
+        if where[first] != where[first - 1] + 1:
+            continue
+        for item in (owned[first - 1], owned[first]):
+            own = where[owned == item]
+            if own[-1] - own[0] >= len(own):
+                raise InputError(
+                    f"token_counts: {modality} {owned[first]} would begin among neighboring tokens, with "
+                    f"{modality} {item} in several places; expected a prompt expanded for these counts"
+                )
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fxsplit_encoder.connector.fake import FakeProcessor
-from fxsplit_encoder.connector.interfaces import MediaItem
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import Residence, State
@@ -71,6 +73,20 @@ def test_chunks_of_a_prompt_get_their_rows() -> None:
             assert torch.equal(merged, expected)
 
 
+def test_a_chunk_of_text_alone_has_the_levels_of_its_request() -> None:
+    class WithLevels(FakeProcessor):
+        def prepare(self, item: MediaItem) -> PreparedItem:
+            made = super().prepare(item)
+            return replace(made, metadata={**made.metadata, "deepstack_levels": 1})
+
+    with connector(processor=WithLevels()) as each:
+        ticket = ready(each, "a", placeholders=prompt(1, 2, 9, 3))
+        width = rows_of(image("a")).shape[1] // 2
+        for chunk, rows in (((0, 2), 0), ((2, 7), 4)):
+            merged = each.merge(ticket, chunk, torch.zeros(chunk[1] - chunk[0], width))
+            assert merged.levels.shape == (1, rows, width)
+
+
 def test_rows_that_are_not_as_many_as_announced_are_no_hit() -> None:
     class Forgetful(FakeProcessor):
         """Its digests say nothing of the options, as one that leaves out an argument."""
@@ -103,9 +119,11 @@ def test_a_merge_that_cannot_be_writes_nothing() -> None:
             each.merge(ticket, (0, 6), torch.zeros(6, 8))
         with pytest.raises(InputError, match=r"embeddings: expected \(5, width\); got \(4, 8\)"):
             each.merge(ticket, (0, 5), out[:4])
-        two = ready(each, "a", "b", placeholders=placeholders)
+        before = each.stats()
         with pytest.raises(InputError, match="expected 1 of at least 0, one for each item"):
-            each.merge(two, (0, 5), out)
+            each.submit(request("a", "b", placeholders=placeholders))
+        assert (each.stats().submitted, each.audit()) == (before.submitted, [])
+        two = ready(each, "a", "b", placeholders=prompt(9, 9))
         one = ready(each, "a", placeholders=placeholders)
         plain = ready(each, "a")
         with pytest.raises(InputError, match="expected placeholders; got none"):

@@ -104,6 +104,29 @@ def test_rows_that_are_not_what_memory_was_reserved_for_are_refused(rows: Any) -
         assert kind_of(bad) == ("mismatch", False)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite_fail_and_are_not_kept(value: float) -> None:
+    class Sick(FakeEncoder):
+        num_calls = 0
+
+        def encode(self, items: Sequence[PreparedItem]) -> list[Any]:
+            made = super().encode(items)
+            Sick.num_calls += 1
+            if Sick.num_calls == 1:
+                made[0][1, 2] = value
+            return made
+
+    with connector([Sick]) as each:
+        bad = each.submit(request("a", retention="keep"))
+        assert (wait(bad), kind_of(bad)) == ("unavailable", ("encoder", True))
+        assert "NaN or infinity" in str(bad.error)
+        again = each.submit(request("a"))
+        assert wait(again) == "ready"
+        with each.read(again) as rows:
+            assert torch.equal(rows[0].rows, rows_of(image("a")))
+        assert (each.stats().hits, each.audit()) == (0, [])
+
+
 def test_an_encoder_that_returns_too_few_features_fails_its_items() -> None:
     class Forgetful(FakeEncoder):
         def encode(self, items: Sequence[PreparedItem]) -> list[Any]:
@@ -223,6 +246,17 @@ def test_what_is_too_slow_fails_while_its_batch_goes_on() -> None:
         assert wait(patient) == "ready"
         assert stage.batches == [["a"]], "what waited never entered a batch"
         assert each.audit() == []
+
+
+@pytest.mark.parametrize("timeout_s", [1e10, float("inf")])
+def test_a_very_long_timeout_keeps_nobody_from_theirs(timeout_s: float) -> None:
+    with staged() as (each, stage):
+        patient = each.submit(request("a", timeout_s=timeout_s))
+        stage.wait_for_batch()
+        assert wait(each.submit(request("b", timeout_s=0.05))) == "unavailable"
+        stage.open()
+        assert patient.wait(timeout_s) == "ready"
+        each.close(timeout_s)
 
 
 # --- workers

@@ -56,6 +56,15 @@ def test_a_count_that_does_not_match_is_an_error(
         PositionMap(tokens, modalities, TOKENS, counts)
 
 
+@pytest.mark.parametrize("counts", [(6, 4), (1, 9), (5, 5)])
+def test_a_prompt_expanded_for_other_lengths_of_the_same_sum_is_refused(counts: tuple[int, int]) -> None:
+    tokens = [BEGIN, *[IMAGE] * 4, END, BEGIN, *[IMAGE] * 6, END]
+    prompt = PositionMap(tokens, ["image", "image"], TOKENS)
+    assert prompt.merged_length((4, 6)) == len(tokens)
+    with pytest.raises(InputError, match="image 1 would begin among neighboring tokens"):
+        prompt.merged_length(counts)
+
+
 def test_every_modality_has_a_token_of_its_own() -> None:
     with pytest.raises(InputError, match="expected a token of its own for each of image, video"):
         PositionMap([IMAGE], ["video"], {"image": IMAGE})
@@ -171,8 +180,10 @@ def text(length: int) -> Tensor:
 def test_chunks_put_every_row_where_it_belongs(
     counts: list[int], gaps: list[int], levels: int, size: int
 ) -> None:
-    # Text between any two tokens of an item, so that some have many runs.
-    tokens = [token for gap in gaps[: sum(counts)] for token in [5] * gap + [9]]
+    # Text between any two tokens of an item, so that some have many runs; and between items.
+    firsts = {sum(counts[:item]) for item in range(1, len(counts))}
+    gaps = [max(gap, row in firsts) for row, gap in enumerate(gaps[: sum(counts)])]
+    tokens = [token for gap in gaps for token in [5] * gap + [9]]
     prompt = PositionMap(tokens, ["image"] * len(counts), {"image": 9})
     rows = features(counts, levels)
     expected = text(len(tokens))

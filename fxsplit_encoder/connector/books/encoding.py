@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -151,6 +152,8 @@ class Batch:
         """When everything is over that the device was given for it."""
         self.arrivals: list[Arrival] = []
         """The rows that it makes."""
+        self.totals: dict[Entry, Any] = {}
+        """The sum of each entry's rows, which is finite unless one of its values is not."""
         self.failures: dict[Entry, ConnectorError] = {}
         """What is known to have failed."""
         self.is_launched = False
@@ -360,7 +363,7 @@ class Encoding:
         batch.worker.finish(batch, self._parts.clock(), self._parts.config.max_busy_share)
         batch.worker.num_losses = 0
         for entry in batch.entries:
-            if (error := batch.failures.get(entry)) is not None:
+            if (error := batch.failures.get(entry) or _not_finite(batch, entry)) is not None:
                 self._note_encoding(batch, entry)
                 self._fail(entry, error, batch)
             else:
@@ -463,3 +466,9 @@ class Encoding:
     def _tickets_of(self, entry: Entry) -> list[Any]:
         numbers = {item.ticket for item in entry.holders}
         return [self._parts.tickets[number] for number in numbers]
+
+
+def _not_finite(batch: Batch, entry: Entry) -> ConnectorError | None:
+    if math.isfinite(float(batch.totals.get(entry, 0.0))):
+        return None
+    return ConnectorError("the encoder returned NaN or infinity", "encoder", retryable=True)

@@ -258,7 +258,8 @@ class Ticket:
     def wait(self, timeout_s: float | None = None) -> Availability:
         """Blocks until the ticket has settled, or so long; what it then is."""
         with self._settled:
-            self._settled.wait_for(lambda: self.is_settled, timeout_s)
+            longest = None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
+            self._settled.wait_for(lambda: self.is_settled, longest)
         return self.availability
 
     def __await__(self) -> Generator[Any, None, Availability]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from threading import TIMEOUT_MAX
 
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.parts import Parts
@@ -94,7 +95,8 @@ class Clock:
                 if core.awaited_deadline is not None:
                     remaining = core.awaited_deadline - books.parts.clock()
                 if remaining is None or remaining > 0:
-                    core.deadline_came_closer.wait(remaining)
+                    # Further deadlines than a wait may have are looked at again.
+                    core.deadline_came_closer.wait(None if remaining is None else min(remaining, TIMEOUT_MAX))
                     continue
             with core.change():
                 books.expire()

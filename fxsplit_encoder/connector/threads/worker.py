@@ -259,6 +259,9 @@ class WorkerThread:
         for entry, rows in zip(batch.entries, checked, strict=True):
             if isinstance(rows, ConnectorError):
                 batch.failures[entry] = rows
+            else:  # copied by the same stream, and so there once the batch's events have passed
+                total = rows.detach().sum(dtype=torch.float32)
+                batch.totals[entry] = total.to("cpu", non_blocking=True)
         with self._core.change() as books:
             books.parts.stats.split_batches += num_splits
             arrivals = books.encoding.place(batch, checked)
