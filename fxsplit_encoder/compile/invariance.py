@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.padding.rules import CONSTRUCTORS, COPIES, MOVERS
 from fxsplit_encoder.compile.padding.states import is_pointwise, named, operation
 from fxsplit_encoder.compile.passes.fixed_products import of_parameters
 from fxsplit_encoder.compile.sizes import shape_exprs
-from fxsplit_encoder.compile.splitting_ops import host_op
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 from fxsplit_encoder.kernels.attention.choice import invariant_kernel

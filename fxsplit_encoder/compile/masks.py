@@ -18,7 +18,7 @@ from torch import fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder._torch.dispatch import has_tag
-from fxsplit_encoder.compile.padding.token_sizes import TokenSizes
+from fxsplit_encoder.compile.padding.states import TokenSizes
 from fxsplit_encoder.compile.sizes import assumptions_of, expression
 
 aten = torch.ops.aten

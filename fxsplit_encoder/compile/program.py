@@ -9,6 +9,7 @@ A `BoundProgram` is one whose inputs are known by name, which `bind` finds out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.branches import Branch
 from fxsplit_encoder._torch.staging import to_device
-from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.sizes import Size, SymbolValues, holds_for_capture
@@ -59,7 +60,7 @@ class Step:
     nodes: tuple[str, ...] = ()
     """The names of the graph's nodes that it stands for."""
     beside: bool = False
-    """Whether it may run beside the steps after it (`compile.branches`)."""
+    """Whether it may run beside the steps after it (`compile.program`)."""
     joins: bool = False
     """Whether it reads what a step before it computes beside."""
 
@@ -85,7 +86,7 @@ class RegionInput:
     token_dim: int | None
     """The dimension that counts tokens, if any."""
     is_permutation: bool = False
-    """Whether it is a permutation of rows, see `compile.permute`."""
+    """Whether it is a permutation of rows, see `compile.rewriting`."""
 
 
 @dataclass(slots=True)
@@ -122,6 +123,53 @@ class Bindings:
                 slots[slot] = value
         for slot in step.frees:
             slots[slot] = None
+
+
+class StepBranches:
+    """The branch of one run of a program, for the steps that are marked `beside`.
+
+    The program keeps what such a step reads and writes until a step that `joins` has run (`with_frees`); who
+    runs it calls `join` after the last step, before anyone reads a result.
+
+    Args:
+        device: of the program. Without CUDA steps run where they stand.
+        active: whether steps may run beside others; not where graphs end in between, which a branch cannot
+            outlive.
+    """
+
+    def __init__(self, device: torch.device, *, active: bool = True) -> None:
+        self._device = device
+        self._active = active
+        self._branch: Branch | None = None
+        self._open = False
+        """Whether something runs beside that nobody has waited for."""
+
+    def placed(self, step: Step) -> Callable[..., Any]:
+        """What to call in place of `step.call`, with the same arguments."""
+        call = step.call
+        if not self._active:
+            return call
+        if step.beside:
+            return functools.partial(self._beside, step)
+        return functools.partial(self._behind, call) if step.joins and self._open else call
+
+    def join(self) -> None:
+        """What is enqueued from now on runs after all steps that ran beside."""
+        if self._branch is not None and self._open:
+            self._branch.join()
+        self._open = False
+
+    def _beside(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        if self._branch is None:  # made here, where the stream of the capture is current
+            self._branch = Branch(self._device, "steps")
+        self._branch.fork()
+        self._open = True
+        with self._branch:
+            return step.call(*args, **kwargs)
+
+    def _behind(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.join()
+        return call(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

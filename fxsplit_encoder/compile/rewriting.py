@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
+from fxsplit_encoder._torch.checks import check
 from fxsplit_encoder._torch.dispatch import OpOverload
+from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.sizes import layout
-from fxsplit_encoder.compile.splitting_ops import host_op
 
 aten = torch.ops.aten
 
@@ -144,3 +145,46 @@ def derivation(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[fx.Node, ...
     """How an input of the graph is derived (`make`, sources); None: it is given."""
     found: tuple[Callable[..., Tensor], tuple[fx.Node, ...]] | None = node.meta.get("derived")
     return found
+
+
+_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("permute_rows(Tensor rows, Tensor permutation) -> Tensor")
+
+
+def _check_lengths(rows: Tensor, permutation: Tensor) -> None:
+    check(  # type: ignore[no-untyped-call]
+        rows.shape[0] == permutation.shape[0],
+        lambda: f"permute_rows: {rows.shape[0]} rows and a permutation of {permutation.shape[0]}",
+    )
+
+
+def _permute(rows: Tensor, permutation: Tensor) -> Tensor:
+    """(rows, ...) permuted by (rows,) int64."""
+    _check_lengths(rows, permutation)
+    return rows.index_select(0, permutation)
+
+
+_library.impl("permute_rows", _permute, "CompositeExplicitAutograd")
+
+
+def _fake(rows: Tensor, permutation: Tensor) -> Tensor:
+    _check_lengths(rows, permutation)  # which tells a trace that both count tokens
+    return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+
+
+torch.library.register_fake("fxsplit::permute_rows", _fake, lib=_library)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.zeros_like(grad).index_add(0, ctx.saved_tensors[0], grad), None
+
+
+torch.library.register_autograd(
+    "fxsplit::permute_rows", _backward, setup_context=_setup_context, lib=_library
+)
+
+permute_rows = torch.ops.fxsplit.permute_rows.default

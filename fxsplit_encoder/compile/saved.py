@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import passes, permute
+from fxsplit_encoder.compile import passes, rewriting
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.pieces import CompiledPiece
@@ -30,7 +30,7 @@ from fxsplit_encoder.compile.sizes import Size, check_arithmetic
 from fxsplit_encoder.errors import CompileError, StartFileError
 
 # Compiled pieces call operators that these register.
-_REGISTERED = (passes, permute)
+_REGISTERED = (passes, rewriting)
 
 _OWN = "fxsplit_encoder."
 

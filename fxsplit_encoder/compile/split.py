@@ -15,10 +15,10 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.symbols import has_hint
+from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.pieces import Piece
 from fxsplit_encoder.compile.rewriting import node_value, runs_beside
 from fxsplit_encoder.compile.sizes import expression, symbol_of
-from fxsplit_encoder.compile.splitting_ops import host_op
 from fxsplit_encoder.errors import CompileError
 
 

@@ -7,7 +7,6 @@ import itertools
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from fxsplit_encoder.kernels.attention import ahead
 
 logger = logging.getLogger(__name__)
 _trace_numbers = itertools.count()
-_BLOCKS = Path(blocks.__file__).parent
 
 
 @no_default_device()
@@ -124,7 +122,7 @@ def _blames_blocks(error: Exception) -> bool:
     """
     if isinstance(error, UntraceableError):
         files = traced_files(error.__cause__) if error.__cause__ is not None else []
-        return not files or any(Path(file).parent == _BLOCKS for file in files)
+        return not files or blocks.__file__ in files
     return isinstance(error, BlockError) or not isinstance(error, FxSplitError)
 
 

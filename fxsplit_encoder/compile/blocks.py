@@ -1,9 +1,17 @@
-"""Equal blocks: which modules of a model are equal, a block's arguments as those of an op, and a group of
-blocks, of which the first is traced for all.
+"""Equal blocks, traced once.
 
-Two modules are equal if their trees are: the same classes, parameters and buffers of the same layouts, and
-attributes of the same values. What cannot be compared by value is compared by identity, so that doubt makes
-modules unequal, which costs time but never a result.
+Dynamo and AOT take as long for each of a tower's blocks as for the first, though all but their weights are
+equal. So while a forward is traced, every block of a group of equal ones is a single op on the block's
+arguments. For each group, and each layout of arguments, AOT then traces one block by itself, and a copy of
+its graph takes the place of each op, with the weights of its block as inputs of the graph. What comes out is
+the graph that a plain trace makes, but for operations that Dynamo spells in another way (it unpacks a tensor
+by select).
+
+A block that cannot be such an op ends the trace with an error, and the caller traces plainly: one that
+returns anything but a new tensor, writes to its arguments, or changes its attributes.
+
+Where the trace is not ours, but that of `torch.compile` with a backend of ours, a tower says when it is
+traced (`begin_blocks`), and the backend when it is done (`end_blocks`).
 """
 
 from __future__ import annotations
@@ -11,15 +19,19 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
-from fxsplit_encoder._torch.dynamo import drop_guards_on
+from fxsplit_encoder._torch.dynamo import backends_in_use, current_compile_id, drop_guards_on
 from fxsplit_encoder._torch.modules import PLACE, Held
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import INTERNALS, hooks_of, storage_id, tensors_of
@@ -346,3 +358,272 @@ def _unchanged_attributes(block: nn.Module) -> Iterator[None]:
             now.clear()
             now.update(attributes)
             raise BlockError(f"a block's {type(module).__name__} changes its own attributes")
+
+
+_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("block(Tensor[] tensors, SymInt[] numbers, str structure, int group, int index) -> Tensor")
+"""`structure` says how the tensors and numbers are the arguments of the group's block of this index."""
+block_op = torch.ops.fxsplit.block.default
+
+_groups: dict[int, Group] = {}
+"""Those whose blocks are ops now."""
+
+_numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""The number of each group, by its first block: Dynamo's guards see it, so it stays."""
+_next_number = itertools.count()
+
+
+@contextlib.contextmanager
+def equal_blocks_as_ops(module: nn.Module) -> Iterator[int]:
+    """Makes the equal blocks of a module ops, for as long as the context lasts; yields how many blocks."""
+    untouched = [block for block in module.modules() if PLACE not in vars(block)]
+    numbers = make_ops(module)
+    try:
+        yield sum(len(_groups[number].blocks) for number in numbers)
+    finally:
+        end_ops(numbers)
+        for block in untouched:
+            if PLACE in vars(block):
+                del block.forward, block._fxsplit_place
+
+
+def make_ops(module: nn.Module) -> list[int]:
+    """Makes the equal blocks of a module ops; returns the numbers of their groups."""
+    groups = _numbered_groups(module)
+    _release_others(module, groups)
+    _install(groups)
+    _groups.update(groups)
+    return list(groups)
+
+
+def end_ops(numbers: Iterable[int]) -> None:
+    """Makes the blocks of these groups what they were, but for a `forward` that calls their own."""
+    for number in numbers:
+        del _groups[number]
+
+
+def _numbered_groups(module: nn.Module) -> dict[int, Group]:
+    groups = {}
+    with _uninstalled(module):
+        found = equal_modules(module)
+    for blocks in found:
+        if blocks[0] not in _numbers:
+            _numbers[blocks[0]] = next(_next_number)
+        groups[_numbers[blocks[0]]] = Group(blocks, module)
+    return groups
+
+
+@contextlib.contextmanager
+def _uninstalled(module: nn.Module) -> Iterator[None]:
+    """What `_install` gave to blocks is not there: by it no two of them are equal."""
+    installed = [vars(block) for block in module.modules() if PLACE in vars(block)]
+    given = [(own.pop("forward"), own.pop(PLACE)) for own in installed]
+    try:
+        yield
+    finally:
+        for own, (own_forward, place) in zip(installed, given, strict=True):
+            own["forward"], own[PLACE] = own_forward, place
+
+
+def _install(groups: Mapping[int, Group]) -> None:
+    """Gives blocks the `forward` that may be an op. A copy of a block gets one of its own from
+    `copy.deepcopy`; from a pickle comes what its class has.
+    """
+    for number, group in groups.items():
+        for index, block in enumerate(group.blocks):
+            place = number, index
+            own = vars(block)
+            if own.get(PLACE) != place or getattr(own.get("forward"), "__func__", None) is not forward:
+                block.forward = types.MethodType(forward, block)
+                block._fxsplit_place = place  # type: ignore[assignment]
+
+
+def _release_others(module: nn.Module, groups: Mapping[int, Group]) -> None:
+    """Gives blocks that were equal to others, and are no longer, their own `forward` back: their old places
+    are other blocks' now.
+    """
+    members = {block for group in groups.values() for block in group.blocks}
+    for block in module.modules():
+        if PLACE in vars(block) and block not in members:
+            del block.forward, block._fxsplit_place
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block: an op while it is traced for whoever takes it, else its own."""
+    group, index = self._fxsplit_place  # type: ignore[misc]
+    if not (torch.compiler.is_dynamo_compiling() and _is_op(group)):
+        return type(self).forward(self, *args, **kwargs)
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    structure = take_apart((args, kwargs), tensors, numbers)
+    if torch.is_autocast_enabled(tensors[0].device.type):  # below the op nothing tells
+        raise CompileError("a block runs under autocast, which its own trace would not")
+    return block_op(tensors, numbers, structure, group, index)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_op(group: int) -> bool:
+    return group in _groups
+
+
+def group_of(number: int) -> Group:
+    """The group of this number, while its blocks are ops."""
+    return _groups[number]
+
+
+def _fake(
+    tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str, group: int, index: int
+) -> Tensor:
+    like = _groups[group].result(tensors, numbers, structure)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+torch.library.register_fake("fxsplit::block", _fake, lib=_library)
+
+
+def takes_blocks(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a backend of torch.compile that puts the graphs of blocks in the places of their ops, and calls
+    `end_blocks` when it is done.
+    """
+    backend._fxsplit_takes_blocks = True  # type: ignore[attr-defined]
+    return backend
+
+
+def begin_blocks(module: nn.Module) -> bool:
+    """Makes the equal blocks of a module ops until `end_blocks`, if Dynamo traces it now for a backend that
+    takes them. Called during a trace, from a frame that Dynamo does not trace. Returns whether they are.
+
+    Not with gradients or under autocast, of which the trace of a block knows nothing. The blocks keep a
+    `forward` of ours from then on, since Dynamo's guards check it at every call; it calls their own.
+    """
+    compilation = current_compile_id()
+    if _open.compilation != compilation:  # of a trace that failed before its backend was called
+        end_blocks()
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if torch.is_grad_enabled() or autocast or module in _refused or not _is_taken():
+        return False
+    if module not in _open.modules:
+        _open.modules.append(module)
+        _open.groups += make_ops(module)
+        _open.compilation = compilation
+    return True
+
+
+def end_blocks(*, refused: bool = False) -> bool:
+    """Lets no block that `begin_blocks` made an op be one any more; returns whether any was.
+
+    Args:
+        refused: whether the blocks of these modules are never to be ops again.
+    """
+    had_blocks = bool(_open.groups)
+    end_ops(_open.groups)
+    if refused:
+        _refused.update(_open.modules)
+    _open.groups.clear()
+    _open.modules.clear()
+    return had_blocks
+
+
+class _Open:
+    """What was begun. Dynamo traces one frame at a time in a process."""
+
+    def __init__(self) -> None:
+        self.compilation: Any = None
+        self.modules: list[nn.Module] = []
+        self.groups: list[int] = []
+
+
+_open = _Open()
+_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _is_taken() -> bool:
+    """Whether the trace under way is for a backend that `takes_blocks` marked."""
+    return any(getattr(backend, "_fxsplit_takes_blocks", False) for backend in backends_in_use())
+
+
+def inline_blocks(module: fx.GraphModule) -> LiveWeights:
+    """Puts the graph of its block in the place of each op.
+
+    Args:
+        module: an ATen graph whose nodes carry traced values in `meta["val"]`.
+
+    Returns:
+        The weights of the blocks, which are inputs of the graph now, after those that it had.
+
+    Raises:
+        CompileError: a block does more than an op may.
+    """
+    inlining = _Inlining(module.graph)
+    for call in module.graph.find_nodes(op="call_function", target=block_op):
+        inlining.inline(call)
+    return inlining.weights
+
+
+class _Inlining:
+    """Puts the graphs of blocks into a forward's graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.weights = LiveWeights()
+        inputs = graph.find_nodes(op="placeholder")
+        self._last_input: fx.Node | None = inputs[-1] if inputs else None
+        self._weight_nodes: dict[tuple[int, int, str], fx.Node] = {}
+        self._scalars: dict[sympy.Expr, fx.Node] = {
+            expression(n.meta["val"]): n for n in inputs if isinstance(n.meta["val"], torch.SymInt)
+        }
+
+    def inline(self, call: fx.Node) -> None:
+        """Puts the graph of its block in the place of an op."""
+        arguments: Any = call.args
+        tensors, numbers, structure, number, index = arguments
+        values = fx.node.map_arg((tensors, numbers), lambda n: n.meta["val"])
+        group = group_of(number)
+        body = group.body(*values, structure)
+        inputs = body.graph.find_nodes(op="placeholder")
+        given = [*tensors, *(n for n in numbers if isinstance(n, fx.Node))]
+        copies = dict(zip(inputs, given, strict=False))
+        weights = weights_of(group.blocks[index])
+        fake_mode = fake_mode_of(values[0])
+        for node, (name, weight) in zip(inputs[len(given) :], weights.items(), strict=True):
+            if node.users:
+                key = (number, index, name)
+                if key not in self._weight_nodes:
+                    self._weight_nodes[key] = self._add_weight(weight, fake_mode)
+                    self.weights.add(group, index, name)
+                copies[node] = self._weight_nodes[key]
+        output = self._copy_body(call, body, copies)
+        if layout(output.meta["val"]) != layout(call.meta["val"]):
+            raise BlockError("a block's own trace returns another layout than in the forward")
+        # Copies share their traced values, but no two inputs of a piece may: only results leave a block.
+        output.meta["val"] = call.meta["val"]
+        call.replace_all_uses_with(output)
+        self.graph.erase_node(call)
+
+    def _add_weight(self, weight: Tensor, fake_mode: Any) -> fx.Node:
+        assert self._last_input is not None
+        with self.graph.inserting_after(self._last_input):
+            self._last_input = self.graph.placeholder(f"weight_{len(self.weights)}")
+        self._last_input.meta["val"] = fake_weight(fake_mode, weight)
+        return self._last_input
+
+    def _copy_body(self, call: fx.Node, body: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        with self.graph.inserting_before(call):
+            for node in body.graph.nodes:
+                if node.op == "get_attr":
+                    raise BlockError(f"a block makes a constant tensor, {node.target}")
+                if node.op == "call_function":
+                    copies[node] = self._copy(node, copies)
+        results: Any = body.graph.output_node().args[0]
+        if len(results) != 1:
+            raise BlockError("a block writes to its arguments")
+        return copies[results[0]]
+
+    def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A node of a block; a number that the forward has already is the node that it has."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt):
+            return self.graph.node_copy(node, copies.__getitem__)
+        if expression(value) not in self._scalars:
+            self._scalars[expression(value)] = self.graph.node_copy(node, copies.__getitem__)
+        return self._scalars[expression(value)]
