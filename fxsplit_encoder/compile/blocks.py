@@ -32,8 +32,7 @@ from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
 from fxsplit_encoder._torch.dynamo import backends_in_use, current_compile_id, drop_guards_on
-from fxsplit_encoder._torch.modules import PLACE, Held
-from fxsplit_encoder._torch.structure import Structure
+from fxsplit_encoder._torch.structure import PLACE, Held, Structure
 from fxsplit_encoder._torch.tensors import INTERNALS, hooks_of, storage_id, tensors_of
 from fxsplit_encoder._torch.transformers import collects_attention
 from fxsplit_encoder.compile.sizes import expression, layout

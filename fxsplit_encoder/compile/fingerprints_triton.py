@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.device import on_device
 
 # Few for each program: loads of scattered addresses take as long as memory does, however few.
 _BLOCK = 256

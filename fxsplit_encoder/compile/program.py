@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.branches import Branch
+from fxsplit_encoder._torch.device import Branch
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.padding import PaddingReport

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
-from fxsplit_encoder._torch.checks import check
-from fxsplit_encoder._torch.dispatch import OpOverload
+from fxsplit_encoder._torch.dispatch import OpOverload, check
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.sizes import layout
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import boxed, static_inputs, to_aten
-from fxsplit_encoder._torch.current_device import no_default_device
+from fxsplit_encoder._torch.device import no_default_device
 from fxsplit_encoder._torch.dynamo import inner_error, maybe_mark_dynamic, traced_files
 from fxsplit_encoder._torch.dynamo_errors import TorchDynamoException
 from fxsplit_encoder.compile import blocks
