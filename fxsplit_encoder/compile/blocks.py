@@ -1,17 +1,18 @@
-"""Equal blocks, traced once.
+"""Equal blocks of a tower, traced once.
 
-Dynamo and AOT take as long for each of a tower's blocks as for the first, though all but their weights are
-equal. So while a forward is traced, every block of a group of equal ones is a single op on the block's
-arguments. For each group, and each layout of arguments, AOT then traces one block by itself, and a copy of
-its graph takes the place of each op, with the weights of its block as inputs of the graph. What comes out is
-the graph that a plain trace makes, but for operations that Dynamo spells in another way (it unpacks a tensor
-by select).
+Dynamo and AOT take as long for each block as for the first, though all but their weights are equal. So while
+a forward is traced, every block of a group of equal ones is a single op on the block's arguments. For each
+group, and each layout of arguments, AOT traces one block by itself, and a copy of its graph replaces each op,
+with the weights of its block as inputs. The result is the graph of a plain trace, but for operations that
+Dynamo spells in another way.
 
-A block that cannot be such an op ends the trace with an error, and the caller traces plainly: one that
-returns anything but a new tensor, writes to its arguments, or changes its attributes.
+A block that returns anything but a new tensor, writes to its arguments, or changes its attributes cannot be
+such an op: the trace ends with an error, and the caller traces plainly. In the trace of `torch.compile` with
+a backend of ours, a tower calls `begin_blocks` and the backend `end_blocks`.
 
-Where the trace is not ours, but that of `torch.compile` with a backend of ours, a tower says when it is
-traced (`begin_blocks`), and the backend when it is done (`end_blocks`).
+Two modules are equal if their trees are: the same classes, parameters and buffers of the same layouts, and
+attributes of the same values. What cannot be compared by value is compared by identity, so that doubt makes
+modules unequal, which costs time but never a result.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from fxsplit_encoder.errors import CompileError, InputError
 
 
 class BlockError(CompileError):
-    """A block cannot be an op. The forward may be traced all the same, block by block."""
+    """A block cannot be an op. The forward may still be traced block by block."""
 
 
 class ChangedBlocksError(InputError):
-    """Blocks are no longer what a graph was made of. Nothing was computed; another trace has them right."""
+    """Blocks have changed since they were traced. Nothing was computed; trace again."""
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
@@ -52,9 +53,8 @@ _TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def equal_modules(root: nn.Module) -> list[list[nn.Module]]:
-    """The groups of equal modules, two or more each, among the members of each `ModuleList` of a model.
-
-    Members that lie in a module of another group are left out.
+    """Returns groups of two or more equal modules among the members of each `ModuleList` of a model, without
+    members that lie in a module of another group.
     """
     groups: list[list[nn.Module]] = []
     inside: set[nn.Module] = set()
@@ -72,10 +72,10 @@ def equal_modules(root: nn.Module) -> list[list[nn.Module]]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether its forward is its class's, no submodule has hooks, and no weight is more than a tensor.
+    """Whether its forward is its class's, no submodule has hooks, and every weight is a plain tensor.
 
-    Hooks may keep what they see, as those that collect hidden states do, and a trace of one module cannot do
-    that for another. The module's own hooks run where it is called.
+    Hooks may keep what they see, which a trace of one module cannot do for another. The module's own hooks
+    run where it is called.
     """
     if "forward" in vars(module):
         return False
@@ -87,7 +87,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _description(module: nn.Module) -> Any:
-    """What equal modules share, and others do not."""
+    """A hashable value that is the same for equal modules."""
     # Tied weights have one name.
     names = tuple(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
     return names, tuple(
@@ -137,8 +137,8 @@ Number = int | torch.SymInt
 
 
 def take_apart(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
-    """A value as a Python literal in which ("tensor", 0) and ("number", 0) stand for what is appended to the
-    lists. Dynamo traces this. Types are exact: a named tuple, say, would be put together as another type.
+    """Returns a value as a Python literal in which ("tensor", 0) and ("number", 0) refer to the lists, to
+    which it appends. Dynamo traces this. Types are exact: a named tuple would come back as another type.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -163,7 +163,7 @@ def take_apart(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
 
 
 def put_together(structure: str, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> Any:
-    """The value that `take_apart` took apart, of these tensors and numbers."""
+    """Returns the value that `take_apart` took apart, made of these tensors and numbers."""
     return _value(ast.literal_eval(structure), tensors, numbers)
 
 
@@ -189,14 +189,14 @@ class Group:
         self._forget(None)
 
     def _forget(self, fake_mode: Any) -> None:
-        """What was traced belongs to one fake mode; Dynamo takes a new one when it starts a trace again."""
+        """Drops traced values: Dynamo takes a new fake mode when it restarts a trace."""
         self._fake_mode = fake_mode
         self._weights: list[Tensor] = []
         self._results: dict[Any, Tensor] = {}
         self._bodies: dict[Any, fx.GraphModule] = {}
 
     def result(self, tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> Tensor:
-        """A traced tensor like the one that a block returns for these arguments."""
+        """Returns a traced tensor like the one that a block returns for these arguments."""
         if fake_mode_of(tensors) is not self._fake_mode:
             self._forget(fake_mode_of(tensors))
             weights = weights_of(self.blocks[0]).values()
@@ -213,8 +213,8 @@ class Group:
         return self._results[key]
 
     def body(self, tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> fx.GraphModule:
-        """A block's ATen graph, after its result. Its inputs are the tensors, those numbers that are symbols,
-        and the weights.
+        """Returns a block's ATen graph. Its inputs are the tensors, the numbers that are symbols, and the
+        weights.
         """
         key = _key(tensors, numbers, structure)
         if key not in self._bodies:
@@ -256,7 +256,7 @@ class Group:
 
 
 class _OriginalForward(nn.Module):
-    """A block as it was before its stub."""
+    """A block with the forward of its class."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def weights_of(block: nn.Module) -> dict[str, Tensor]:
 
 
 class LiveWeights:
-    """Weights of blocks, looked up at every call where their modules hold them: one may be replaced."""
+    """Weights of blocks, looked up in their modules at every call: one may be replaced."""
 
     def __init__(self) -> None:
         self._towers: dict[nn.Module, nn.Module] = {}
@@ -283,7 +283,7 @@ class LiveWeights:
         self._last: list[Tensor] = []
 
     def add(self, group: Group, index: int, name: str) -> None:
-        """Another one, by its name in a block."""
+        """Adds a weight by its name in a block."""
         block = group.blocks[index]
         path, _, key = name.rpartition(".")
         parameters, buffers = tensors_of(block.get_submodule(path))
@@ -295,8 +295,8 @@ class LiveWeights:
         return len(self._keys)
 
     def watch(self) -> None:
-        """Takes the towers as they are now for what the graph was made of. Dynamo need not look at blocks any
-        more, nor at the tower's configuration: of a tower of 27 blocks that is more than half of its guards.
+        """Records the towers as the graph was made of them, and drops Dynamo's guards on blocks and the
+        configuration: for a tower of 27 blocks more than half of its guards.
         """
         towers = set(self._towers.values())
         self._watched = [(seen, seen.modes) for seen in map(Structure, towers)]
@@ -306,7 +306,7 @@ class LiveWeights:
             drop_guards_on(paths, PLACE, "config")
 
     def current(self) -> list[Tensor]:
-        """What the modules hold now, in the order in which it was added. The list is not the caller's.
+        """Returns what the modules hold now, in the order of `add`. The list is not the caller's.
 
         Raises:
             ChangedBlocksError: a block is no longer what the graph was made of.
@@ -335,20 +335,20 @@ class LiveWeights:
 
 
 def fake_weight(fake_mode: Any, weight: Tensor) -> Tensor:
-    """A traced value for a weight, of constant sizes."""
+    """Returns a traced value for a weight, of constant sizes."""
     value = fake_mode.from_tensor(weight, static_shapes=True)
     assert isinstance(value, torch.Tensor)
     return value
 
 
 def _key(tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> Any:
-    """What calls have in common that one trace serves."""
+    """What calls share that one trace serves."""
     return (structure, tuple(layout(t) for t in tensors), tuple(expression(n) for n in numbers))
 
 
 @contextlib.contextmanager
 def _unchanged_attributes(block: nn.Module) -> Iterator[None]:
-    """Raises if a block sets attributes when it is called: what it keeps here are values of the trace."""
+    """Raises BlockError if a block sets attributes when it is called: they would hold values of the trace."""
     before = {module: dict(vars(module)) for module in block.modules()}
     yield
     for module, attributes in before.items():
@@ -374,7 +374,7 @@ _next_number = itertools.count()
 
 @contextlib.contextmanager
 def equal_blocks_as_ops(module: nn.Module) -> Iterator[int]:
-    """Makes the equal blocks of a module ops, for as long as the context lasts; yields how many blocks."""
+    """Makes the equal blocks of a module ops inside the context; yields how many blocks."""
     untouched = [block for block in module.modules() if PLACE not in vars(block)]
     numbers = make_ops(module)
     try:
@@ -396,7 +396,7 @@ def make_ops(module: nn.Module) -> list[int]:
 
 
 def end_ops(numbers: Iterable[int]) -> None:
-    """Makes the blocks of these groups what they were, but for a `forward` that calls their own."""
+    """Makes the blocks of these groups run as modules again; they keep a `forward` that calls their own."""
     for number in numbers:
         del _groups[number]
 
@@ -414,7 +414,7 @@ def _numbered_groups(module: nn.Module) -> dict[int, Group]:
 
 @contextlib.contextmanager
 def _uninstalled(module: nn.Module) -> Iterator[None]:
-    """What `_install` gave to blocks is not there: by it no two of them are equal."""
+    """Removes what `_install` gave to blocks, by which no two of them are equal."""
     installed = [vars(block) for block in module.modules() if PLACE in vars(block)]
     given = [(own.pop("forward"), own.pop(PLACE)) for own in installed]
     try:
@@ -425,8 +425,8 @@ def _uninstalled(module: nn.Module) -> Iterator[None]:
 
 
 def _install(groups: Mapping[int, Group]) -> None:
-    """Gives blocks the `forward` that may be an op. A copy of a block gets one of its own from
-    `copy.deepcopy`; from a pickle comes what its class has.
+    """Gives blocks the `forward` that may be an op. `copy.deepcopy` gives a copy one of its own; from a
+    pickle comes the class's.
     """
     for number, group in groups.items():
         for index, block in enumerate(group.blocks):
@@ -438,9 +438,7 @@ def _install(groups: Mapping[int, Group]) -> None:
 
 
 def _release_others(module: nn.Module, groups: Mapping[int, Group]) -> None:
-    """Gives blocks that were equal to others, and are no longer, their own `forward` back: their old places
-    are other blocks' now.
-    """
+    """Gives blocks that are no longer equal to others their own `forward` back."""
     members = {block for group in groups.values() for block in group.blocks}
     for block in module.modules():
         if PLACE in vars(block) and block not in members:
@@ -448,7 +446,7 @@ def _release_others(module: nn.Module, groups: Mapping[int, Group]) -> None:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block: an op while it is traced for whoever takes it, else its own."""
+    """Runs a block as an op while it is traced, else by its own forward."""
     group, index = self._fxsplit_place  # type: ignore[misc]
     if not (torch.compiler.is_dynamo_compiling() and _is_op(group)):
         return type(self).forward(self, *args, **kwargs)
@@ -466,7 +464,7 @@ def _is_op(group: int) -> bool:
 
 
 def group_of(number: int) -> Group:
-    """The group of this number, while its blocks are ops."""
+    """Returns the group of this number, while its blocks are ops."""
     return _groups[number]
 
 
@@ -481,19 +479,17 @@ torch.library.register_fake("fxsplit::block", _fake, lib=_library)
 
 
 def takes_blocks(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a backend of torch.compile that puts the graphs of blocks in the places of their ops, and calls
-    `end_blocks` when it is done.
-    """
+    """Marks a backend of torch.compile that replaces block ops by their graphs and calls `end_blocks`."""
     backend._fxsplit_takes_blocks = True  # type: ignore[attr-defined]
     return backend
 
 
 def begin_blocks(module: nn.Module) -> bool:
-    """Makes the equal blocks of a module ops until `end_blocks`, if Dynamo traces it now for a backend that
-    takes them. Called during a trace, from a frame that Dynamo does not trace. Returns whether they are.
+    """Makes the equal blocks of a module ops until `end_blocks`, if Dynamo traces it for a backend that takes
+    them; returns whether they are. Called during a trace, from a frame that Dynamo does not trace.
 
     Not with gradients or under autocast, of which the trace of a block knows nothing. The blocks keep a
-    `forward` of ours from then on, since Dynamo's guards check it at every call; it calls their own.
+    `forward` of ours, since Dynamo's guards check it at every call.
     """
     compilation = current_compile_id()
     if _open.compilation != compilation:  # of a trace that failed before its backend was called
@@ -509,7 +505,7 @@ def begin_blocks(module: nn.Module) -> bool:
 
 
 def end_blocks(*, refused: bool = False) -> bool:
-    """Lets no block that `begin_blocks` made an op be one any more; returns whether any was.
+    """Ends all that `begin_blocks` made ops; returns whether any was.
 
     Args:
         refused: whether the blocks of these modules are never to be ops again.
@@ -524,7 +520,7 @@ def end_blocks(*, refused: bool = False) -> bool:
 
 
 class _Open:
-    """What was begun. Dynamo traces one frame at a time in a process."""
+    """Blocks between `begin_blocks` and `end_blocks`. Dynamo traces one frame at a time in a process."""
 
     def __init__(self) -> None:
         self.compilation: Any = None
@@ -537,18 +533,18 @@ _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _is_taken() -> bool:
-    """Whether the trace under way is for a backend that `takes_blocks` marked."""
+    """Whether the current trace is for a backend marked by `takes_blocks`."""
     return any(getattr(backend, "_fxsplit_takes_blocks", False) for backend in backends_in_use())
 
 
 def inline_blocks(module: fx.GraphModule) -> LiveWeights:
-    """Puts the graph of its block in the place of each op.
+    """Replaces each block op by the graph of its block.
 
     Args:
         module: an ATen graph whose nodes carry traced values in `meta["val"]`.
 
     Returns:
-        The weights of the blocks, which are inputs of the graph now, after those that it had.
+        The weights of the blocks, which are now the last inputs of the graph.
 
     Raises:
         CompileError: a block does more than an op may.
@@ -560,8 +556,6 @@ def inline_blocks(module: fx.GraphModule) -> LiveWeights:
 
 
 class _Inlining:
-    """Puts the graphs of blocks into a forward's graph."""
-
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.weights = LiveWeights()
@@ -573,7 +567,7 @@ class _Inlining:
         }
 
     def inline(self, call: fx.Node) -> None:
-        """Puts the graph of its block in the place of an op."""
+        """Replaces an op by the graph of its block."""
         arguments: Any = call.args
         tensors, numbers, structure, number, index = arguments
         values = fx.node.map_arg((tensors, numbers), lambda n: n.meta["val"])
@@ -619,7 +613,7 @@ class _Inlining:
         return copies[results[0]]
 
     def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """A node of a block; a number that the forward has already is the node that it has."""
+        """Copies a node of a block; for a number that the forward has it returns the forward's node."""
         value = node.meta.get("val")
         if not isinstance(value, torch.SymInt):
             return self.graph.node_copy(node, copies.__getitem__)

@@ -38,8 +38,8 @@ from fxsplit_encoder.kernels.products import compile_ahead as compile_products_a
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
-    """Masks pad rows, applies the passes, splits the graph, compiles its distinct pieces, and proves what may
-    be padded.
+    """Masks pad rows, applies the passes, splits the graph, compiles its pieces, and proves what may be
+    padded.
 
     Args:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
@@ -135,7 +135,6 @@ def _calls_ranks(node: fx.Node) -> bool:
 
 
 def _device(outputs: Iterable[Any]) -> torch.device:
-    """The device of a graph's outputs; mixed devices are the capture's business to refuse."""
     for argument in outputs:
         value = node_value(argument) if isinstance(argument, fx.Node) else None
         if isinstance(value, torch.Tensor):
@@ -161,7 +160,7 @@ def _recipe(node: fx.Node, slots: Slots) -> DerivedParameter:
 
 
 def _symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
-    """Where each symbol's value is read. A symbol that is not listed depends on data."""
+    """Where each symbol's value is read; a symbol that is not listed depends on data."""
     sources: dict[str, tuple[int, int]] = {}
     for index, node in enumerate(inputs):
         value = node.meta["val"]
@@ -177,7 +176,7 @@ def _symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
 
 
 class Slots:
-    """A slot for each node that has a value, numbered in the order in which they are first asked for."""
+    """Numbers the nodes that have values, in the order in which they are first asked for."""
 
     def __init__(self) -> None:
         self._numbers: dict[fx.Node, int] = {}
@@ -186,11 +185,11 @@ class Slots:
         return len(self._numbers)
 
     def of(self, node: fx.Node) -> int:
-        """The slot of a node's value."""
+        """Returns the slot of a node's value."""
         return self._numbers.setdefault(node, len(self._numbers))
 
     def argument(self, argument: Any) -> Argument:
-        """A node's argument as that of a step."""
+        """Returns a node's argument as that of a step."""
         if isinstance(argument, fx.Node):
             return Size.of(node_value(argument)) if is_scalar(argument) else Ref(self.of(argument))
         if isinstance(argument, list | tuple):
@@ -199,7 +198,7 @@ class Slots:
 
 
 def tensor_info(node: fx.Node) -> TensorInfo:
-    """What the trace knows of a node's tensor."""
+    """Returns what the trace knows of a node's tensor."""
     value = node.meta["val"]
     return TensorInfo(node.name, tuple(Size.of(s) for s in value.shape), value.dtype, value.device)
 
@@ -207,7 +206,7 @@ def tensor_info(node: fx.Node) -> TensorInfo:
 def make_steps(
     parts: Sequence[Piece | Cut], slots: Slots, cache: PieceCache, options: CompileOptions
 ) -> list[Step]:
-    """The steps of a graph's parts, in order; compiles the distinct pieces and reports the progress."""
+    """Returns the steps of a graph's parts, in order; compiles the distinct pieces and reports progress."""
     steps: list[Step] = []
     num_pieces = sum(1 for part in parts if not isinstance(part, Cut))
     done = TRACING_PHASES
@@ -261,7 +260,7 @@ def _cut_step(cut: Cut, slots: Slots) -> Step:
 
 
 def with_joins(steps: Sequence[Step]) -> list[Step]:
-    """The steps, those marked that read what an earlier one computes beside, unless another has waited."""
+    """Marks the steps that read what an earlier one computes beside, unless another has joined it."""
     open_slots: set[int] = set()
     marked: list[Step] = []
     for step in steps:
@@ -276,10 +275,9 @@ def with_joins(steps: Sequence[Step]) -> list[Step]:
 
 
 def with_frees(steps: Sequence[Step], kept: Collection[int]) -> list[Step]:
-    """The steps with the slots that no later step reads, so that a run holds no more memory than eager does.
+    """Adds to each step the slots that no later one reads, so that a run takes no more memory than eager.
 
-    What a step beside others reads or writes is kept until one of them joins: until then nothing else may get
-    its memory.
+    What a step beside others reads or writes is kept until one of them joins.
 
     Args:
         steps: the steps of a program, in order.
@@ -298,7 +296,7 @@ def with_frees(steps: Sequence[Step], kept: Collection[int]) -> list[Step]:
 
 
 def slots_in(argument: Argument) -> list[int]:
-    """The slots that an argument refers to, nested ones included."""
+    """Returns the slots that an argument refers to, nested ones included."""
     if isinstance(argument, Ref):
         return [argument.slot]
     if isinstance(argument, list | tuple):
@@ -359,7 +357,7 @@ class Region:
             for node in read
             if node not in known and not is_scalar(node)
         }
-        """What enters the region and changes from call to call, in the order in which it is first read."""
+        """Inputs of the region that change from call to call, in the order in which they are first read."""
 
     def _token_dim(self, node: fx.Node) -> int | None:
         if self._token_symbol is None:
@@ -367,12 +365,12 @@ class Region:
         return padding.token_dim(node.meta["val"], self._token_symbol)
 
     def symbols(self, *, with_segments: bool) -> tuple[str, ...]:
-        """The symbols that sizes and numbers inside the region use, other than the token symbol.
+        """Returns the symbols of sizes and numbers inside the region, other than the token symbol.
 
-        Pieces get others as inputs too, for their compilers; those do not count.
+        Symbols that pieces get only for their compilers do not count.
 
         Args:
-            with_segments: whether those count that say how many segments there are, whatever reads them.
+            with_segments: whether to count those that say how many segments there are, whatever reads them.
         """
         values = [
             n.meta.get("val")  # an assertion has none
@@ -386,7 +384,7 @@ class Region:
         return tuple(sorted(used - {self._token_symbol or ""}))
 
     def prove(self, assumptions: Sequence[sympy.Basic]) -> padding.PaddingReport:
-        """Whether the region may be padded, see `compile.padding`.
+        """Proves that the region may be padded, see `compile.padding`.
 
         Args:
             assumptions: what the trace assumes of its symbols.
@@ -398,14 +396,12 @@ class Region:
 
 
 def _seed(entry: RegionInput) -> padding.State:
-    """What the proof takes an input to be."""
     if entry.is_segments:
         return padding.SEGMENTS
     return padding.SHARED if entry.token_dim is None else padding.Rows(entry.token_dim)
 
 
 def _symbols_in(value: Any) -> set[str]:
-    """The symbols in a traced number, or in the sizes of a traced tensor or several."""
     if isinstance(value, list | tuple):
         return {symbol for v in value for symbol in _symbols_in(v)}
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)

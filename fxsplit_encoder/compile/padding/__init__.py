@@ -1,8 +1,7 @@
 """Which graphs may be padded: a proof that their real rows do not depend on pad rows.
 
 Take one graph with n tokens, and with B >= n tokens of which the first n are the same and the others
-anything. Every tensor of the graph is given a state by one pass over its ATen nodes, and each state is a
-statement about the two runs:
+anything. One pass over its ATen nodes gives every tensor a state, a statement about the two runs:
 
 * `Rows(dim)`: the size along `dim` is E(n) in one run and E(B) >= E(n) in the other, all other sizes are
   equal, and the first E(n) entries along `dim` are equal. `Rows(dim, blocks)`: the same of each of so many
@@ -11,11 +10,11 @@ statement about the two runs:
 * `SEGMENTS`: cumulative lengths, which the capture extends by empty segments; only attention may read them.
 * `Mixed(reason)`: nothing is known.
 
-What enters a region has its state by how captures fill their inputs. A rule for each operation says which
-state its result has, given those of its arguments, and states in its docstring why (the lemma). Pointwise
-operations are recognized by torch's tag, so most need no rule of their own. Sizes are decided by algebra, see
-`TokenSizes`. So a region without `Mixed` may be padded: the real rows of its outputs equal those of the
-unpadded run, but for rounding where a kernel adds in another order at another size.
+Inputs have states by how captures fill them. A rule for each operation gives the state of its result for
+those of its arguments; its docstring says why (the lemma). Operations that torch tags as pointwise share one.
+Sizes are decided by algebra, see `TokenSizes`. So a region without `Mixed` may be padded: the real rows of
+its outputs equal those of the unpadded run, but for rounding where a kernel adds in another order at another
+size.
 """
 
 from __future__ import annotations
@@ -72,12 +71,13 @@ class PaddingReport:
     mixed: frozenset[str] = frozenset()
     """Every node that is not proved: those of `reasons`, and what is computed from them."""
     joined: Mapping[str, Rows] = field(default_factory=dict, compare=False)
-    """The nodes whose rows lie in several blocks, and how: tokens that are joined with an outer dimension."""
+    """Nodes whose rows lie in several blocks: tokens that are joined with an outer dimension."""
     segments_may_grow: bool = True
-    """Whether empty segments may be appended: nothing but attention reads the cumulative lengths."""
+    """Whether empty segments may be appended: only attention reads the cumulative lengths."""
     capture_refusal: str = ""
-    """Why nothing of the region may be captured at any size: it draws random numbers, of which a capture
-    would take others than eager, or attends over rows that are not its tokens."""
+    """Why nothing of the region may be captured: it draws random numbers, of which a capture would take
+    others than eager, or attends over rows that are not its tokens.
+    """
     divisor: int = 1
     """A number that divides every token count for which the trace holds."""
     declared: bool = False
@@ -110,7 +110,7 @@ def analyse(
     assumptions: Iterable[sympy.Basic] = (),
     outputs: Iterable[fx.Node] = (),
 ) -> PaddingReport:
-    """Proves that a region may be padded, or says where the proof fails.
+    """Proves that a region may be padded, or reports where the proof fails.
 
     Args:
         nodes: the region's nodes in order, each with its traced value in `meta["val"]`.
@@ -166,7 +166,7 @@ class Analysis:
         self.capture_refusal = ""
 
     def check_trace(self) -> Iterable[tuple[str, str]]:
-        """What the trace assumes of the token count that is not known of every one."""
+        """Yields assumptions of the trace that hold for some token counts only."""
         for guard in self.sizes.unmet:
             yield (
                 "graph",
@@ -174,7 +174,7 @@ class Analysis:
             )
 
     def check_seeds(self) -> Iterable[tuple[str, str]]:
-        """The inputs whose sizes padding changes in more than one dimension, and why that is refused."""
+        """Yields inputs whose sizes padding changes in more than one dimension."""
         for node in self.seeds:
             if self.states[node] is SEGMENTS:
                 continue
@@ -205,14 +205,14 @@ class Analysis:
                 yield node.name, str(error)
 
     def check_outputs(self, outputs: Iterable[fx.Node]) -> Iterable[tuple[str, str]]:
-        """The outputs whose first entries are not the real rows."""
+        """Yields outputs whose first entries are not the real rows."""
         for node in outputs:
             state = self.states.get(node)
             if isinstance(state, Rows) and state.blocks != 1:
                 yield node.name, "tokens leave the graph joined with an outer dimension"
 
     def state_of(self, node: fx.Node, inputs: Sequence[State]) -> State:
-        """The state of a node whose inputs have these; raises NotProvedError where it mixes rows."""
+        """Returns the state of a node for those of its inputs; raises NotProvedError where it mixes rows."""
         name = operation(node)
         if name == "getitem":
             source, index = node.args
@@ -238,7 +238,7 @@ class Analysis:
         return any(self.sizes.varies(expr) for expr in _scalar_arguments(node))
 
     def check_extents(self, value: Any, state: State) -> None:
-        """No size but that along the token dimension may depend on what padding changes."""
+        """Raises NotProvedError if padding changes a size other than that along the token dimension."""
         values = value if isinstance(value, list | tuple) else [value]
         states = state if isinstance(state, list) else [state] * len(values)
         if len(states) != len(values):
@@ -260,9 +260,7 @@ class Analysis:
                     )
 
     def looks_up_safely(self, node: fx.Node) -> bool:
-        """Whether the indices of pad rows are in range: they are the zeros of an input's pad rows, not
-        computed.
-        """
+        """Whether indices of pad rows are in range: zeros of an input's pad rows, not computed."""
         indices = [i for i in indices_of(node) if isinstance(i, fx.Node)]
         return all(self._is_an_input(index) for index in indices)
 
@@ -274,7 +272,6 @@ class Analysis:
         return operation(node) in MOVERS and all(map(self._is_an_input, node.all_input_nodes))
 
     def _capture_refusal(self, node: fx.Node) -> str:
-        """Why a node may not be captured at any size; empty where it may."""
         name = operation(node)
         is_dense = name in DENSE_ATTENTIONS
         if draws_random_numbers(node) and not (is_dense and not named(node, "dropout_p")):
@@ -288,8 +285,8 @@ class Analysis:
         return ""
 
     def _reads_segments(self, node: fx.Node, inputs: Sequence[State]) -> bool:
-        """Whether more segments would show in a node's result: it is not attention and takes their
-        cumulative lengths, or a number or a size that says how many there are.
+        """Whether more segments would change a node's result: something but attention takes their cumulative
+        lengths, or a number or size depends on how many there are.
         """
         if SEGMENTS in inputs and operation(node) not in ATTENTIONS:
             return True
@@ -303,7 +300,6 @@ class Analysis:
 
 
 def _scalar_arguments(node: fx.Node) -> list[sympy.Expr]:
-    """The numbers that a node takes from other nodes, as expressions."""
     values = (node_value(n) for n in node.all_input_nodes)
     kinds = torch.SymInt | torch.SymFloat | torch.SymBool
     return [expression_of(value) for value in values if isinstance(value, kinds)]
