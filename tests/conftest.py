@@ -13,8 +13,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import entry
-from fxsplit_encoder.compile import trace
-from fxsplit_encoder.compile.blocks import op
+from fxsplit_encoder.compile import blocks, trace
 
 Grid = tuple[int, int, int]
 INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
@@ -188,5 +187,5 @@ def inlined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(trace, "inline_blocks", counted)
     yield counts
-    assert not op._groups
-    assert not op._open.modules
+    assert not blocks._groups
+    assert not blocks._open.modules

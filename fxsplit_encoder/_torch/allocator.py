@@ -1,8 +1,14 @@
-"""The memory of CUDA graphs: cleaning up after a failed capture, and memory that is used but not owned."""
+"""The memory of CUDA graphs: cleaning up after a failed capture, memory that is used but not owned, and frees
+that a capturing thread defers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,3 +44,35 @@ def borrowed(tensor: Tensor) -> Tensor:
     )
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+_this_thread = threading.local()
+
+
+def free_later(resources: Iterable[Any]) -> None:
+    """Keeps graphs and pools until this thread has left `defer_frees`; does nothing outside of it. To free
+    one while a thread captures is an error, which costs it the capture.
+    """
+    deferred = getattr(_this_thread, "deferred", None)
+    if deferred is not None:
+        deferred.extend(resources)
+
+
+@contextlib.contextmanager
+def defer_frees() -> Iterator[None]:
+    """Around a capture of this thread. What `free_later` was given is freed at the end of the outermost one.
+
+    Garbage is not collected meanwhile either: graphs of others may be in it.
+    """
+    if getattr(_this_thread, "deferred", None) is not None:
+        yield
+        return
+    was_enabled = gc.isenabled()
+    gc.disable()
+    _this_thread.deferred = []
+    try:
+        yield
+    finally:
+        _this_thread.deferred = None
+        if was_enabled:
+            gc.enable()

@@ -23,6 +23,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "addmm_activation",
+    "check",
     "cudnn_attention",
     "flash_attention",
     "flash_attention_into",
@@ -57,7 +58,8 @@ DENSE_ATTENTION_KERNELS = (
 addmm_activation = torch.ops.aten._addmm_activation
 """A product with its bias and GELU in one kernel of cuBLAS, which no public function asks for."""
 
-"""A product of 8-bit floats with a scale for each factor."""
+check = torch._check
+"""Tells a trace that a condition on sizes holds; outside of traces an assertion."""
 
 
 def schema_of(target: Any) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch._inductor.debug  # noqa: F401 - compiled graphs read its settings, without importing it
+import torch
+import torch._inductor.debug
 from torch._dynamo.utils import counters
 from torch._inductor.async_compile import CompiledTritonKernels
 from torch._inductor.codecache import FxGraphCache, InductorCacheArtifact, code_hash, get_path
@@ -20,9 +21,48 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _triton
 
 from fxsplit_encoder._torch.aot import tracing_context
-from fxsplit_encoder._torch.inductor_names import import_lightly
 
-__all__ = ["key_of", "load_graph"]
+SAME_IN_TORCH = frozenset(("addmm", "baddbmm", "bmm", "convolution", "mm"))
+"""Kernels that Inductor takes from torch under the same name, as a test checks."""
+
+_LIGHT = {
+    f"from torch._inductor.{module} import {name}": f"from {__name__} import {own}"
+    for module, name, own in (
+        ("codegen.memory_planning", "_align as align", "align"),
+        ("select_algorithm", "extern_kernels", "extern_kernels"),
+    )
+}
+
+
+class _ExternKernels:
+    """What generated code calls that is no kernel of its own; of Inductor's where torch has no such name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SAME_IN_TORCH:
+            kernel = getattr(torch, name)
+        else:
+            from torch._inductor.select_algorithm import extern_kernels as all_of_them
+
+            kernel = getattr(all_of_them, name)
+        setattr(self, name, kernel)  # the next call finds it without this one
+        return kernel
+
+
+extern_kernels = _ExternKernels()
+
+
+def align(num_bytes: int) -> int:
+    """As Inductor's own, which plans of memory call, and no other code."""
+    from torch._inductor.codegen import memory_planning
+
+    own: Any = memory_planning
+    return int(own._align(num_bytes))
+
+
+def import_lightly(source: str) -> str:
+    """A generated module that has both names from here, line for line as it was; of another form it stays."""
+    lines = source.split("\n")
+    return "\n".join(_LIGHT.get(line.rstrip(), line) for line in lines)
 
 
 def key_of(compiled: Any) -> tuple[str, str] | None:

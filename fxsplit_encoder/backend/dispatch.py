@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.dynamo import original_module, owners_of, owners_of_trace
-from fxsplit_encoder._torch.grad_mode import without_autograd
+from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder._torch.tensors import copy_each
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.backend.parameters import CallParameters

@@ -33,7 +33,7 @@ from fxsplit_encoder._torch.distributed import calls_other_ranks, num_ranks
 from fxsplit_encoder.capture.buffers import OwnedBuffers, storage_address, tensors_in, unstrided
 from fxsplit_encoder.capture.pool import GraphPool, RecordedOps
 from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.compile.splitting_ops import DENSE_ATTENTION, splitting_targets
+from fxsplit_encoder.compile.options import DENSE_ATTENTION, splitting_targets
 from fxsplit_encoder.errors import CaptureError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments, attend_out, varlen_attention
 

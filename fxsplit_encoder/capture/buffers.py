@@ -213,8 +213,7 @@ class StaticBuffer:
         token_dim: the dimension along which replays fill a part; None: the whole tensor is replaced.
         padding_logic: fills the tensor (first) from a value (second) instead, which may be smaller in any
             dimension: what the value leaves too.
-        is_permutation: whether it is a permutation of rows (`compile.permute`), which must stay among its own
-            rows.
+        is_permutation: whether it is a permutation (`permute_rows`), which must stay among its own rows.
         may_be_left_out: whether batches may leave it out for as long as none has filled it: what the tower
             put there for the capture is then a constant.
     """

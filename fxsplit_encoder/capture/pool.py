@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.allocator import borrowed, end_failed_capture
-from fxsplit_encoder._torch.current_device import indexed
-from fxsplit_encoder._torch.deferred_free import defer_frees, free_later
+from fxsplit_encoder._torch.allocator import borrowed, defer_frees, end_failed_capture, free_later
+from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
 from fxsplit_encoder._torch.distributed import is_collective, wait_for
 from fxsplit_encoder.capture.buffers import HandedOut, copy_results, storage_address, tensors_in

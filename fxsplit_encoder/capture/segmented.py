@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from fxsplit_encoder._torch.deferred_free import free_later
+from fxsplit_encoder._torch.allocator import free_later
 from fxsplit_encoder.capture.buffers import copy_results
 from fxsplit_encoder.capture.pool import GraphPool, RecordedOps
 from fxsplit_encoder.errors import CaptureError, ReplayError

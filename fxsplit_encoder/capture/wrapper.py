@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from fxsplit_encoder._torch.modes import foreign_around
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import version_of
 from fxsplit_encoder.capture.breakable import CONSTANTS, DEFAULT_SPLITTING_OPS, active_capture

@@ -7,8 +7,7 @@ imported when it is used first.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fxsplit_encoder.compile.options import CompileOptions
-from fxsplit_encoder.compile.splitting_ops import HostOp, register_host_op
+from fxsplit_encoder.compile.options import CompileOptions, HostOp, register_host_op
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile.build import build_program

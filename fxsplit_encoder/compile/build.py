@@ -1,26 +1,29 @@
-"""From an ATen inference graph to a `Program`."""
+"""From an ATen graph to a `Program`: steps whose values live in slots, and the region that is captured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.distributed import calls_other_ranks
+from fxsplit_encoder._torch.symbols import expression_of
+from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.invariance import check_proof, check_rows
 from fxsplit_encoder.compile.layouts import keeping_layouts
 from fxsplit_encoder.compile.masks import mask_pad_rows
-from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions, host_op, splitting_targets
 from fxsplit_encoder.compile.passes import run_passes
-from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
-from fxsplit_encoder.compile.program import Program
-from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value
-from fxsplit_encoder.compile.sizes import assumptions_of, expression, guards_of, shape_exprs
+from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
+from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, Step, TensorInfo
+from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value, permute_rows
+from fxsplit_encoder.compile.sizes import Size, assumptions_of, expression, guards_of, shape_exprs
 from fxsplit_encoder.compile.split import (
     Cut,
     SplitGraph,
@@ -29,24 +32,14 @@ from fxsplit_encoder.compile.split import (
     token_symbol_of,
     tokens_unknown,
 )
-from fxsplit_encoder.compile.splitting_ops import host_op, splitting_targets
-from fxsplit_encoder.compile.steps import (
-    Region,
-    Slots,
-    make_steps,
-    slots_in,
-    tensor_info,
-    with_frees,
-    with_joins,
-)
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
 from fxsplit_encoder.kernels.products import compile_ahead as compile_products_ahead
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
-    """Masks pad rows, applies the passes, splits the graph, compiles its distinct pieces, and proves what may
-    be padded.
+    """Masks pad rows, applies the passes, splits the graph, compiles its pieces, and proves what may be
+    padded.
 
     Args:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
@@ -142,7 +135,6 @@ def _calls_ranks(node: fx.Node) -> bool:
 
 
 def _device(outputs: Iterable[Any]) -> torch.device:
-    """The device of a graph's outputs; mixed devices are the capture's business to refuse."""
     for argument in outputs:
         value = node_value(argument) if isinstance(argument, fx.Node) else None
         if isinstance(value, torch.Tensor):
@@ -168,7 +160,7 @@ def _recipe(node: fx.Node, slots: Slots) -> DerivedParameter:
 
 
 def _symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
-    """Where each symbol's value is read. A symbol that is not listed depends on data."""
+    """Where each symbol's value is read; a symbol that is not listed depends on data."""
     sources: dict[str, tuple[int, int]] = {}
     for index, node in enumerate(inputs):
         value = node.meta["val"]
@@ -181,3 +173,236 @@ def _symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
                 if expr.is_Symbol:
                     sources.setdefault(str(expr), (index, dim))
     return [(symbol, index, dim) for symbol, (index, dim) in sources.items()]
+
+
+class Slots:
+    """Numbers the nodes that have values, in the order in which they are first asked for."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[fx.Node, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def of(self, node: fx.Node) -> int:
+        """Returns the slot of a node's value."""
+        return self._numbers.setdefault(node, len(self._numbers))
+
+    def argument(self, argument: Any) -> Argument:
+        """Returns a node's argument as that of a step."""
+        if isinstance(argument, fx.Node):
+            return Size.of(node_value(argument)) if is_scalar(argument) else Ref(self.of(argument))
+        if isinstance(argument, list | tuple):
+            return type(argument)(self.argument(a) for a in argument)
+        return argument
+
+
+def tensor_info(node: fx.Node) -> TensorInfo:
+    """Returns what the trace knows of a node's tensor."""
+    value = node.meta["val"]
+    return TensorInfo(node.name, tuple(Size.of(s) for s in value.shape), value.dtype, value.device)
+
+
+def make_steps(
+    parts: Sequence[Piece | Cut], slots: Slots, cache: PieceCache, options: CompileOptions
+) -> list[Step]:
+    """Returns the steps of a graph's parts, in order; compiles the distinct pieces and reports progress."""
+    steps: list[Step] = []
+    num_pieces = sum(1 for part in parts if not isinstance(part, Cut))
+    done = TRACING_PHASES
+    options.report(done, num_pieces)
+    for part in parts:
+        if isinstance(part, Cut):
+            steps.append(_cut_step(part, slots))
+            continue
+        steps.append(_piece_step(part, f"piece_{done - TRACING_PHASES}", slots, cache))
+        done += 1
+        options.report(done, num_pieces)
+    return steps
+
+
+def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Step:
+    distinct, call = cache.get(piece)
+    return Step(
+        kind="piece",
+        name=name,
+        call=call,
+        args=tuple(slots.argument(n) for n in piece.inputs),
+        kwargs={},
+        outputs=tuple(slots.of(n) for n in piece.outputs),
+        returns_tensor=False,
+        distinct=distinct,
+        nodes=tuple(node.name for node in piece.nodes),
+        beside=piece.beside,
+    )
+
+
+def _cut_step(cut: Cut, slots: Slots) -> Step:
+    node = cut.node
+    returns_tensor = isinstance(node.meta["val"], torch.Tensor)
+    if returns_tensor:
+        outputs: tuple[int, ...] = (slots.of(node),)
+    else:
+        by_index = {int(n.args[1]): slots.of(n) for n in cut.unpacked}  # type: ignore[arg-type]
+        outputs = tuple(by_index.get(i, -1) for i in range(len(node.meta["val"])))
+    call = host_op(node.target) or node.target
+    assert callable(call)
+    return Step(
+        kind="host" if cut.is_host else "split",
+        name=node.name,
+        call=call,
+        args=tuple(slots.argument(a) for a in node.args),
+        kwargs={k: slots.argument(v) for k, v in node.kwargs.items()},
+        outputs=outputs,
+        returns_tensor=returns_tensor,
+        nodes=(node.name,),
+    )
+
+
+def with_joins(steps: Sequence[Step]) -> list[Step]:
+    """Marks the steps that read what an earlier one computes beside, unless another has joined it."""
+    open_slots: set[int] = set()
+    marked: list[Step] = []
+    for step in steps:
+        reads = slots_in((step.args, tuple(step.kwargs.values())))
+        if step.beside:
+            open_slots.update(step.outputs)
+        elif not open_slots.isdisjoint(reads):
+            step = replace(step, joins=True)
+            open_slots.clear()
+        marked.append(step)
+    return marked
+
+
+def with_frees(steps: Sequence[Step], kept: Collection[int]) -> list[Step]:
+    """Adds to each step the slots that no later one reads, so that a run takes no more memory than eager.
+
+    What a step beside others reads or writes is kept until one of them joins.
+
+    Args:
+        steps: the steps of a program, in order.
+        kept: the slots that outlive the steps: those of the program's inputs, constants and outputs.
+    """
+    last_use: dict[int, int] = {}
+    for index, step in enumerate(steps):
+        joined = next((i for i in range(index, len(steps)) if steps[i].joins), len(steps))
+        for slot in (*step.outputs, *slots_in((step.args, tuple(step.kwargs.values())))):
+            last_use[slot] = max(last_use.get(slot, 0), joined if step.beside else index)
+    frees: list[list[int]] = [[] for _ in steps]
+    for slot, index in last_use.items():
+        if slot >= 0 and slot not in kept and index < len(steps):
+            frees[index].append(slot)
+    return [replace(step, frees=tuple(f)) for step, f in zip(steps, frees, strict=True)]
+
+
+def slots_in(argument: Argument) -> list[int]:
+    """Returns the slots that an argument refers to, nested ones included."""
+    if isinstance(argument, Ref):
+        return [argument.slot]
+    if isinstance(argument, list | tuple):
+        return [slot for a in argument for slot in slots_in(a)]
+    return []
+
+
+def is_packed_attention(target: Any) -> bool:
+    """Whether a node's target is packed attention, which takes cumulative lengths."""
+    return "varlen_attention" in str(target)
+
+
+class Region:
+    """The parts of a graph after its last host op.
+
+    Args:
+        parts: the parts, in order.
+        outputs: the outputs of the graph.
+        fixed: inputs of the graph that are the same from call to call, or that the program makes itself.
+        slots: where the program keeps values.
+        token_symbol: the symbol that counts tokens, if any.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Piece | Cut],
+        outputs: Sequence[Any],
+        fixed: Collection[fx.Node],
+        slots: Slots,
+        token_symbol: str | None,
+    ) -> None:
+        self._token_symbol = token_symbol
+        self._nodes: list[fx.Node] = []
+        read: dict[fx.Node, None] = {}
+        segments: set[Any] = set()
+        permutations: set[Any] = set()
+        for part in parts:
+            if isinstance(part, Cut):
+                self._nodes += (part.node, *part.unpacked)
+                read.update(dict.fromkeys(part.node.all_input_nodes))
+                if is_packed_attention(part.node.target):
+                    segments.add(part.node.args[3])
+            else:
+                self._nodes += part.nodes
+                read.update(dict.fromkeys(part.inputs))
+                permutations.update(n.args[1] for n in part.nodes if n.target is permute_rows)
+        self._outputs = [output for output in outputs if isinstance(output, fx.Node)]
+        read.update(dict.fromkeys(self._outputs))
+        known = {*self._nodes, *fixed}
+        self.inputs = {
+            node: RegionInput(
+                slot=slots.of(node),
+                info=tensor_info(node),
+                is_segments=node in segments,
+                token_dim=None if node in segments else self._token_dim(node),
+                is_permutation=node in permutations,
+            )
+            for node in read
+            if node not in known and not is_scalar(node)
+        }
+        """Inputs of the region that change from call to call, in the order in which they are first read."""
+
+    def _token_dim(self, node: fx.Node) -> int | None:
+        if self._token_symbol is None:
+            return None
+        return padding.token_dim(node.meta["val"], self._token_symbol)
+
+    def symbols(self, *, with_segments: bool) -> tuple[str, ...]:
+        """Returns the symbols of sizes and numbers inside the region, other than the token symbol.
+
+        Symbols that pieces get only for their compilers do not count.
+
+        Args:
+            with_segments: whether to count those that say how many segments there are, whatever reads them.
+        """
+        values = [
+            n.meta.get("val")  # an assertion has none
+            for node in self._nodes
+            for n in (node, *(i for i in node.all_input_nodes if is_scalar(i)))
+        ]
+        used = {symbol for value in values for symbol in _symbols_in(value)}
+        counted = [entry for entry in self.inputs.values() if with_segments or not entry.is_segments]
+        sizes = [size for entry in counted for size in entry.info.shape]
+        used |= {symbol for size in sizes for symbol in size.symbols}
+        return tuple(sorted(used - {self._token_symbol or ""}))
+
+    def prove(self, assumptions: Sequence[sympy.Basic]) -> padding.PaddingReport:
+        """Proves that the region may be padded, see `compile.padding`.
+
+        Args:
+            assumptions: what the trace assumes of its symbols.
+        """
+        if self._token_symbol is None:
+            return padding.PaddingReport((("graph", "no dimension of a splitting op's query is symbolic"),))
+        seeds = {node: _seed(entry) for node, entry in self.inputs.items()}
+        return padding.analyse(self._nodes, seeds, self._token_symbol, assumptions, self._outputs)
+
+
+def _seed(entry: RegionInput) -> padding.State:
+    if entry.is_segments:
+        return padding.SEGMENTS
+    return padding.SHARED if entry.token_dim is None else padding.Rows(entry.token_dim)
+
+
+def _symbols_in(value: Any) -> set[str]:
+    if isinstance(value, list | tuple):
+        return {symbol for v in value for symbol in _symbols_in(v)}
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return {str(s) for size in sizes if hasattr(size, "node") for s in expression_of(size).free_symbols}

@@ -1,15 +1,10 @@
-"""Parameters in another form (padded, merged), computed once and kept where captured graphs find them.
+"""Parameters in another form (padded, merged), computed once and kept at one address for captured graphs.
 
-A derived parameter has one address for the life of its program, but for those that only others are derived
-from, which are dropped once these are computed. Whenever the parameters that it comes from are others than at
-the last check, it is computed again, into the same memory: at another address, or of another version, which
-every change in place raises.
-
-A write through `tensor.data` (merges of adapters, moving averages, weights from a trainer) changes neither
-address nor version. It changes bits: of each tensor the first and the last element and those at even
-distances between them are compared with what they were (`Fingerprints`). On CUDA one kernel compares all
-samples, as a part of the captured graph, and writes to pinned memory, which the host reads at the next call
-without waiting. Elsewhere, and without Triton, the host compares at once.
+They are computed again, into the same memory, when a source parameter has another address or version. A write
+through `tensor.data` changes neither, but bits: samples of each source, the first element, the last and some
+at even distances, are compared with what they were (`Fingerprints`). On CUDA one kernel does that as a part
+of the captured graph and writes to pinned memory, which the host reads at the next call without waiting;
+elsewhere, and without Triton, the host compares at once.
 """
 
 from __future__ import annotations
@@ -30,17 +25,13 @@ from torch import Tensor
 from fxsplit_encoder._torch.tensors import as_plain_tensors, dense_parts, version_of
 
 SAMPLES = 128
-"""Elements of each tensor: 256 bytes of one in 16 bits. One less is a prime number, so that their distance is
-rarely a multiple of a matrix's width, where all would lie in a few columns."""
+"""Elements of each tensor. One less is a prime, so that samples rarely lie in a few columns of a matrix."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Fingerprints:
-    """The sampled bits of some tensors, as they were when `take` was called last.
-
-    A copy or a pickle has none: its tensors lie elsewhere.
-    """
+    """Sampled bits of tensors at the last `take`. A copy or a pickle has none: its tensors lie elsewhere."""
 
     def __init__(self) -> None:
         self._on_host: _HostSamples | None = None
@@ -52,7 +43,7 @@ class Fingerprints:
     @torch.inference_mode(False)
     @torch.no_grad()
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Samples the tensors, which stay where they are until the next time."""
+        """Samples the tensors, which must stay where they are until the next call."""
         with as_plain_tensors():  # vLLM's parameters have code of their own
             dense = [part.detach() for each in tensors for part in dense_parts(each) if part.numel()]
         device = _device_of(dense)
@@ -64,22 +55,22 @@ class Fingerprints:
 
     def compare(self) -> object:
         """Enqueues the comparison on CUDA, where it may be captured; elsewhere it does nothing. Returns what
-        a capture of it needs to stay allocated.
+        a capture has to keep alive.
         """
         if self._on_device is not None:
             self._on_device.compare()
         return self._on_device
 
     def have_changed(self) -> bool:
-        """Whether bits are others than they were: on CUDA as far as comparisons have run."""
+        """Whether bits have changed: on CUDA as far as comparisons have run."""
         if self._on_device is not None and self._on_device.have_changed():
             return True
         return self._on_host is not None and self._on_host.have_changed()
 
 
 class _HostSamples:
-    """Samples that are compared where the host asks. Those of a CPU's tensors are read by NumPy, which a
-    recording of PyTorch's operations does not see: a tower may ask inside one.
+    """Samples that are compared on the host. Those of CPU tensors are read by NumPy, which a recording of
+    PyTorch's operations does not see.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -92,7 +83,6 @@ class _HostSamples:
 
 
 def _reader(bits: Tensor) -> Callable[[], bytes]:
-    """What reads the samples of a tensor of integers."""
     positions = _positions(bits.numel())
     if bits.device.type == "cpu":
         memory = np.atleast_1d(bits.numpy())  # not a copy
@@ -103,10 +93,10 @@ def _reader(bits: Tensor) -> Callable[[], bytes]:
 
 
 class _DeviceSamples:
-    """Samples on a CUDA device: a table of their addresses, through which a kernel goes.
+    """Samples on a CUDA device, read through a table of their addresses.
 
-    A comparison that finds another bit writes how often samples were taken until then. So one that was
-    enqueued before they were taken again says nothing of the new ones.
+    A comparison that finds another bit writes the number of `take` calls until then, so one that was enqueued
+    before the last of them says nothing of the new samples.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -122,8 +112,8 @@ class _DeviceSamples:
         self.take(tensors)
 
     def take(self, tensors: Sequence[Tensor]) -> bool:
-        """Samples other tensors of the same layouts, where captured comparisons find them. Those of other
-        layouts it does not; no captured comparison reads the old ones any more then.
+        """Samples other tensors of the same layouts into the same table. For other layouts it clears the
+        table, which disables captured comparisons, and returns False.
         """
         if _layouts(tensors) != self._layouts:
             self._addresses.zero_()
@@ -152,12 +142,11 @@ def _has_triton() -> bool:
 
 
 def _device_of(tensors: Iterable[Tensor]) -> torch.device | None:
-    """Where a kernel compares samples; None: nowhere."""
+    """The device on which a kernel compares samples; None: there is none."""
     return next((each.device for each in tensors if each.is_cuda), None) if _has_triton() else None
 
 
 def _positions(count: int) -> Tensor:
-    """Positions of the samples among so many elements, in the order of a tensor's dimensions."""
     samples = min(count, SAMPLES)
     return torch.arange(samples, device="cpu") * (count - 1) // max(samples - 1, 1)
 
@@ -167,7 +156,7 @@ def _layouts(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
-    """Addresses of all samples, two bytes at each; of elements of one byte, with a neighbor."""
+    """Addresses of all samples, two bytes at each; an element of one byte is read with a neighbor."""
     layouts = _layouts(tensors)
     offsets = {layout: _offsets(*layout) for layout in dict.fromkeys(layouts)}
     starts = (offsets[layout] + each.data_ptr() for layout, each in zip(layouts, tensors, strict=True))
@@ -175,7 +164,6 @@ def _addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _offsets(shape: Sequence[int], strides: Sequence[int], element_size: int) -> Tensor:
-    """Bytes from a tensor's first element to each sample."""
     rest = _positions(math.prod(shape))
     elements = torch.zeros_like(rest)
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -199,7 +187,7 @@ _UNVERSIONED = (
 
 @dataclass(frozen=True, slots=True)
 class DerivedParameter:
-    """What fills a slot of a program from other slots."""
+    """A slot of a program that is filled from other slots."""
 
     slot: int
     sources: tuple[int, ...]
@@ -207,13 +195,12 @@ class DerivedParameter:
     make: Callable[..., Tensor]
     """A function of the sources' tensors."""
     is_kept: bool = True
-    """Whether a step reads it. One that only others are derived from is dropped as soon as they are."""
+    """Whether a step reads it; if not, it is dropped as soon as those derived from it are computed."""
 
 
 class DerivedParameters:
-    """The derived parameters of one program, on the parameters that it was last run with.
-
-    A copy or a pickle has none yet: they are computed when it is run.
+    """The derived parameters of one program, for the parameters of its last run. A copy or a pickle has none
+    yet: they are computed when it is run.
     """
 
     def __init__(self, recipes: Iterable[DerivedParameter] = ()) -> None:
@@ -227,28 +214,23 @@ class DerivedParameters:
         self._sources: dict[int, Tensor] = {}
         self._addresses: list[int] = []
         self._versions: list[int] | None = []
-        """None for inference tensors, which have none."""
         self._fingerprints = Fingerprints()
         self._values: dict[int, Tensor] = {}
         self._is_outdated = False
         self._said: set[str] = set()
         self.stamp: object = None
-        """Another one whenever they have been computed."""
+        """A new object whenever they have been computed."""
 
     def __reduce__(self) -> Any:
         return DerivedParameters, (self.recipes,)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the derived parameters take in addition to those that they come from."""
+        """Bytes that the derived parameters take beside those that they come from."""
         return sum(value.numel() * value.element_size() for value in self._values.values())
 
     def fill(self, slots: list[Any], stamp: object = None) -> None:
-        """Fills the slots of the derived parameters of a run from those of its parameters.
-
-        Args:
-            stamp: as of `refresh`, of a time since when the parameters are the same tensors, too.
-        """
+        """Fills the slots of derived parameters from those of parameters; `stamp` as for `refresh`."""
         if not self.recipes:
             return
         if stamp is None or stamp is not self.stamp:
@@ -259,13 +241,12 @@ class DerivedParameters:
             slots[slot] = value
 
     def refresh(self, stamp: object = None) -> bool:
-        """Computes again what the parameters of the last run have outdated by their addresses and versions;
-        returns whether anything was. About 150 nanoseconds per parameter that has derived ones on the host of
-        an H200.
+        """Recomputes after source parameters have another address or version; returns whether any had.
+
+        Takes about 150 ns per source on the host of an H200.
 
         Args:
-            stamp: the one of a time since when the caller knows that no parameter has moved: where it still
-                holds, parameters are asked for their versions alone.
+            stamp: one since which no parameter has moved, as the caller knows: only versions are compared.
         """
         if not self.recipes:
             return False
@@ -284,9 +265,8 @@ class DerivedParameters:
         return True
 
     def follow_writes(self) -> None:
-        """Computes everything again after writes that changed neither addresses nor versions, once a
-        comparison has found them (`compile.derived`), and after `outdate`; of tensors that have no
-        versions always.
+        """Recomputes after a comparison has found writes that changed neither address nor version, after
+        `outdate`, and always for tensors without versions.
         """
         if not self.recipes:
             return
@@ -298,11 +278,11 @@ class DerivedParameters:
         self._compute()
 
     def compare(self) -> object:
-        """As `Fingerprints.compare`, for a later `follow_writes`."""
+        """Calls `Fingerprints.compare`, for a later `follow_writes`."""
         return self._fingerprints.compare()
 
     def outdate(self) -> None:
-        """Has the next run or replay compute everything again."""
+        """Makes the next run or replay compute everything again."""
         self._is_outdated = True
 
     @torch.inference_mode(False)
@@ -320,12 +300,10 @@ class DerivedParameters:
         self._is_outdated = False
 
     def _keep(self, slot: int, made: Tensor) -> Tensor:
-        """The tensor of a slot, where captures read it, with the values that were made."""
         kept = self._values.setdefault(slot, made)
         return kept if kept is made else kept.copy_(made)
 
     def _say(self, what: str) -> None:
-        """Warns of something, once."""
         if what not in self._said:
             self._said.add(what)
             logger.warning(
@@ -335,8 +313,8 @@ class DerivedParameters:
 
 
 def _beside_readers(recipes: tuple[DerivedParameter, ...]) -> tuple[DerivedParameter, ...]:
-    """Recipes in an order in which those that are not kept are next to the first that reads them, so that few
-    lie in memory at a time; without those that none reads.
+    """Orders recipes so that one that is not kept is next to its first reader, and drops those that none
+    reads.
     """
     dropped = {recipe.slot: recipe for recipe in recipes if not recipe.is_kept}
     ordered: list[DerivedParameter] = []

@@ -1,4 +1,4 @@
-"""The comparison of sampled bits with what they were, in Triton. Imported only where that is installed."""
+"""A Triton kernel that compares sampled bits with earlier ones. Imported only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.device import on_device
 
 # Few for each program: loads of scattered addresses take as long as memory does, however few.
 _BLOCK = 256
@@ -20,8 +20,8 @@ _compiled: dict[str, Any] = {}
 # No number of samples gets a version of its own.
 @triton.jit(do_not_specialize=["count", "takes"])  # type: ignore[untyped-decorator]
 def _compare(addresses, before, state, count, takes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BLOCK samples: writes their bits to `before`, or compares the two, and where any differ writes the
-    first number of `state` to the address that is its second.
+    """Stores the bits of BLOCK samples, or compares them; where any differ, writes state[0] to the address
+    state[1].
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     address = tl.load(addresses + index, mask=index < count, other=0)
@@ -36,13 +36,13 @@ def _compare(addresses, before, state, count, takes, BLOCK: tl.constexpr):  # ty
 
 
 def compare_bits(addresses: Tensor, before: Tensor, state: Tensor, *, takes: bool) -> None:
-    """Takes or compares the two bytes at each address; where any differ, `state` says what is written where.
+    """Stores or compares the two bytes at each address; where any differ, writes to the address of `state`.
 
     Args:
         addresses: (samples,), int64; 0 for none.
         before: (samples,), int16.
         state: (2,), int64: a number, and the address that gets it.
-        takes: whether bits are written to `before`, rather than compared with it.
+        takes: whether bits are stored in `before`, rather than compared with it.
     """
     count = addresses.shape[0]
     with on_device(addresses.device):
@@ -54,5 +54,5 @@ def compare_bits(addresses: Tensor, before: Tensor, state: Tensor, *, takes: boo
 
 
 def compiled_kernels() -> list[Any]:
-    """What was compiled in this process."""
+    """Returns the kernels compiled in this process."""
     return list(_compiled.values())

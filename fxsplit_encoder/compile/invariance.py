@@ -1,14 +1,14 @@
-"""`invariant: true`: which graphs give a row the same bits whatever other rows are with it, and which do not.
+"""`invariant: true`: checks that a graph gives a row the same bits whatever other rows are with it.
 
 Every operation has to be one of these:
 
-* a value of its own for every entry, from the entries at its place (what torch tags as pointwise);
+* pointwise, by torch's tag: an entry comes from the entries at its place;
 * values moved, looked up, or made from sizes;
 * a reduction over dimensions whose sizes never change, so that each result adds the same number of entries;
 * `fxsplit::fixed_linear`, or attention by the one kernel of `attention.choice.invariant_kernel`.
 
-Anything else may choose an algorithm by how many rows there are, or mix rows, and is refused with its name.
-That real rows do not read others is the proof of `compile.padding`, which has to have succeeded.
+Anything else may choose an algorithm by the number of rows, or mix rows, and is refused with its name. That
+real rows do not read others is proved by `compile.padding`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.padding.rules import CONSTRUCTORS, COPIES, MOVERS
 from fxsplit_encoder.compile.padding.states import is_pointwise, named, operation
 from fxsplit_encoder.compile.passes.fixed_products import of_parameters
 from fxsplit_encoder.compile.sizes import shape_exprs
-from fxsplit_encoder.compile.splitting_ops import host_op
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 from fxsplit_encoder.kernels.attention.choice import invariant_kernel
@@ -77,7 +77,6 @@ def check_rows(module: fx.GraphModule, device: torch.device, compiler: str | Cal
 
 
 def _of_compiler(device: torch.device, compiler: str | Callable[..., Any]) -> Iterator[str]:
-    """Why what compiles the pieces does not do."""
     if device.type == "cuda" and compiler in ("eager", "aot_eager"):
         why, allowed = "on CUDA torch's own reductions add in an order by the number of rows", "inductor"
     elif device.type == "cpu" and compiler == "inductor":
@@ -88,7 +87,6 @@ def _of_compiler(device: torch.device, compiler: str | Callable[..., Any]) -> It
 
 
 def _of_threads(device: torch.device) -> Iterator[str]:
-    """Why the threads of a CPU do not do."""
     if device.type == "cpu" and (threads := torch.get_num_threads()) > 1:
         yield (
             "invariant: on a CPU threads share tensors by their number of entries, and each ends its part by "
@@ -97,7 +95,6 @@ def _of_threads(device: torch.device) -> Iterator[str]:
 
 
 def _of_heads(graph: fx.Graph, device: torch.device) -> Iterator[str]:
-    """Why no kernel attends to the heads of a graph."""
     for node in graph.nodes:
         if node.target in (varlen_attention, dense_attention):
             value = node.meta["val"]
@@ -123,7 +120,7 @@ def check_proof(report: PaddingReport, token_symbol: str | None) -> None:
 
 
 def row_dependence(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """The nodes whose rows may get other bits among other rows, and why."""
+    """Yields the nodes whose rows may get other bits among other rows, and why."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(_first(node.meta.get("val")), torch.Tensor):
             continue  # a size
@@ -144,7 +141,6 @@ def _why(node: fx.Node) -> str | None:
 
 
 def _has_fixed_sizes(node: fx.Node, name: str) -> bool:
-    """Whether an operation over some dimensions runs over the same number of entries in every call."""
     source: Any = node.args[0]
     if name in _OVER_TRAILING:
         shape: Any = node.args[1]

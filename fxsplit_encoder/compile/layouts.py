@@ -1,8 +1,8 @@
-"""What a rewrite does to sizes, strides and offsets reaches only what gives the same for any layout.
+"""Keeps the layouts that a graph's readers see, whatever a rewrite does to sizes, strides and offsets.
 
-A rewrite may store a value in another order, which is often why it is fast. Most operations do not care; what
-reads memory by strides of the trace, a view that needs them, an operator of another library and whoever calls
-the graph do. They get the value as it was stored before.
+A rewrite may store a value in another order, which is often why it is fast. Most operations give the same for
+any layout. Those that read memory by strides of the trace, views that need them, operators of other libraries
+and the graph's caller get the value as it was stored before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TAGS = (
 
 
 def sees_layout(node: fx.Node) -> bool:
-    """Whether a node may give something else where what it reads is stored in another order."""
+    """Whether a node may give something else where its inputs are stored in another order."""
     target = node.target
     if not isinstance(target, OpOverload):
         return target is not operator.getitem
@@ -51,8 +51,8 @@ def sees_layout(node: fx.Node) -> bool:
 
 
 def traced_downstream(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """The traced values that nodes downstream of some would have, if these had the given ones: of as many as
-    these layouts reach. No node is changed.
+    """Returns the traced values that nodes downstream would have if some had the given ones, as far as these
+    layouts reach. No node is changed.
 
     Raises:
         RuntimeError, ValueError: an operation cannot read such a layout, or would give something else.
@@ -81,10 +81,10 @@ class _Call:
 
 @contextlib.contextmanager
 def keeping_layouts(graph: fx.Graph) -> Iterator[None]:
-    """Whatever is rewritten within, what can see the layout of a value reads it as it was stored before.
+    """Keeps what nodes see of layouts as it was before the rewrites inside the context.
 
-    Afterwards traced values are those of the layouts that there are. Where one is seen, the value is copied
-    into the layout that it had, or, as a part of a larger one, computed as before.
+    Afterwards traced values are those of the real layouts. Where a layout is seen, the value is copied into
+    the old one, or, as a part of a larger one, computed as before.
     """
     before = {node: _Call(node.target, node.args, node.kwargs, node.meta.get("val")) for node in graph.nodes}
     yield
@@ -92,18 +92,14 @@ def keeping_layouts(graph: fx.Graph) -> Iterator[None]:
 
 
 class _Rewritten:
-    """A graph after a rewrite.
-
-    Args:
-        before: its nodes as they were, in order.
-    """
+    """A graph after a rewrite, and its nodes in order as they were before."""
 
     def __init__(self, graph: fx.Graph, before: Mapping[fx.Node, _Call]) -> None:
         self._graph = graph
         self._before = before
         self._nodes = set(graph.nodes)
         self._replaced: dict[fx.Node, Any] = {}
-        """What nodes were traced as until layouts that they read turned out to be others."""
+        """Traced values of nodes until layouts that they read turned out to be others."""
         self._restored: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def keep_layouts(self) -> None:
@@ -122,8 +118,8 @@ class _Rewritten:
                     self._restore(node, changed)
 
     def _changed_inputs(self, node: fx.Node) -> dict[fx.Node, tuple[fx.Node, Any]]:
-        """What a node reads that is stored in another way than when it was traced: what it was then, if
-        something else took its place, and its traced value.
+        """The inputs of a node that are stored otherwise than when it was traced: each with what was there
+        then, and its traced value.
         """
         was = self._before.get(node)
         reads = node.all_input_nodes
@@ -147,7 +143,6 @@ class _Rewritten:
         return was is None or was.value is not node.meta.get("val")
 
     def _is_traced(self, node: fx.Node) -> bool:
-        """Whether the rewrite has redone the traced value of a node that was there before."""
         was = self._before.get(node)
         return was is not None and was.value is not node.meta.get("val")
 
@@ -207,12 +202,10 @@ def _numbers(values: Iterable[int | torch.SymInt]) -> list[Any]:
 
 
 def _is_stored_alike(one: Any, other: Any) -> bool:
-    """Whether two traced values have the same sizes, strides and offset."""
     return one is other or _layout(one) == _layout(other)
 
 
 def _is_only_stored_otherwise(one: Any, other: Any) -> bool:
-    """Whether two traced values have the same sizes, but not the same strides and offset."""
     return one is not other and _sizes(one) == _sizes(other) and _layout(one) != _layout(other)
 
 

@@ -1,10 +1,9 @@
-"""Masks that keep pad rows finite without giving attention any more work.
+"""Masks that keep pad rows finite.
 
-A packed attention, ours or another library's, leaves the rows outside every segment unwritten. Whatever lies
-in that memory must not reach the values that the next attention reads, since FlashAttention reads value rows
-past the last segment and 0 * NaN is NaN. So the pad rows are set to zero after each attention, at the first
-pointwise operation (the residual addition), where Inductor fuses the mask into a kernel that runs anyway.
-Between the two only operations that work row by row are passed.
+A packed attention leaves the rows outside every segment unwritten. Their memory must not reach the next
+attention: FlashAttention reads value rows past the last segment, and 0 * NaN is NaN. So the pad rows are set
+to zero after each attention, at the first pointwise operation (the residual addition), where Inductor fuses
+the mask into a kernel that runs anyway. Between the two only operations that work row by row are passed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder._torch.dispatch import has_tag
-from fxsplit_encoder.compile.padding.token_sizes import TokenSizes
+from fxsplit_encoder.compile.padding.states import TokenSizes
 from fxsplit_encoder.compile.sizes import assumptions_of, expression
 
 aten = torch.ops.aten
@@ -37,8 +36,7 @@ _ROWWISE = (
 
 
 def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node | None:
-    """Masks the pad rows after each packed attention; returns the new input that holds the number of real
-    rows.
+    """Masks the pad rows after each packed attention.
 
     Args:
         module: an ATen graph.
@@ -46,7 +44,8 @@ def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node |
             (tokens, heads, head_dim) or (1, tokens, heads, head_dim).
 
     Returns:
-        A placeholder, the graph's last, for a 0-dimensional int64 tensor; None without attentions.
+        The graph's last placeholder, a 0-dimensional int64 tensor of the number of real rows; None without
+        attentions.
     """
     assumptions = assumptions_of([node for node in module.graph.nodes if node.op == "placeholder"])
     found = ((node, _rows(node, assumptions)) for node in module.graph.nodes if node.target in targets)
@@ -67,8 +66,8 @@ def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node |
 
 
 def _rows(node: fx.Node, assumptions: Sequence[sympy.Basic]) -> sympy.Expr | None:
-    """The rows that a splitting op may leave unwritten where they are padding: tokens, which `num_rows`
-    counts. None for an op of torch, and for rows that are computed or constant, which are never padded.
+    """The rows that a splitting op may leave unwritten: tokens. None for an op of torch, and for rows that
+    are computed or constant, which are never padded.
     """
     value = node.meta.get("val")
     if node.target.namespace == "aten" or not isinstance(value, torch.Tensor):  # type: ignore[union-attr]
@@ -81,14 +80,12 @@ def _rows(node: fx.Node, assumptions: Sequence[sympy.Basic]) -> sympy.Expr | Non
 
 
 def _dim_of(rows: sympy.Expr, value: torch.Tensor) -> int | None:
-    """The dimension of so many rows, where those before it have one entry."""
     sizes = list(map(expression, value.shape))
     dim = sizes.index(rows) if rows in sizes else None
     return dim if dim is not None and all(size == 1 for size in sizes[:dim]) else None
 
 
 def _first_pointwise(attention: fx.Node, rows: sympy.Expr) -> fx.Node:
-    """The node to mask: the first pointwise operation after an attention, or the attention itself."""
     node = attention
     while len(node.users) == 1:
         user = next(iter(node.users))

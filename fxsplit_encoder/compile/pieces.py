@@ -1,7 +1,7 @@
 """Pieces: the subgraphs between splitting ops, deduplicated by structure and compiled once each.
 
-A piece's weights are inputs, so the 27 blocks of a tower share a compilation; its token count is a symbol, so
-every budget and every exact shape share it too.
+A piece's weights are inputs and its token count is a symbol, so all blocks of a tower, budgets and exact
+shapes share a compilation.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class Piece:
 
 
 def signature(piece: Piece) -> tuple[Any, ...]:
-    """What two pieces share exactly when one compilation serves both: operations, wiring, and input
-    layouts.
-    """
+    """Returns what two pieces share exactly when one compilation serves both."""
     numbers = {node: f"i{k}" for k, node in enumerate(piece.inputs)}
     numbers |= {node: f"n{k}" for k, node in enumerate(piece.nodes)}
 
@@ -65,7 +63,7 @@ def _input(value: Any) -> Any:
 
 
 def to_graph_module(piece: Piece) -> fx.GraphModule:
-    """The piece as a module: positional inputs, a tuple of outputs."""
+    """Returns the piece as a module: positional inputs, a tuple of outputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in piece.inputs:
@@ -86,7 +84,7 @@ class PieceCache:
         self._compiled: list[Callable[..., Any]] = []
 
     def get(self, piece: Piece) -> tuple[int, Callable[..., Any]]:
-        """The number of the distinct compilation of a piece, and the compiled callable."""
+        """Returns the number of a piece's distinct compilation, and the compiled callable."""
         key = signature(piece)
         if key not in self._numbers:
             values = [node.meta["val"] for node in piece.inputs]
@@ -97,36 +95,30 @@ class PieceCache:
 
 
 def compile_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The piece as traced: one ATen call per node."""
+    """Runs the piece as traced: one ATen call per node."""
     return module.forward
 
 
 def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The piece in Inductor's operations, run one by one, to tell a decomposition from a kernel."""
+    """Runs the piece in Inductor's operations, one by one, to tell a decomposition from a kernel."""
     return _decompose(module, inputs).forward
 
 
 class CompiledPiece:
-    """A piece that Inductor compiled.
-
-    Args:
-        compiled: takes the list of arguments, which it empties.
-    """
+    """A piece that Inductor compiled, from a function that empties its list of arguments."""
 
     def __init__(self, compiled: Callable[[list[Any]], Any]) -> None:
         self.compiled = compiled
 
     def __call__(self, *args: Any) -> Any:
-        """The piece's outputs."""
+        """Runs the piece."""
         return self.compiled(list(args))
 
 
 def compile_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], *, invariant: bool = False
 ) -> Callable[..., Any]:
-    """The piece through Inductor, for all token counts; `invariant`: every process gets the same kernels, and
-    none is chosen by time.
-    """
+    """Compiles the piece by Inductor for all token counts; `invariant`: no kernel is chosen by time."""
     from fxsplit_encoder._torch.inductor import compile_graph
 
     return CompiledPiece(compile_graph(_decompose(module, inputs), inputs, invariant=invariant))
@@ -148,10 +140,9 @@ PIECE_COMPILERS: Mapping[str, Callable[[fx.GraphModule, Sequence[Any]], Callable
 
 @functools.cache
 def start_compile_workers() -> None:
-    """Starts the processes in which Inductor compiles Triton kernels in parallel, once per process.
+    """Starts the processes in which Inductor compiles Triton kernels, once per process.
 
-    They import torch first, for seconds, and until they are ready this process compiles kernel after kernel
-    itself. torch.compile's own backend starts them too, but is not what calls Inductor here.
+    They import torch for seconds, until which this process compiles the kernels itself.
     """
     from fxsplit_encoder._torch.inductor import start_workers
 
@@ -161,7 +152,7 @@ def start_compile_workers() -> None:
 def piece_compiler(
     name: str | Callable[..., Any], device: torch.device, *, invariant: bool = False
 ) -> Callable[..., Callable[..., Any]]:
-    """The compiler of a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
+    """Returns the compiler of a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
     if callable(name):
         return name
     if name == "auto":
@@ -176,7 +167,6 @@ def piece_compiler(
 def _compile_in_whole_vectors(
     module: fx.GraphModule, inputs: Sequence[Any], *, decomposed: bool
 ) -> Callable[..., Any]:
-    """The piece run op by op, on a CPU, by the same code for every entry."""
     module = _decompose(module, inputs) if decomposed else module
     in_whole_vectors(module)
     return module.forward
@@ -209,7 +199,7 @@ def _filling_up(function: Any) -> Callable[..., Tensor]:
 
 
 def filled_up(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """A function of single entries, of tensors that are filled up to whole vectors."""
+    """Calls a function of single entries on tensors that are filled up to whole vectors."""
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     shape = torch.Size(numpy.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors)))
     if not shape:
@@ -229,9 +219,7 @@ def filled_up(function: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _laid_out_as_traced(result: Tensor, tensors: list[Tensor]) -> Tensor:
-    """The result with the strides that the function gives: those of a single argument, as far as these are
-    dense.
-    """
+    """The result with the strides that the function gives: those of its argument, as far as it is dense."""
     like = next((t for t in tensors if t.shape == result.shape), None)
     if like is None or like.is_contiguous():
         return result.contiguous()

@@ -1,14 +1,13 @@
-"""A `Program`: the ordered steps that one forward became, and how to run them.
+"""Ordered steps that one forward became, and how to run them.
 
-Values live in numbered slots. A step reads slots and sizes and fills slots. The steps up to the last host op
-are the *prologue* and always run at the true shape; the rest is the *region*, which may run padded. Its steps
-are called here, at the shape of the values, or one by one by `capture`, which records them.
-
-A `BoundProgram` is one whose inputs are known by name, which `bind` finds out.
+Values live in numbered slots. The steps up to the last host op are the *prologue* and always run at the true
+shape; the rest is the *region*, which may run padded, and which `capture` records step by step. `bind` makes
+a `BoundProgram`, whose inputs have names.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.device import Branch
 from fxsplit_encoder._torch.staging import to_device
-from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.sizes import Size, SymbolValues, holds_for_capture
@@ -48,9 +47,7 @@ class Step:
     args: tuple[Argument, ...]
     kwargs: dict[str, Argument]
     outputs: tuple[int, ...]
-    """The slots that the call's results fill; one for a tensor, several for a sequence (-1: a result that
-    is not read).
-    """
+    """Slots that the results fill: one for a tensor, several for a sequence (-1: the result is not read)."""
     returns_tensor: bool
     frees: tuple[int, ...] = ()
     """Slots that no later step reads."""
@@ -59,7 +56,7 @@ class Step:
     nodes: tuple[str, ...] = ()
     """The names of the graph's nodes that it stands for."""
     beside: bool = False
-    """Whether it may run beside the steps after it (`compile.branches`)."""
+    """Whether it may run beside the steps after it (`compile.program`)."""
     joins: bool = False
     """Whether it reads what a step before it computes beside."""
 
@@ -85,22 +82,22 @@ class RegionInput:
     token_dim: int | None
     """The dimension that counts tokens, if any."""
     is_permutation: bool = False
-    """Whether it is a permutation of rows, see `compile.permute`."""
+    """Whether it is a permutation of rows, see `compile.rewriting`."""
 
 
 @dataclass(slots=True)
 class Bindings:
-    """The values of one run: slots and symbols."""
+    """Slots and symbols of one run."""
 
     slots: list[Any]
     symbols: SymbolValues = field(default_factory=dict)
 
     def copy(self) -> Bindings:
-        """The same values, for a run that leaves these as they are."""
+        """Returns the same values for another run."""
         return Bindings(list(self.slots), dict(self.symbols))
 
     def value(self, argument: Argument) -> Any:
-        """What an argument is in this run."""
+        """Returns an argument's value in this run."""
         if isinstance(argument, Ref):
             return self.slots[argument.slot]
         if isinstance(argument, Size):
@@ -110,12 +107,12 @@ class Bindings:
         return argument
 
     def arguments(self, step: Step) -> tuple[list[Any], dict[str, Any]]:
-        """What a step is called with, positional and by name."""
+        """Returns the positional and named arguments of a step."""
         value = self.value
         return [value(each) for each in step.args], {key: value(each) for key, each in step.kwargs.items()}
 
     def store(self, step: Step, result: Any) -> None:
-        """Keeps what a step returned, and lets go of what no later step reads."""
+        """Stores a step's results and drops what no later step reads."""
         slots = self.slots
         for slot, value in zip(step.outputs, (result,) if step.returns_tensor else result, strict=False):
             if slot >= 0:
@@ -124,11 +121,54 @@ class Bindings:
             slots[slot] = None
 
 
+class StepBranches:
+    """Runs the steps marked `beside` on a sibling stream, which a CUDA graph has as a branch.
+
+    The program keeps what such a step reads and writes until a step that `joins` has run (`with_frees`); call
+    `join` after the last step, before a result is read.
+
+    Args:
+        device: of the program. Without CUDA steps run where they stand.
+        active: whether steps may run beside others: no branch outlives the graph that it begins in.
+    """
+
+    def __init__(self, device: torch.device, *, active: bool = True) -> None:
+        self._device = device
+        self._active = active
+        self._branch: Branch | None = None
+        self._open = False
+
+    def placed(self, step: Step) -> Callable[..., Any]:
+        """Returns what to call in place of `step.call`, with the same arguments."""
+        call = step.call
+        if not self._active:
+            return call
+        if step.beside:
+            return functools.partial(self._beside, step)
+        return functools.partial(self._behind, call) if step.joins and self._open else call
+
+    def join(self) -> None:
+        """Makes what is enqueued from now on wait for all steps that ran beside."""
+        if self._branch is not None and self._open:
+            self._branch.join()
+        self._open = False
+
+    def _beside(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        if self._branch is None:  # made here, where the stream of the capture is current
+            self._branch = Branch(self._device, "steps")
+        self._branch.fork()
+        self._open = True
+        with self._branch:
+            return step.call(*args, **kwargs)
+
+    def _behind(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.join()
+        return call(*args, **kwargs)
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A traced forward, split, compiled and ready to run at any size. Slots 0..num_inputs-1 are the graph's
-    inputs.
-    """
+    """A traced forward, split and compiled for any size. Slots 0..num_inputs-1 are the graph's inputs."""
 
     steps: tuple[Step, ...]
     num_inputs: int
@@ -140,8 +180,7 @@ class Program:
     static_inputs: frozenset[int]
     """Inputs that are parameters or buffers: bound by address when captured."""
     symbol_sources: tuple[tuple[str, int, int], ...]
-    """(symbol, input, dimension) for each symbol a size may use; dimension -1: the input is the number
-    itself.
+    """(symbol, input, dimension) of each symbol that a size may use; dimension -1: the input is the number.
     """
     outputs: tuple[Argument, ...]
     output_infos: tuple[TensorInfo | None, ...]
@@ -174,16 +213,15 @@ class Program:
 
     @property
     def fixed_slots(self) -> list[int]:
-        """The slots that hold the same from run to run: parameters, constants, derived parameters."""
+        """Slots that hold the same in every run: parameters, constants, derived parameters."""
         return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
 
     def begin(self, args: Sequence[Any], derived_stamp: object = None) -> Bindings:
-        """Binds the graph's inputs and runs the prologue at the true shape. What host ops made may still be
-        on the CPU.
+        """Binds the graph's inputs and runs the prologue at the true shape; its results may still be on the
+        CPU.
 
         Args:
-            derived_stamp: that of the derived parameters, where parameters are the same tensors, and lie
-                where they did, as when they had it.
+            derived_stamp: that of the derived parameters, where parameters have not moved since they had it.
         """
         bindings = Bindings([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():
@@ -204,9 +242,8 @@ class Program:
 
         Args:
             bindings: what `begin` returned; values that no later step reads are dropped from it.
-            segments: those whose lengths the host knows. Attention takes them in place of the bound that was
-                traced, which is often the token count: right for every batch, but FlashAttention 2 launches
-                blocks for it.
+            segments: those whose lengths the host knows. Attention takes them in place of the traced bound,
+                often the token count, for which FlashAttention 2 launches blocks.
         """
         self.fill_num_rows(bindings)
         self.derived.compare()
@@ -229,9 +266,7 @@ class Program:
         return [bindings.value(output) for output in self.outputs]
 
     def fill_num_rows(self, bindings: Bindings) -> None:
-        """Puts the number of rows of this run where the masks of pad rows read it, unless it is there: a
-        capture brings its own.
-        """
+        """Fills in the number of rows for the masks of pad rows, unless a capture has brought its own."""
         slot = self.num_rows_slot
         if slot is None or self.token_symbol is None or bindings.slots[slot] is not None:
             return
@@ -240,13 +275,13 @@ class Program:
         bindings.slots[slot] = torch.full((), rows, dtype=torch.int64, device=self.device)
 
     def run(self, args: Sequence[Any], segments: Iterable[KnownSegments] = ()) -> list[Any]:
-        """The whole program at the shape of its inputs; `segments` as for `finish`."""
+        """Runs the whole program at the shape of its inputs; `segments` as for `finish`."""
         bindings = self.begin(args)
         self.move_to_device(bindings)
         return self.finish(bindings, segments)
 
     def move_to_device(self, bindings: Bindings) -> None:
-        """Brings what host ops made to the region's device."""
+        """Moves the results of host ops to the region's device."""
         for step in self.steps[: self.region_start]:
             if step.kind == "host":
                 for slot in step.outputs:
@@ -274,8 +309,10 @@ class Program:
 
     @property
     def frame_lengths_slot(self) -> int | None:
-        """The slot of the cumulative lengths; of several, the only one whose segments just the token count
-        bounds, since windows have a fixed bound. None if there is none, or the region makes it.
+        """The slot of the cumulative lengths of images or frames; None if there is none or the region makes
+        it.
+
+        Of several it is the only one that just the token count bounds, since windows have a fixed bound.
         """
         attentions = [step for step in self.splits if step.call is varlen_attention]
         slots = {step.args[3].slot for step in attentions}
@@ -299,7 +336,7 @@ class Program:
 
 @dataclass(frozen=True)
 class NamedRegion:
-    """A program's region, the inputs of which have names."""
+    """A program's region with names for its inputs."""
 
     program: Program
     names: Mapping[int, str]
@@ -318,12 +355,12 @@ class NamedRegion:
 
     @cached_property
     def frame_lengths(self) -> str | None:
-        """The cumulative lengths of images or frames, see `Program.frame_lengths_slot`."""
+        """Name of the cumulative lengths of images or frames, see `Program.frame_lengths_slot`."""
         slot = self.program.frame_lengths_slot
         return self.names.get(slot) if slot is not None else None
 
     def bind(self, bindings: Bindings, tensors: Mapping[str, Tensor]) -> Bindings:
-        """A copy of some bindings with these tensors as the region's inputs."""
+        """Returns a copy of bindings with these tensors as the region's inputs."""
         bound = bindings.copy()
         for entry in self.program.region_inputs:
             if entry.slot in self.names:
@@ -333,10 +370,9 @@ class NamedRegion:
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A program whose inputs are known: each is a named tensor of the forward, a fixed tensor, or a number.
+    """A program each of whose inputs is a named tensor of the forward, a fixed tensor, or a number.
 
-    It stands for `forward(inputs: dict) -> Tensor` and is called past Dynamo's guards, which cost 0.5-1 ms
-    per call.
+    It is `forward(inputs: dict) -> Tensor` without Dynamo's guards, which cost 0.5-1 ms per call.
     """
 
     program: Program
@@ -346,7 +382,7 @@ class BoundProgram:
     """(position, input name, dimension) of the inputs that are sizes."""
 
     def arguments(self, inputs: Mapping[str, Tensor]) -> list[Any]:
-        """The program's arguments for these inputs."""
+        """Returns the program's arguments for these inputs."""
         args = [
             fixed if name is None else inputs[name]
             for name, fixed in zip(self.names, self.fixed, strict=True)
@@ -356,7 +392,7 @@ class BoundProgram:
         return args
 
     def __call__(self, inputs: Mapping[str, Tensor], segments: Iterable[KnownSegments] = ()) -> Tensor:
-        """The forward on these tensors, at their shapes; `segments` as for `Program.finish`."""
+        """Runs the forward at the tensors' shapes; `segments` as for `Program.finish`."""
         outputs = self.program.run(self.arguments(inputs), segments)
         result = outputs[0]
         assert isinstance(result, torch.Tensor)
@@ -370,11 +406,11 @@ class BoundProgram:
 
     @cached_property
     def placements(self) -> dict[str, tuple[torch.device, torch.dtype]]:
-        """Per input, the device and the dtype that it was traced with: a bound may stay on the host."""
+        """Device and dtype that each input was traced with: a bound may stay on the host."""
         return {name: (entry.info.device, entry.info.dtype) for name, entry in self.region.inputs.items()}
 
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-        """The values that the trace's symbols take for these inputs."""
+        """Returns the values of the trace's symbols for these inputs."""
         values: dict[str, int] = {}
         for symbol, name, dim in self._sources:
             if name in inputs:
@@ -382,9 +418,8 @@ class BoundProgram:
         return values
 
     def tokens(self, inputs: Mapping[str, Tensor | Sequence[Tensor] | None]) -> int | None:
-        """Rows of these inputs, as the token symbol counts them; None where no input tells.
-
-        An input may be several tensors whose rows follow one another; None is none.
+        """Returns the rows of these inputs, by the token symbol; None where no input tells. An input may be
+        several tensors whose rows follow one another, or None.
         """
         for symbol, name, dim in self._sources:
             if symbol == self.program.token_symbol and (value := inputs.get(name)) is not None:
@@ -395,7 +430,7 @@ class BoundProgram:
 
     @cached_property
     def _sources(self) -> tuple[tuple[str, str, int], ...]:
-        """(symbol, input name, dimension): where a symbol's value is read."""
+        """(symbol, input name, dimension): where each symbol's value is read."""
         numbers = {position: (name, dim) for position, name, dim in self.numbers}
         found = (
             (symbol, *numbers.get(position, (self.names[position], dim)))
@@ -405,7 +440,7 @@ class BoundProgram:
 
 
 def bind(program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[str, Tensor]) -> BoundProgram:
-    """Finds out which argument is which input, by identity in the one call that was observed.
+    """Names a program's arguments, by identity in the one call that was observed.
 
     Args:
         program: what was called.

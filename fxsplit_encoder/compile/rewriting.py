@@ -1,4 +1,4 @@
-"""What rewrites of an ATen graph share: nodes with traced values, and nodes that are parameters."""
+"""What graph rewrites share: nodes with traced values, marks of parameters and cuts; and `permute_rows`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
-from fxsplit_encoder._torch.dispatch import OpOverload
+from fxsplit_encoder._torch.dispatch import OpOverload, check
+from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.sizes import layout
-from fxsplit_encoder.compile.splitting_ops import host_op
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ _BESIDE = "runs_beside"
 
 
 def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
-    """Marks the graph's inputs at these positions as parameters or buffers of the traced module."""
+    """Marks the graph's inputs at these positions as parameters or buffers."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for position in positions:
         inputs[position].meta[_PARAMETER] = True
@@ -34,12 +34,12 @@ def is_parameter(argument: Any) -> bool:
 
 
 def mark_cuts(module: fx.GraphModule, targets: frozenset[Any]) -> None:
-    """Remembers at which operators a graph will be split."""
+    """Stores the operators at which a graph will be split."""
     module.meta[_CUTS] = targets
 
 
 def cuts_after_host_ops(module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes at which the graph will be split, those after the last host op, in order."""
+    """Returns the nodes after the last host op at which the graph will be split, in order."""
     targets = module.meta.get(_CUTS, frozenset())
     cuts: list[fx.Node] = []
     for node in module.graph.nodes:
@@ -51,29 +51,27 @@ def cuts_after_host_ops(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def mark_beside(nodes: Iterable[fx.Node]) -> None:
-    """Marks nodes between two cuts, which no other node there reads, to be a piece that runs beside what
-    comes after it.
+    """Marks nodes between two cuts, which no other node there reads, as a piece that runs beside what
+    follows.
     """
     for node in nodes:
         node.meta[_BESIDE] = True
 
 
 def runs_beside(node: fx.Node) -> bool:
-    """Whether a node is marked so."""
+    """Whether `mark_beside` marked a node."""
     return bool(node.meta.get(_BESIDE))
 
 
 def call_function(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new call, with its traced value."""
+    """Adds a call with its traced value."""
     node = graph.call_function(target, args, kwargs)
     retrace(node)
     return node
 
 
 def node_value(node: fx.Node) -> Any:
-    """A node's traced value. Arithmetic on symbols that torch's runtime assertions insert carries none: it is
-    redone.
-    """
+    """Returns a node's traced value; redoes the arithmetic of torch's assertions, which carries none."""
     if "val" not in node.meta and node.op == "call_function" and not isinstance(node.target, OpOverload):
         args = fx.node.map_arg(node.args, node_value)
         if not any(a is None for a in args):
@@ -82,12 +80,12 @@ def node_value(node: fx.Node) -> Any:
 
 
 def retrace(node: fx.Node) -> None:
-    """The traced value of a call whose arguments have changed, from theirs."""
+    """Redoes the traced value of a call whose arguments have changed."""
     node.meta["val"] = traced_value(node, {})
 
 
 def traced_value(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    """What a call makes of traced values: those of `known`, else the nodes' own."""
+    """Returns a call's result for traced values: those of `known`, else the nodes' own."""
     given = fx.node.map_arg((node.args, node.kwargs), lambda n: known[n] if n in known else n.meta["val"])
     args, kwargs = given
     fake_mode: Any = detect_fake_mode(given)
@@ -97,7 +95,7 @@ def traced_value(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
 
 
 def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx.Node) -> fx.Node:
-    """A new input of the graph that the program computes from parameters, see `compile.derived`.
+    """Adds an input of the graph that the program computes from parameters, see `compile.derived`.
 
     Args:
         make: a function of the sources' tensors, importable by name (or a `functools.partial` of one).
@@ -126,13 +124,12 @@ def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx
 
 
 def _derives_the_same(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two inputs are derived in the same way from parameters of the same layouts."""
     (make, sources), (other_make, other_sources) = one.meta["derived"], other.meta["derived"]
     return _call(make) == _call(other_make) and _source_layouts(sources) == _source_layouts(other_sources)
 
 
 def _call(make: Callable[..., Tensor]) -> tuple[Any, ...]:
-    """What a function is: partial ones of the same arguments are not equal."""
+    """A comparable form of a function: partial ones of the same arguments are not equal."""
     return (make.func, make.args, make.keywords) if isinstance(make, functools.partial) else (make,)
 
 
@@ -141,6 +138,49 @@ def _source_layouts(sources: Iterable[fx.Node]) -> list[Any]:
 
 
 def derivation(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[fx.Node, ...]] | None:
-    """How an input of the graph is derived (`make`, sources); None: it is given."""
+    """Returns how an input of the graph is derived (`make`, sources); None: it is given."""
     found: tuple[Callable[..., Tensor], tuple[fx.Node, ...]] | None = node.meta.get("derived")
     return found
+
+
+_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("permute_rows(Tensor rows, Tensor permutation) -> Tensor")
+
+
+def _check_lengths(rows: Tensor, permutation: Tensor) -> None:
+    check(  # type: ignore[no-untyped-call]
+        rows.shape[0] == permutation.shape[0],
+        lambda: f"permute_rows: {rows.shape[0]} rows and a permutation of {permutation.shape[0]}",
+    )
+
+
+def _permute(rows: Tensor, permutation: Tensor) -> Tensor:
+    """(rows, ...) permuted by (rows,) int64."""
+    _check_lengths(rows, permutation)
+    return rows.index_select(0, permutation)
+
+
+_library.impl("permute_rows", _permute, "CompositeExplicitAutograd")
+
+
+def _fake(rows: Tensor, permutation: Tensor) -> Tensor:
+    _check_lengths(rows, permutation)  # which tells a trace that both count tokens
+    return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+
+
+torch.library.register_fake("fxsplit::permute_rows", _fake, lib=_library)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.zeros_like(grad).index_add(0, ctx.saved_tensors[0], grad), None
+
+
+torch.library.register_autograd(
+    "fxsplit::permute_rows", _backward, setup_context=_setup_context, lib=_library
+)
+
+permute_rows = torch.ops.fxsplit.permute_rows.default

@@ -1,7 +1,9 @@
 """A bound program as JSON, and back: what is traced, split and proved once need not be in another process.
 
-Its pieces are found in Inductor's cache by their keys, operators by their names, and parameters by those that
-they have in the tower. What cannot be said like that is not saved.
+Plain values are written as they are, anything else as {kind: content}, of the kinds that `_Loader` knows. A
+dataclass or named tuple of this library is its name and its fields; compiled pieces are found in Inductor's
+cache by their keys, operators and the tower's parameters by their names. Whatever else there is, code above
+all, is neither saved nor restored.
 """
 
 from __future__ import annotations
@@ -10,39 +12,39 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import passes, permute
+from fxsplit_encoder._torch.dispatch import OpOverload
+from fxsplit_encoder.compile import passes, rewriting
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
+from fxsplit_encoder.compile.options import HostOp
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.pieces import CompiledPiece
-from fxsplit_encoder.compile.program import (
-    Argument,
-    BoundProgram,
-    Program,
-    Ref,
-    Step,
-)
+from fxsplit_encoder.compile.program import BoundProgram, Program, Ref, Step
 from fxsplit_encoder.compile.sizes import Size, check_arithmetic
 from fxsplit_encoder.errors import CompileError, StartFileError
 
 # Compiled pieces call operators that these register.
-_REGISTERED = (passes, permute)
+_REGISTERED = (passes, rewriting)
 
 _OWN = "fxsplit_encoder."
 
-# Fields that only explain, or that whoever restores gives.
+# Fields that only explain, or that `restore_program` is given.
 _NOT_SAVED: Mapping[type, tuple[str, ...]] = {
     PaddingReport: ("joined", "num_nodes", "source"),
     Program: ("constants", "device"),
 }
 
+_TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
+_CONTAINERS: Mapping[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "frozenset": frozenset}
+
 
 def save_program(bound: BoundProgram, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A program as JSON has it.
+    """Returns a program as JSON.
 
     Args:
         tensors: the parameters and buffers of the tower, by name.
@@ -53,25 +55,15 @@ def save_program(bound: BoundProgram, tensors: Mapping[str, Tensor]) -> dict[str
     program = bound.program
     if program.constants:
         raise CompileError("the graph holds tensors of its own")
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    return {
-        "names": list(bound.names),
-        "fixed": [_name_of(tensor, names) for tensor in bound.fixed],
-        "numbers": [list(number) for number in bound.numbers],
-        "pieces": _piece_keys(program),
-        **_save_fields(
-            program,
-            steps=[_save_step(step) for step in program.steps],
-            padding=_save_fields(program.padding),
-            derived=[_save_recipe(recipe) for recipe in program.derived.recipes],
-        ),
-    }
+    known: dict[int, Any] = {id(tensor): {"parameter": name} for name, tensor in tensors.items()}
+    known |= {id(step.call): {"piece": step.distinct} for step in program.pieces}
+    return {"pieces": _piece_keys(program), "bound": _save_fields(bound, known)}
 
 
 def restore_program(
     saved: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> BoundProgram:
-    """The program that was saved, on a tower's parameters.
+    """Returns the program that was saved, on a tower's parameters.
 
     Args:
         tensors: as for `save_program`.
@@ -82,61 +74,22 @@ def restore_program(
             has no such parameter.
     """
     try:
-        return _restore(saved, tensors, device)
+        pieces = [_load_piece(key, guards) for key, guards in saved["pieces"]]
+        bound: BoundProgram = _Loader(pieces, tensors, device).load_fields(BoundProgram, saved["bound"])
+        program = bound.program
+        parts = ((program, Program), (program.padding, PaddingReport), (program.derived, DerivedParameters))
+        for part, kind in (*parts, *((step, Step) for step in program.steps)):
+            if not isinstance(part, kind):
+                raise TypeError(f"expected a {kind.__name__}; got {part!r}")
+        return bound
     except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
         if isinstance(error, StartFileError):
             raise
         raise StartFileError(f"program: expected one that was saved; got {error!r}") from error
 
 
-def _restore(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> BoundProgram:
-    pieces = [_load_piece(key, guards) for key, guards in saved["pieces"]]
-    program = _load_fields(
-        Program,
-        saved,
-        device,
-        steps=tuple(_load_step(step, pieces, device) for step in saved["steps"]),
-        padding=_load_fields(PaddingReport, saved["padding"], device),
-        derived=DerivedParameters(_load_recipe(recipe, device) for recipe in saved["derived"]),
-        constants={},
-        device=device,
-    )
-    fixed = tuple(None if name is None else _tensor(tensors, name) for name in saved["fixed"])
-    numbers = tuple((position, name, dim) for position, name, dim in saved["numbers"])
-    return BoundProgram(program, tuple(saved["names"]), fixed, numbers)
-
-
-def _save_fields(value: Any, **given: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name: those that are given, and others as JSON has them."""
-    names = (each.name for each in fields(value) if each.name not in _NOT_SAVED.get(type(value), ()))
-    return {name: given[name] if name in given else _save(getattr(value, name)) for name in names}
-
-
-def _load_fields(kind: Any, saved: Mapping[str, Any], device: torch.device, /, **given: Any) -> Any:
-    missing = (*given, *_NOT_SAVED.get(kind, ()))
-    names = (each.name for each in fields(kind) if each.name not in missing)
-    return kind(**{name: _load(saved[name], device) for name in names}, **given)
-
-
-# --- parameters and pieces
-
-
-def _name_of(tensor: Any, names: Mapping[int, str]) -> str | None:
-    if tensor is None:
-        return None
-    if id(tensor) not in names:
-        raise CompileError("it reads a tensor that is no parameter and no buffer of the tower")
-    return names[id(tensor)]
-
-
-def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in tensors:
-        raise StartFileError(f"parameters: expected {name}, which the program reads; got a tower without it")
-    return tensors[name]
-
-
 def _piece_keys(program: Program) -> list[tuple[str, str]]:
-    """By the number of a distinct compilation, how Inductor's cache finds it."""
+    """The key and the guards of each distinct compilation in Inductor's cache, by its number."""
     from fxsplit_encoder._torch.inductor_cache import key_of
 
     calls = {step.distinct: step.call for step in program.pieces}
@@ -159,22 +112,149 @@ def _load_piece(key: str, guards: str) -> CompiledPiece:
     return CompiledPiece(compiled)
 
 
-# --- steps
+def _fields(kind: Any) -> tuple[str, ...] | None:
+    """The fields to save of a dataclass or named tuple of this library; None for any other class."""
+    if not (isinstance(kind, type) and kind.__module__.startswith(_OWN)) or kind is HostOp:
+        return None
+    if getattr(import_module(kind.__module__), kind.__qualname__, None) is not kind:
+        return None
+    if not is_dataclass(kind):
+        names: tuple[str, ...] | None = getattr(kind, "_fields", None)
+        return names
+    left_out: tuple[str, ...] = _NOT_SAVED.get(kind, ())  # type: ignore[arg-type]
+    return tuple(each.name for each in fields(kind) if each.name not in left_out)
 
 
-def _save_step(step: Step) -> dict[str, Any]:
-    if step.kind == "host":
+def _save_fields(value: Any, known: Mapping[int, Any]) -> dict[str, Any]:
+    return {name: _save(getattr(value, name), known) for name in _fields(type(value)) or ()}
+
+
+def _save(value: Any, known: Mapping[int, Any]) -> Any:
+    """A value as JSON has it.
+
+    Args:
+        known: what is saved in place of objects, by their ids: of parameters and compiled pieces.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    if type(value) in _CONTAINERS.values():
+        values = sorted(value) if isinstance(value, frozenset) else value
+        return {type(value).__name__: [_save(each, known) for each in values]}
+    if isinstance(value, Mapping):
+        return {"dict": {name: _save(each, known) for name, each in value.items()}}
+    if isinstance(value, DerivedParameters):
+        return {"derived": [_save_recipe(recipe, known) for recipe in value.recipes]}
+    if _fields(type(value)) is not None and not isinstance(value, Ref):
+        kind = type(value)
+        return {"own": [kind.__module__, kind.__qualname__, _save_fields(value, known)]}
+    return _save_leaf(value)
+
+
+def _save_leaf(value: Any) -> dict[str, Any]:
+    if isinstance(value, float):
+        return {"float": repr(value)}
+    if isinstance(value, Ref):
+        return {"slot": value.slot}
+    if isinstance(value, Size):
+        check_arithmetic(value.source, value.symbols)
+        return {"size": [value.shown, value.source, list(value.symbols)]}
+    if isinstance(value, _TORCH_VALUES):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    if isinstance(value, OpOverload):
+        return {"operator": str(value.name())}  # type: ignore[no-untyped-call]
+    if isinstance(value, Tensor):
+        raise CompileError("it reads a tensor that is no parameter and no buffer of the tower")
+    if isinstance(value, HostOp):
         raise CompileError("it computes metadata on the host")
-    return _save_fields(step, call=None if step.kind == "piece" else _name_of_operator(step.call))
+    raise CompileError(f"it has an argument that has no name, a {type(value).__name__}")
 
 
-def _load_step(saved: Mapping[str, Any], pieces: Sequence[CompiledPiece], device: torch.device) -> Any:
-    call = pieces[saved["distinct"]] if saved["kind"] == "piece" else _operator(saved["call"])
-    return _load_fields(Step, saved, device, call=call)
+def _save_recipe(recipe: DerivedParameter, known: Mapping[int, Any]) -> dict[str, Any]:
+    make: Any = recipe.make
+    args, kwargs = (), {}
+    if isinstance(make, functools.partial):
+        make, args, kwargs = make.func, make.args, make.keywords
+    module, name = make.__module__, make.__qualname__
+    if not module.startswith(_OWN) or getattr(import_module(module), name, None) is not make:
+        raise CompileError(f"a parameter is derived by {module}.{name}, which has no name of this library's")
+    saved = {"slot": recipe.slot, "sources": recipe.sources, "is_kept": recipe.is_kept}
+    return {**saved, "make": [module, name], "args": _save(args, known), "kwargs": _save(kwargs, known)}
 
 
-def _name_of_operator(call: Any) -> str:
-    return str(call.name())
+class _Loader:
+    """Restores what `_save` has written.
+
+    Args:
+        pieces: the compiled pieces, by number.
+        tensors: the parameters and buffers of the tower, by name.
+        device: where the program runs.
+    """
+
+    def __init__(
+        self, pieces: Sequence[CompiledPiece], tensors: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._kinds: Mapping[str, Callable[[Any], Any]] = {
+            **{name: functools.partial(self._container, name) for name in _CONTAINERS},
+            "dict": lambda value: {name: self.load(each) for name, each in value.items()},
+            "float": float,
+            "slot": Ref,
+            "size": lambda value: Size.restored(*value),
+            "torch": _torch_value,
+            # The device where the program runs, or the host.
+            "device": lambda kind: device if kind == device.type else torch.device(kind),
+            "operator": _operator,
+            "piece": pieces.__getitem__,
+            "parameter": self._parameter,
+            "derived": lambda recipes: DerivedParameters(map(self._recipe, recipes)),
+            "own": lambda value: self.load_fields(_own_class(*value[:2]), value[2]),
+        }
+
+    def load(self, saved: Any) -> Any:
+        """Returns the value that was saved."""
+        if saved is None or isinstance(saved, bool | int | str):
+            return saved
+        ((kind, value),) = saved.items()
+        if kind not in self._kinds:
+            raise ValueError(f"no argument: {saved}")
+        return self._kinds[kind](value)
+
+    def load_fields(self, kind: Any, saved: Mapping[str, Any]) -> Any:
+        """Returns a dataclass or named tuple of this library from its saved fields."""
+        given = {"constants": {}, "device": self._device} if kind is Program else {}
+        return kind(**{name: self.load(saved[name]) for name in _fields(kind) or ()}, **given)
+
+    def _container(self, name: str, values: Sequence[Any]) -> Any:
+        return _CONTAINERS[name](map(self.load, values))
+
+    def _parameter(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise StartFileError(
+                f"parameters: expected {name}, which the program reads; got a tower without it"
+            )
+        return self._tensors[name]
+
+    def _recipe(self, saved: Mapping[str, Any]) -> DerivedParameter:
+        module, name = saved["make"]
+        make: Any = getattr(import_module(module), name) if module.startswith(_OWN) else None
+        # What a module of ours has imported is not ours.
+        if not isinstance(make, FunctionType) or make.__module__ != module:
+            raise ValueError(f"make: expected a function of {_OWN[:-1]}; got {module}.{name}")
+        args, kwargs = self.load(saved["args"]), self.load(saved["kwargs"])
+        filled: Callable[..., Tensor] = functools.partial(make, *args, **kwargs) if args or kwargs else make
+        return DerivedParameter(saved["slot"], tuple(saved["sources"]), filled, saved["is_kept"])
+
+
+def _own_class(module: str, name: str) -> Any:
+    kind: Any = getattr(import_module(module), name) if module.startswith(_OWN) else None
+    if _fields(kind) is None:
+        raise ValueError(f"no dataclass of {_OWN[:-1]}: {module}.{name}")
+    return kind
 
 
 def _operator(name: str) -> Any:
@@ -184,110 +264,8 @@ def _operator(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), op), overload or "default")
 
 
-# --- arguments
-
-_TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
-_CONTAINERS: Mapping[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "frozenset": frozenset}
-
-
-def _save(argument: Argument) -> Any:
-    """An argument as JSON has it."""
-    if argument is None or isinstance(argument, bool | int | str):
-        return argument
-    if isinstance(argument, float):
-        return {"float": repr(argument)}
-    if isinstance(argument, Ref):
-        return {"slot": argument.slot}
-    if isinstance(argument, Size):
-        check_arithmetic(argument.source, argument.symbols)
-        return {"size": [argument.shown, argument.source, list(argument.symbols)]}
-    if type(argument) in _CONTAINERS.values():
-        values = sorted(argument) if isinstance(argument, frozenset) else argument
-        return {type(argument).__name__: [_save(each) for each in values]}
-    if isinstance(argument, Mapping):
-        return {"dict": {name: _save(each) for name, each in argument.items()}}
-    if isinstance(argument, _TORCH_VALUES):
-        return {"torch": str(argument).removeprefix("torch.")}
-    if isinstance(argument, torch.device):
-        return {"device": argument.type}
-    names = _fields(type(argument))
-    if names is None:
-        raise CompileError(f"it has an argument that has no name, a {type(argument).__name__}")
-    kind = type(argument)
-    return {"own": [kind.__module__, kind.__qualname__, {n: _save(getattr(argument, n)) for n in names}]}
-
-
-def _fields(kind: Any) -> tuple[str, ...] | None:
-    """Of a dataclass or a named tuple of this library, that its module has by name; None: it is none."""
-    if not (isinstance(kind, type) and kind.__module__.startswith(_OWN)):
-        return None
-    if getattr(import_module(kind.__module__), kind.__qualname__, None) is not kind:
-        return None
-    names = getattr(kind, "_fields", None)
-    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else names
-
-
-def _load_own(saved: tuple[str, str, Mapping[str, Any]], device: torch.device) -> Any:
-    module, name, values = saved
-    kind: Any = getattr(import_module(module), name) if module.startswith(_OWN) else None
-    if _fields(kind) is None:
-        raise ValueError(f"no dataclass of {_OWN[:-1]}: {module}.{name}")
-    return kind(**{key: _load(each, device) for key, each in values.items()})
-
-
-def _load(saved: Any, device: torch.device) -> Argument:
-    if saved is None or isinstance(saved, bool | int | str):
-        return saved
-    ((kind, value),) = saved.items()
-    if kind == "slot":
-        return Ref(value)
-    if kind == "size":
-        return Size.restored(*value)
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind](_load(each, device) for each in value)
-    if kind == "dict":
-        return {name: _load(each, device) for name, each in value.items()}
-    if kind == "float":
-        return float(value)
-    if kind == "own":
-        return _load_own(value, device)
-    if kind == "device":  # that kind of device: the one where the program runs, or the host
-        return device if value == device.type else torch.device(value)
-    found = getattr(torch, value) if kind == "torch" else None
+def _torch_value(name: str) -> Any:
+    found = getattr(torch, name)
     if not isinstance(found, _TORCH_VALUES):
-        raise ValueError(f"no argument: {saved}")
+        raise ValueError(f"no argument: {name} of torch")
     return found
-
-
-# --- derived parameters
-
-
-def _save_recipe(recipe: DerivedParameter) -> dict[str, Any]:
-    make: Any = recipe.make
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(make, functools.partial):
-        make, args, kwargs = make.func, make.args, make.keywords
-    module, name = make.__module__, make.__qualname__
-    if not module.startswith(_OWN) or getattr(import_module(module), name, None) is not make:
-        raise CompileError(f"a parameter is derived by {module}.{name}, which has no name of this library's")
-    return {
-        "slot": recipe.slot,
-        "sources": list(recipe.sources),
-        "is_kept": recipe.is_kept,
-        "make": [module, name],
-        "args": [_save(each) for each in args],
-        "kwargs": {key: _save(each) for key, each in kwargs.items()},
-    }
-
-
-def _load_recipe(saved: Mapping[str, Any], device: torch.device) -> DerivedParameter:
-    module, name = saved["make"]
-    if not module.startswith(_OWN):
-        raise ValueError(f"make: expected a function of {_OWN[:-1]}; got {module}.{name}")
-    make: Callable[..., Tensor] = getattr(import_module(module), name)
-    args = [_load(each, device) for each in saved["args"]]
-    kwargs = {key: _load(each, device) for key, each in saved["kwargs"].items()}
-    if args or kwargs:
-        make = functools.partial(make, *args, **kwargs)
-    return DerivedParameter(saved["slot"], tuple(saved["sources"]), make, saved["is_kept"])

@@ -1,8 +1,7 @@
 """Sizes of a traced graph as functions of its symbols, and the sizes for which its trace holds.
 
-A traced size is an int or a sympy expression (`s33`, `s33 // 4`). `Size` evaluates it for given symbol values
-without sympy: the expression is printed as Python once. The guards of a trace are evaluated in the same way,
-since Dynamo checks them on its own path, which ours bypasses.
+A traced size is an int or a sympy expression, printed as Python once, so that evaluating it needs no sympy.
+So are the guards of a trace: Dynamo checks them on its own path, which ours bypasses.
 """
 
 from __future__ import annotations
@@ -40,14 +39,13 @@ class Size:
     def _set(self, shown: str, source: str, symbols: tuple[str, ...]) -> None:
         self.shown = shown
         self.source = source
-        """The expression in Python."""
         self.symbols = symbols
         function = f"lambda {', '.join(symbols)}: {source}"
         self._function: Callable[..., Any] = eval(function, {"math": math, "torch": torch})
 
     @classmethod
     def restored(cls, shown: str, source: str, symbols: Sequence[str]) -> Size:
-        """A size from what another one tells of itself.
+        """Returns a size from `shown`, `source` and `symbols` of another.
 
         Raises:
             ValueError: the source is more than arithmetic of these symbols.
@@ -61,11 +59,11 @@ class Size:
 
     @classmethod
     def of(cls, value: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> Size:
-        """The size that a traced number is."""
+        """Returns the size of a traced number."""
         return cls(expression_of(value))
 
     def __call__(self, values: Mapping[str, int]) -> int:
-        """The size where the symbols have these values."""
+        """Returns the size for these symbol values."""
         if self._constant is not None:
             return self._constant
         try:
@@ -81,7 +79,7 @@ class Size:
 
 
 def symbol_of(size: int | torch.SymInt) -> str | None:
-    """The name of the one symbol in a size, or None for a constant; an error when it mixes several."""
+    """Returns the name of the symbol in a size, None for a constant; raises CompileError for several."""
     symbols = expression(size).free_symbols
     if len(symbols) > 1:
         raise CompileError(f"the token count is {size}, an expression of several symbols; expected one")
@@ -89,23 +87,19 @@ def symbol_of(size: int | torch.SymInt) -> str | None:
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Sizes, strides, dtype and device of a traced tensor, comparable with those of others."""
+    """Returns sizes, strides, dtype and device of a traced tensor, comparable with those of others."""
     sizes = tuple(expression(s) for s in tensor.shape)
     strides = tuple(expression(s) for s in tensor.stride())
     return (sizes, strides, tensor.dtype, tensor.device)
 
 
 def shape_exprs(tensor: Tensor) -> tuple[sympy.Expr, ...]:
-    """The sizes of a traced tensor."""
+    """Returns the sizes of a traced tensor as expressions."""
     return tuple(expression(size) for size in tensor.shape)
 
 
 def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
-    """What a trace assumes of its symbols, as expressions.
-
-    Args:
-        inputs: the inputs of the traced graph.
-    """
+    """Returns what a trace assumes of its symbols, from the inputs of the traced graph."""
     return Symbols(node.meta["val"] for node in inputs).assumptions
 
 
@@ -114,9 +108,8 @@ def holds_for_capture(
 ) -> bool:
     """Whether a graph may be captured at these sizes: its trace holds for them, or for twice the tokens.
 
-    A trace takes no size for 1, which broadcasts and is contiguous in any layout; the graph itself has no
-    such case. Its run of n tokens is what the first n of 2n give, as `compile.padding` shows or the tower
-    declares.
+    A trace takes no size for 1, a case that the graph itself does not have. Its run of n tokens is the first
+    n rows of 2n, as `compile.padding` shows or the tower declares.
 
     Args:
         divisor: what divides the token count wherever the trace holds.
@@ -158,15 +151,13 @@ def check_arithmetic(source: str, symbols: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Guards:
-    """Whether a trace holds for given values of symbols."""
+    """Bounds and conditions under which a trace holds."""
 
     bounds: Mapping[str, tuple[float, float]]
-    """The least and the greatest value of a symbol."""
     conditions: tuple[Size, ...]
-    """What has to be true."""
 
     def __call__(self, values: SymbolValues) -> bool:
-        """Whether it does, as far as these values tell."""
+        """Whether the trace holds, as far as these values tell."""
         within = all(
             self.bounds[symbol][0] <= value <= self.bounds[symbol][1]
             for symbol, value in values.items()
@@ -180,12 +171,11 @@ class Guards:
 
 
 def _number(bound: sympy.Basic) -> float:
-    """A bound, which may be one of several infinities."""
     return int(bound) if bound.is_Integer else math.copysign(math.inf, 1 if bool(bound > 0) else -1)
 
 
 def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Guards:
-    """Whether a trace holds for given values of symbols.
+    """Returns the guards of a trace.
 
     Dynamo lets symbols begin at 2. One that counts independent rows may be 1: a run of one row is the first
     row of a run of two.

@@ -1,6 +1,4 @@
-"""Splitting: an ATen inference graph becomes the parts of a program, cut at splitting and host ops; and which
-size of it counts tokens, which the queries of its splitting ops tell.
-"""
+"""Splits an ATen inference graph at splitting and host ops, and finds the symbol that counts tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.symbols import has_hint
+from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.pieces import Piece
 from fxsplit_encoder.compile.rewriting import node_value, runs_beside
 from fxsplit_encoder.compile.sizes import expression, symbol_of
-from fxsplit_encoder.compile.splitting_ops import host_op
 from fxsplit_encoder.errors import CompileError
 
 
@@ -112,7 +110,7 @@ def _is_assertion(node: fx.Node) -> bool:
 def _pieces(
     nodes: Sequence[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]
 ) -> list[Piece]:
-    """What lies between two cuts: as one piece, or as two, of which the second runs beside what follows."""
+    """The nodes between two cuts: one piece, or two, of which the second runs beside what follows."""
     aside = [node for node in nodes if runs_beside(node)]
     rest = [node for node in nodes if not runs_beside(node)]
     pieces = [_piece(rest, output_args, symbols)] if rest else []
@@ -134,7 +132,7 @@ def _piece(nodes: list[fx.Node], output_args: Iterable[Any], symbols: Mapping[st
 
 
 def _symbol_nodes(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> dict[str, fx.Node]:
-    """For every backed symbol of the graph's inputs, a node that is its value."""
+    """A node for the value of every backed symbol of the graph's inputs."""
     found: dict[str, fx.Node] = {}
     for node in placeholders:
         if name := _backed_symbol(node.meta["val"]):
@@ -169,11 +167,11 @@ _ATTENTION_NAME = re.compile("attention|attn|sdpa", re.IGNORECASE)
 
 
 def token_symbol_of(parts: Sequence[Piece | Cut]) -> str | None:
-    """The symbol in the leading size of the splitting ops' queries; where those are constant, as in (1,
-    tokens, heads, head_dim), the one symbol in the first size that is not. None where there is none.
+    """Returns the symbol in the leading size of the splitting ops' queries; where those are constant, as in
+    (1, tokens, heads, head_dim), the one symbol in the first size that is not; None where there is none.
 
     Raises:
-        CompileError: leading sizes have different ones.
+        CompileError: leading sizes have different symbols.
     """
     queries = [query for _, query in _queries(parts)]
     leading = {symbol_of(query.shape[0]) for query in queries if query.dim()}
@@ -189,7 +187,7 @@ def token_symbol_of(parts: Sequence[Piece | Cut]) -> str | None:
 
 
 def tokens_unknown(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -> str:
-    """Why the queries tell no token symbol: what was seen instead."""
+    """Returns why the queries tell no token symbol."""
     seen = [f"{op} over {tuple(query.shape)}" for op, query in _queries(parts)]
     if seen:
         return (
@@ -205,7 +203,6 @@ def tokens_unknown(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -
 
 
 def _queries(parts: Sequence[Piece | Cut]) -> Iterator[tuple[str, Tensor]]:
-    """The splitting ops by name, each with its first tensor."""
     for part in parts:
         if isinstance(part, Cut) and not part.is_host:
             values = (node.meta.get("val") for node in part.node.all_input_nodes)

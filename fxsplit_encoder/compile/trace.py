@@ -1,4 +1,4 @@
-"""Tracing: from a Python forward, or a graph that Dynamo hands over, to a `Program`."""
+"""From a Python forward, or a graph from Dynamo, to a `Program`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import itertools
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import boxed, static_inputs, to_aten
-from fxsplit_encoder._torch.current_device import no_default_device
+from fxsplit_encoder._torch.device import no_default_device
 from fxsplit_encoder._torch.dynamo import inner_error, maybe_mark_dynamic, traced_files
 from fxsplit_encoder._torch.dynamo_errors import TorchDynamoException
 from fxsplit_encoder.compile import blocks
@@ -29,7 +28,6 @@ from fxsplit_encoder.kernels.attention import ahead
 
 logger = logging.getLogger(__name__)
 _trace_numbers = itertools.count()
-_BLOCKS = Path(blocks.__file__).parent
 
 
 @no_default_device()
@@ -39,10 +37,10 @@ def compile_graph(
     options: CompileOptions,
     make_runtime: Callable[[Program, LiveWeights], Callable[[Sequence[Any]], list[Any]]],
 ) -> Callable[..., Any]:
-    """Takes a graph from Dynamo to ATen, builds its program, and returns what Dynamo calls.
+    """Builds the program of a graph from Dynamo, and returns what Dynamo calls.
 
-    AOT removes aliasing and mutation around the program; `make_runtime` decides how the program is run. It
-    makes what is called with the program's inputs but for the last: the weights of blocks, as they are now.
+    AOT removes aliasing and mutation around the program. `make_runtime` returns what is called with the
+    program's inputs but for the last: the weights of blocks, as they are now.
     """
 
     def compile_inference(aten_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -67,8 +65,8 @@ def compile_graph(
 
 @contextlib.contextmanager
 def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
-    """Processes that will compile pieces, which are Inductor's, and attention kernels: they get ready while
-    the graph is traced, and begin with the kernels as soon as the trace has met attention.
+    """Starts the processes that compile pieces and attention kernels, which get ready while the graph is
+    traced.
     """
     if options.is_known:
         yield
@@ -119,12 +117,12 @@ def trace_forward(
 
 
 def _blames_blocks(error: Exception) -> bool:
-    """Whether a forward may be traced block by block though its trace with blocks as ops ended like this. A
-    trace takes long, so it is not repeated for what has nothing to do with blocks.
+    """Whether to trace again without blocks as ops after this error. A trace takes long, so it is not
+    repeated for what has nothing to do with blocks.
     """
     if isinstance(error, UntraceableError):
         files = traced_files(error.__cause__) if error.__cause__ is not None else []
-        return not files or any(Path(file).parent == _BLOCKS for file in files)
+        return not files or blocks.__file__ in files
     return isinstance(error, BlockError) or not isinstance(error, FxSplitError)
 
 
@@ -179,9 +177,7 @@ def _trace(
 
 
 def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs as tensors that no one else marks, each at an address of its own, by which it is
-    recognized.
-    """
+    """The inputs as tensors of their own, each at an address by which it is recognized."""
     examples: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for name, tensor in inputs.items():
@@ -195,9 +191,7 @@ def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[int]]) -> None:
-    """A size that the trace turned into a constant would be a wrong one at the next call: nothing checks it
-    there.
-    """
+    """Raises CompileError if the trace made a varying size constant: nothing checks it at the next call."""
     for name, shape in zip(bound.names, bound.program.input_shapes, strict=True):
         if name is None or shape is None:
             continue
@@ -210,9 +204,7 @@ def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[in
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function like another with a code object of its own: Dynamo keeps its cache, and its limit of
-    recompilations, by code object.
-    """
+    """Returns a copy of a function with its own code object, by which Dynamo keeps its cache and limits."""
     assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_name=f"encoder_forward_{next(_trace_numbers)}")
     own = types.FunctionType(
@@ -223,7 +215,7 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_error(error: BaseException | None) -> FxSplitError | None:
-    """The error of ours that Dynamo's is about, however deep: it raises some "from None"."""
+    """The error of ours inside Dynamo's, however deep: it raises some "from None"."""
     while error is not None and not isinstance(error, FxSplitError):
         error = inner_error(error) or error.__cause__ or error.__context__
     return error

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fxsplit_encoder._torch.dispatch import tree_map_only
-from fxsplit_encoder._torch.modules import OWN
-from fxsplit_encoder._torch.structure import Structure
+from fxsplit_encoder._torch.structure import OWN, Structure
 from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
 from fxsplit_encoder._torch.transformers import remove_output_hooks
 from fxsplit_encoder.backend import warmup

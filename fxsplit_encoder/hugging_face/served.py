@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.dynamo import is_traced
+from fxsplit_encoder._torch.modes import foreign_around
 from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
 from fxsplit_encoder.errors import InputError, WeightsLayoutError
 from fxsplit_encoder.hugging_face.calls import Made, Reads, asked_for

@@ -10,8 +10,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from fxsplit_encoder._torch.current_device import on_device
-from fxsplit_encoder._torch.grad_mode import without_autograd
+from fxsplit_encoder._torch.device import on_device
+from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels import timing_without_graphs

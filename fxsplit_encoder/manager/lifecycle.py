@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from fxsplit_encoder._torch.around import foreign_around
-from fxsplit_encoder._torch.current_device import ALREADY, on_device
-from fxsplit_encoder._torch.grad_mode import without_autograd
+from fxsplit_encoder._torch.device import ALREADY, on_device
+from fxsplit_encoder._torch.modes import foreign_around, without_autograd
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.kernels.attention.kernels import ahead

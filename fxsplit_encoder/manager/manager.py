@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fxsplit_encoder._torch.current_device import on_device
-from fxsplit_encoder._torch.grad_mode import without_autograd
+from fxsplit_encoder._torch.device import on_device
+from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from fxsplit_encoder._torch.checks import check
+from fxsplit_encoder._torch.dispatch import check
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.errors import InputError
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.current_device import indexed
+from fxsplit_encoder._torch.device import indexed
 
 # vLLM sets it on a model while it builds its towers.
 _MARKED = "_tower_model_names"

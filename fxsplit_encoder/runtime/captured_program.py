@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 import torch
 
-from fxsplit_encoder._torch.grad_mode import in_inference_mode as inference_mode
+from fxsplit_encoder._torch.modes import in_inference_mode as inference_mode
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,

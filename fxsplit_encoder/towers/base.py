@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.dynamo import allow_no_frame, not_traced
-from fxsplit_encoder._torch.grad_mode import without_autograd
+from fxsplit_encoder._torch.modes import foreign_around, without_autograd
 from fxsplit_encoder._torch.tensors import share_names, tensors_of
 from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError

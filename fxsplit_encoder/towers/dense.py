@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.checks import check
+from fxsplit_encoder._torch.dispatch import check
 from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown

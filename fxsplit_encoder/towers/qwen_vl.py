@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from fxsplit_encoder.compile.permute import permute_rows
+from fxsplit_encoder.compile.rewriting import permute_rows
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.packed import PackedTower

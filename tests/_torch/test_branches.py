@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder._torch import branches
-from fxsplit_encoder._torch.branches import Branch
+from fxsplit_encoder._torch import device as devices
+from fxsplit_encoder._torch.device import Branch
 
 GPU = torch.device("cuda", 0)
 
@@ -51,9 +51,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStreams]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fakes.current)
     monkeypatch.setattr(torch.cuda, "Stream", fakes.make)
     monkeypatch.setattr(torch.cuda, "stream", fakes.entered)
-    branches._sibling.cache_clear()
+    devices._sibling.cache_clear()
     yield fakes
-    branches._sibling.cache_clear()
+    devices._sibling.cache_clear()
 
 
 def test_a_branch_waits_at_its_fork_and_is_waited_for_at_its_join(streams: FakeStreams) -> None:

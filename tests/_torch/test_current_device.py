@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder._torch import current_device
-from fxsplit_encoder._torch.current_device import indexed, on_device
+from fxsplit_encoder._torch import device as devices
+from fxsplit_encoder._torch.device import indexed, on_device
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_manager_works_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> N
 
     def noted(device: torch.device) -> contextlib.AbstractContextManager[object]:
         asked.append(device)
-        return current_device.ALREADY
+        return devices.ALREADY
 
     for module in ("manager", "lifecycle", "background"):
         monkeypatch.setattr(f"fxsplit_encoder.manager.{module}.on_device", noted)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.deferred_free import defer_frees, free_later
+from fxsplit_encoder._torch.allocator import defer_frees, free_later
 from fxsplit_encoder.capture import BreakableCUDAGraphCapture, GraphPool, SegmentedCapture
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from fxsplit_encoder._torch.grad_mode import in_inference_mode, without_autograd
+from fxsplit_encoder._torch.modes import in_inference_mode, without_autograd
 
 
 def modes() -> tuple[bool, bool]:

@@ -12,7 +12,7 @@ from torch._inductor import select_algorithm
 from torch._inductor.codegen import memory_planning
 
 from fxsplit_encoder._torch import inductor_cache
-from fxsplit_encoder._torch.inductor_names import SAME_IN_TORCH, align, extern_kernels, import_lightly
+from fxsplit_encoder._torch.inductor_cache import SAME_IN_TORCH, align, extern_kernels, import_lightly
 
 HEADER = """
 from torch._inductor.codegen.memory_planning import _align as align

@@ -109,11 +109,10 @@ CHECKED = [
         "torch._functorch.aot_autograd.make_boxed_func._boxed_call",
         lambda: found("torch._functorch.aot_autograd.make_boxed_func")(len),
     ),
-    # current_device
+    # device
     called("torch.overrides._get_current_function_mode_stack", 0),
     called("torch.overrides._pop_mode", 0),
     called("torch.overrides._push_mode", 1),
-    # device_wait
     called("torch.cuda._sleep", 1),
     # dispatch
     attribute("torch._ops.OpOverload._schema", lambda: torch.ops.aten.mm.default),

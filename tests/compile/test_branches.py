@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.compile import Step, branches
-from fxsplit_encoder.compile.branches import StepBranches
+from fxsplit_encoder.compile import Step
+from fxsplit_encoder.compile import program as steps
+from fxsplit_encoder.compile.program import StepBranches
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,7 @@ class NotedBranch:
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     NotedBranch.notes = []
-    monkeypatch.setattr(branches, "Branch", NotedBranch)
+    monkeypatch.setattr(steps, "Branch", NotedBranch)
     return NotedBranch.notes
 
 

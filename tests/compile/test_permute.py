@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.compile.permute import permute_rows
+from fxsplit_encoder.compile.rewriting import permute_rows
 
 
 @given(st.permutations(range(7)), st.sampled_from([(), (3,), (2, 3)]))

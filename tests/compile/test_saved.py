@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,11 @@ def kept(compiled: tuple[SplitModel, BoundProgram], monkeypatch: pytest.MonkeyPa
     return tower, bound, json.loads(json.dumps(save_program(bound, named_tensors(tower))))
 
 
+def program_of(content: Any) -> Any:
+    """The saved fields of the program."""
+    return content["bound"]["program"]["own"][2]
+
+
 def restored_derived(kept: Any, *recipes: DerivedParameter) -> tuple[Any, Any]:
     """What is saved of the program with these derived parameters, and those that come back of it."""
     tower, bound, _ = kept
@@ -84,7 +90,7 @@ def test_what_runs_beside_comes_back(kept: Any) -> None:
     content = json.loads(json.dumps(save_program(changed, named_tensors(tower))))
     restored = restore_program(content, named_tensors(tower), CPU).program.steps
     assert [(step.beside, step.joins) for step in restored] == [(s.beside, s.joins) for s in steps]
-    del content["steps"][0]["beside"]  # as an earlier version wrote it
+    del program_of(content)["steps"]["tuple"][0]["own"][2]["beside"]  # as an earlier version wrote it
     with pytest.raises(StartFileError, match="expected one that was saved; got KeyError"):
         restore_program(content, named_tensors(tower), CPU)
 
@@ -98,9 +104,12 @@ def test_derived_parameters_come_back_by_name(kept: Any) -> None:
     assert [(each.slot, each.sources, each.is_kept) for each in found] == [(1, (0,), False), (2, (1,), True)]
     assert [each.make.func for each in found] == [pad_rows, pad_rows]
     assert [each.make.keywords for each in found] == [{"rows": 12}, {"rows": 16}]
-    content["derived"][0]["make"] = ["os", "system"]
-    with pytest.raises(StartFileError, match=r"expected a function of fxsplit_encoder; got os\.system"):
-        restore_program(content, named_tensors(kept[0]), CPU)
+    (recipe, _) = program_of(content)["derived"]["derived"]
+    for module, name in (("os", "system"), (saved.__name__, "import_module"), (saved.__name__, "_Loader")):
+        recipe["make"] = [module, name]
+        expected = f"expected a function of fxsplit_encoder; got {re.escape(module)}.{name}"
+        with pytest.raises(StartFileError, match=expected):
+            restore_program(content, named_tensors(kept[0]), CPU)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +124,11 @@ def test_arguments_of_this_library_come_back(kept: Any, value: Any) -> None:
         return
     assert found.make.keywords == {"rows": value}
     assert type(found.make.keywords["rows"]) is type(value)
-    content["derived"][0]["kwargs"] = {"rows": {"own": ["pathlib", "Path", {}]}}
-    with pytest.raises(StartFileError, match="no dataclass of fxsplit_encoder"):
-        restore_program(content, named_tensors(kept[0]), CPU)
+    (recipe,) = program_of(content)["derived"]["derived"]
+    for module, name in (("pathlib", "Path"), (HostOp.__module__, "HostOp"), (saved.__name__, "_Loader")):
+        recipe["kwargs"] = {"dict": {"rows": {"own": [module, name, {}]}}}
+        with pytest.raises(StartFileError, match="no dataclass of fxsplit_encoder"):
+            restore_program(content, named_tensors(kept[0]), CPU)
 
 
 def foreign(tensor: Tensor) -> Tensor:
@@ -146,7 +157,14 @@ def test_a_program_for_another_tower_is_refused(kept: Any) -> None:
     tensors = named_tensors(tower)
     with pytest.raises(StartFileError, match="parameters: expected linear"):
         restore_program(content, {name: t for name, t in tensors.items() if "weight" not in name}, CPU)
-    for broken in ({}, {**content, "steps": 3}, {**content, "outputs": [{"torch": "load"}]}):
+    program = program_of(content)
+    forged = (3, {"torch": "load"}, {"function": ["os", "system"]}, [3])
+    for name, broken in (*(("outputs", each) for each in forged[1:]), *(("steps", each) for each in forged)):
+        before, program[name] = program[name], broken
+        with pytest.raises(StartFileError, match="program: expected one that was saved"):
+            restore_program(content, tensors, CPU)
+        program[name] = before
+    for broken in ({}, {**content, "pieces": 3}, {**content, "bound": 3}):
         with pytest.raises(StartFileError, match="program: expected one that was saved"):
             restore_program(broken, tensors, CPU)
 

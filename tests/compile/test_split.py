@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.compile import BoundProgram, CompileOptions
-from fxsplit_encoder.compile.splitting_ops import splitting_targets
+from fxsplit_encoder.compile.options import splitting_targets
 from fxsplit_encoder.errors import CompileError, ConfigError
 
 from .blocks.block_towers import Dense

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.compile import branches
-from fxsplit_encoder.compile.steps import slots_in
+from fxsplit_encoder.compile import program as program_steps
+from fxsplit_encoder.compile.build import slots_in
 
 from .test_passes import tower
 
@@ -103,8 +103,8 @@ def test_what_runs_beside_is_held_until_it_is_joined(
     batch = make_batch([(1, 8, 10)])
     expected = plain.execute(batch)
     seen: list[Any] = []
-    monkeypatch.setattr(branches, "Branch", TracedBranch)
-    original = branches.StepBranches._beside
+    monkeypatch.setattr(program_steps, "Branch", TracedBranch)
+    original = program_steps.StepBranches._beside
 
     def noted(self: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, step, *args, **kwargs)
@@ -113,7 +113,7 @@ def test_what_runs_beside_is_held_until_it_is_joined(
         seen.append(step)
         return result
 
-    monkeypatch.setattr(branches.StepBranches, "_beside", noted)
+    monkeypatch.setattr(program_steps.StepBranches, "_beside", noted)
     for output, wanted in zip(full.execute(batch), expected, strict=True):
         assert torch.equal(output, wanted)
     beside = [step for step in steps if step.beside and step.kind == "piece"]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.compile.blocks.group import equal_modules, weights_of
+from fxsplit_encoder.compile.blocks import equal_modules, weights_of
 from fxsplit_encoder.towers import base
 from fxsplit_encoder.towers.base import registered_tower
 from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrVisionModel

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import vision_utils
 
-from fxsplit_encoder.compile.splitting_ops import host_op
+from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import BudgetDeclaration
 from fxsplit_encoder.towers import wrap

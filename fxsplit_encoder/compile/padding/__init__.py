@@ -1,6 +1,305 @@
-"""Which graphs may be padded: the proof of row independence, its states and its rules."""
+"""Which graphs may be padded: a proof that their real rows do not depend on pad rows.
 
-from fxsplit_encoder.compile.padding.analysis import PaddingReport, analyse
-from fxsplit_encoder.compile.padding.states import SEGMENTS, SHARED, Rows, State, token_dim
+Take one graph with n tokens, and with B >= n tokens of which the first n are the same and the others
+anything. One pass over its ATen nodes gives every tensor a state, a statement about the two runs:
+
+* `Rows(dim)`: the size along `dim` is E(n) in one run and E(B) >= E(n) in the other, all other sizes are
+  equal, and the first E(n) entries along `dim` are equal. `Rows(dim, blocks)`: the same of each of so many
+  equal blocks of that dimension; such rows may not leave the graph.
+* `SHARED`: sizes and values are equal.
+* `SEGMENTS`: cumulative lengths, which the capture extends by empty segments; only attention may read them.
+* `Mixed(reason)`: nothing is known.
+
+Inputs have states by how captures fill them. A rule for each operation gives the state of its result for
+those of its arguments; its docstring says why (the lemma). Operations that torch tags as pointwise share one.
+Sizes are decided by algebra, see `TokenSizes`. So a region without `Mixed` may be padded: the real rows of
+its outputs equal those of the unpadded run, but for rounding where a kernel adds in another order at another
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxsplit_encoder._torch.symbols import expression_of
+from fxsplit_encoder.compile.padding.rules import (
+    ATTENTIONS,
+    CONSTRUCTORS,
+    COPIES,
+    DENSE_ATTENTIONS,
+    MOVERS,
+    SIZED,
+    SIZED_WITH_ROWS,
+    pointwise,
+)
+from fxsplit_encoder.compile.padding.states import (
+    RULES,
+    SEGMENTS,
+    SHARED,
+    Mixed,
+    NodeView,
+    NotProvedError,
+    Rows,
+    State,
+    TokenSizes,
+    draws_random_numbers,
+    indices_of,
+    is_pointwise,
+    named,
+    operation,
+    symbols_of,
+    token_dim,
+)
+from fxsplit_encoder.compile.rewriting import node_value
+from fxsplit_encoder.compile.sizes import shape_exprs
 
 __all__ = ["SEGMENTS", "SHARED", "PaddingReport", "Rows", "State", "analyse", "token_dim"]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingReport:
+    """The outcome of the analysis."""
+
+    reasons: tuple[tuple[str, str], ...]
+    """(node, reason) for every node that mixed rows itself; empty when padding is proved."""
+    mixed: frozenset[str] = frozenset()
+    """Every node that is not proved: those of `reasons`, and what is computed from them."""
+    joined: Mapping[str, Rows] = field(default_factory=dict, compare=False)
+    """Nodes whose rows lie in several blocks: tokens that are joined with an outer dimension."""
+    segments_may_grow: bool = True
+    """Whether empty segments may be appended: only attention reads the cumulative lengths."""
+    capture_refusal: str = ""
+    """Why nothing of the region may be captured: it draws random numbers, of which a capture would take
+    others than eager, or attends over rows that are not its tokens.
+    """
+    divisor: int = 1
+    """A number that divides every token count for which the trace holds."""
+    declared: bool = False
+    """Whether the tower declares that padding leaves its real rows alone."""
+    num_nodes: int = field(default=0, compare=False)
+    """How many nodes were analyzed."""
+    source: str = field(default="", compare=False)
+    """The line of the module's code that the first reason is about, where the trace knows it."""
+
+    @property
+    def proved(self) -> bool:
+        """Whether the region is proved to keep its real rows apart from pad rows."""
+        return not self.reasons
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the region may be padded: it is proved, or the tower declares it."""
+        return self.proved or self.declared
+
+    def __str__(self) -> str:
+        return (
+            "proved" if self.proved else "; ".join(f"{node}: {reason}" for node, reason in self.reasons[:3])
+        )
+
+
+def analyse(
+    nodes: Sequence[fx.Node],
+    seeds: Mapping[fx.Node, State],
+    token_symbol: str,
+    assumptions: Iterable[sympy.Basic] = (),
+    outputs: Iterable[fx.Node] = (),
+) -> PaddingReport:
+    """Proves that a region may be padded, or reports where the proof fails.
+
+    Args:
+        nodes: the region's nodes in order, each with its traced value in `meta["val"]`.
+        seeds: the states of the tensors that enter the region.
+        token_symbol: the name of the symbol that counts tokens.
+        assumptions: what the trace assumes of its symbols, as expressions.
+        outputs: what leaves the region, and is cut there to the size of the unpadded run.
+    """
+    segments = {
+        symbol
+        for node, state in seeds.items()
+        if state is SEGMENTS
+        for size in shape_exprs(node.meta["val"])
+        for symbol in symbols_of(size)
+    }
+    analysis = Analysis(dict(seeds), TokenSizes(token_symbol, segments, assumptions))
+    reasons = [*analysis.check_trace(), *analysis.check_seeds(), *analysis.visit_all(nodes)]
+    reasons += analysis.check_outputs(outputs)
+    states = {node: analysis.states.get(node) for node in nodes}
+    mixed = [node for node, state in states.items() if isinstance(state, Mixed)]
+    joined = {n.name: s for n, s in states.items() if isinstance(s, Rows) and s.blocks != 1}
+    return PaddingReport(
+        tuple(reasons),
+        mixed=frozenset(node.name for node in mixed),
+        joined=joined,
+        segments_may_grow=not analysis.reads_segments,
+        capture_refusal=analysis.capture_refusal,
+        divisor=analysis.sizes.divisor,
+        num_nodes=len(nodes),
+        source=_source_line(mixed[0]) if mixed else "",
+    )
+
+
+def _source_line(node: fx.Node) -> str:
+    """The innermost line of the module's code that made a node: `file:line, in function: code`."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    at = next((i for i in reversed(range(len(lines))) if lines[i].startswith("File ")), None)
+    if at is None:
+        return ""
+    _, path, rest = lines[at].split('"', 2)
+    code = f": {lines[at + 1]}" if at + 1 < len(lines) else ""
+    return f"{path}:{rest.removeprefix(', line ')}{code}"
+
+
+class Analysis:
+    """One pass over a region."""
+
+    def __init__(self, states: dict[fx.Node, State], sizes: TokenSizes) -> None:
+        self.states = states
+        self.seeds = frozenset(states)
+        self.sizes = sizes
+        self.reads_segments = False
+        self.capture_refusal = ""
+
+    def check_trace(self) -> Iterable[tuple[str, str]]:
+        """Yields assumptions of the trace that hold for some token counts only."""
+        for guard in self.sizes.unmet:
+            yield (
+                "graph",
+                f"the trace assumes {guard.lhs} == {guard.rhs}, which may hold for few token counts",
+            )
+
+    def check_seeds(self) -> Iterable[tuple[str, str]]:
+        """Yields inputs whose sizes padding changes in more than one dimension."""
+        for node in self.seeds:
+            if self.states[node] is SEGMENTS:
+                continue
+            try:
+                self.check_extents(node.meta["val"], self.states[node])
+            except NotProvedError as error:
+                self.states[node] = Mixed(str(error))
+                yield node.name, str(error)
+
+    def visit_all(self, nodes: Sequence[fx.Node]) -> Iterable[tuple[str, str]]:
+        """Gives every node a state; yields those that mix rows themselves, and why."""
+        for node in nodes:
+            inputs = [self.states[n] for n in node.all_input_nodes if n in self.states]
+            self.reads_segments |= self._reads_segments(node, inputs)
+            self.capture_refusal = self.capture_refusal or self._capture_refusal(node)
+            inherited = next((s for s in inputs if isinstance(s, Mixed)), None)
+            if inherited is not None:
+                self.states[node] = inherited
+                continue
+            try:
+                state = self.state_of(node, inputs)
+                if isinstance(state, Mixed):  # one of several results
+                    raise NotProvedError(state.reason)
+                self.check_extents(node.meta.get("val"), state)
+                self.states[node] = state
+            except NotProvedError as error:
+                self.states[node] = Mixed(str(error))
+                yield node.name, str(error)
+
+    def check_outputs(self, outputs: Iterable[fx.Node]) -> Iterable[tuple[str, str]]:
+        """Yields outputs whose first entries are not the real rows."""
+        for node in outputs:
+            state = self.states.get(node)
+            if isinstance(state, Rows) and state.blocks != 1:
+                yield node.name, "tokens leave the graph joined with an outer dimension"
+
+    def state_of(self, node: fx.Node, inputs: Sequence[State]) -> State:
+        """Returns the state of a node for those of its inputs; raises NotProvedError where it mixes rows."""
+        name = operation(node)
+        if name == "getitem":
+            source, index = node.args
+            state = self.states[source]  # type: ignore[index]
+            return state[index] if isinstance(state, list) else state  # type: ignore[index]
+        if name not in DENSE_ATTENTIONS and draws_random_numbers(node):
+            raise NotProvedError(f"{name} draws random numbers, whose order depends on the token count")
+        if SEGMENTS in inputs and name not in ATTENTIONS:
+            raise NotProvedError(f"{name} reads the segments' cumulative lengths; only attention may")
+        takes_rows = any(isinstance(s, Rows | list) for s in inputs)
+        is_sized = name in SIZED or (takes_rows and name in SIZED_WITH_ROWS)
+        if not is_sized and self.reads_token_count(node):
+            raise NotProvedError(f"{name} computes with the token count or the number of segments")
+        if not takes_rows and name not in CONSTRUCTORS | COPIES:
+            return SHARED
+        rule = RULES.get(name) or (pointwise if is_pointwise(node) else None)
+        if rule is None:
+            raise NotProvedError(f"no padding rule for {name}")
+        return rule(NodeView(self, node))
+
+    def reads_token_count(self, node: fx.Node) -> bool:
+        """Whether a scalar argument depends on a size that padding changes."""
+        return any(self.sizes.varies(expr) for expr in _scalar_arguments(node))
+
+    def check_extents(self, value: Any, state: State) -> None:
+        """Raises NotProvedError if padding changes a size other than that along the token dimension."""
+        values = value if isinstance(value, list | tuple) else [value]
+        states = state if isinstance(state, list) else [state] * len(values)
+        if len(states) != len(values):
+            raise NotProvedError("it has another number of results than its rule knows")
+        for tensor, tensor_state in zip(values, states, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            rows = tensor_state.dim if isinstance(tensor_state, Rows) else None
+            if rows is not None and rows >= tensor.dim():
+                raise NotProvedError(f"one of its results, {tuple(tensor.shape)}, does not count tokens")
+            for dim, expr in enumerate(shape_exprs(tensor)):
+                if dim == rows and not self.sizes.counts_rows(expr):
+                    raise NotProvedError(
+                        f"dimension {dim} of {tuple(tensor.shape)} does not count tokens any more"
+                    )
+                if dim != rows and self.sizes.varies(expr):
+                    raise NotProvedError(
+                        f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too"
+                    )
+
+    def looks_up_safely(self, node: fx.Node) -> bool:
+        """Whether indices of pad rows are in range: zeros of an input's pad rows, not computed."""
+        indices = [i for i in indices_of(node) if isinstance(i, fx.Node)]
+        return all(self._is_an_input(index) for index in indices)
+
+    def _is_an_input(self, node: fx.Node) -> bool:
+        if self.states.get(node, SHARED) is SHARED:
+            return True
+        if node in self.seeds:
+            return not node.meta["val"].is_floating_point()
+        return operation(node) in MOVERS and all(map(self._is_an_input, node.all_input_nodes))
+
+    def _capture_refusal(self, node: fx.Node) -> str:
+        name = operation(node)
+        is_dense = name in DENSE_ATTENTIONS
+        if draws_random_numbers(node) and not (is_dense and not named(node, "dropout_p")):
+            return f"{name} draws random numbers"
+        if name == "varlen_attention":
+            query = node.args[0]
+            assert isinstance(query, fx.Node)
+            rows = shape_exprs(query.meta["val"])[0]
+            if not self.sizes.count_tokens(rows):
+                return f"attention runs over {rows} rows, which are not the {self.sizes.token_symbol} tokens"
+        return ""
+
+    def _reads_segments(self, node: fx.Node, inputs: Sequence[State]) -> bool:
+        """Whether more segments would change a node's result: something but attention takes their cumulative
+        lengths, or a number or size depends on how many there are.
+        """
+        if SEGMENTS in inputs and operation(node) not in ATTENTIONS:
+            return True
+        values = node.meta.get("val")
+        tensors = values if isinstance(values, list | tuple) else [values]
+        sizes = [size for t in tensors if isinstance(t, torch.Tensor) for size in shape_exprs(t)]
+        return any(
+            not self.sizes.segment_symbols.isdisjoint(symbols_of(expr))
+            for expr in (*_scalar_arguments(node), *sizes)
+        )
+
+
+def _scalar_arguments(node: fx.Node) -> list[sympy.Expr]:
+    values = (node_value(n) for n in node.all_input_nodes)
+    kinds = torch.SymInt | torch.SymFloat | torch.SymBool
+    return [expression_of(value) for value in values if isinstance(value, kinds)]

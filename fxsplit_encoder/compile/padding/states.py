@@ -1,8 +1,9 @@
-"""What the analysis knows of a value, a node as its rules see it, and which rule an operation has."""
+"""What the padding analysis knows of values and sizes, a node as its rules see it, and the table of rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,25 +12,149 @@ import torch
 from torch import fx
 
 from fxsplit_encoder._torch.dispatch import OpOverload, has_tag, schema_of
-from fxsplit_encoder.compile.padding.token_sizes import (
-    NotProvedError,
-    TokenSizes,
-    symbols_of,
-)
+from fxsplit_encoder._torch.symbols import FloorDiv, Mod, PythonMod
 from fxsplit_encoder.compile.sizes import shape_exprs
+
+# The token count is a multiple of the divisor that the trace's guards ask for: `divisor * _GROUPS`.
+_GROUPS = sympy.Symbol("groups", integer=True, positive=True)
+
+
+class NotProvedError(Exception):
+    """A rule cannot tell whether rows stay apart; the analysis turns it into `Mixed`."""
+
+
+def symbols_of(expr: sympy.Expr) -> set[str]:
+    """Returns the names of the symbols in a size."""
+    return {str(s) for s in expr.free_symbols}
+
+
+class TokenSizes:
+    """How sizes of a traced graph follow the token count.
+
+    The token count is written as a multiple of what the trace's guards say divides it, which turns `s // 4`
+    into a polynomial where `s % 4 == 0` is guarded. A size that is no polynomial then (`s // 5000 + 1`,
+    `max(s, 7)`) is undecided: no number of examples tells what it does at the next one.
+
+    Args:
+        token_symbol: the name of the symbol that counts tokens.
+        segment_symbols: the names of those that count segments.
+        guards: what the trace assumes of its symbols.
+    """
+
+    def __init__(
+        self, token_symbol: str, segment_symbols: Iterable[str] = (), guards: Iterable[sympy.Basic] = ()
+    ) -> None:
+        self.token_symbol = token_symbol
+        self.segment_symbols = frozenset(segment_symbols) - {token_symbol}
+        guards = [g for g in guards if token_symbol in symbols_of(g)]
+        self.divisor = math.lcm(*(_divisor_asked_by(guard) for guard in guards))
+        self.unmet = [g for g in guards if isinstance(g, sympy.Eq) and not self._always_holds(g)]
+        """Equations that hold for some token counts only."""
+        # The sizes of a tower's nodes are few, and each is asked about at hundreds of them.
+        self._normal: dict[sympy.Expr, sympy.Expr] = {}
+        self._varies: dict[sympy.Basic, bool] = {}
+        self._counts_rows: dict[sympy.Expr, bool] = {}
+
+    def mentions_padding(self, expr: sympy.Basic) -> bool:
+        """Whether a size contains a symbol that padding changes."""
+        symbols = symbols_of(expr)
+        return self.token_symbol in symbols or not self.segment_symbols.isdisjoint(symbols)
+
+    def varies(self, expr: sympy.Expr) -> bool:
+        """Whether padding changes a size (not `s // (s // 4)`); raises NotProvedError if undecided."""
+        if (known := self._varies.get(expr)) is None:
+            known = self._varies[expr] = self._does_vary(expr)
+        return known
+
+    def _does_vary(self, expr: sympy.Basic) -> bool:
+        if not self.mentions_padding(expr):
+            return False
+        if not isinstance(expr, sympy.Expr):
+            raise NotProvedError(f"{expr} depends on the token count")
+        normal = self._normal_form(expr)
+        if normal.has(_GROUPS) and not normal.is_polynomial(_GROUPS):
+            raise NotProvedError(f"the size {expr} follows the token count in no way that is known")
+        return self.mentions_padding(normal) or bool(normal.has(_GROUPS))
+
+    def counts_rows(self, expr: sympy.Expr) -> bool:
+        """Whether more tokens append entries: the size grows with them and depends on no number of segments.
+
+        Raises:
+            NotProvedError: it is undecided.
+        """
+        if (known := self._counts_rows.get(expr)) is None:
+            known = self._counts_rows[expr] = self._does_count_rows(expr)
+        return known
+
+    def _does_count_rows(self, expr: sympy.Expr) -> bool:
+        if not self.varies(expr) or not self.segment_symbols.isdisjoint(symbols_of(expr)):
+            return False
+        coefficients = sympy.Poly(self._normal_form(expr), _GROUPS).all_coeffs()
+        return all(c.is_nonnegative for c in coefficients[:-1])
+
+    def are_equal(self, one: sympy.Expr, other: sympy.Expr) -> bool:
+        """Whether two sizes are the same at every token count; undecided is no."""
+        return bool(one == other or sympy.expand(self._normal_form(one) - self._normal_form(other)) == 0)
+
+    def count_tokens(self, size: sympy.Expr) -> bool:
+        """Whether a size equals the token count, however it is written."""
+        tokens = [symbol for symbol in size.free_symbols if str(symbol) == self.token_symbol]
+        return bool(tokens) and self.are_equal(size, tokens[0])
+
+    def quotient(self, size: sympy.Expr, divisor: sympy.Expr | int) -> sympy.Expr | None:
+        """Returns `size / divisor` where it is an integer at every token count, else None."""
+        normal = self._normal_form(sympy.sympify(divisor))
+        if normal == 0:
+            return None
+        result = sympy.cancel(self._normal_form(size) / normal)
+        return result if sympy.fraction(result)[1] == 1 else None
+
+    def _normal_form(self, expr: sympy.Expr) -> sympy.Expr:
+        if expr not in self._normal:
+            self._normal[expr] = sympy.expand(self._with_divisor(expr))
+        return self._normal[expr]
+
+    def _with_divisor(self, expr: sympy.Basic) -> sympy.Basic:
+        tokens = [s for s in expr.free_symbols if str(s) == self.token_symbol]
+        return expr.xreplace(dict.fromkeys(tokens, self.divisor * _GROUPS))
+
+    def _always_holds(self, guard: sympy.Eq) -> bool:
+        difference = self._with_divisor(guard.lhs - guard.rhs)
+        return bool(sympy.expand(difference) == 0)
+
+
+def _divisor_asked_by(guard: sympy.Basic) -> int:
+    """What divides the token count where `Eq(c * s % m, 0)` or `Eq(m * (s // m), s)` holds; 1 for others."""
+    if not isinstance(guard, sympy.Eq):
+        return 1
+    for side, other in ((guard.lhs, guard.rhs), (guard.rhs, guard.lhs)):
+        if isinstance(side, Mod | PythonMod) and other == 0:
+            return _divisor_of_remainder(*side.args)
+        factor, rest = side.as_coeff_Mul()
+        if isinstance(rest, FloorDiv) and rest.args == (other, factor) and other.is_Symbol:
+            return int(factor)
+    return 1
+
+
+def _divisor_of_remainder(dividend: sympy.Expr, modulus: sympy.Expr) -> int:
+    factor, rest = dividend.as_coeff_Mul()
+    if not (rest.is_Symbol and factor.is_Integer and modulus.is_Integer):
+        return 1
+    return int(modulus) // math.gcd(int(factor), int(modulus))
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The first entries along `dim` are those of the unpadded run, see `compile.padding.analysis`."""
+    """The first entries along `dim` are those of the unpadded run, see `compile.padding`."""
 
     dim: int
     blocks: sympy.Expr | int = 1
-    """Into how many equal blocks the dimension falls, the first entries of each of which are meant: tokens
-    that were made the inner of two dimensions, and joined with the outer one."""
+    """Number of equal blocks of the dimension, the first entries of each of which are meant: tokens that were
+    joined with an outer dimension.
+    """
 
     def at(self, dim: int) -> Rows:
-        """The same rows along another dimension."""
+        """Returns the same rows along another dimension."""
         return Rows(dim, self.blocks)
 
 
@@ -52,7 +177,7 @@ State = Any
 
 
 def token_dim(value: torch.Tensor, token_symbol: str) -> int | None:
-    """The first dimension whose size depends on the token symbol."""
+    """Returns the first dimension whose size depends on the token symbol."""
     return next(
         (dim for dim, expr in enumerate(shape_exprs(value)) if token_symbol in symbols_of(expr)), None
     )
@@ -82,23 +207,23 @@ class NodeView:
         self.name = operation(node)
 
     def arg(self, position: int, default: Any = None) -> Any:
-        """An argument by position; `default` where it is None or left out."""
+        """Returns an argument by position; `default` where it is None or left out."""
         value = self.args[position] if position < len(self.args) else None
         return default if value is None else value
 
     def state(self, argument: Any) -> State:
-        """The state of an argument; constants are shared."""
+        """Returns the state of an argument; constants are shared."""
         return self.analysis.states.get(argument, SHARED) if isinstance(argument, fx.Node) else SHARED
 
     def rows_of(self, position: int = 0) -> Rows:
-        """The rows of an argument, which must have some; perhaps in several blocks."""
+        """Returns the rows of an argument, which must have some; perhaps in several blocks."""
         state = self.state(self.arg(position))
         if not isinstance(state, Rows):
             raise NotProvedError(f"{self.name} takes rows where none were expected (argument {position})")
         return state
 
     def rows(self, position: int = 0) -> int:
-        """The token dimension of an argument, which must have one, in one block."""
+        """Returns the token dimension of an argument, which must have one, in one block."""
         rows = self.rows_of(position)
         if rows.blocks != 1:
             raise NotProvedError(f"{self.name} takes tokens that are joined with an outer dimension")
@@ -115,23 +240,23 @@ class NodeView:
         return value
 
     def dim(self, value: Any, position: int = 0) -> int:
-        """A dimension of a tensor argument, counted from the front."""
+        """Returns a dimension of a tensor argument, counted from the front."""
         return int(value) % self.rank(position)
 
     def output(self) -> torch.Tensor:
-        """The traced result, the first of several."""
+        """Returns the traced result, the first of several."""
         value = self.node.meta["val"]
         tensor = value[0] if isinstance(value, list | tuple) else value
         assert isinstance(tensor, torch.Tensor)
         return tensor
 
     def each_result(self, state: State) -> State:
-        """The state of a node all of whose results, one or several, have this one."""
+        """Returns the state of a node all of whose results have this one."""
         value = self.node.meta["val"]
         return [state] * len(value) if isinstance(value, list | tuple) else state
 
     def varying_dim(self) -> int | None:
-        """The first dimension of the result whose size padding changes."""
+        """Returns the first dimension of the result whose size padding changes."""
         sizes = enumerate(shape_exprs(self.output()))
         return next((dim for dim, size in sizes if self.analysis.sizes.varies(size)), None)
 
@@ -148,7 +273,7 @@ class NodeView:
             raise self.fail("looks up computed indices, which may be out of range in pad rows")
 
     def fail(self, why: str) -> NotProvedError:
-        """The error that says why this operation is not known to keep rows apart."""
+        """Returns the error that says why this operation is not known to keep rows apart."""
         return NotProvedError(f"{self.name} {why}")
 
 
@@ -175,7 +300,7 @@ _OUR_ATTENTIONS = ("varlen_attention", "dense_attention")
 
 
 def operation(node: fx.Node) -> str:
-    """The name that rules go by: that of the ATen operation, qualified for operations of other libraries."""
+    """Returns the name of an ATen operation, qualified for other libraries', by which rules are found."""
     target = node.target
     if not isinstance(target, OpOverload):
         return getattr(target, "__name__", str(target))
@@ -185,7 +310,7 @@ def operation(node: fx.Node) -> str:
 
 
 def positional(node: fx.Node) -> tuple[Any, ...]:
-    """A node's arguments by position, those given by name or left at their default included."""
+    """Returns a node's arguments by position, named and default ones included."""
     args = list(node.args)
     if isinstance(node.target, OpOverload):
         for parameter in schema_of(node.target).arguments[len(args) :]:
@@ -196,7 +321,7 @@ def positional(node: fx.Node) -> tuple[Any, ...]:
 
 
 def named(node: fx.Node, name: str) -> Any:
-    """The argument of a schema's parameter; None if there is none."""
+    """Returns the argument of a schema's parameter; None if there is none."""
     for parameter, value in zip(schema_of(node.target).arguments, positional(node), strict=False):
         if parameter.name == name:
             return value
@@ -204,7 +329,7 @@ def named(node: fx.Node, name: str) -> Any:
 
 
 def indices_of(node: fx.Node) -> Sequence[Any]:
-    """The indices of a lookup: all its arguments after the first, or for an embedding, too."""
+    """Returns the indices of a lookup: all arguments after the first."""
     return [i for a in node.args[1:] for i in (a if isinstance(a, list | tuple) else [a])]
 
 

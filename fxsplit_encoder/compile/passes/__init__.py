@@ -1,8 +1,7 @@
 """Graph passes: rewrites of the ATen graph before it is split, each in a file of its own.
 
 A pass is a function of a graph module that returns at how many places it changed the graph; its docstring
-says why the results stay the same. Where a pass stores a value in another order and something can see that,
-`compile.layouts` keeps the order.
+says why the results stay the same. `compile.layouts` keeps the layouts that something can see.
 """
 
 from __future__ import annotations
@@ -59,18 +58,17 @@ DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("conv_to_linear",),
     "cuda": tuple(PASSES),
 }
-"""What `passes: auto` stands for, by the type of the device; on others nothing. A pass that finds nothing
-costs nothing."""
+"""What `passes: auto` stands for, by the type of the device; on others nothing."""
 
 _LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
-"""The compute capability below which a pass is no default: cuDNN's kernels for wide heads are of Hopper."""
+"""Least compute capability where a pass is a default: cuDNN's kernels for wide heads are of Hopper."""
 
 # After all passes that see layers by torch's names; marks go to the nodes that it leaves.
 _FIXED_BEFORE = "output_branch"
 
 
 def default_passes(device: torch.device, *, invariant: bool = False) -> tuple[str, ...]:
-    """What `passes: auto` stands for on a device; `invariant`: where nothing is chosen by measurement."""
+    """Returns the passes of `passes: auto` on a device; `invariant`: none that chooses by measurement."""
     names = DEFAULT_PASSES.get(device.type, ())
     if device.type != "cuda":
         return names
@@ -82,10 +80,8 @@ def default_passes(device: torch.device, *, invariant: bool = False) -> tuple[st
 
 
 def expected_width(width: int, names: Sequence[str] | None, device: torch.device) -> int:
-    """How wide passes are expected to store attention heads, before there is a graph that tells.
-
-    Args:
-        names, device: as for `run_passes`.
+    """Returns how wide passes will store attention heads, before there is a graph; arguments as for
+    `run_passes`.
     """
     chosen = default_passes(device) if names is None else names
     return stored_width(width) if wide_heads.__name__ in chosen else width
@@ -98,15 +94,12 @@ def run_passes(
     *,
     invariant: bool = False,
 ) -> dict[str, int]:
-    """Runs passes over a graph, in the order of `PASSES`.
+    """Runs passes over a graph, in the order of `PASSES`; returns at how many places each changed it.
 
     Args:
         names: of `PASSES`; None: those that pay on this device.
         device: that of the graph.
         invariant: whether products and attention are to add in one order whatever the rows.
-
-    Returns:
-        At how many places each pass that ran changed the graph.
 
     Raises:
         ConfigError: there is no such pass.
@@ -130,15 +123,11 @@ def run_passes(
 
 
 def pass_rows(report: Mapping[str, int]) -> list[list[str]]:
-    """What passes changed in a graph, as rows of a table: name, number of places, what it looks for.
-
-    A pass of `PASSES` that did not run is listed as "off".
-    """
+    """Returns rows of a table: name, number of places ("off" if it did not run), what the pass looks for."""
     known = {**PASSES, "fixed_products": fixed_products}
     names = [name for name in known if name in report or name in PASSES]
     return [[name, str(report.get(name, "off")), _what(known[name])] for name in names]
 
 
 def _what(run: Pass) -> str:
-    """The first sentence of a pass's docstring."""
     return " ".join((run.__doc__ or "").split("\n\n")[0].split()).rstrip(".")

@@ -65,7 +65,7 @@ def decomposed_bias(module: fx.GraphModule) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Biased:
-    """An attention whose bias is `rows + columns`, each of so many dimensions, the last two of a key."""
+    """An attention whose bias is `rows + columns`."""
 
     query: fx.Node
     key: fx.Node
@@ -83,7 +83,6 @@ class _Biased:
 
     @property
     def width(self) -> int:
-        """Of the new heads."""
         return -(-(_value(self.query).shape[-1] + sum(self.grid)) // _WIDTH_STEP) * _WIDTH_STEP
 
 
@@ -113,7 +112,7 @@ def _biased(node: fx.Node) -> _Biased | None:
 
 
 def _in_order(node: Any) -> Any:
-    """What a node's values come from, in the same order, without copies and shapes in between."""
+    """What a node's values come from in the same order, through copies and shapes."""
     while True:
         source: Any = node.args[0] if node.args else None
         if node.target in (aten.view.default, aten._unsafe_view.default, aten.clone.default):
@@ -131,7 +130,6 @@ def _in_order(node: Any) -> Any:
 
 
 def _starts_alike(padded: fx.Node, cut: fx.Node) -> bool:
-    """Whether padding was added at the end only, and the cut begins at the beginning."""
     before: Any = padded.args[1]
     start = cut.args[2] if len(cut.args) > 2 else 0
     step = cut.args[4] if len(cut.args) > 4 else 1
@@ -199,7 +197,7 @@ def _replace(graph: fx.Graph, node: fx.Node, biased: _Biased) -> None:
 
 
 def _with_layout(graph: fx.Graph, source: fx.Node, expected: Tensor) -> fx.Node:
-    """A copy that is stored as the result that it replaces was: head by head, or token by token."""
+    """A copy with the layout of the result that it replaces: head by head, or token by token."""
     by_token = expected.transpose(1, 2).is_contiguous()
     ordered = call_function(graph, aten.transpose.int, source, 1, 2) if by_token else source
     copied = call_function(graph, aten.clone.default, ordered, memory_format=torch.contiguous_format)
@@ -208,8 +206,7 @@ def _with_layout(graph: fx.Graph, source: fx.Node, expected: Tensor) -> fx.Node:
 
 def _positions(graph: fx.Graph, biased: _Biased, missing: int) -> fx.Node:
     """(keys, grid rows + grid columns + missing): a one at the row and one at the column of every key.
-
-    Made where it is needed: a compiler fuses it into the copy of the keys, and reads no table.
+    Computed in place, so that a compiler fuses it into the copy of the keys.
     """
     rows, columns = biased.grid
     key = _value(biased.key)

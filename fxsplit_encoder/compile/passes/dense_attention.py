@@ -39,7 +39,7 @@ def dense_attention(module: fx.GraphModule) -> int:
 
 
 def attends_plainly(node: fx.Node) -> bool:
-    """Whether a node is attention over a batch of sequences without a mask, of which nothing else is read."""
+    """Whether a node is attention over a batch without a mask, of which only the first result is read."""
     if node.target not in TORCH_KERNELS:
         return False
     given = arguments_of(node)
@@ -60,8 +60,8 @@ def _is_fast(node: fx.Node) -> bool:
 
 
 def _is_packed(value_BHTD: Tensor) -> bool:
-    """Whether all tokens of all sequences are rows of one matrix, with the same stride from each to the next.
-    Sizes that vary are not compared: that would be another guard.
+    """Whether tokens of all sequences are rows of one matrix at one stride. Sizes that vary are not compared:
+    that would add a guard.
     """
     tokens, strides = value_BHTD.shape[2], value_BHTD.stride()
     if not all(isinstance(number, int) for number in (*value_BHTD.shape[1:], *strides)):

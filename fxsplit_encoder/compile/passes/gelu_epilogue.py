@@ -1,7 +1,5 @@
-"""A linear layer and the GELU after it become one operation, `fxsplit::addmm_gelu`.
-
-Torch has `aten._addmm_activation`, but every decomposition table takes it apart again, and on a CPU it
-applies the other GELU.
+"""A linear layer and the GELU after it become one operation, `fxsplit::addmm_gelu`. Decomposition tables take
+torch's `aten._addmm_activation` apart again, and on a CPU it applies the other GELU.
 """
 
 from __future__ import annotations
@@ -66,13 +64,13 @@ def gelu_epilogue(module: fx.GraphModule) -> int:
 
 
 def linear_before(gelu: fx.Node) -> Linear | None:
-    """The layer with a bias whose result only this GELU reads, if there is one."""
+    """Returns the layer with a bias whose result only this GELU reads, if there is one."""
     linear = linear_of(before_reshapes(gelu.args[0]))
     return None if linear is None or linear.bias is None else linear
 
 
 def before_reshapes(node: Any) -> Any:
-    """What a node reads through reshapes with no other user; None if a value in between has other users."""
+    """Returns what a node reads through reshapes; None if a value in between has other users."""
     while len(node.users) == 1:
         if not is_reshape(node):
             return node

@@ -31,7 +31,7 @@ class Linear:
 
     @property
     def in_features(self) -> int:
-        """The width of its input."""
+        """Width of its input."""
         return int(self.weight.meta["val"].shape[1])
 
     @property
@@ -48,7 +48,7 @@ class Linear:
 
 
 def linear_of(node: Any) -> Linear | None:
-    """The linear layer that a node is; None if it is none, or scales what it adds."""
+    """Returns the linear layer that a node is; None if it is none, or scales what it adds."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is aten.mm.default:
@@ -82,7 +82,7 @@ VIEWS = (
 
 
 def layer_under(node: Any) -> Linear | None:
-    """The linear layer whose output a node is, or is a view of."""
+    """Returns the linear layer whose output a node is, or is a view of."""
     while linear_of(node) is None and node.target in VIEWS:
         node = node.args[0]
     return linear_of(node)
@@ -122,7 +122,7 @@ def keeps_features(node: fx.Node) -> bool:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by name, defaults included."""
+    """Returns all arguments of a call by name, defaults included."""
     declared = schema_of(node.target).arguments
     defaults = {argument.name: argument.default_value for argument in declared}
     names = (argument.name for argument in declared)

@@ -1,6 +1,4 @@
-"""Linear layers and the activation after them become one operation, `fxsplit::linear`, whose kernel is
-measured.
-"""
+"""Linear layers and the activation after them become `fxsplit::linear`, whose kernel is measured."""
 
 from __future__ import annotations
 
@@ -44,7 +42,6 @@ def measured_activations(module: fx.GraphModule) -> int:
 
 
 def _replace_epilogue(node: fx.Node) -> bool:
-    """A layer that is one operation with its GELU already."""
     bias, rows, matrix = node.args
     if not isinstance(matrix, fx.Node) or matrix.target is not aten.t.default:
         return False
@@ -56,7 +53,6 @@ def _replace_epilogue(node: fx.Node) -> bool:
 
 
 def _replace_gelu(node: fx.Node) -> bool:
-    """A layer with a bias whose result only the GELU reads."""
     layer = linear_before(node)
     if layer is None or not _has_choice(layer.node):
         return False
@@ -67,7 +63,6 @@ def _replace_gelu(node: fx.Node) -> bool:
 
 
 def _replace_swiglu(node: fx.Node) -> bool:
-    """Two layers of the same rows whose results only silu(gate) * up reads."""
     found = _gate_and_up(node)
     if found is None:
         return False
@@ -81,7 +76,6 @@ def _replace_swiglu(node: fx.Node) -> bool:
 
 
 def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
-    """The silu of a product, and the layers that it and the other factor come from."""
     factors = [each for each in node.args if isinstance(each, fx.Node)]
     silus = [each for each in factors if each.target is aten.silu.default and len(each.users) == 1]
     if len(factors) != 2 or len(silus) != 1:
@@ -98,9 +92,7 @@ def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
 
 
 def _in_turn(gate: fx.Node, up: fx.Node) -> fx.Node:
-    """The rows of two parameters in turn. Those that are padded already are taken as they were and padded
-    here, so that they need not be kept as well.
-    """
+    """The rows of two parameters in turn. Padded ones are padded here instead, so that they need not be kept."""
     rows = gate.meta["val"].shape[0]
     sources = [_unpadded(each) for each in (gate, up)]
     return derived_parameter(gate.graph, functools.partial(interleaved, rows=rows), *sources)
@@ -117,20 +109,20 @@ def _unpadded(parameter: fx.Node) -> fx.Node:
 
 
 def _has_choice(node: fx.Node) -> bool:
-    """Whether there is more than one kernel for a layer that gives what this node does."""
+    """Whether there is more than one kernel for a layer with this result."""
     value: Any = node.meta["val"]
     return value.dtype in _DTYPES or value.device.type != "cuda"
 
 
 def _replace(node: fx.Node, rows: Any, weight: Any, bias: Any, activation: str) -> None:
-    """Has a measured layer take a node's place; the node stays in the graph, without users."""
+    """Replaces a node by a measured layer; the node stays in the graph, without users."""
     with node.graph.inserting_before(node):
         measured = call_function(node.graph, linear, rows, weight, bias, activation)
     node.replace_all_uses_with(measured)
 
 
 def _drop(node: fx.Node, result: Any, *layers: Linear) -> None:
-    """Has what follows a node read `result`, and removes what only the node and these layers have read."""
+    """Replaces a node by `result`, and removes what only the node and these layers have read."""
     graph = node.graph
     node.replace_all_uses_with(result)
     waiting = [node, *(layer.node for layer in layers)]

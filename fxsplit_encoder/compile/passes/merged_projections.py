@@ -30,12 +30,12 @@ _ALIGNED_BYTES = 16
 
 
 def joined(*parts: Tensor) -> Tensor:
-    """Weights, (features, in_features) each, or biases, (features,), one after another."""
+    """Concatenates weights, (features, in_features) each, or biases, (features,)."""
     return torch.cat(parts)
 
 
 def no_bias(weight: Tensor) -> Tensor:
-    """(features,) zeros for a weight of (features, in_features)."""
+    """Returns (features,) zeros for a weight of (features, in_features)."""
     return weight.new_zeros(weight.shape[0])
 
 
@@ -66,8 +66,8 @@ def _projections(attention: fx.Node) -> list[Linear]:
 
 
 def _only_layer(result: fx.Node) -> fx.Node | None:
-    """The node of the layer that something is computed from without another product or attention in between;
-    None where it is computed from none, or from several, such as a gate and what it gates.
+    """The layer that a value is computed from without another product or attention in between; None where
+    there is none, or several, such as a gate and what it gates.
     """
     found: set[fx.Node] = set()
     seen, waiting = {result}, [result]
@@ -82,7 +82,6 @@ def _only_layer(result: fx.Node) -> fx.Node | None:
 
 
 def _of_same_rows(layers: Iterable[Linear]) -> list[list[Linear]]:
-    """Layers that one can stand for, two or more each."""
     groups: list[list[Linear]] = []
     for layer in layers:
         fitting = (group for group in groups if _fit(group[0], layer))
@@ -127,14 +126,13 @@ def _merge(graph: fx.Graph, layers: list[Linear]) -> bool:
 
 
 def _can_be_part(layer: Linear) -> bool:
-    """Whether its features are whole multiples of what kernels read at once, and its bias has as many."""
+    """Whether its features are whole multiples of an aligned read, and its bias has as many."""
     if layer.bias is not None and layer.bias.meta["val"].shape[0] != layer.out_features:
         return False
     return layer.out_features * int(layer.weight.meta["val"].itemsize) % _ALIGNED_BYTES == 0
 
 
 def _traced_parts(layers: list[Linear], ends: list[int]) -> dict[fx.Node, Tensor]:
-    """What the parts of the common result will be traced as, by the layers."""
     value: Any = layers[0].node.meta["val"]
     with fake_mode_of([value]):
         merged = value.new_empty(value.shape[0], ends[-1])

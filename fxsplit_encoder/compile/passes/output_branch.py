@@ -1,4 +1,4 @@
-"""What only the outputs read need not keep the blocks after it waiting: it runs on a branch of the graph."""
+"""What only the outputs read runs on a branch of the graph, beside the blocks after it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def output_branch(module: fx.GraphModule) -> int:
 
 
 def _behind(cuts: Collection[fx.Node]) -> set[fx.Node]:
-    """Everything that some cut reads, directly or not, and the cuts."""
     found: set[fx.Node] = set()
     waiting = list(cuts)
     while waiting:

@@ -1,6 +1,4 @@
-"""Attention heads whose width is no multiple of 16 are stored at the next one: kernels round to it anyway,
-and mask the last columns.
-"""
+"""Stores attention heads at the next multiple of 16: kernels round to it anyway, and mask the last columns."""
 
 from __future__ import annotations
 
@@ -46,14 +44,14 @@ class Piece:
 
 
 def stored_width(width: int) -> int:
-    """How wide heads of a width are stored, where the graph around attention has the form for it."""
+    """Returns how wide heads of a width are stored, where the graph around attention has the form for it."""
     wide = -(-width // _STEP) * _STEP
     return width if wide - width > width * _MOST_PADDING else wide
 
 
 def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-    """The rows of a weight, or the entries of a bias, that pieces name, one piece after another, each head
-    followed by zeros up to its width.
+    """Returns the rows of a weight, or entries of a bias, of pieces, each head padded with zeros to its
+    width.
     """
     parts = []
     for piece in pieces:
@@ -65,7 +63,7 @@ def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
 
 
 def pad_head_columns(weight: Tensor, heads: int, wide: int) -> Tensor:
-    """(rows, heads * width) with columns of zeros after each head's, up to `wide` of them."""
+    """Appends columns of zeros to each head of (rows, heads * width), up to `wide`."""
     per_head = weight.reshape(weight.shape[0], heads, -1)
     return F.pad(per_head, [0, wide - per_head.shape[-1]]).flatten(1)
 
@@ -184,7 +182,7 @@ def _find_kept(root: _Root, attention: fx.Node, heads: int, width: int) -> bool:
 
 
 def _columns(node: Any, linear: Linear) -> Piece | None:
-    """Which features of every row a view of a layer's output is, (tokens, features), taken as one head."""
+    """Which features of every row a (tokens, features) view of a layer's output is, taken as one head."""
     value, features = node.meta["val"], linear.out_features
     if not isinstance(value, Tensor) or value.dim() != 2 or value.stride() != (features, 1):
         return None
@@ -196,7 +194,7 @@ def _columns(node: Any, linear: Linear) -> Piece | None:
 
 
 def _reader(node: fx.Node, features: int) -> Linear | None:
-    """The linear layer that reads the result token by token, where nothing else does."""
+    """The linear layer that alone reads the result, token by token."""
     while len(node.users) == 1:
         (user,) = node.users
         linear = linear_of(user)

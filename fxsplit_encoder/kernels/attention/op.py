@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention.choice import current_chooser
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import (
     AUTO,

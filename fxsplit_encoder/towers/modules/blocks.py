@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxsplit_encoder.compile.permute import permute_rows
+from fxsplit_encoder.compile.rewriting import permute_rows
 from fxsplit_encoder.errors import InputError
 
 

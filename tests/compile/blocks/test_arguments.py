@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.compile.blocks.group import put_together, take_apart
+from fxsplit_encoder.compile.blocks import put_together, take_apart
 from fxsplit_encoder.errors import CompileError
 
 Pair = collections.namedtuple("Pair", ["x", "y"])

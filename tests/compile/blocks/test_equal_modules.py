@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.utils.output_capturing import install_output_capuring_hook
 
-from fxsplit_encoder.compile.blocks.group import equal_modules
+from fxsplit_encoder.compile.blocks import equal_modules
 
 
 class Settings:

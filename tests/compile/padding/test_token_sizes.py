@@ -4,7 +4,7 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import FloorDiv, Max, Mod, PythonMod
 
-from fxsplit_encoder.compile.padding.token_sizes import NotProvedError, TokenSizes
+from fxsplit_encoder.compile.padding.states import NotProvedError, TokenSizes
 
 S = sympy.Symbol("s0", integer=True, positive=True)
 T = sympy.Symbol("s1", integer=True, positive=True)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.branches import Branch
+from fxsplit_encoder._torch.device import Branch
 from fxsplit_encoder.kernels.attention.kernels import ahead
 from fxsplit_encoder.kernels.attention.kernels.base import (
     AttentionShape,

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import fxsplit_encoder.kernels.attention  # noqa: F401  (registers the ops)
-from fxsplit_encoder.compile import permute  # noqa: F401  (registers its op)
+from fxsplit_encoder.compile import rewriting  # noqa: F401  (registers its op)
 from fxsplit_encoder.compile.padding.rules import DENSE_ATTENTIONS
 
 from ..builder import Builder

@@ -1,12 +1,71 @@
-"""Work beside that of the current stream: inside the capture of a CUDA graph, a branch of the graph."""
+"""The current device, a delay on it, and sibling streams, which a CUDA graph captures as branches."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+ALREADY = contextlib.nullcontext()
+"""What `on_device` gives where there is nothing to do."""
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one, if it is a GPU and is not.
+
+    torch's own operators find their device by their tensors. Triton's and other packages' kernels, events and
+    the current stream do not: on another device they fail, or time and order what is not there.
+    """
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return ALREADY
+    return torch.cuda.device(device)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device as tensors on it name theirs: "cuda" is the current one now, and stays that."""
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@contextlib.contextmanager
+def no_default_device() -> Iterator[None]:
+    """Suspends the default device, whose mode makes Dynamo fail at tensor methods written in Python."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    others = [mode for mode in modes if not isinstance(mode, DeviceContext)]
+    _replace_modes(modes, others)
+    try:
+        yield
+    finally:
+        _replace_modes(others, modes)
+
+
+def _replace_modes(modes: list[TorchFunctionMode], others: list[TorchFunctionMode]) -> None:
+    if modes != others:
+        for _ in modes:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for mode in others:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+# Cycles of a microsecond; GPUs that run slower wait longer.
+_CYCLES = 2000
+
+# Longer is not waited for: the host is taken to be at something else.
+_LONGEST_S = 0.02
+
+
+def wait_on_device(seconds: float) -> None:
+    """Enqueues a kernel on the current stream that runs about so long, 20 ms at most."""
+    torch.cuda._sleep(int(min(seconds, _LONGEST_S) * 1e6 * _CYCLES))  # type: ignore[no-untyped-call]
 
 
 class Branch:
