@@ -14,9 +14,15 @@ from functools import partial
 
 import torch
 
-from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward, CaptureRequest, ProgramBody
+from fxsplit_encoder.capture.forward import (
+    WARMUPS,
+    CapturedForward,
+    CaptureRequest,
+    MeasuredRun,
+    ProgramBody,
+    measure_run,
+)
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.timing import MeasuredRun, measure_run
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels import TimeSpent, measuring
 from fxsplit_encoder.pauses import pause, seconds_paused

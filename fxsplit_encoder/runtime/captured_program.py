@@ -22,7 +22,7 @@ from fxsplit_encoder.capture import (
     UnpaddedCaptures,
 )
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.capture.timing import measure_ms
+from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, InputError, ReplayError, WeightsLayoutError
 from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from fxsplit_encoder.capture import BudgetLadder
-from fxsplit_encoder.capture.forward import ProgramBody
-from fxsplit_encoder.capture.timing import MeasuredRun
+from fxsplit_encoder.capture.forward import MeasuredRun, ProgramBody
 from fxsplit_encoder.planning import build_plan
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel, PathCosts
 from fxsplit_encoder.planning.items import Item
