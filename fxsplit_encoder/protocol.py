@@ -30,16 +30,12 @@ class EncoderItemSpec:
 
     input_size: int
     """Patches, the rows that the encoder attends over."""
-
     output_tokens: int
     """Rows of the item's embedding."""
-
     path_output_tokens: dict[str, int] = field(default_factory=dict)
     """Output tokens on each path of a multi-path encoder; empty if "default" is the only path."""
-
     global_output_tokens: int | None = None
     """Another spelling of `path_output_tokens["global"]`."""
-
     local_output_tokens: int | None = None
     """Another spelling of `path_output_tokens["local"]`."""
 
@@ -62,7 +58,6 @@ class EncoderCudaGraphPathConfig:
     min_token_budget: int | None = None
     """Output tokens of one tile: the smallest budget worth capturing, of which inferred ones are multiples.
     None: the lower end of the tower's range, and budgets need not be multiples of it."""
-
     allow_zero_tokens: bool = False
     """Whether a batch may have no tokens on this path, which is then skipped."""
 
@@ -73,34 +68,25 @@ class EncoderCudaGraphConfig:
 
     modalities: list[str]
     """The modalities that graphs serve, of "image", "video" and "audio"."""
-
     buffer_keys: list[str]
     """Names of the tensors that a capture reads."""
-
     out_hidden_size: int
     """Columns of the encoder's output."""
-
     padding_logics: dict[str, EncoderCudaGraphPaddingLogic] = field(default_factory=dict)
     """How a buffer is filled if not by copying into the first rows and clearing the others."""
-
     max_frames_per_video: int = 1
     """Frames of the longest video."""
-
     paths: dict[str, EncoderCudaGraphPathConfig] = field(
         default_factory=lambda: {"default": EncoderCudaGraphPathConfig()}
     )
     """The independently captured paths, by name."""
-
     capture_axes: tuple[tuple[Hashable, ...], ...] = ()
     """The keys of every further axis along which graphs differ; each budget is captured for each
     combination of them."""
-
     enable_dual_path_graph: bool = False
     """Another spelling of two `paths`, "global" and "local"; without local tokens the second is skipped."""
-
     global_token_per_image: int | None = None
     """With `enable_dual_path_graph`: the smallest budget of the path "global"."""
-
     local_token_per_patch: int | None = None
     """With `enable_dual_path_graph`: the smallest budget of the path "local"."""
 
@@ -150,28 +136,20 @@ class BudgetGraphMetadata:
 
     token_budget: int
     """Output tokens that it has room for."""
-
     max_batch_size: int
     """Items that it has room for."""
-
     max_frames_per_batch: int
     """Video frames that it has room for."""
-
     graph: Replayable
     """What runs the captured forward."""
-
     input_buffers: dict[str, torch.Tensor]
     """The tensors that the forward reads, owned by this capture."""
-
     output_buffer: torch.Tensor
     """The tensor that every replay overwrites, (token budget or more, hidden)."""
-
     axis_keys: tuple[Hashable, ...] = ()
     """The key on each capture axis."""
-
     mode: str = "full"
     """How it was captured, one of the configuration's modes."""
-
     graph_bytes: int = 0
     """Device memory that the capture added."""
 

@@ -4,6 +4,9 @@ with BreakableCUDAGraphCapture(pool) as capture:
     y = module(x)           # breaks at attention, and at what `eager_break_during_capture` decorates
 x.copy_(other)
 capture.replay()            # y holds the result for `other`
+
+Its base, `SegmentedCapture`, also captures compiled programs, which break at splitting ops (`piecewise`) or
+nowhere (`full`). Without CUDA both record calls and replay them over the same tensors.
 """
 
 from __future__ import annotations
@@ -85,16 +88,16 @@ def active_capture() -> BreakableCUDAGraphCapture | None:
 
 
 def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function, or wraps an op, that must not be captured: it reads values on the host, say.
+    """Wraps a function or op that must run eagerly: it reads values on the host, say.
 
     While this thread records a `BreakableCUDAGraphCapture`, a call ends the running graph, runs eagerly, is
-    recorded and begins the next graph. Inside another break, in a capture in mode "full", under
-    `torch.compile` and outside of captures it is a plain call.
+    recorded and begins the next graph. Inside another break, in mode "full", under `torch.compile` and
+    outside of captures it is a plain call.
 
-    At every replay it gets the tensors that it got at the capture, with the contents of that time, and all
-    other arguments as they were. It may return tensors, None, numbers and strings, in tuples, lists and
-    dicts; shapes and all that is not a tensor have to be the same at every replay. Where it works on another
-    CUDA stream than the current one, it has to let the current one wait for that before it returns.
+    At every replay it gets the recorded arguments: the same tensors, with their contents of that time. It may
+    return tensors, None, numbers and strings, in tuples, lists and dicts; shapes and all that is not a tensor
+    have to be the same at every replay. If it works on another CUDA stream, the current one has to wait for
+    that before it returns.
     """
     is_op = isinstance(function, OpOverload | OpOverloadPacket)
 
@@ -112,21 +115,19 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class SegmentedCapture:
-    """Records while it is a context; replays after.
+    """Records a forward as a list of callables, each the replay of a CUDA graph or an eager step.
 
-    Inside the context, every call goes through `captured` (part of a graph) or `eager` (ends the running
-    graph, runs now and at every replay). What they return lives at fixed addresses for as long as this object
-    does.
+    Inside its context, every call goes through `captured` (part of a graph) or `eager` (ends the running
+    graph, runs now and at every replay). Their results lie at fixed addresses as long as this object lives.
     """
 
     def __init__(self, pool: GraphPool) -> None:
         self.pool = pool
         self.segments: list[Callable[[], Any]] = []
-        """What a replay calls, in order."""
         self.num_graphs = 0
         self.num_eager_breaks = 0
         self.running: str | None = None
-        """The op or piece that was called last, for the reason of a failure."""
+        """The op or piece that was called last, for error messages."""
         self._graph: torch.cuda.CUDAGraph | RecordedOps | None = None
         self._kept: list[Any] = []
         self._scope: Any = None
@@ -153,7 +154,7 @@ class SegmentedCapture:
             self._scope.__exit__(None, None, None)
 
     def captured(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes a call a part of the running graph, beginning one if need be; returns its result."""
+        """Calls as part of the running graph, and begins one if need be; returns the result."""
         if self.pool.is_cuda:
             self._begin_graph()
         if self._graph is not None:
@@ -167,11 +168,11 @@ class SegmentedCapture:
         return result
 
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
-        """Breaks the graph: `call` runs at every replay in its place, and owns what it writes. Now `first`
-        runs if there is one, else `call`; returns its result.
+        """Ends the graph, runs `first` (`call` without one) and returns its result; replays run `call`, which
+        owns its outputs.
 
         Raises:
-            CaptureError: the current stream is another than the one that is captured.
+            CaptureError: the current stream is not the captured one.
         """
         self._check_stream()
         self._end_graph()
@@ -203,7 +204,6 @@ class SegmentedCapture:
         self._is_complete = False
 
     def _check_stream(self) -> None:
-        """A graph ends on the stream that it began on, and a replay runs its steps on one stream."""
         own = self.pool.stream
         if own is not None and torch.cuda.current_stream(self.pool.device) != own:
             raise CaptureError(
@@ -245,24 +245,20 @@ class SegmentedCapture:
 
 
 class BreakableCUDAGraphCapture(SegmentedCapture):
-    """Captures what runs inside its context, which is used like `torch.cuda.graph`, and replays it.
+    """Captures the ops inside its context, without gradients, and replays them.
 
-    What runs there is recorded without gradients. Results live at fixed addresses: those of captured ops for
-    as long as they are referred to, those of breaks in buffers of their own, which they keep alive. As with
-    any CUDA graph, warm the code up before. One context may be open in a thread; another thread waits to open
-    its own, and is not disturbed otherwise. A function compiled by `torch.compile` runs eagerly inside.
-
-    Without CUDA the ops are recorded and repeated; what reads a tensor's values on the host is refused there
-    too.
+    Results lie at fixed addresses: those of captured ops as long as they are referred to, those of breaks in
+    buffers that they keep alive. As with any CUDA graph, warm the code up before. One context may be open in
+    a thread; another thread waits to open its own. A function compiled by `torch.compile` runs eagerly
+    inside. Without CUDA, ops that read values on the host are refused, too.
 
     Args:
-        pool: the memory; None: a pool of its own on the current CUDA device, or on the CPU.
+        pool: the memory; None: a new pool on the current CUDA device, or on the CPU.
         splitting_ops: names of ops that break.
         breaks: False: nothing breaks (mode "full").
-        live: where eager attention finds the true segments of a padded batch at a replay; rows outside every
+        live: the true segments of a padded batch, which eager attention reads at a replay; rows outside every
             segment of `fxsplit::varlen_attention` are then zero. None: nothing is padded.
-        is_alone: whether collectives are refused, if there are other ranks: nobody sees to it that they
-            capture the same.
+        is_alone: whether to refuse collectives where there are other ranks, which may not capture the same.
     """
 
     def __init__(
@@ -274,7 +270,9 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         live: LiveSegments | None = None,
         is_alone: bool = False,
     ) -> None:
-        super().__init__(GraphPool(_default_device()) if pool is None else pool)
+        if pool is None:
+            pool = GraphPool(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        super().__init__(pool)
         self.breaks = breaks
         self._is_alone = is_alone
         self._is_padded = live is not None
@@ -284,9 +282,9 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         self._in_break = False
         self._failed = False
         self.read: set[int] = set()
-        """Where the memory begins that the ops read, breaks included."""
+        """Addresses of the memory that ops read, breaks included."""
         self.met_break = False
-        """Whether there was anything that breaks, or would with `breaks`."""
+        """Whether anything broke, or would with `breaks`."""
         self.release()
 
     def __enter__(self) -> Self:
@@ -348,7 +346,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         return result
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Every op that is called in the context comes here."""
+        """Records or runs an op that was called in the context."""
         given = tensors_in((args, kwargs))
         self.read.update(storage_address(tensor) for tensor in given if unstrided([tensor]) is None)
         if not self._is_recording:
@@ -394,7 +392,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         if isinstance(self._graph, RecordedOps):
             self._graph.record(call, args, kwargs, results)
         else:
-            self.pool.note_tensors(tensors_in(results), tensors_in((args, kwargs)))
+            self.pool.note_allocated(results, (args, kwargs))
         return results
 
     def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
@@ -402,7 +400,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
 
 
 class _EveryOp(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Brings every op to the capture."""
+    """Passes every op to the capture."""
 
     supports_higher_order_operators = True
 
@@ -422,10 +420,6 @@ def refuse_collectives(ops: Iterable[str]) -> None:
             f"it calls other ranks ({names}), and nothing says which of them capture the same; pass the "
             "process_group of the ranks that share the weights"
         )
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def refuse_synchronization(
@@ -455,7 +449,7 @@ def _depends_on_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @functools.cache
 def _gives_numbers(op: Any) -> bool:
-    """Whether an op gives the host nothing but numbers that are no shapes, on which its code may branch."""
+    """Whether an op returns host numbers that are no shapes, on which code may branch."""
     schema = schema_of(op)
     if schema is None or schema.name.split("::")[1] in _METADATA:
         return False
@@ -488,9 +482,9 @@ class Attended:
     """What the attentions over one tensor of cumulative lengths were captured with."""
 
     rows: int
-    """Rows of the query."""
+    """Of the query."""
     bound: int
-    """No segment may be longer."""
+    """Rows of the longest segment, at most."""
 
 
 class LiveSegments:
@@ -498,7 +492,7 @@ class LiveSegments:
 
     def __init__(self, rows: int | None = None, segments: Iterable[KnownSegments] = ()) -> None:
         self.attended: dict[int, Attended] = {}
-        """What was captured, by the same addresses."""
+        """By the addresses of cumulative lengths."""
         self.set(rows, segments)
 
     def clear(self) -> None:
@@ -506,16 +500,16 @@ class LiveSegments:
         self.set(None, ())
 
     def set(self, rows: int | None, segments: Iterable[KnownSegments]) -> None:
-        """The batch's real rows (None: all that are captured) and its segments."""
+        """Sets the real rows (None: all captured ones) and the segments of the batch."""
         self.rows = rows
         self._by_address = {each.cu_seqlens.data_ptr(): each for each in segments}
 
     def of(self, cu_seqlens: Tensor) -> KnownSegments | None:
-        """The segments behind captured cumulative lengths; None where nothing is known."""
+        """The segments behind captured cumulative lengths; None: not known."""
         return self._by_address.get(cu_seqlens.data_ptr())
 
     def note(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
-        """Remembers a captured attention."""
+        """Records a captured attention."""
         address, bound = cu_seqlens.data_ptr(), max_seqlen
         if address in self.attended:
             bound = min(bound, self.attended[address].bound)
@@ -530,11 +524,11 @@ def break_at_attention(
     *,
     masked: bool,
 ) -> Tensor:
-    """Records an eager attention of the real rows; returns its result, in a buffer that it owns.
+    """Records an eager attention over the real rows; returns its result, in a buffer that it owns.
 
     Args:
         args: those of `fxsplit::varlen_attention`.
-        masked: whether pad rows are set to zero; else something after it has to keep them finite.
+        masked: whether pad rows are set to zero; else later steps keep them finite.
     """
     query, key, value, cu_seqlens = (capture.pool.hold(tensor) for tensor in args[:4])
     max_seqlen, scale = args[4:]
@@ -566,7 +560,7 @@ def break_at_attention(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """`fxsplit::varlen_attention` whose rows outside every segment are zero, without a host read."""
+    """`fxsplit::varlen_attention` with zeros outside every segment, without a host read."""
     return _clear_pad_rows(varlen_attention(query, key, value, cu_seqlens, max_seqlen, scale), cu_seqlens)
 
 
@@ -576,11 +570,10 @@ def _clear_pad_rows(out: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-"""What may be a part of a recording beside tensors."""
 
 
 class RecordedBreak:
-    """A call that is repeated at every replay over the same arguments.
+    """Repeats a call at every replay over the same arguments.
 
     Its function may return tensors, None, numbers and strings, in tuples, lists and dicts:
 
@@ -609,7 +602,7 @@ class RecordedBreak:
         self._takers: list[Callable[[Any], None]] = []
 
     def first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the function with the arguments themselves and fixes where its results lie; returns those.
+        """Calls the function with the given arguments and fixes the addresses of its results; returns those.
 
         Raises:
             CaptureError: it returned something else than a break may.
@@ -637,7 +630,7 @@ class RecordedBreak:
             take(leaf)
 
     def _fix(self, result: Any) -> tuple[Any, Callable[[Any], None]]:
-        """Where a result lies from now on, and what brings a later one there."""
+        """The fixed result, and a function that copies or compares a later one."""
         if isinstance(result, torch.Tensor):
             if (kind := unstrided([result])) is not None:
                 raise CaptureError(f"{self.name}: returned a {kind} tensor; a break may return strided ones")
@@ -682,7 +675,7 @@ class RecordedBreak:
 
 
 def name_of(function: Any) -> str:
-    """What a function or op is called in messages."""
+    """The name of a function or op in messages."""
     if isinstance(function, OpOverload):
         return str(function.name())  # type: ignore[no-untyped-call]
     return getattr(function, "__qualname__", None) or type(function).__name__

@@ -90,28 +90,21 @@ class PathCosts:
 
     replay: Mapping[int, float] = field(default_factory=dict)
     """Budget -> milliseconds of a replay."""
-
     one_segment: Mapping[int, float] = field(default_factory=dict)
     """The same for batches of one attention segment, where a capture of their own exists."""
-
     exact: Points = ()
     """What the compiled program costs at its exact shape: measured times, 5 % more where they keep the host
     busy all along, and no less than the host needs; a `CostCurve`. Empty: it cannot run, or was not
     measured."""
-
     eager: Points = ()
     """The same for the eager forward."""
-
     attention: float = 0.0
     """Milliseconds per attended pair (squared length of a segment in patches). All ways to pack the same
     items attend the same pairs, so this never decides; it only adds to the prediction."""
-
     max_segments: Mapping[int, int] = field(default_factory=dict)
     """The attention segments that a budget's capture holds; one that is left out holds any number."""
-
     max_tokens: Mapping[int, int] = field(default_factory=dict)
     """The output tokens that a budget's capture holds; one that is left out holds the budget."""
-
     measured: bool = True
     """Whether the costs are milliseconds; if not, they only compare with one another."""
 
@@ -173,7 +166,6 @@ class CostModel:
 
     paths: Mapping[tuple[str, tuple[Hashable, ...]], PathCosts]
     """The costs by (path, axis keys)."""
-
     per_batch: float = 0.0
     """Host milliseconds that each batch adds."""
 

@@ -20,16 +20,12 @@ class Item(NamedTuple):
 
     spec: EncoderItemSpec
     """Its size, from the tower."""
-
     frames: int = 0
     """Video frames; 0 for an image."""
-
     segments: int = 1
     """Attention segments: 1 for an image, of a video as a rule its frames."""
-
     axis_keys: tuple[Hashable, ...] = ()
     """Its key on each capture axis; only items of equal keys share a batch."""
-
     refusal: MissReason | None = None
     """Why it is never replayed; None: it may be."""
 
@@ -67,12 +63,9 @@ class Capacity(NamedTuple):
 
     tokens: Mapping[str, int]
     """Output tokens, by path."""
-
     max_items: int
     """Images and videos, at least 1."""
-
     max_frames: int = 0
     """Video frames."""
-
     max_segments: int | None = None
     """Attention segments; None: any number."""

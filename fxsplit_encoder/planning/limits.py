@@ -79,10 +79,8 @@ class CaptureKey(NamedTuple):
 
     path: str
     """The path's name."""
-
     budget: int
     """Output tokens that the capture holds; 0: all captures at exact shapes, together."""
-
     axis_keys: tuple[Hashable, ...] = ()
     """The key on each capture axis; empty for a tower without any."""
 
@@ -93,16 +91,12 @@ class Limits:
 
     path_budgets: Mapping[str, tuple[int, ...]]
     """The token budgets of every path in output tokens, increasing; a path without any is never captured."""
-
     max_items_per_batch: int
     """Images and videos in a batch, at least 1 and at most the smallest budget."""
-
     max_frames_per_batch: int
     """Video frames in a batch; 0: images only."""
-
     skippable_paths: frozenset[str] = frozenset()
     """The paths that a batch without tokens there skips; any other path is encoded for every batch."""
-
     tiles: Mapping[str, int] = field(default_factory=dict)
     """Output tokens of one tile of a path; without an entry where the tower declares none."""
 

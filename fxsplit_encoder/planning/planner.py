@@ -30,7 +30,6 @@ class Captured(NamedTuple):
 
     budgets: Collection[CaptureKey]
     """Those that were captured."""
-
     not_needed: Collection[CaptureKey] = ()
     """Those that were left out because the exact shape was measured to be as fast."""
 
@@ -119,10 +118,8 @@ class _Path:
 
     listed: tuple[int, ...]
     """All budgets of the path, captured or not."""
-
     not_needed: tuple[int, ...]
     """Those at which the exact shape was measured to be as fast."""
-
     table: PathTable
     """The costs, with the budgets that are captured."""
 

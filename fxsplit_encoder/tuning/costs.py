@@ -86,13 +86,10 @@ class BatchCosts:
 
     replay: RisingCurve = field(default_factory=lambda: RisingCurve.linear(REPLAY_LAUNCH_TOKENS))
     """By the budget that is replayed."""
-
     exact: RisingCurve = field(default_factory=lambda: RisingCurve.linear(EXACT_LAUNCH_TOKENS))
     """By the batch's own tokens."""
-
     unit: str = "tokens"
     """What costs are counted in."""
-
     not_kept_from: int | None = None
     """A budget from which on none was kept by `mode: auto` when it measured; None: there was none."""
 
@@ -136,7 +133,6 @@ class MemoryModel:
 
     bytes_per_token: int = _BYTES_PER_TOKEN
     """Bytes for every output token of the largest budget."""
-
     bytes_per_graph: int = _BYTES_PER_GRAPH
     """Bytes for every captured budget."""
 

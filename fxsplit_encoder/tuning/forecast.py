@@ -23,13 +23,10 @@ class LadderForecast:
 
     budgets: tuple[int, ...]
     """Output tokens of each budget, increasing."""
-
     cost: float
     """Of all demands together."""
-
     padding_fraction: float
     """The share of padding in the output tokens of all replays; 0.0 without replays."""
-
     hit_fraction: float
     """The share of the demands that are replayed."""
 
@@ -142,22 +139,16 @@ class Tuning:
     paths: Mapping[str, PathTuning]
     unit: str
     """What costs are counted in."""
-
     max_items_per_batch: int = 0
     """The items of a batch that the demands were cut for; 0: it is not known."""
-
     max_bytes: int | None = None
     """The memory limit that the ladders keep; None: none."""
-
     packing: Packing = "cost"
     """How the manager was taken to pack."""
-
     host_cost: float = 0.0
     """What the batches of the tuned ladders cost the host in addition; 0.0 where costs are not times."""
-
     baseline_name: str = "default"
     """Which ladders the tuned ones are compared with: "default", or "current" ones."""
-
     baseline_host_cost: float = 0.0
     """What the batches of those cost the host."""
 

@@ -26,19 +26,14 @@ class LadderLimits:
 
     max_graphs: int
     """Budgets of each path, at most."""
-
     max_bytes: int | None = None
     """Device memory of all captures by `memory`'s estimate, at most; None: no limit."""
-
     maximum: int | None = None
     """Output tokens of the largest budget, at most; None: those of the largest request or demand."""
-
     granularity: int = 1
     """Budgets are multiples of this, but for those that a smallest or largest budget bounds."""
-
     memory: MemoryModel = field(default_factory=MemoryModel)
     """What captures are estimated to take."""
-
     only_kept: bool = True
     """Whether budgets that `mode: auto` will not keep are left out; with `mode: full` all are captured."""
 
