@@ -12,8 +12,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictI
 
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.messages import name_of, shown
-from fxsplit_encoder.settings_file import read_settings
-from fxsplit_encoder.settings_model import MOST_PROBLEMS, Bytes, Settings, one_of, parse_bytes, unknown_option
+from fxsplit_encoder.settings_model import (
+    MOST_PROBLEMS,
+    Bytes,
+    Settings,
+    one_of,
+    parse_bytes,
+    read_settings,
+    unknown_option,
+)
 
 Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
 Packing = Literal["cost", "greedy", "greedy_defer"]

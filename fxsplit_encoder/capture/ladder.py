@@ -151,6 +151,7 @@ class BudgetLadder:
 
     def capture(self, budget: int) -> CapturedForward | None:
         """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9).
+
         Pauses between timed runs, those before a capture, and the capture.
         """
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
@@ -174,7 +175,9 @@ class BudgetLadder:
         return time.perf_counter() - self._compared.seconds - seconds_paused()
 
     def run(self, budget: int) -> None:
-        """Runs what `capture` would run on a device of a budget that is not known, as `CaptureRequest.run`."""
+        """Runs what `capture` would run on a device of a budget that is not known; see
+        `CaptureRequest.run`.
+        """
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:

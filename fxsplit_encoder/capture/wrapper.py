@@ -17,6 +17,7 @@ from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import version_of
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture.breakable import CONSTANTS, DEFAULT_SPLITTING_OPS, active_capture
 from fxsplit_encoder.capture.buffers import StaticBuffer, unstrided
 from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
@@ -24,7 +25,6 @@ from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, InputError
-from fxsplit_encoder.recent import Recent
 
 logger = logging.getLogger(__name__)
 

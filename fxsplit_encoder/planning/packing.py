@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import PathTable
-from fxsplit_encoder.planning.items import Capacity, Loads
 from fxsplit_encoder.planning.limits import smallest_fitting
+from fxsplit_encoder.planning.plan import Capacity, Loads
 
 
 def pack_greedy(

@@ -12,10 +12,9 @@ from typing import NamedTuple, TypeVar
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import CostModel, PathCosts, PathTable
-from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
-from fxsplit_encoder.planning.plan import MissReason, PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.plan import Capacity, Item, Loads, MissReason, PathPlan, Plan, PlannedBatch
 
 # Bounds the batches of a path that is never captured: its cost tables must end somewhere.
 _LARGEST_WITHOUT_BUDGETS = 1 << 16

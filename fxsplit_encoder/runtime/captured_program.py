@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 import torch
 
 from fxsplit_encoder._torch.grad_mode import in_inference_mode as inference_mode
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
@@ -32,7 +33,6 @@ from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
-from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
 

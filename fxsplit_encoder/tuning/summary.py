@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fxsplit_encoder.tuning.costs import BatchCosts, parse_costs
-from fxsplit_encoder.tuning.recording import RecordedRun, RunRecord, ServedPath, ServedRequest
+from fxsplit_encoder.tuning.trace import RecordedRun, RunRecord, ServedPath, ServedRequest
 
 _SLOWEST = 10
 _SERVED = ("hit", "skipped")
