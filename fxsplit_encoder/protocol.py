@@ -166,7 +166,6 @@ class SupportsEncoderCudaGraph(Protocol):
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """What is fixed about this tower."""
-        ...
 
     def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
         """The modality of a batch, "image" or "video"."""
@@ -174,25 +173,21 @@ class SupportsEncoderCudaGraph(Protocol):
 
     def get_max_frames_per_video(self) -> int:
         """Frames of the longest video that this tower encodes."""
-        ...
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         """Output tokens of the smallest item, and of the largest batch that is worth capturing.
 
         `vllm_config` is the configuration of the serving engine, None where there is none.
         """
-        ...
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         """The size of every item of a batch, in order."""
-        ...
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The inputs of the items `indices` alone, in that order.
 
         A tower with capture axes adds their keys under `ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG`.
         """
-        ...
 
     def prepare_encoder_cudagraph_capture_inputs(
         self,
@@ -205,7 +200,6 @@ class SupportsEncoderCudaGraph(Protocol):
         axis_keys: tuple[Hashable, ...] | None = None,
     ) -> EncoderCudaGraphCaptureInputs:
         """Fresh tensors with room for `token_budget` output tokens, for `encoder_cudagraph_forward`."""
-        ...
 
     def prepare_encoder_cudagraph_replay_buffers(
         self,
@@ -215,17 +209,14 @@ class SupportsEncoderCudaGraph(Protocol):
         path: str = "default",
     ) -> EncoderCudaGraphReplayBuffers:
         """What a replay of this batch puts into the captured buffers."""
-        ...
 
     def encoder_cudagraph_forward(
         self, inputs: dict[str, torch.Tensor], path: str = "default"
     ) -> torch.Tensor:
         """The captured forward, (token budget or more, hidden); its shapes depend on no tensor's values."""
-        ...
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> torch.Tensor:
         """The forward of a batch that no graph serves, (output tokens, hidden)."""
-        ...
 
     def postprocess_encoder_output(
         self,

@@ -1,4 +1,4 @@
-"""How a request is encoded, decided before anything runs and without looking at a tensor."""
+"""The items of a request, and the plan of how they are encoded, made without looking at a tensor."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ class MissReason(StrEnum):
     UNSUPPORTED_INPUT = "unsupported_input"
     """The tower captures nothing for this modality or kind of input."""
     EXTENT_EXCEEDED = "extent_exceeded"
-    """A value that the replay needs is larger than the captured buffer, which may have fewer rows than its
-    budget asks for, or the captures have no buffer for it."""
+    """A value that the replay needs is larger than the captured buffer, or has no buffer."""
     PADDING_UNPROVED = "padding_unproved"
     """The graph's rows may depend on one another, so it is never padded."""
     UNSUPPORTED_GRAPH = "unsupported_graph"
-    """Nothing of the graph is captured: it draws random numbers, or attends over rows that are not its
-    tokens."""
+    """Nothing of the graph is captured: it draws random numbers, or attends over other rows than tokens."""
     STATIC_SHAPE = "static_shape"
     """The graph was traced for one shape; there is nothing to pad."""
     NEW_SHAPE = "new_shape"
@@ -61,7 +59,7 @@ class MissReason(StrEnum):
     OUTER_TRACE = "outer_trace"
     """The call is part of another trace, by `torch.compile` for example, which takes the tower as it is."""
     UNCAPTURED_OUTPUT = "uncaptured_output"
-    """An output was read that captures do not make, such as hidden states: the tower itself computed it."""
+    """An output was read that captures do not make, such as hidden states: the tower computed it."""
 
 
 BY_THE_TOWER = frozenset({MissReason.TRAINING, MissReason.FOREIGN_CODE})
@@ -80,9 +78,8 @@ class Item(NamedTuple):
     """One image or video of a request."""
 
     spec: EncoderItemSpec
-    """Its size, from the tower."""
     frames: int = 0
-    """Video frames; 0 for an image."""
+    """Of a video; 0 for an image."""
     segments: int = 1
     """Attention segments: 1 for an image, of a video as a rule its frames."""
     axis_keys: tuple[Hashable, ...] = ()
@@ -92,10 +89,9 @@ class Item(NamedTuple):
 
 
 class Loads:
-    """What items take up, each thing that a batch is limited in as a column: packing adds up columns.
+    """What items take up, a column for each limit of a batch: packing adds up columns.
 
     Args:
-        items: those that may share batches.
         paths: the names of the paths on which their tokens count.
     """
 
@@ -115,19 +111,18 @@ class Loads:
         return len(self.items)
 
     def of(self, positions: Sequence[int]) -> Loads:
-        """What some of the items take up."""
+        """The loads of some of the items."""
         return Loads([self.items[position] for position in positions], self.tokens)
 
 
 class Capacity(NamedTuple):
-    """What a batch of the greedy packings may have."""
+    """Limits of a batch of the greedy packings."""
 
     tokens: Mapping[str, int]
     """Output tokens, by path."""
     max_items: int
     """Images and videos, at least 1."""
     max_frames: int = 0
-    """Video frames."""
     max_segments: int | None = None
     """Attention segments; None: any number."""
 
@@ -150,8 +145,7 @@ class PathPlan(NamedTuple):
     eager: bool = False
     """Whether a fallback is the eager forward, and not the compiled program at the exact shape."""
     milliseconds: float | None = None
-    """The predicted time on the device; None if it is not known. At an exact shape it is a price, which may
-    be some percent more (`PathCosts.exact`)."""
+    """The predicted time on the device; None: not known. At an exact shape a price (`PathCosts.exact`)."""
 
     def as_dict(self) -> dict[str, Any]:
         """The path as plain values that JSON can hold."""
@@ -178,15 +172,14 @@ class PlannedBatch(NamedTuple):
     """Items that are encoded together."""
 
     indices: tuple[int, ...]
-    """The items' positions in the request, in the order in which they are packed."""
+    """The items' positions in the request, in packed order."""
     paths: Mapping[str, PathPlan]
-    """How each path is encoded."""
     output_tokens: int
     """Rows of the items' embeddings, all together."""
     axis_keys: tuple[Hashable, ...] = ()
-    """The items' key on each capture axis; empty for a tower without any."""
+    """The items' key on each capture axis."""
     milliseconds: float | None = None
-    """The predicted time of all paths, and of the host; None if one of them is not known."""
+    """The predicted time of all paths, and of the host; None: one is not known."""
 
     def as_dict(self) -> dict[str, Any]:
         """The batch as plain values that JSON can hold."""
@@ -212,9 +205,8 @@ class Plan:
     """The batches of one request; printing it shows them as a table."""
 
     batches: tuple[PlannedBatch, ...]
-    """In the order in which they run; every item is in exactly one of them."""
+    """In the order in which they run; every item is in exactly one."""
     num_items: int
-    """Images and videos in the request."""
 
     @property
     def hits(self) -> int:
