@@ -121,17 +121,17 @@ class SegmentedCapture:
     graph, runs now and at every replay). Their results lie at fixed addresses as long as this object lives.
     """
 
-    def __init__(self, pool: GraphPool) -> None:
+    def __init__(self, pool: GraphPool, live: LiveSegments | None = None) -> None:
         self.pool = pool
+        self.live = LiveSegments() if live is None else live
+        """The segments of the batch that is replayed, for attention between graphs."""
         self.segments: list[Callable[[], Any]] = []
-        self.num_graphs = 0
-        self.num_eager_breaks = 0
         self.running: str | None = None
         """The op or piece that was called last, for error messages."""
         self._graph: torch.cuda.CUDAGraph | RecordedOps | None = None
         self._kept: list[Any] = []
         self._scope: Any = None
-        self._is_complete = False
+        self.release()
 
     def __enter__(self) -> Self:
         if self._is_complete:
@@ -181,6 +181,52 @@ class SegmentedCapture:
         self.num_eager_breaks += 1
         return result
 
+    def break_at(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function as a break: see `eager_break_during_capture`.
+
+        Raises:
+            CaptureError: it returned something that cannot be kept at a fixed address.
+        """
+        step = RecordedBreak(function, args, kwargs, self.pool, self._buffers)
+        self.running = step.name
+        return self.eager(step, lambda: step.first_run(args, kwargs))
+
+    def break_at_attention(
+        self, args: tuple[Tensor, Tensor, Tensor, Tensor, int, float], *, masked: bool
+    ) -> Tensor:
+        """Breaks at an attention over the real rows; returns its result, in a buffer that it owns.
+
+        Args:
+            args: those of `fxsplit::varlen_attention`.
+            masked: whether pad rows are set to zero; else later steps keep them finite.
+        """
+        buffers, live = self._attention_buffers, self.live  # a step that held this object would be a cycle
+        query, key, value, cu_seqlens = (self.pool.hold(tensor) for tensor in args[:4])
+        max_seqlen, scale = args[4:]
+        live.note(query, cu_seqlens, max_seqlen)
+        captured_rows = query.shape[0]
+        real = (query, key, value)  # of the last replay: the same number of rows often comes again
+
+        def attend_to_real_rows() -> None:
+            nonlocal real
+            known, rows = live.of(cu_seqlens), live.rows
+            real_rows = captured_rows if rows is None else rows
+            if real[0].shape[0] != real_rows:
+                real = (query[:real_rows], key[:real_rows], value[:real_rows])
+            if known is not None:
+                known.attend_out(*real, scale, out)
+            else:
+                attend_out(*real, cu_seqlens, max_seqlen, scale, out)
+            end = rows if known is None else known.boundaries[-1]
+            if masked and end is not None:
+                buffers.clear_behind(out, end)
+            elif masked:
+                _clear_pad_rows(out, cu_seqlens)
+
+        out, result = buffers.acquire(query, torch.contiguous_format)
+        self.eager(attend_to_real_rows)
+        return result
+
     def replay(self) -> None:
         """Runs every segment in order, on the current stream.
 
@@ -196,12 +242,15 @@ class SegmentedCapture:
             segment()
 
     def release(self) -> None:
-        """Drops graphs and eager steps; their memory returns to the pool, and the object records again."""
+        """Drops graphs, eager steps and their buffers; the object records again."""
         free_later(self.segments)
         self.segments.clear()
         self._kept.clear()
         self.num_graphs = self.num_eager_breaks = 0
         self._is_complete = False
+        self._buffers = OwnedBuffers()
+        # Of their own: what another step wrote, which need not be finite, must not become their pad rows.
+        self._attention_buffers = OwnedBuffers()
 
     def _check_stream(self) -> None:
         own = self.pool.stream
@@ -272,20 +321,16 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
     ) -> None:
         if pool is None:
             pool = GraphPool(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        super().__init__(pool)
+        super().__init__(pool, live)
         self.breaks = breaks
         self._is_alone = is_alone
         self._is_padded = live is not None
-        self._live = live if live is not None else LiveSegments()
         self._targets = splitting_targets(splitting_ops)
         self._modes = contextlib.ExitStack()
         self._in_break = False
         self._failed = False
-        self.read: set[int] = set()
-        """Addresses of the memory that ops read, breaks included."""
         self.met_break = False
         """Whether anything broke, or would with `breaks`."""
-        self.release()
 
     def __enter__(self) -> Self:
         if active_capture() is not None:
@@ -319,17 +364,11 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         super().__exit__(kind, error, traceback)
 
     def break_at(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a function as a break: see `eager_break_during_capture`.
-
-        Raises:
-            CaptureError: it returned something that cannot be kept at a fixed address.
-        """
+        """Calls a function as a break, or as it is inside another one."""
         self.met_break = True
         if not self._is_recording or not self.breaks:
             return function(*args, **kwargs)
-        step = RecordedBreak(function, args, kwargs, self.pool, self._buffers)
-        self.running = step.name
-        return self.eager(step, lambda: step.first_run(args, kwargs))
+        return super().break_at(function, args, kwargs)
 
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
         """Breaks the graph, see `SegmentedCapture.eager`, and begins the next one."""
@@ -368,10 +407,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
     def release(self) -> None:
         """Drops graphs, eager steps and their buffers; the object records again."""
         super().release()
-        self.read = set()
-        self._buffers = OwnedBuffers()
-        # Of their own: what another step wrote, which need not be finite, must not become their pad rows.
-        self._attention_buffers = OwnedBuffers()
+        self.read: set[int] = set()
+        """Addresses of the memory that ops read, breaks included."""
 
     @property
     def _is_recording(self) -> bool:
@@ -381,8 +418,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         names = [argument.name for argument in schema_of(varlen_attention).arguments]
         args = (*args, *(kwargs[name] for name in names[len(args) :]))
         if self.breaks:
-            return break_at_attention(self, self._attention_buffers, self._live, args, masked=self._is_padded)
-        self._live.note(args[0], args[3], args[4])
+            return self.break_at_attention(args, masked=self._is_padded)
+        self.live.note(args[0], args[3], args[4])
         return self._record(masked_attention if self._is_padded else varlen_attention, args, {})
 
     def _record(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -514,47 +551,6 @@ class LiveSegments:
         if address in self.attended:
             bound = min(bound, self.attended[address].bound)
         self.attended[address] = Attended(query.shape[0], bound)
-
-
-def break_at_attention(
-    capture: SegmentedCapture,
-    buffers: OwnedBuffers,
-    live: LiveSegments,
-    args: tuple[Tensor, Tensor, Tensor, Tensor, int, float],
-    *,
-    masked: bool,
-) -> Tensor:
-    """Records an eager attention over the real rows; returns its result, in a buffer that it owns.
-
-    Args:
-        args: those of `fxsplit::varlen_attention`.
-        masked: whether pad rows are set to zero; else later steps keep them finite.
-    """
-    query, key, value, cu_seqlens = (capture.pool.hold(tensor) for tensor in args[:4])
-    max_seqlen, scale = args[4:]
-    live.note(query, cu_seqlens, max_seqlen)
-    captured_rows = query.shape[0]
-    real = (query, key, value)  # of the last replay: the same number of rows often comes again
-
-    def attend_to_real_rows() -> None:
-        nonlocal real
-        known, rows = live.of(cu_seqlens), live.rows
-        real_rows = captured_rows if rows is None else rows
-        if real[0].shape[0] != real_rows:
-            real = (query[:real_rows], key[:real_rows], value[:real_rows])
-        if known is not None:
-            known.attend_out(*real, scale, out)
-        else:
-            attend_out(*real, cu_seqlens, max_seqlen, scale, out)
-        end = rows if known is None else known.boundaries[-1]
-        if masked and end is not None:
-            buffers.clear_behind(out, end)
-        elif masked:
-            _clear_pad_rows(out, cu_seqlens)
-
-    out, result = buffers.acquire(query, torch.contiguous_format)
-    capture.eager(attend_to_real_rows)
-    return result
 
 
 def masked_attention(

@@ -21,12 +21,10 @@ from fxsplit_encoder.capture.breakable import (
     Attended,
     BreakableCUDAGraphCapture,
     LiveSegments,
-    RecordedBreak,
     SegmentedCapture,
-    break_at_attention,
     name_of,
 )
-from fxsplit_encoder.capture.buffers import OwnedBuffers, StaticBuffer, StaticValue
+from fxsplit_encoder.capture.buffers import StaticBuffer, StaticValue
 from fxsplit_encoder.capture.inputs import (
     StaticInputs,
     fill_cu_seqlens,
@@ -154,7 +152,7 @@ class CapturedForward:
         assert not (self.compiled and mode == "breakable"), "a program breaks in mode piecewise"
         self.live = LiveSegments()
         self.capture = (
-            SegmentedCapture(pool)
+            SegmentedCapture(pool, self.live)
             if self.compiled
             else BreakableCUDAGraphCapture(
                 pool,
@@ -254,7 +252,7 @@ class CapturedForward:
             # Replaying the forward as one call keeps no intermediate value, as a graph's pool keeps none for
             # others.
             return self.capture.captured(body)  # type: ignore[no-any-return]
-        recorder = StepRecorder(self.capture, breaks=self.mode == "piecewise", live=self.live)
+        recorder = StepRecorder(self.capture, breaks=self.mode == "piecewise")
         program, bindings = body.program, body.bindings.copy()
         program.fill_num_rows(bindings)
         for step in program.region:
@@ -540,33 +538,24 @@ class StepRecorder:
 
     Args:
         breaks: whether graphs end at splitting ops, which then run eagerly at every replay.
-        live: the segments of the batch that is replayed, for attention between graphs.
     """
 
-    def __init__(self, capture: SegmentedCapture, *, breaks: bool, live: LiveSegments) -> None:
+    def __init__(self, capture: SegmentedCapture, *, breaks: bool) -> None:
         self.capture = capture
         self.breaks = breaks
-        self.live = live
-        self._attention_buffers = OwnedBuffers()
-        self._buffers = OwnedBuffers()
         # A graph ends with all its branches, and between graphs the host launches what would run beside.
         self._branches = StepBranches(capture.pool.device, active=not breaks)
 
     def record(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a step as part of the running graph, or as a break; returns its result."""
         is_attention = step.call is varlen_attention
-        breaks = self.breaks and step.kind == "split"
         self.capture.running = step.name if step.kind == "piece" else name_of(step.call)
-        if breaks and is_attention:
-            # The pieces around it mask pad rows.
-            return break_at_attention(
-                self.capture, self._attention_buffers, self.live, tuple(args), masked=False
-            )
-        if breaks:
-            recorded = RecordedBreak(step.call, args, kwargs, self.capture.pool, self._buffers)
-            return self.capture.eager(recorded, lambda: recorded.first_run(args, kwargs))
+        if self.breaks and step.kind == "split":
+            if is_attention:
+                return self.capture.break_at_attention(tuple(args), masked=False)  # the pieces mask pad rows
+            return self.capture.break_at(step.call, args, kwargs)
         if is_attention:
-            self.live.note(args[0], args[3], args[4])
+            self.capture.live.note(args[0], args[3], args[4])
         return self.capture.captured(self._branches.placed(step), *args, **kwargs)
 
     def finish(self) -> None:
