@@ -3,8 +3,8 @@
     {"items": [{"input_size": 1024, "output_tokens": 256}, {"input_size": 784, "output_tokens": 196}]}
 
 `segments` is left out where it is 1, `path_output_tokens` where "default" is the only path. A manager adds
-how each request was served, and lines of their own that say what served it (`recording`). A trace holds sizes
-and times, nothing of what was encoded.
+how each request was served, and a line of `{"run": {...}}` before the first request and whenever the captures
+have changed. A trace holds sizes and times, no media.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ _REQUEST_KEYS = ("items", "batches", "host_ms")
 _SHOWN_CHARACTERS = 60
 
 Request = tuple[Item, ...]
-"""The items of one request, in order. A trace knows their sizes and segments."""
+"""The items of one request, in order, with their sizes and segments."""
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Request]:
-    """The requests of a trace, in order; an empty file and empty lines hold none.
+    """Reads the requests of a trace, in order; an empty file and empty lines hold none.
 
     Raises:
-        InputError: the file cannot be read, or a line is not a request: which line, what was expected and
-            what it holds.
+        InputError: the file cannot be read, or a line is not a request.
     """
     return [read_request(line, where) for where, line in read_lines(path) if "run" not in line]
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The JSON object of every line of a trace that is not empty, and where it is, for messages.
+    """Yields the JSON object of every non-empty line of a trace, and its place for messages.
 
     Raises:
         InputError: the file cannot be read, or a line is no object.
@@ -88,9 +87,9 @@ def trace_demands(
 ) -> dict[str, list[int]]:
     """The demands of a trace by path: the output tokens of every batch that has any there.
 
-    A request's items are packed together. A request above a limit is cut as the manager does it, by ascending
-    size into batches of at most `maximum` output tokens per path and `max_items_per_batch` items; one that
-    alone is above `maximum` is a demand of its own.
+    A request's items are packed together; above a limit, they are cut by ascending size into batches of at
+    most `maximum` output tokens per path and `max_items_per_batch` items. An item above `maximum` is a demand
+    of its own.
     """
     demands: dict[str, list[int]] = {path: [] for path in traced_paths(requests)}
     for request in requests:
@@ -104,10 +103,10 @@ def trace_demands(
 
 
 def batch_loads(requests: Sequence[Request], max_items_per_batch: int) -> set[int]:
-    """The output tokens that batches of a trace may have on a path, wherever requests are cut; 0 is left out.
+    """The positive output tokens that batches of a trace may have on a path, wherever requests are cut.
 
-    A batch is a run of a request's items by ascending size. Of several paths, one may be too large for an
-    item in the middle of a run; runs without such items are not listed.
+    A batch is a run of a request's items by ascending size. Runs without an item that is too large on another
+    path are not listed.
     """
     loads: set[int] = set()
     for request in requests:
@@ -188,7 +187,7 @@ class PathRecord(_Record):
     not_kept: tuple[int, ...] = ()
     """Budgets whose exact shape was measured to be as fast."""
     costs: Mapping[str, Any] | None = None
-    """What was measured, as `read_costs` takes it; None: nothing, as on a CPU."""
+    """Measured, as `read_costs` takes them; None: not measured, as on a CPU."""
 
 
 class RunRecord(_Record):
@@ -198,7 +197,6 @@ class RunRecord(_Record):
     device: str
     dtype: str
     versions: Mapping[str, str]
-    """Of packages, by name."""
     config: Mapping[str, Any]
     """The settings that were set."""
     max_items_per_batch: int
@@ -213,11 +211,11 @@ class ServedPath(_Record):
 
     tokens: int
     budget: int | None = None
-    """What was replayed, in output tokens; None: nothing."""
+    """In output tokens; None: no replay."""
     result: str
     """hit, skipped, or the reason of the miss."""
     eager: bool = False
-    """Whether what was not replayed ran eagerly."""
+    """Whether a miss ran eagerly."""
     milliseconds: float | None = None
     """The predicted time on the device."""
 
@@ -240,7 +238,7 @@ class ServedRequest(NamedTuple):
 
 
 class RecordedRun(NamedTuple):
-    """Everything that a trace tells of a run."""
+    """The contents of a trace with a run."""
 
     runs: tuple[RunRecord, ...]
     """What served, in order; at least one."""
@@ -248,7 +246,7 @@ class RecordedRun(NamedTuple):
 
 
 def read_run(path: str | os.PathLike[str]) -> RecordedRun:
-    """A recorded run.
+    """Reads a recorded run.
 
     Raises:
         InputError: the file cannot be read, a line is malformed, or it holds sizes alone.
@@ -275,7 +273,7 @@ def recorded_costs(
     """What the last run in a trace measured, by path, and the budgets of its captures.
 
     Returns:
-        The costs; None: it measured nothing, or not of every path. The budgets; empty: there is no run.
+        The costs; None: it did not measure every path. The budgets; empty: there is no run.
 
     Raises:
         InputError: a line is malformed.

@@ -1,13 +1,13 @@
 """Choosing token budgets from a trace: the ladder that serves it at the least cost.
 
 A demand is the output tokens of one batch on one path. Each path is tuned alone, because the paths of a batch
-replay independently: each takes the smallest of its own budgets that holds its own tokens. Only the memory
-of all captures ties them together. Limits on frames and attention segments are not modeled.
+replay independently; only the memory of all captures ties them together. Limits on frames and attention
+segments are not modeled.
 
 Which batches the manager makes depends on the ladder; with `packing: cost`, on every budget. So the search
 takes the batches of greedy packing, which depend on the largest budget alone, and finds the best ladders for
-these exactly. The manager's planner then judges the best few under the configured packing, and what it
-predicts is what is reported.
+these exactly. The manager's planner then compares the best few under the configured packing, and its
+prediction is reported.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def forecast(budgets: Sequence[int], demands: Sequence[int], costs: BatchCosts) 
 class Judge:
     """Plans the requests of a trace with ladders, by the manager's planner and at given costs.
 
-    Segments and frames limit nothing here: how many a capture holds is known only once it is captured.
+    Segments and frames are not limited: how many a capture holds is known only once it is captured.
     """
 
     def __init__(
@@ -94,11 +94,7 @@ class Judge:
             self._requests.setdefault(sizes, request)
 
     def forecast(self, ladders: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, LadderForecast], float]:
-        """What every path's ladder does, and what all batches cost the host in addition.
-
-        Args:
-            ladders: the budgets of every path, by the path's name.
-        """
+        """Each path's forecast for its ladder, by its name, and the host's cost of all batches."""
         in_ms = all(costs.unit == "ms" for costs in self.costs.values())
         per_batch = HOST_MS_PER_BATCH if in_ms else 0.0
         model = CostModel(
@@ -144,8 +140,8 @@ class PathTuning:
 
     tuned: LadderForecast
     baseline: LadderForecast
-    """Of the ladder in use, where that is known; else of the default one, from the smallest to the largest
-    demand that a budget may serve."""
+    """Of the ladder in use, if known; else of the default one, from the smallest to the largest demand that a
+    budget may serve."""
 
     def as_dict(self) -> dict[str, Any]:
         """Both forecasts as plain values that JSON can hold."""
@@ -158,19 +154,17 @@ class Tuning:
 
     paths: Mapping[str, PathTuning]
     unit: str
-    """What costs are counted in."""
+    """Of costs."""
     max_items_per_batch: int = 0
-    """The items of a batch that the demands were cut for; 0: it is not known."""
+    """The items of a batch that the demands were cut for; 0: not known."""
     max_bytes: int | None = None
-    """The memory limit that the ladders keep; None: none."""
+    """The memory limit of the ladders; None: none."""
     packing: Packing = "cost"
-    """How the manager was taken to pack."""
     host_cost: float = 0.0
-    """What the batches of the tuned ladders cost the host in addition; 0.0 where costs are not times."""
+    """Of the batches of the tuned ladders, in addition; 0.0 where costs are not times."""
     baseline_name: str = "default"
     """Which ladders the tuned ones are compared with: "default", or "current" ones."""
     baseline_host_cost: float = 0.0
-    """What the batches of those cost the host."""
 
     @property
     def cost(self) -> float:
@@ -271,8 +265,6 @@ def tune_trace(
     one is taken of which the manager's planner predicts the least under `packing`.
 
     Args:
-        requests: the trace.
-        limits: what the ladders may be.
         costs: of a batch, for every path alike or by path; None: the estimate of `BatchCosts`.
         packing: how the manager will pack; forecasts are those of its planner.
         max_items_per_batch: items of a batch, at most; no budget is smaller, as `EncoderConfig` demands.
@@ -342,11 +334,10 @@ def tune_budgets(
     """The ladders that serve given demands at the least cost, exactly.
 
     The smallest budget that holds a demand serves it, or its exact shape where that costs less. Only the
-    demands, rounded up, are worth considering as budgets. See `LadderSearch` for how the best are found.
+    demands, rounded up, are candidates for budgets. See `LadderSearch` for the search.
 
     Args:
         demands: the output tokens of every batch, by path; at least one each, and above 0.
-        limits: what the ladders may be.
         costs: of a batch, for every path alike or by path; None: the estimate of `BatchCosts`.
         minimum: output tokens of the smallest budget, at least.
         serve_largest: whether each ladder must hold the largest demand up to `limits.maximum`.
@@ -396,11 +387,7 @@ def tune_budgets(
 def _kept(
     budgets: NDArray[np.int64], costs: Sequence[BatchCosts], limits: LadderLimits, where: str
 ) -> NDArray[np.int64]:
-    """The budgets that will be captured, by the costs of one path or another.
-
-    Raises:
-        InputError: none.
-    """
+    """The budgets that will be captured, by the costs of one path or another; raises InputError if none."""
     if not limits.only_kept:
         return budgets
     kept = budgets[np.any([each.keeps(budgets) for each in costs], axis=0)]
@@ -413,7 +400,7 @@ def _kept(
 
 
 def _cuts(loads: NDArray[np.int64], num_paths: int, limits: LadderLimits) -> list[int]:
-    """The tokens to cut requests at, decreasing: loads at which a graph of each path fits, at most
+    """The tokens to cut requests at, decreasing: loads with room for a graph of each path, at most
     `_MAX_CUTS`.
     """
     max_bytes, memory = limits.max_bytes, limits.memory
@@ -428,7 +415,7 @@ def _cuts(loads: NDArray[np.int64], num_paths: int, limits: LadderLimits) -> lis
 
 
 def _floor(demands: Sequence[int], minimum: int, costs: BatchCosts) -> float:
-    """What a ladder could cost at the least: if every demand had a budget of its own."""
+    """The least cost of a ladder: with a budget for every demand."""
     tokens = np.asarray(demands)
     return float(np.minimum(costs.replay(np.maximum(tokens, minimum)), costs.exact(tokens)).sum())
 
