@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch  # for annotations alone: planning, which needs no torch, reads item sizes
 
 EncoderCudaGraphPaddingLogic: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], None]"
-"""Copies a replay's value (second) into the captured buffer (first), which is as large or larger in every
-dimension, and sets what it leaves."""
+"""Copies a replay's value (second) into the captured buffer (first), at least as large in every dimension,
+and sets the rest."""
 
 ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG = "encoder_cudagraph_axis_keys"
 """Where `select_encoder_cudagraph_items` of a tower with capture axes puts the keys of its sub-batch."""
@@ -57,14 +57,14 @@ class EncoderCudaGraphPathConfig:
 
     min_token_budget: int | None = None
     """Output tokens of one tile: the smallest budget worth capturing, of which inferred ones are multiples.
-    None: the lower end of the tower's range, and budgets need not be multiples of it."""
+    None: the lower end of the range, and any budget."""
     allow_zero_tokens: bool = False
     """Whether a batch may have no tokens on this path, which is then skipped."""
 
 
 @dataclass(frozen=True)
 class EncoderCudaGraphConfig:
-    """What is fixed about a tower for as long as it is managed."""
+    """The constants of a managed tower."""
 
     modalities: list[str]
     """The modalities that graphs serve, of "image", "video" and "audio"."""
@@ -82,7 +82,7 @@ class EncoderCudaGraphConfig:
     """The independently captured paths, by name."""
     capture_axes: tuple[tuple[Hashable, ...], ...] = ()
     """The keys of every further axis along which graphs differ; each budget is captured for each
-    combination of them."""
+    combination."""
     enable_dual_path_graph: bool = False
     """Another spelling of two `paths`, "global" and "local"; without local tokens the second is skipped."""
     global_token_per_image: int | None = None
@@ -96,7 +96,7 @@ class BudgetDeclaration:
     """What a tower declares of budgets behind `torch.compile`: functions of its host op's arguments."""
 
     rows_per_output_token: Callable[..., int | Fraction]
-    """Rows of the sequence merged into one output token; a fraction where a row gives several."""
+    """Rows merged into one output token; a fraction where a row gives several."""
     budget_range: Callable[..., tuple[int, int]]
     """Smallest and largest useful budget, in output tokens."""
     segment_factors: Callable[..., Sequence[int]] | None = None
@@ -108,8 +108,8 @@ class EncoderCudaGraphCaptureInputs:
     """The tensors of one capture."""
 
     values: Mapping[str, torch.Tensor | None]
-    """Becomes the graph's input buffers: these very tensors are read by every replay. None stands for an
-    input that is not used: the forward gets None, and there is no buffer."""
+    """Becomes the graph's input buffers, which every replay reads. None: the forward gets None, and there is
+    no buffer."""
 
 
 @dataclass(eq=False)
@@ -117,10 +117,9 @@ class EncoderCudaGraphReplayBuffers:
     """The values of one replay."""
 
     values: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]
-    """What goes into each captured buffer, at most as many rows as the buffer has; a tensor of no dimensions
-    fills all of it. None keeps what the buffer holds; a buffer that still holds what the capture was made
-    with may be left out, too. Instead of one tensor there may be several, whose rows follow one another: each
-    is copied to its place, without being joined first."""
+    """What goes into each captured buffer, at most as many rows; a tensor of no dimensions fills all of it.
+    None keeps what the buffer holds; one that still holds the contents of the capture may be left out.
+    Several tensors are copied one after the other, without being joined first."""
 
 
 class Replayable(Protocol):
@@ -141,7 +140,6 @@ class BudgetGraphMetadata:
     max_frames_per_batch: int
     """Video frames that it has room for."""
     graph: Replayable
-    """What runs the captured forward."""
     input_buffers: dict[str, torch.Tensor]
     """The tensors that the forward reads, owned by this capture."""
     output_buffer: torch.Tensor
@@ -149,7 +147,7 @@ class BudgetGraphMetadata:
     axis_keys: tuple[Hashable, ...] = ()
     """The key on each capture axis."""
     mode: str = "full"
-    """How it was captured, one of the configuration's modes."""
+    """One of the configuration's modes."""
     graph_bytes: int = 0
     """Device memory that the capture added."""
 
@@ -235,10 +233,8 @@ class SupportsEncoderCudaGraph(Protocol):
 
 
 def missing_methods(tower: object) -> list[str]:
-    """The methods of `SupportsEncoderCudaGraph` that an object lacks.
-
-    Unlike `isinstance`, which looks at classes alone from Python 3.12 on, this sees methods that a wrapper
-    passes on.
+    """The methods of `SupportsEncoderCudaGraph` that an object lacks, those that a wrapper passes on not
+    among them.
     """
     methods = (name for name, value in vars(SupportsEncoderCudaGraph).items() if callable(value))
     public = (name for name in methods if not name.startswith("_"))

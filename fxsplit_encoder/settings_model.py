@@ -22,7 +22,7 @@ _BYTE_SIZE = TypeAdapter(ByteSize)
 _MOST_MEMORY = 2**63 - 1
 
 MOST_PROBLEMS = 20
-"""That one error names."""
+"""In one error."""
 
 Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
 """A number of bytes."""

@@ -343,7 +343,8 @@ class StaticBuffer:
             end = rows + part.shape[self.token_dim]
             self._rows(rows, end).copy_(part, non_blocking=True)
             rows = end
-        if not self._is_filled_to(rows):
+        first, *others = self._contents.dirty
+        if first != (0, rows) or (others and others[0][0] < self.capacity):
             self._clear_from(rows)
 
     def remember(self, source: StaticValue | None) -> None:
@@ -368,11 +369,6 @@ class StaticBuffer:
             return self.tensor[start:end]  # in less time than `narrow` takes
         assert self.token_dim is not None
         return self.tensor.narrow(self.token_dim, start, end - start)
-
-    def _is_filled_to(self, rows: int) -> bool:
-        """Whether just these rows of the buffer are marked as filled."""
-        first, *others = self._contents.dirty
-        return first == (0, rows) and (not others or others[0][0] >= self.capacity)
 
     def _clear_from(self, rows: int) -> None:
         """Clears the rows after these, and marks these as `_mark` does."""

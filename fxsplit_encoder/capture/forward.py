@@ -24,7 +24,7 @@ from fxsplit_encoder.capture.breakable import (
     SegmentedCapture,
     name_of,
 )
-from fxsplit_encoder.capture.buffers import StaticBuffer, StaticValue
+from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.inputs import (
     StaticInputs,
     fill_cu_seqlens,
@@ -407,8 +407,8 @@ class CapturedForward:
         for name, buffer in self.inputs.buffers.items():
             if name in self.segment_inputs:
                 check_lengths(name, buffer.tensor, self._captured_rows(name), self._attended(name))
-            else:
-                check_input_padding(buffer)
+            elif buffer.token_dim is not None:
+                _check_finite(buffer.name, buffer.tensor, buffer.token_dim, buffer.dirty_rows)
 
     def measure(self) -> float:
         """Median milliseconds of a replay on the static inputs."""
@@ -431,20 +431,16 @@ def capture_failure(error: Exception, what: str, running: str | None) -> FxSplit
     """
     place = _place(error.__traceback__, running)
     if isinstance(error, OutOfMemoryError):
-        _release_locals(error.__traceback__)
+        # A stored error would keep alive what the frames hold.
+        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again empties it.
+            _ = frame.f_locals
         return CaptureMemoryError(f"out of memory while capturing {what}{place}: {error}")
     if isinstance(error, FxSplitError) and not isinstance(error, CaptureError):
         return error
     reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
     return CaptureError(f"capturing {what} failed{place}: {reason}")
-
-
-def _release_locals(frames: TracebackType | None) -> None:
-    """Clears the frames' variables, which a stored error would keep alive."""
-    traceback.clear_frames(frames)
-    for frame, _ in traceback.walk_tb(frames):
-        # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again empties it.
-        _ = frame.f_locals
 
 
 def _place(frames: TracebackType | None, running: str | None) -> str:
@@ -501,12 +497,6 @@ def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Att
             )
     if rows is not None and lengths[-1] > rows:
         raise ReplayError(f"capture rule 2: {name}: ends at {lengths[-1]}; the capture has {rows} rows")
-
-
-def check_input_padding(buffer: StaticBuffer) -> None:
-    """Raises ReplayError unless the pad rows of an input are finite (capture rule 1)."""
-    if buffer.token_dim is not None:
-        _check_finite(buffer.name, buffer.tensor, buffer.token_dim, buffer.dirty_rows)
 
 
 def check_output_padding(outputs: Sequence[Any], real: int, rows: int) -> None:

@@ -140,7 +140,8 @@ def resolve_limits(
     items = config.max_items_per_batch
     if not items:
         assert budget_range is not None
-        items = min([_inferred_items(budget_range), *smallest])
+        inferred = budget_range[1] // budget_range[0]
+        items = min([inferred if inferred > 1 else _ITEMS_OF_A_NARROW_RANGE, *smallest])
     frames = config.max_frames_per_batch
     if frames is None:
         frames = items * model_config.max_frames_per_video
@@ -200,9 +201,3 @@ def _path_budgets(
 def _listed_budgets(name: str, config: EncoderConfig) -> tuple[int, ...]:
     own = config.paths[name].token_budgets if name in config.paths else ()
     return own or config.token_budgets
-
-
-def _inferred_items(budget_range: tuple[int, int]) -> int:
-    minimum, maximum = budget_range
-    items = maximum // minimum
-    return items if items > 1 else _ITEMS_OF_A_NARROW_RANGE

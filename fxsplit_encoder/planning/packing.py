@@ -123,11 +123,11 @@ def pack_by_cost(
     """
     check_capacity(capacity)
     prices = _Prices(loads, tables, capacity, per_batch)
-    alone = prices.oversize()
+    alone = _above((tokens, table.largest) for tokens, table in prices.paths)
     if not alone:
         return sorted(_pack(prices, capacity.max_items)) if len(loads) else []
     kept = sorted(set(range(len(loads))) - alone)
-    packed = _pack(prices.of_items(kept), capacity.max_items) if kept else []
+    packed = _pack(_Prices(loads.of(kept), tables, capacity, per_batch), capacity.max_items) if kept else []
     return sorted([*([kept[item] for item in batch] for batch in packed), *([item] for item in alone)])
 
 
@@ -154,7 +154,6 @@ class _Prices:
     ) -> None:
         self.items = loads
         self.paths = [(loads.tokens[path], table) for path, table in tables.items()]
-        self._tables = tables
         self._capacity = capacity
         self._per_batch = per_batch
         # A limit that all items together keep is left out: it would cost time at every sum.
@@ -168,12 +167,6 @@ class _Prices:
         self.loads = np.array(rows, dtype=np.int64)
         """(rows, items): what `of_sums` takes the sums of."""
 
-    def of_items(self, items: Sequence[int]) -> _Prices:
-        return _Prices(self.items.of(items), self._tables, self._capacity, self._per_batch)
-
-    def oversize(self) -> set[int]:
-        return _above((tokens, table.largest) for tokens, table in self.paths)
-
     def of_sums(self, sums: NDArray[np.int64], *, one_segment: bool = False) -> NDArray[np.float64]:
         """The costs of batches by the sums of their loads, (rows, ...); infinite above the largest batch."""
         segments = sums[-1] if self._limits_segments else None
@@ -184,9 +177,7 @@ class _Prices:
         return costs
 
     def of_eager_sums(self, sums: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same of batches with more items than captures hold, in the eager forward if its cost
-        is known.
-        """
+        """As `of_sums`, of batches with more items than captures hold: eagerly, if that cost is known."""
         if not self.knows_eager:
             return np.full(sums.shape[1:], np.inf)
         costs: NDArray[np.float64] = np.array(self._per_batch)

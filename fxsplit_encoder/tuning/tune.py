@@ -276,7 +276,10 @@ def tune_trace(
     """
     paths = traced_paths(requests)
     items = max_items_per_batch or max(len(request) for request in requests)
-    sizes = {path: [_path_tokens(request, path) for request in requests] for path in paths}
+    sizes = {
+        path: [[item.spec.get_path_output_tokens(path) for item in request] for request in requests]
+        for path in paths
+    }
     most = max(sum(size) for listed in sizes.values() for size in listed)
     largest = limits.maximum or round_up(most, limits.granularity)
     # Below this, a path would have nothing to serve, or its smallest budget less than a token an item.
@@ -418,10 +421,6 @@ def _floor(demands: Sequence[int], minimum: int, costs: BatchCosts) -> float:
     """The least cost of a ladder: with a budget for every demand."""
     tokens = np.asarray(demands)
     return float(np.minimum(costs.replay(np.maximum(tokens, minimum)), costs.exact(tokens)).sum())
-
-
-def _path_tokens(request: Request, path: str) -> list[int]:
-    return [item.spec.get_path_output_tokens(path) for item in request]
 
 
 def _costs_by_path(
