@@ -12,8 +12,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictI
 
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.messages import name_of, shown
-from fxsplit_encoder.settings_file import read_settings
-from fxsplit_encoder.settings_model import MOST_PROBLEMS, Bytes, Settings, one_of, parse_bytes, unknown_option
+from fxsplit_encoder.settings_model import (
+    MOST_PROBLEMS,
+    Bytes,
+    Settings,
+    one_of,
+    parse_bytes,
+    read_settings,
+    unknown_option,
+)
 
 Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
 Packing = Literal["cost", "greedy", "greedy_defer"]
@@ -116,7 +123,6 @@ class PathConfig(Settings):
     """Output tokens of each captured budget of this path, increasing. 0 may come first on a path that a batch
     without tokens there skips, and means just that; if it is alone, the path is never captured. Empty: as for
     every path."""
-
     mode: _Mode | None = None
     """How this path is captured. None: as for every path."""
 
@@ -130,39 +136,31 @@ class EncoderConfig(Settings):
 
     enabled: StrictBool = True
     """Whether anything is captured. False: every item is encoded eagerly and counted as a miss."""
-
     token_budgets: _Budgets = ()
     """Output tokens of each captured budget, increasing, or a single one; they hold on every path that does
     not list its own. Empty: powers of two times the smallest and the quarters between them, over the range
     that the tower declares."""
-
     max_items_per_batch: _Count = 0
     """Images and videos that one replay encodes at most; not above the smallest budget. A tower's own forward
     may take more where that was measured to be quicker. 0: inferred from the tower's range."""
-
     max_frames_per_batch: _Count | None = None
     """Video frames that one replay encodes at most. 0: images only. None: inferred, as many as
     `max_items_per_batch` of the longest videos hold."""
-
     mode: _Mode = "auto"
     """What is captured. full: budgets, as one graph each; piecewise: budgets, broken at every splitting op;
     breakable: budgets of the untouched module, not compiled, broken there and wherever its code asks for it;
     exact: no budgets, but the token counts that occur, after `exact_min_hits` uses; none:
     nothing, all run at their exact shape; auto: what measures cheapest for each budget, and token counts for
     which padding has cost more than their own capture would."""
-
     exact_min_hits: _Number = 2
     """With `mode: exact`: how often a token count has to come before it is captured."""
-
     exact_max_graphs: _Number = 64
     """Token counts of each path that are captured at exact shapes at most; those that were not used for
     longest give way."""
-
     capture_recurring: StrictBool = True
     """With `mode: auto`: whether token counts get captures of their own while requests are served, once
     padding or launches have cost more than these. False: what `capture` made is all that there will be, and
     no request waits for a capture."""
-
     weight_check_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """How long replays go on without a look at the addresses and versions of the parameters. A look takes
     about 0.1 microseconds a parameter, several times that out of cold processor caches. 0: every replay
@@ -170,22 +168,18 @@ class EncoderConfig(Settings):
     and perhaps from the old form of those that passes keep in another, whose samples are compared at
     every replay; `refresh` has the next one look. The same holds for the tower's modules; behind
     torch.compile for its blocks, and other forms are compared at every call there."""
-
     packing: Annotated[Packing, one_of(get_args(Packing))] = "cost"
     """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add
     up to the least; greedy: by ascending size, as many as fit the largest budget; greedy_defer: the same, but
     an item for which a batch would grow by more than its own budget starts the next one."""
-
     splitting_ops: tuple[Annotated[str, AfterValidator(_check_operator)], ...] = (
         "fxsplit::varlen_attention",
         "aten::scaled_dot_product_attention",
     )
     """Operators at which the FX graph is cut, as namespace::name or namespace::name.overload."""
-
     compile: StrictBool = True
     """Whether the tower's forward is traced, split and compiled. False: it is captured as it is, its
     attention inside (`full`) or between graphs (`breakable`, which `piecewise` is then, too)."""
-
     piece_compiler: Annotated[
         PieceCompiler | Callable[..., Any], one_of(get_args(PieceCompiler), or_callable=True)
     ] = "auto"
@@ -193,47 +187,37 @@ class EncoderConfig(Settings):
     callable that takes a graph module and its example inputs and returns a callable. torch.compile will not
     do: Dynamo skips a frame, silently and permanently, if its first call is inside another compilation.
     """
-
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
     """Which rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that
     were measured to pay on the device; on CUDA all, but `decomposed_bias` from compute capability 9.0 on and
     `measured_activations` on Hopper where quack-kernels is installed. `pad_mlp_width` and `wide_heads` take
     memory."""
-
     invariant: StrictBool = False
     """Whether an image or a video gets the same bits alone, in any batch, on any budget and on any rank: one
     algorithm a layer, however many rows it gets. A tower for which that cannot be kept is refused
     (docs/invariant.md)."""
-
     attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
     """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
-
     products: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
     """The kernel of the linear layers that the pass `measured_activations` takes over, as `attention` says
     it. Conditions: gelu, swiglu, and comparisons of rows, in_features and out_features."""
-
     max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no
     limit but the device's."""
-
     stream_priority: _Priority = 0
     """Of the stream that graphs are captured on: their kernels keep it, whatever stream replays them. Below
     0, down to -3, they go before the work of streams of 0, such as an engine's on the same device."""
-
     data_parallel: StrictBool = False
     """Whether the items of a batch are shared among the ranks of a process group: every rank calls `execute`
     with the same inputs, encodes its share and returns all items."""
-
     start_file: Path | None = None
     """A file of `EncoderCudaGraphManager.save_start` or `encoder-cg build`, with which managers start without
     compiling and measuring. One that is missing, damaged or made for something else is ignored, with a
     warning. It holds compiled code: name one that you trust. None: everything is compiled and measured, or
     found in the caches of this machine."""
-
     paths: Mapping[str, PathConfig] = Field(default_factory=dict)
     """Settings of single encoder paths, by the path's name."""
-
     debug: StrictBool = False
     """Whether every capture rule is checked at every replay. Slow."""
 

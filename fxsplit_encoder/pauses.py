@@ -1,8 +1,8 @@
 """Points of long work at which requests may go first.
 
 Capturing compiles, runs, times and records for seconds. `capture(wait=False)` does the same while requests
-are served: what uses the device has the manager's turn, and gives it up at each `pause`. The work is plain
-calls; `pausing_by` says what a pause does. In the foreground, where nothing says it, a pause does nothing.
+are served: what uses the device holds the manager's turn, and gives it up at each `pause`. In the foreground,
+without `pausing_by`, a pause does nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 
 
 class StoppedError(BaseException):
-    """The work was stopped before it was done. Not an `Exception`, as `asyncio.CancelledError` is none: what
-    takes whatever a kernel raises for its failure must let this pass.
+    """The work was stopped before it was done. A `BaseException`, so that what handles the errors of kernels
+    lets it pass.
     """
 
 
@@ -26,21 +26,21 @@ class Scheduler(Protocol):
     """Does work between requests."""
 
     seconds_paused: float
-    """What it has waited for its turn so far."""
+    """Time spent waiting for its turn."""
 
     def pause(self) -> None:
         """Lets requests go first, and returns with the turn.
 
         Raises:
-            StoppedError: the work is not wanted any more.
+            StoppedError: the work was canceled.
         """
 
     def turn(self) -> AbstractContextManager[object]:
-        """Inside, work that requests are served during has the turn, and none is served."""
+        """Holds the turn, so that no request is served inside."""
 
     def capture(self, work: Callable[[], Result]) -> Result:
-        """Has work that records a CUDA graph done where no other thread waits for the device during it, which
-        would fail and the recording with it; returns its result.
+        """Runs work that records a CUDA graph while no other thread waits for the device, which would fail
+        and the recording with it; returns its result.
         """
 
 
@@ -58,7 +58,7 @@ def pausing_by(scheduler: Scheduler) -> Iterator[None]:
 
 
 def seconds_paused() -> float:
-    """What the work on this thread has waited for its turn so far."""
+    """Time that the work on this thread has waited for its turn."""
     return 0.0 if (scheduler := _scheduler.get()) is None else scheduler.seconds_paused
 
 
@@ -74,7 +74,7 @@ def has_turn() -> AbstractContextManager[object]:
 
 
 def run_capture(work: Callable[[], Result]) -> Result:
-    """Does work that records a CUDA graph; returns its result."""
+    """Runs work that records a CUDA graph; returns its result."""
     scheduler = _scheduler.get()
     if scheduler is None:
         return work()

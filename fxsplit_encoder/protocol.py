@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch  # for annotations alone: planning, which needs no torch, reads item sizes
 
 EncoderCudaGraphPaddingLogic: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], None]"
-"""Copies a replay's value (second) into the captured buffer (first), which is as large or larger in every
-dimension, and sets what it leaves."""
+"""Copies a replay's value (second) into the captured buffer (first), at least as large in every dimension,
+and sets the rest."""
 
 ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG = "encoder_cudagraph_axis_keys"
 """Where `select_encoder_cudagraph_items` of a tower with capture axes puts the keys of its sub-batch."""
@@ -30,16 +30,12 @@ class EncoderItemSpec:
 
     input_size: int
     """Patches, the rows that the encoder attends over."""
-
     output_tokens: int
     """Rows of the item's embedding."""
-
     path_output_tokens: dict[str, int] = field(default_factory=dict)
     """Output tokens on each path of a multi-path encoder; empty if "default" is the only path."""
-
     global_output_tokens: int | None = None
     """Another spelling of `path_output_tokens["global"]`."""
-
     local_output_tokens: int | None = None
     """Another spelling of `path_output_tokens["local"]`."""
 
@@ -61,46 +57,36 @@ class EncoderCudaGraphPathConfig:
 
     min_token_budget: int | None = None
     """Output tokens of one tile: the smallest budget worth capturing, of which inferred ones are multiples.
-    None: the lower end of the tower's range, and budgets need not be multiples of it."""
-
+    None: the lower end of the range, and any budget."""
     allow_zero_tokens: bool = False
     """Whether a batch may have no tokens on this path, which is then skipped."""
 
 
 @dataclass(frozen=True)
 class EncoderCudaGraphConfig:
-    """What is fixed about a tower for as long as it is managed."""
+    """The constants of a managed tower."""
 
     modalities: list[str]
     """The modalities that graphs serve, of "image", "video" and "audio"."""
-
     buffer_keys: list[str]
     """Names of the tensors that a capture reads."""
-
     out_hidden_size: int
     """Columns of the encoder's output."""
-
     padding_logics: dict[str, EncoderCudaGraphPaddingLogic] = field(default_factory=dict)
     """How a buffer is filled if not by copying into the first rows and clearing the others."""
-
     max_frames_per_video: int = 1
     """Frames of the longest video."""
-
     paths: dict[str, EncoderCudaGraphPathConfig] = field(
         default_factory=lambda: {"default": EncoderCudaGraphPathConfig()}
     )
     """The independently captured paths, by name."""
-
     capture_axes: tuple[tuple[Hashable, ...], ...] = ()
     """The keys of every further axis along which graphs differ; each budget is captured for each
-    combination of them."""
-
+    combination."""
     enable_dual_path_graph: bool = False
     """Another spelling of two `paths`, "global" and "local"; without local tokens the second is skipped."""
-
     global_token_per_image: int | None = None
     """With `enable_dual_path_graph`: the smallest budget of the path "global"."""
-
     local_token_per_patch: int | None = None
     """With `enable_dual_path_graph`: the smallest budget of the path "local"."""
 
@@ -110,7 +96,7 @@ class BudgetDeclaration:
     """What a tower declares of budgets behind `torch.compile`: functions of its host op's arguments."""
 
     rows_per_output_token: Callable[..., int | Fraction]
-    """Rows of the sequence merged into one output token; a fraction where a row gives several."""
+    """Rows merged into one output token; a fraction where a row gives several."""
     budget_range: Callable[..., tuple[int, int]]
     """Smallest and largest useful budget, in output tokens."""
     segment_factors: Callable[..., Sequence[int]] | None = None
@@ -122,8 +108,8 @@ class EncoderCudaGraphCaptureInputs:
     """The tensors of one capture."""
 
     values: Mapping[str, torch.Tensor | None]
-    """Becomes the graph's input buffers: these very tensors are read by every replay. None stands for an
-    input that is not used: the forward gets None, and there is no buffer."""
+    """Becomes the graph's input buffers, which every replay reads. None: the forward gets None, and there is
+    no buffer."""
 
 
 @dataclass(eq=False)
@@ -131,10 +117,9 @@ class EncoderCudaGraphReplayBuffers:
     """The values of one replay."""
 
     values: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]
-    """What goes into each captured buffer, at most as many rows as the buffer has; a tensor of no dimensions
-    fills all of it. None keeps what the buffer holds; a buffer that still holds what the capture was made
-    with may be left out, too. Instead of one tensor there may be several, whose rows follow one another: each
-    is copied to its place, without being joined first."""
+    """What goes into each captured buffer, at most as many rows; a tensor of no dimensions fills all of it.
+    None keeps what the buffer holds; one that still holds the contents of the capture may be left out.
+    Several tensors are copied one after the other, without being joined first."""
 
 
 class Replayable(Protocol):
@@ -150,28 +135,19 @@ class BudgetGraphMetadata:
 
     token_budget: int
     """Output tokens that it has room for."""
-
     max_batch_size: int
     """Items that it has room for."""
-
     max_frames_per_batch: int
     """Video frames that it has room for."""
-
     graph: Replayable
-    """What runs the captured forward."""
-
     input_buffers: dict[str, torch.Tensor]
     """The tensors that the forward reads, owned by this capture."""
-
     output_buffer: torch.Tensor
     """The tensor that every replay overwrites, (token budget or more, hidden)."""
-
     axis_keys: tuple[Hashable, ...] = ()
     """The key on each capture axis."""
-
     mode: str = "full"
-    """How it was captured, one of the configuration's modes."""
-
+    """One of the configuration's modes."""
     graph_bytes: int = 0
     """Device memory that the capture added."""
 
@@ -188,7 +164,6 @@ class SupportsEncoderCudaGraph(Protocol):
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """What is fixed about this tower."""
-        ...
 
     def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
         """The modality of a batch, "image" or "video"."""
@@ -196,25 +171,21 @@ class SupportsEncoderCudaGraph(Protocol):
 
     def get_max_frames_per_video(self) -> int:
         """Frames of the longest video that this tower encodes."""
-        ...
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         """Output tokens of the smallest item, and of the largest batch that is worth capturing.
 
         `vllm_config` is the configuration of the serving engine, None where there is none.
         """
-        ...
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         """The size of every item of a batch, in order."""
-        ...
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The inputs of the items `indices` alone, in that order.
 
         A tower with capture axes adds their keys under `ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG`.
         """
-        ...
 
     def prepare_encoder_cudagraph_capture_inputs(
         self,
@@ -227,7 +198,6 @@ class SupportsEncoderCudaGraph(Protocol):
         axis_keys: tuple[Hashable, ...] | None = None,
     ) -> EncoderCudaGraphCaptureInputs:
         """Fresh tensors with room for `token_budget` output tokens, for `encoder_cudagraph_forward`."""
-        ...
 
     def prepare_encoder_cudagraph_replay_buffers(
         self,
@@ -237,17 +207,14 @@ class SupportsEncoderCudaGraph(Protocol):
         path: str = "default",
     ) -> EncoderCudaGraphReplayBuffers:
         """What a replay of this batch puts into the captured buffers."""
-        ...
 
     def encoder_cudagraph_forward(
         self, inputs: dict[str, torch.Tensor], path: str = "default"
     ) -> torch.Tensor:
         """The captured forward, (token budget or more, hidden); its shapes depend on no tensor's values."""
-        ...
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> torch.Tensor:
         """The forward of a batch that no graph serves, (output tokens, hidden)."""
-        ...
 
     def postprocess_encoder_output(
         self,
@@ -266,10 +233,8 @@ class SupportsEncoderCudaGraph(Protocol):
 
 
 def missing_methods(tower: object) -> list[str]:
-    """The methods of `SupportsEncoderCudaGraph` that an object lacks.
-
-    Unlike `isinstance`, which looks at classes alone from Python 3.12 on, this sees methods that a wrapper
-    passes on.
+    """The methods of `SupportsEncoderCudaGraph` that an object lacks, those that a wrapper passes on not
+    among them.
     """
     methods = (name for name, value in vars(SupportsEncoderCudaGraph).items() if callable(value))
     public = (name for name in methods if not name.startswith("_"))

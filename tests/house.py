@@ -430,7 +430,7 @@ def _tiny_tower() -> Any:
 @contextlib.contextmanager
 def _watched(method: str) -> Iterator[list[list[Frame]]]:
     """Collect the stack of every call of a method of `SegmentedCapture`, that call included."""
-    from fxsplit_encoder.capture.segmented import SegmentedCapture
+    from fxsplit_encoder.capture.breakable import SegmentedCapture
 
     original = getattr(SegmentedCapture, method)
     stacks: list[list[Frame]] = []

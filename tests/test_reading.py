@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.caching import read_once, reading_once
 from fxsplit_encoder.models.random import demo_tower
-from fxsplit_encoder.reading import read_once, reading_once
 
 
 def test_what_was_read_is_remembered_inside_alone() -> None:

@@ -19,6 +19,7 @@ from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder._torch.tensors import copy_each
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.backend.parameters import CallParameters
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.compile import Bindings, Program
 from fxsplit_encoder.compile.blocks import LiveWeights
@@ -29,7 +30,6 @@ from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet, Choosers
 from fxsplit_encoder.runtime.captured_program import warn_of_new_captures
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics

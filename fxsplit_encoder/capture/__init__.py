@@ -2,17 +2,16 @@
 
 from fxsplit_encoder.capture.breakable import (
     BreakableCUDAGraphCapture,
+    SegmentedCapture,
     active_capture,
     eager_break_during_capture,
 )
 from fxsplit_encoder.capture.buffers import HandedOut, SharedBuffers, StaticBuffer
-from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody, RowCount
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody, RowCount, measure_ms
 from fxsplit_encoder.capture.inputs import StaticInputs, pad_cu_seqlens, segment_capacity
 from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.capture.unpadded import UnpaddedCaptures
 from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
 

@@ -4,6 +4,9 @@ with BreakableCUDAGraphCapture(pool) as capture:
     y = module(x)           # breaks at attention, and at what `eager_break_during_capture` decorates
 x.copy_(other)
 capture.replay()            # y holds the result for `other`
+
+Its base, `SegmentedCapture`, also captures compiled programs, which break at splitting ops (`piecewise`) or
+nowhere (`full`). Without CUDA both record calls and replay them over the same tensors.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.allocator import free_later
 from fxsplit_encoder._torch.dispatch import (
     OpOverload,
     OpOverloadPacket,
@@ -30,9 +34,14 @@ from fxsplit_encoder._torch.dispatch import (
     tree_unflatten,
 )
 from fxsplit_encoder._torch.distributed import calls_other_ranks, num_ranks
-from fxsplit_encoder.capture.buffers import OwnedBuffers, storage_address, tensors_in, unstrided
+from fxsplit_encoder.capture.buffers import (
+    OwnedBuffers,
+    copy_results,
+    storage_address,
+    tensors_in,
+    unstrided,
+)
 from fxsplit_encoder.capture.pool import GraphPool, RecordedOps
-from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.compile.options import DENSE_ATTENTION, splitting_targets
 from fxsplit_encoder.errors import CaptureError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments, attend_out, varlen_attention
@@ -79,16 +88,16 @@ def active_capture() -> BreakableCUDAGraphCapture | None:
 
 
 def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function, or wraps an op, that must not be captured: it reads values on the host, say.
+    """Wraps a function or op that must run eagerly: it reads values on the host, say.
 
     While this thread records a `BreakableCUDAGraphCapture`, a call ends the running graph, runs eagerly, is
-    recorded and begins the next graph. Inside another break, in a capture in mode "full", under
-    `torch.compile` and outside of captures it is a plain call.
+    recorded and begins the next graph. Inside another break, in mode "full", under `torch.compile` and
+    outside of captures it is a plain call.
 
-    At every replay it gets the tensors that it got at the capture, with the contents of that time, and all
-    other arguments as they were. It may return tensors, None, numbers and strings, in tuples, lists and
-    dicts; shapes and all that is not a tensor have to be the same at every replay. Where it works on another
-    CUDA stream than the current one, it has to let the current one wait for that before it returns.
+    At every replay it gets the recorded arguments: the same tensors, with their contents of that time. It may
+    return tensors, None, numbers and strings, in tuples, lists and dicts; shapes and all that is not a tensor
+    have to be the same at every replay. If it works on another CUDA stream, the current one has to wait for
+    that before it returns.
     """
     is_op = isinstance(function, OpOverload | OpOverloadPacket)
 
@@ -105,25 +114,200 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
     return breaking
 
 
+class SegmentedCapture:
+    """Records a forward as a list of callables, each the replay of a CUDA graph or an eager step.
+
+    Inside its context, every call goes through `captured` (part of a graph) or `eager` (ends the running
+    graph, runs now and at every replay). Their results lie at fixed addresses as long as this object lives.
+    """
+
+    def __init__(self, pool: GraphPool, live: LiveSegments | None = None) -> None:
+        self.pool = pool
+        self.live = LiveSegments() if live is None else live
+        """The segments of the batch that is replayed, for attention between graphs."""
+        self.segments: list[Callable[[], Any]] = []
+        self.running: str | None = None
+        """The op or piece that was called last, for error messages."""
+        self._graph: torch.cuda.CUDAGraph | RecordedOps | None = None
+        self._kept: list[Any] = []
+        self._scope: Any = None
+        self.release()
+
+    def __enter__(self) -> Self:
+        if self._is_complete:
+            raise CaptureError("this capture has recorded already; make a new one")
+        self._scope = self.pool.capturing()
+        self._scope.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._check_stream()
+                self._end_graph()
+                self._is_complete = True
+        finally:
+            if not self._is_complete:
+                self._abandon()
+            self._scope.__exit__(None, None, None)
+
+    def captured(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls as part of the running graph, and begins one if need be; returns the result."""
+        if self.pool.is_cuda:
+            self._begin_graph()
+        if self._graph is not None:
+            result = call(*args, **kwargs)
+            self.pool.note_allocated(result, (args, kwargs))
+            return result
+        result = call(*args, **kwargs)
+        self._kept.append(result)
+        self.segments.append(lambda: copy_results(result, call(*args, **kwargs)))
+        self.num_graphs += 1
+        return result
+
+    def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
+        """Ends the graph, runs `first` (`call` without one) and returns its result; replays run `call`, which
+        owns its outputs.
+
+        Raises:
+            CaptureError: the current stream is not the captured one.
+        """
+        self._check_stream()
+        self._end_graph()
+        result = (first or call)()
+        self.segments.append(call)
+        self.num_eager_breaks += 1
+        return result
+
+    def break_at(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function as a break: see `eager_break_during_capture`.
+
+        Raises:
+            CaptureError: it returned something that cannot be kept at a fixed address.
+        """
+        step = RecordedBreak(function, args, kwargs, self.pool, self._buffers)
+        self.running = step.name
+        return self.eager(step, lambda: step.first_run(args, kwargs))
+
+    def break_at_attention(
+        self, args: tuple[Tensor, Tensor, Tensor, Tensor, int, float], *, masked: bool
+    ) -> Tensor:
+        """Breaks at an attention over the real rows; returns its result, in a buffer that it owns.
+
+        Args:
+            args: those of `fxsplit::varlen_attention`.
+            masked: whether pad rows are set to zero; else later steps keep them finite.
+        """
+        buffers, live = self._attention_buffers, self.live  # a step that held this object would be a cycle
+        query, key, value, cu_seqlens = (self.pool.hold(tensor) for tensor in args[:4])
+        max_seqlen, scale = args[4:]
+        live.note(query, cu_seqlens, max_seqlen)
+        captured_rows = query.shape[0]
+        real = (query, key, value)  # of the last replay: the same number of rows often comes again
+
+        def attend_to_real_rows() -> None:
+            nonlocal real
+            known, rows = live.of(cu_seqlens), live.rows
+            real_rows = captured_rows if rows is None else rows
+            if real[0].shape[0] != real_rows:
+                real = (query[:real_rows], key[:real_rows], value[:real_rows])
+            if known is not None:
+                known.attend_out(*real, scale, out)
+            else:
+                attend_out(*real, cu_seqlens, max_seqlen, scale, out)
+            end = rows if known is None else known.boundaries[-1]
+            if masked and end is not None:
+                buffers.clear_behind(out, end)
+            elif masked:
+                _clear_pad_rows(out, cu_seqlens)
+
+        out, result = buffers.acquire(query, torch.contiguous_format)
+        self.eager(attend_to_real_rows)
+        return result
+
+    def replay(self) -> None:
+        """Runs every segment in order, on the current stream.
+
+        Raises:
+            ReplayError: nothing is recorded, or not to its end.
+        """
+        if not self._is_complete:
+            raise ReplayError("nothing to replay: the capture has not ended, has failed, or was released")
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.replay()
+        for segment in self.segments:
+            segment()
+
+    def release(self) -> None:
+        """Drops graphs, eager steps and their buffers; the object records again."""
+        free_later(self.segments)
+        self.segments.clear()
+        self._kept.clear()
+        self.num_graphs = self.num_eager_breaks = 0
+        self._is_complete = False
+        self._buffers = OwnedBuffers()
+        # Of their own: what another step wrote, which need not be finite, must not become their pad rows.
+        self._attention_buffers = OwnedBuffers()
+
+    def _check_stream(self) -> None:
+        own = self.pool.stream
+        if own is not None and torch.cuda.current_stream(self.pool.device) != own:
+            raise CaptureError(
+                "a break or the end of the capture was reached on another stream than the captured one; let "
+                "the captured stream wait for the other, and leave it, before that"
+            )
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
+        return torch.cuda.CUDAGraph()
+
+    def _begin_graph(self) -> None:
+        if self._graph is None:
+            self._check_stream()
+            self._graph = self._new_graph()
+            self.pool.begin(self._graph)
+
+    def _end_graph(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        try:
+            self.pool.end(graph)
+        except RuntimeError:
+            if isinstance(graph, torch.cuda.CUDAGraph):
+                self.pool.recover_from_failed_capture(graph)
+            raise
+        self.segments.append(graph.replay)
+        self.num_graphs += 1
+
+    def _abandon(self) -> None:
+        """Ends an open capture after an exception, on the stream on which its graph began."""
+        with self.pool.on_stream(), contextlib.suppress(RuntimeError):
+            self._end_graph()
+        self.release()
+
+    # Bound here: at the interpreter's exit a module's names may be gone before its objects.
+    def __del__(self, free_later: Callable[[Iterable[Any]], None] = free_later) -> None:
+        free_later(self.__dict__.values())
+
+
 class BreakableCUDAGraphCapture(SegmentedCapture):
-    """Captures what runs inside its context, which is used like `torch.cuda.graph`, and replays it.
+    """Captures the ops inside its context, without gradients, and replays them.
 
-    What runs there is recorded without gradients. Results live at fixed addresses: those of captured ops for
-    as long as they are referred to, those of breaks in buffers of their own, which they keep alive. As with
-    any CUDA graph, warm the code up before. One context may be open in a thread; another thread waits to open
-    its own, and is not disturbed otherwise. A function compiled by `torch.compile` runs eagerly inside.
-
-    Without CUDA the ops are recorded and repeated; what reads a tensor's values on the host is refused there
-    too.
+    Results lie at fixed addresses: those of captured ops as long as they are referred to, those of breaks in
+    buffers that they keep alive. As with any CUDA graph, warm the code up before. One context may be open in
+    a thread; another thread waits to open its own. A function compiled by `torch.compile` runs eagerly
+    inside. Without CUDA, ops that read values on the host are refused, too.
 
     Args:
-        pool: the memory; None: a pool of its own on the current CUDA device, or on the CPU.
+        pool: the memory; None: a new pool on the current CUDA device, or on the CPU.
         splitting_ops: names of ops that break.
         breaks: False: nothing breaks (mode "full").
-        live: where eager attention finds the true segments of a padded batch at a replay; rows outside every
+        live: the true segments of a padded batch, which eager attention reads at a replay; rows outside every
             segment of `fxsplit::varlen_attention` are then zero. None: nothing is padded.
-        is_alone: whether collectives are refused, if there are other ranks: nobody sees to it that they
-            capture the same.
+        is_alone: whether to refuse collectives where there are other ranks, which may not capture the same.
     """
 
     def __init__(
@@ -135,20 +319,18 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         live: LiveSegments | None = None,
         is_alone: bool = False,
     ) -> None:
-        super().__init__(GraphPool(_default_device()) if pool is None else pool)
+        if pool is None:
+            pool = GraphPool(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        super().__init__(pool, live)
         self.breaks = breaks
         self._is_alone = is_alone
         self._is_padded = live is not None
-        self._live = live if live is not None else LiveSegments()
         self._targets = splitting_targets(splitting_ops)
         self._modes = contextlib.ExitStack()
         self._in_break = False
         self._failed = False
-        self.read: set[int] = set()
-        """Where the memory begins that the ops read, breaks included."""
         self.met_break = False
-        """Whether there was anything that breaks, or would with `breaks`."""
-        self.release()
+        """Whether anything broke, or would with `breaks`."""
 
     def __enter__(self) -> Self:
         if active_capture() is not None:
@@ -182,17 +364,11 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         super().__exit__(kind, error, traceback)
 
     def break_at(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a function as a break: see `eager_break_during_capture`.
-
-        Raises:
-            CaptureError: it returned something that cannot be kept at a fixed address.
-        """
+        """Calls a function as a break, or as it is inside another one."""
         self.met_break = True
         if not self._is_recording or not self.breaks:
             return function(*args, **kwargs)
-        step = RecordedBreak(function, args, kwargs, self.pool, self._buffers)
-        self.running = step.name
-        return self.eager(step, lambda: step.first_run(args, kwargs))
+        return super().break_at(function, args, kwargs)
 
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
         """Breaks the graph, see `SegmentedCapture.eager`, and begins the next one."""
@@ -209,7 +385,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         return result
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Every op that is called in the context comes here."""
+        """Records or runs an op that was called in the context."""
         given = tensors_in((args, kwargs))
         self.read.update(storage_address(tensor) for tensor in given if unstrided([tensor]) is None)
         if not self._is_recording:
@@ -231,10 +407,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
     def release(self) -> None:
         """Drops graphs, eager steps and their buffers; the object records again."""
         super().release()
-        self.read = set()
-        self._buffers = OwnedBuffers()
-        # Of their own: what another step wrote, which need not be finite, must not become their pad rows.
-        self._attention_buffers = OwnedBuffers()
+        self.read: set[int] = set()
+        """Addresses of the memory that ops read, breaks included."""
 
     @property
     def _is_recording(self) -> bool:
@@ -244,8 +418,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         names = [argument.name for argument in schema_of(varlen_attention).arguments]
         args = (*args, *(kwargs[name] for name in names[len(args) :]))
         if self.breaks:
-            return break_at_attention(self, self._attention_buffers, self._live, args, masked=self._is_padded)
-        self._live.note(args[0], args[3], args[4])
+            return self.break_at_attention(args, masked=self._is_padded)
+        self.live.note(args[0], args[3], args[4])
         return self._record(masked_attention if self._is_padded else varlen_attention, args, {})
 
     def _record(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,7 +429,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         if isinstance(self._graph, RecordedOps):
             self._graph.record(call, args, kwargs, results)
         else:
-            self.pool.note_tensors(tensors_in(results), tensors_in((args, kwargs)))
+            self.pool.note_allocated(results, (args, kwargs))
         return results
 
     def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
@@ -263,7 +437,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
 
 
 class _EveryOp(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Brings every op to the capture."""
+    """Passes every op to the capture."""
 
     supports_higher_order_operators = True
 
@@ -283,10 +457,6 @@ def refuse_collectives(ops: Iterable[str]) -> None:
             f"it calls other ranks ({names}), and nothing says which of them capture the same; pass the "
             "process_group of the ranks that share the weights"
         )
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def refuse_synchronization(
@@ -316,7 +486,7 @@ def _depends_on_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @functools.cache
 def _gives_numbers(op: Any) -> bool:
-    """Whether an op gives the host nothing but numbers that are no shapes, on which its code may branch."""
+    """Whether an op returns host numbers that are no shapes, on which code may branch."""
     schema = schema_of(op)
     if schema is None or schema.name.split("::")[1] in _METADATA:
         return False
@@ -349,9 +519,9 @@ class Attended:
     """What the attentions over one tensor of cumulative lengths were captured with."""
 
     rows: int
-    """Rows of the query."""
+    """Of the query."""
     bound: int
-    """No segment may be longer."""
+    """Rows of the longest segment, at most."""
 
 
 class LiveSegments:
@@ -359,7 +529,7 @@ class LiveSegments:
 
     def __init__(self, rows: int | None = None, segments: Iterable[KnownSegments] = ()) -> None:
         self.attended: dict[int, Attended] = {}
-        """What was captured, by the same addresses."""
+        """By the addresses of cumulative lengths."""
         self.set(rows, segments)
 
     def clear(self) -> None:
@@ -367,67 +537,26 @@ class LiveSegments:
         self.set(None, ())
 
     def set(self, rows: int | None, segments: Iterable[KnownSegments]) -> None:
-        """The batch's real rows (None: all that are captured) and its segments."""
+        """Sets the real rows (None: all captured ones) and the segments of the batch."""
         self.rows = rows
         self._by_address = {each.cu_seqlens.data_ptr(): each for each in segments}
 
     def of(self, cu_seqlens: Tensor) -> KnownSegments | None:
-        """The segments behind captured cumulative lengths; None where nothing is known."""
+        """The segments behind captured cumulative lengths; None: not known."""
         return self._by_address.get(cu_seqlens.data_ptr())
 
     def note(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
-        """Remembers a captured attention."""
+        """Records a captured attention."""
         address, bound = cu_seqlens.data_ptr(), max_seqlen
         if address in self.attended:
             bound = min(bound, self.attended[address].bound)
         self.attended[address] = Attended(query.shape[0], bound)
 
 
-def break_at_attention(
-    capture: SegmentedCapture,
-    buffers: OwnedBuffers,
-    live: LiveSegments,
-    args: tuple[Tensor, Tensor, Tensor, Tensor, int, float],
-    *,
-    masked: bool,
-) -> Tensor:
-    """Records an eager attention of the real rows; returns its result, in a buffer that it owns.
-
-    Args:
-        args: those of `fxsplit::varlen_attention`.
-        masked: whether pad rows are set to zero; else something after it has to keep them finite.
-    """
-    query, key, value, cu_seqlens = (capture.pool.hold(tensor) for tensor in args[:4])
-    max_seqlen, scale = args[4:]
-    live.note(query, cu_seqlens, max_seqlen)
-    captured_rows = query.shape[0]
-    real = (query, key, value)  # of the last replay: the same number of rows often comes again
-
-    def attend_to_real_rows() -> None:
-        nonlocal real
-        known, rows = live.of(cu_seqlens), live.rows
-        real_rows = captured_rows if rows is None else rows
-        if real[0].shape[0] != real_rows:
-            real = (query[:real_rows], key[:real_rows], value[:real_rows])
-        if known is not None:
-            known.attend_out(*real, scale, out)
-        else:
-            attend_out(*real, cu_seqlens, max_seqlen, scale, out)
-        end = rows if known is None else known.boundaries[-1]
-        if masked and end is not None:
-            buffers.clear_behind(out, end)
-        elif masked:
-            _clear_pad_rows(out, cu_seqlens)
-
-    out, result = buffers.acquire(query, torch.contiguous_format)
-    capture.eager(attend_to_real_rows)
-    return result
-
-
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """`fxsplit::varlen_attention` whose rows outside every segment are zero, without a host read."""
+    """`fxsplit::varlen_attention` with zeros outside every segment, without a host read."""
     return _clear_pad_rows(varlen_attention(query, key, value, cu_seqlens, max_seqlen, scale), cu_seqlens)
 
 
@@ -437,11 +566,10 @@ def _clear_pad_rows(out: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-"""What may be a part of a recording beside tensors."""
 
 
 class RecordedBreak:
-    """A call that is repeated at every replay over the same arguments.
+    """Repeats a call at every replay over the same arguments.
 
     Its function may return tensors, None, numbers and strings, in tuples, lists and dicts:
 
@@ -470,7 +598,7 @@ class RecordedBreak:
         self._takers: list[Callable[[Any], None]] = []
 
     def first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the function with the arguments themselves and fixes where its results lie; returns those.
+        """Calls the function with the given arguments and fixes the addresses of its results; returns those.
 
         Raises:
             CaptureError: it returned something else than a break may.
@@ -498,7 +626,7 @@ class RecordedBreak:
             take(leaf)
 
     def _fix(self, result: Any) -> tuple[Any, Callable[[Any], None]]:
-        """Where a result lies from now on, and what brings a later one there."""
+        """The fixed result, and a function that copies or compares a later one."""
         if isinstance(result, torch.Tensor):
             if (kind := unstrided([result])) is not None:
                 raise CaptureError(f"{self.name}: returned a {kind} tensor; a break may return strided ones")
@@ -543,7 +671,7 @@ class RecordedBreak:
 
 
 def name_of(function: Any) -> str:
-    """What a function or op is called in messages."""
+    """The name of a function or op in messages."""
     if isinstance(function, OpOverload):
         return str(function.name())  # type: ignore[no-untyped-call]
     return getattr(function, "__qualname__", None) or type(function).__name__

@@ -1,8 +1,8 @@
-"""The memory that a capture reads and writes: who owns it, and the static inputs that each replay refills.
+"""The memory that a capture reads and writes, and the static inputs that each replay refills.
 
-values of captured ops     the graphs' pool; whoever reads them later borrows them
+values of captured ops     owned by the graphs' pool; later steps borrow them
 results of eager steps     buffers outside the pool, at fixed addresses, kept by the step that writes them
-anything else              held strongly by the step that reads it
+anything else              held by the step that reads it
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Where the memory behind a tensor and all its views begins."""
+    """The address of the memory behind a tensor and all its views."""
     return local_part(tensor).untyped_storage().data_ptr()
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """The tensors among the arguments or the results of an op: in tuples, lists and dicts, and nowhere else.
-    A capture asks this of every op, in a tenth of the time of torch's general trees.
+    """The tensors in the arguments or results of an op, in tuples, lists and dicts: ten times as fast as
+    trees.
     """
     if isinstance(values, Tensor):
         return [values]
@@ -54,7 +54,9 @@ def tensors_in(values: object) -> list[Tensor]:
 
 
 def unstrided(tensors: Iterable[Tensor]) -> str | None:
-    """How the first tensor is stored that has no plain strides, and cannot be kept in place; or None."""
+    """The layout of the first tensor without plain strides, which cannot be kept in place; None: all have
+    them.
+    """
     for tensor in tensors:
         if tensor.is_nested:
             return "nested"
@@ -66,7 +68,7 @@ def unstrided(tensors: Iterable[Tensor]) -> str | None:
 
 
 def copy_results(kept: Any, new: Any) -> None:
-    """Writes the results of a repeated call to where those of the first call are."""
+    """Copies the results of a repeated call into those of the first call."""
     if isinstance(kept, torch.Tensor):
         kept, new = local_part(kept), local_part(new)
         if kept.data_ptr() != new.data_ptr():
@@ -88,11 +90,11 @@ class _Lent:
 
 
 class OwnedBuffers:
-    """Memory for the results of eager steps: zero at first, so rows that nobody writes stay finite (capture
-    rule 1).
+    """Memory for the results of eager steps: zero at first, so rows that are never written stay finite (rule
+    1).
 
-    A buffer is lent again, to a later step of the same capture, once nobody holds the result any more: what
-    has read it then comes before that step at every replay.
+    A buffer is reused, by a later step of the same capture, once its result is unreferenced: what has read it
+    then comes before that step at every replay.
     """
 
     def __init__(self) -> None:
@@ -100,7 +102,7 @@ class OwnedBuffers:
         self._written: dict[int, int] = {}
 
     def clear_behind(self, buffer: Tensor, rows: int) -> None:
-        """Zeroes what an earlier, larger batch left behind the first `rows` rows: it may not be finite."""
+        """Zeroes what an earlier, larger batch left after the first `rows` rows: it may not be finite."""
         written = self._written.get(buffer.data_ptr(), buffer.shape[0])
         if written > rows:
             buffer[rows:written].zero_()
@@ -109,8 +111,8 @@ class OwnedBuffers:
     def acquire(
         self, like: Tensor, layout: torch.memory_format = torch.preserve_format
     ) -> tuple[Tensor, Tensor]:
-        """A buffer of the shape, dtype and device of `like`, for the step that writes it, and the same memory
-        to hand out. The latter keeps the memory alive, also when the step is gone.
+        """A buffer of the shape, dtype and device of `like`, and an alias to hand out, which keeps the memory
+        alive.
         """
         strides = like.stride() if layout == torch.preserve_format else layout
         key = (like.shape, strides, like.dtype, like.device)
@@ -135,7 +137,7 @@ class HandedOut:
         self._held: list[tuple[range, StorageWeakRef, str]] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Remembers tensors, weakly, for as long as anybody holds their memory."""
+        """Records tensors, weakly, as long as their memory is held."""
         self._forget_dropped()
         for tensor in tensors:
             address = storage_address(tensor)
@@ -189,33 +191,31 @@ def gibibytes(num_bytes: int) -> str:
 
 
 StaticValue: TypeAlias = Tensor | Sequence[Tensor]
-"""What goes into a static buffer: a tensor, or several whose rows follow one another."""
+"""A value for a static buffer: a tensor, or several whose rows follow one another."""
 
 
 class _Contents:
-    """What buffers over the same memory know of it: the last of them that was filled, and how far."""
+    """The contents of memory that buffers share: the buffer filled last, and how far."""
 
     def __init__(self, owner: object, rows: int) -> None:
         self.owner = owner
         """The `StaticBuffer.token` of the last."""
         self.dirty = [(0, rows)]
-        """(first row, end) of what may hold something else than zeros, in order."""
+        """(first row, end) of what may not be zero, in order."""
         self.source: weakref.ref[Tensor] | None = None
-        """The constant tensor that the last was filled from."""
+        """The constant tensor that it was filled from."""
         self.is_constant = False
-        """Whether this is what the capture was made with, and a batch may leave it out."""
+        """Whether these are the contents of the capture, and a batch may leave it out."""
 
 
 class StaticBuffer:
-    """One static input. Its memory is its own, or shared with other captures that never run at the same time.
+    """One static input. Its memory may be shared with other captures that never run at the same time.
 
     Args:
         token_dim: the dimension along which replays fill a part; None: the whole tensor is replaced.
-        padding_logic: fills the tensor (first) from a value (second) instead, which may be smaller in any
-            dimension: what the value leaves too.
-        is_permutation: whether it is a permutation (`permute_rows`), which must stay among its own rows.
-        may_be_left_out: whether batches may leave it out for as long as none has filled it: what the tower
-            put there for the capture is then a constant.
+        padding_logic: fills the tensor (first) from a value (second), which may be smaller in any dimension.
+        is_permutation: whether it permutes rows (`compile.permute`), and must stay among its own.
+        may_be_left_out: whether batches may leave it out until one has filled it, as a constant of the tower.
     """
 
     def __init__(
@@ -237,13 +237,13 @@ class StaticBuffer:
         self.capacity = 1 if self.token_dim is None else tensor.shape[self.token_dim]
         """Rows along the token dimension."""
         self.token = object()
-        """Stands for this buffer where a reference would be a cycle, kept until a collection."""
+        """Stands for this buffer where a reference would be a cycle."""
         self._contents = _Contents(self.token, self.capacity)
         self._contents.is_constant = may_be_left_out
 
     @property
     def dirty_rows(self) -> int:
-        """Where the rows end that may hold something else than zeros."""
+        """The end of the rows that may not be zero."""
         ends = (min(end, self.capacity) for first, end in self._contents.dirty if first < self.capacity)
         return max(ends, default=0)
 
@@ -308,7 +308,7 @@ class StaticBuffer:
                 )
 
     def _check_order(self, value: StaticValue) -> None:
-        """Checks an order where it is on the CPU; on a device it was checked by what computed it."""
+        """Checks an order on the CPU; one on a device was checked by what computed it."""
         parts = parts_of(value)
         rows = sum(part.shape[0] for part in parts)
         for part in parts:
@@ -343,16 +343,17 @@ class StaticBuffer:
             end = rows + part.shape[self.token_dim]
             self._rows(rows, end).copy_(part, non_blocking=True)
             rows = end
-        if not self._is_filled_to(rows):
+        first, *others = self._contents.dirty
+        if first != (0, rows) or (others and others[0][0] < self.capacity):
             self._clear_from(rows)
 
     def remember(self, source: StaticValue | None) -> None:
-        """What the buffer was just filled from, if that is a constant tensor; see `holds`."""
+        """Records the constant tensor that the buffer was just filled from, see `holds`."""
         if isinstance(source, Tensor) and is_immutable(source):
             self._contents.source = weakref.ref(source)
 
     def holds(self, value: StaticValue | None) -> bool:
-        """Whether the buffer was filled from this very tensor, which is constant, and from nothing since."""
+        """Whether the buffer was filled last from this same constant tensor."""
         contents = self._contents
         return (
             value is not None
@@ -369,13 +370,8 @@ class StaticBuffer:
         assert self.token_dim is not None
         return self.tensor.narrow(self.token_dim, start, end - start)
 
-    def _is_filled_to(self, rows: int) -> bool:
-        """Whether just so many rows are marked as filled: what else is lies behind this buffer."""
-        first, *others = self._contents.dirty
-        return first == (0, rows) and (not others or others[0][0] >= self.capacity)
-
     def _clear_from(self, rows: int) -> None:
-        """Clears the rows behind these, and marks these as `_mark` does."""
+        """Clears the rows after these, and marks these as `_mark` does."""
         capacity, dirty = self.capacity, [(0, rows)]
         for first, end in self._contents.dirty:
             start, stop = first if first > rows else rows, end if end < capacity else capacity
@@ -386,7 +382,7 @@ class StaticBuffer:
         self._contents.dirty = dirty
 
     def _mark(self, rows: int) -> None:
-        """Of this buffer just the first rows are filled now; those behind it are as they were."""
+        """Marks just the first rows of this buffer as filled; those after the buffer stay as they were."""
         behind = [
             (max(first, self.capacity), end) for first, end in self._contents.dirty if end > self.capacity
         ]
@@ -399,7 +395,7 @@ class StaticBuffer:
 
     @contextlib.contextmanager
     def kept_constant(self) -> Iterator[None]:
-        """What is loaded inside is no batch: a constant is one after it, too."""
+        """Restores a constant after what is loaded inside, which is no batch."""
         if not self.is_constant:
             yield
             return
@@ -430,8 +426,8 @@ class StaticBuffer:
 class SharedBuffers:
     """Memory that the captures of one forward share: smaller ones read the first rows of the largest.
 
-    Only one capture runs at a time, so they need no memory of their own. What is captured before a larger
-    one comes keeps its memory, and stays valid.
+    Only one capture runs at a time. What is captured before a larger one comes keeps its memory, and stays
+    valid.
 
     Args:
         growth: how many times as many rows as before are allocated when a larger capture comes. 1: as many as
@@ -442,10 +438,10 @@ class SharedBuffers:
         self.growth = growth
         self._largest: dict[str, StaticBuffer] = {}
         self._memory: dict[StorageWeakRef, int] = {}
-        """All that was the largest once, which earlier captures may still read, and its bytes."""
+        """Bytes of all that was the largest once, which earlier captures may still read."""
 
     def share(self, buffer: StaticBuffer) -> StaticBuffer:
-        """A buffer as this one in shared memory, where that fits; else this one, for others to share."""
+        """A buffer like this one in shared memory, where it fits; else this one, for others to share."""
         largest = self._largest.get(buffer.name)
         shared = largest.first_rows(buffer.tensor) if largest is not None else None
         if shared is not None:
@@ -458,7 +454,7 @@ class SharedBuffers:
         return buffer
 
     def _grown(self, buffer: StaticBuffer, largest: StaticBuffer | None) -> StaticBuffer:
-        """A buffer as this one, with rows to spare if there was a smaller one before."""
+        """A buffer like this one, with spare rows if there was a smaller one before."""
         own = buffer.tensor
         if largest is None or self.growth == 1 or own.dim() == 0 or buffer.token_dim not in (0, None):
             return buffer
@@ -470,7 +466,7 @@ class SharedBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is shared, and what earlier captures still hold of what was."""
+        """Memory that is shared, or was and is still held by earlier captures."""
         self._memory = {place: size for place, size in self._memory.items() if not is_dropped(place)}
         return sum(self._memory.values())
 

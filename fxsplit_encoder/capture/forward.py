@@ -1,15 +1,17 @@
-"""`CapturedForward`: one forward captured at one size, with its static inputs, its outputs and its memory."""
+"""One forward captured at one size, with its static inputs, outputs and memory; and how calls are timed."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
+import statistics
+import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import OutOfMemoryError, Tensor, nn
@@ -19,11 +21,10 @@ from fxsplit_encoder.capture.breakable import (
     Attended,
     BreakableCUDAGraphCapture,
     LiveSegments,
-    RecordedBreak,
-    break_at_attention,
+    SegmentedCapture,
     name_of,
 )
-from fxsplit_encoder.capture.buffers import OwnedBuffers, StaticBuffer, StaticValue
+from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.inputs import (
     StaticInputs,
     fill_cu_seqlens,
@@ -32,8 +33,6 @@ from fxsplit_encoder.capture.inputs import (
 )
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.program import StepBranches
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError, ReplayError
@@ -45,10 +44,10 @@ if TYPE_CHECKING:
 
 
 class RowCount:
-    """The number of real rows, where the masks of a captured forward read it: a number on the device, and the
-    same number here, so that it is written only where it changes.
+    """The number of real rows, as masks of a captured forward read it on the device.
 
-    Captures of one size that never run at the same time may share it.
+    The host keeps a copy, so that only changes are written. Captures of one size that never run at the same
+    time may share it.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -56,7 +55,7 @@ class RowCount:
         self._rows = rows
 
     def set(self, rows: int) -> None:
-        """Takes effect for what is enqueued on the current stream from now on."""
+        """Takes effect for later work on the current stream."""
         if rows != self._rows:
             self.tensor.fill_(rows)
             self._rows = rows
@@ -81,22 +80,21 @@ class CaptureRequest:
 
     inputs: StaticInputs
     body: ProgramBody | Callable[[], Sequence[Any]]
-    """Runs over the tensors of `inputs`: a program, step by step, or a module's own code as it is."""
+    """Runs over the tensors of `inputs`: a program, step by step, or a module's own code."""
     parameters: StaticParameters
     rows: int | None
-    """Tokens (rows) that the capture holds; None: it is never padded."""
+    """Tokens (rows) of the capture; None: it is never padded."""
     segment_inputs: Sequence[str] = ()
-    """The inputs that are cumulative lengths of attention. Those of a module's own code are found when it is
-    captured."""
+    """Cumulative lengths of attention. Those of a module's own code are found at the capture."""
     num_rows: RowCount | None = None
     single_segment: Callable[[], CaptureRequest] | None = None
-    """Makes the same request for one segment: empty ones cost attention (benchmarks/cases/attention.py)."""
+    """Makes the same request for one segment: empty ones cost time (benchmarks/cases/attention.py)."""
     splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS
     """Where a module's own code breaks in mode "breakable"."""
     is_alone: bool = False
-    """Whether a module's own code may call no other rank: nobody sees to it that they capture the same."""
+    """As for `BreakableCUDAGraphCapture`."""
     lengths: Sequence[str] = ()
-    """The inputs of a module's own code that look like cumulative lengths, whatever reads them."""
+    """Inputs of a module's own code that look like cumulative lengths."""
 
     @property
     def modes(self) -> list[str]:
@@ -119,7 +117,7 @@ class CaptureRequest:
         return functools.partial(body, frames)
 
     def run(self) -> None:
-        """Runs once each what is run to time and to capture it, so that the kernels it calls become known."""
+        """Runs once each body that a capture times or records, so that its kernels become known."""
         bodies: list[Callable[[], Any]] = [self.body, self.exact_body()]
         if self.single_segment is not None:
             bodies.append(self.single_segment().body)
@@ -137,8 +135,7 @@ class CapturedForward:
     """Replays a forward over static inputs.
 
     Args:
-        request: what is captured.
-        mode: "full", "piecewise" (of a program) or "breakable" (of a module's own code, the ops of which are
+        mode: "full", "piecewise" (of a program) or "breakable" (of a module's own code, whose ops are
             captured as they are called, and keep pad rows finite themselves).
     """
 
@@ -155,7 +152,7 @@ class CapturedForward:
         assert not (self.compiled and mode == "breakable"), "a program breaks in mode piecewise"
         self.live = LiveSegments()
         self.capture = (
-            SegmentedCapture(pool)
+            SegmentedCapture(pool, self.live)
             if self.compiled
             else BreakableCUDAGraphCapture(
                 pool,
@@ -170,35 +167,34 @@ class CapturedForward:
             request.body.program.derived if isinstance(request.body, ProgramBody) else DerivedParameters()
         )
         self._derived_stamp: object = None
-        """As of the last replay: its parameters have not moved since, or a replay says so."""
+        """Of the last replay that checked parameters."""
         self._compared: object = None
-        """What the graph's comparison of derived parameters' sources reads."""
+        """Memory of the graph's comparison of derived parameters' sources."""
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
         self.must_be_full = False
-        """Whether only batches are taken that leave nothing to padding but segments."""
+        """Whether batches may leave only segments to padding."""
         self._weights: object = None
-        """Holds the memory of the parameters, which replays read before anyone looks whether they moved."""
+        """Holds the memory of parameters, which a replay reads before their addresses are checked."""
         self._boundaries: dict[str, tuple[Tensor, list[int]]] = {}
-        """The cumulative lengths that were loaded last, of the inputs that the host knows: as they were
-        given, and their numbers."""
+        """The cumulative lengths loaded last, of inputs that the host knows: as given, and as numbers."""
         self._real: tuple[int, int] | None = None
-        """Rows of the batch that was loaded, of how many captured ones; None: not known."""
+        """Rows of the loaded batch, and captured rows; None: not known."""
 
     @property
     def is_unbroken(self) -> bool:
-        """Whether this is a graph of a module's own code that no other mode would break either."""
+        """Whether this is a graph of a module's own code that no mode would break."""
         capture = self.capture
         return isinstance(capture, BreakableCUDAGraphCapture) and not (capture.breaks or capture.met_break)
 
     def record(self, warmups: int = WARMUPS) -> None:
-        """Warms the forward up at full depth, then captures it.
+        """Warms the forward up at full depth, then captures it. Keeps nothing if it fails.
 
         Raises:
-            CaptureMemoryError: out of device memory, or over the pool's limit. Nothing is kept.
-            CaptureError: the forward did something that cannot be captured. Nothing is kept. The message
-                names the op, and the module that called it, where they are known.
+            CaptureMemoryError: out of device memory, or over the pool's limit.
+            CaptureError: the forward did something that cannot be captured. The message names the op, and the
+                module that called it, where they are known.
         """
         what = "one shape" if self.rows is None else f"{self.rows} rows"
         if self.pool.is_cuda:
@@ -224,9 +220,10 @@ class CapturedForward:
         # another, and what a replay returns is copied before the next.
         self.outputs = [self.pool.hold(t) if isinstance(t, torch.Tensor) else t for t in self.outputs]
         self.output_addresses = [t.data_ptr() for t in self.outputs if isinstance(t, torch.Tensor)]
-        self.num_bytes = (
-            self.pool.reserved_bytes() - before if self.pool.is_cuda else _num_bytes(self.outputs)
-        )
+        if self.pool.is_cuda:
+            self.num_bytes = self.pool.reserved_bytes() - before
+        else:
+            self.num_bytes = sum(t.nbytes for t in self.outputs if isinstance(t, torch.Tensor))
         if not self.compiled:
             self._find_segment_inputs()
         try:
@@ -237,7 +234,6 @@ class CapturedForward:
 
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Whatever a captured forward raises costs its budget, not the others'."""
         try:
             yield
         except Exception as error:
@@ -256,7 +252,7 @@ class CapturedForward:
             # Replaying the forward as one call keeps no intermediate value, as a graph's pool keeps none for
             # others.
             return self.capture.captured(body)  # type: ignore[no-any-return]
-        recorder = StepRecorder(self.capture, breaks=self.mode == "piecewise", live=self.live)
+        recorder = StepRecorder(self.capture, breaks=self.mode == "piecewise")
         program, bindings = body.program, body.bindings.copy()
         program.fill_num_rows(bindings)
         for step in program.region:
@@ -265,7 +261,7 @@ class CapturedForward:
         return program.results(bindings)
 
     def _find_segment_inputs(self) -> None:
-        """The inputs that attention was captured with, unless the tower pads them itself."""
+        """Finds the inputs that attention was captured with, unless the tower pads them itself."""
         self.segment_inputs = tuple(
             name
             for name, buffer in self.inputs.buffers.items()
@@ -290,7 +286,7 @@ class CapturedForward:
         """Fills the static inputs with a batch of `rows` rows (None: as many as before), padded.
 
         Cumulative lengths are extended by empty segments. Those on the CPU are checked, and eager attention
-        steps then see the true segments; those on another device are not read.
+        steps see the true segments; those on a device are not read.
 
         Raises:
             ReplayError: something does not fit; nothing has been copied then.
@@ -303,7 +299,9 @@ class CapturedForward:
         self.inputs.load(padded, held)
         self._boundaries = boundaries
         if self.compiled:
-            self._remember(values, held)
+            for name, buffer in self.inputs.buffers.items():
+                if name not in held:
+                    buffer.remember(values.get(name))
         if rows is not None and self.rows is not None:
             self._real = rows, self.rows
         else:
@@ -347,14 +345,8 @@ class CapturedForward:
         boundaries[name] = given, given.tolist()
         return pad_cu_seqlens(given, entries, self._captured_rows(name))
 
-    def _remember(self, values: Mapping[str, StaticValue | None], held: Collection[str]) -> None:
-        """Notes what buffers were filled from, but for those that held it already."""
-        for name, value in values.items():
-            if name not in held and name in self.inputs.buffers:
-                self.inputs.buffers[name].remember(value)
-
     def _set_live(self, rows: int | None) -> None:
-        """Tells eager attention the segments of the batch, if the host knows those of every input."""
+        """Passes the segments of the batch to eager attention, if the host knows those of every input."""
         if len(self._boundaries) < len(self.segment_inputs):
             self.live.clear()
             return
@@ -365,13 +357,13 @@ class CapturedForward:
         self.live.set(rows, known)
 
     def replay(self, *, debug: bool = False, parameters_are_checked: bool = False) -> list[Any]:
-        """Runs the captured forward on what the static inputs hold; returns its outputs, which the next
-        replay overwrites.
+        """Runs the captured forward on the static inputs; returns its outputs, which the next replay
+        overwrites.
 
         Args:
-            debug: whether every rule is checked (as listed below), which waits for the device.
-            parameters_are_checked: whether the caller vouches that none has moved, and that those that are
-                derived are up to date, but for writes that leave no version.
+            debug: whether to check every rule (as listed below), which waits for the device.
+            parameters_are_checked: whether the caller checked that none has moved, and that derived ones are
+                up to date, but for writes that leave no version.
 
         Raises:
             WeightsMovedError: parameters lie elsewhere than at the capture.
@@ -402,7 +394,7 @@ class CapturedForward:
         return self.outputs
 
     def _read_rows(self) -> tuple[int, int] | None:
-        """Rows of the batch and of the capture, where only cumulative lengths on the device tell."""
+        """Rows of the batch and of the capture, read from cumulative lengths on the device."""
         for name in self.segment_inputs:
             if self.rows is not None or self._attended(name) is not None:
                 return int(self.inputs.buffers[name].tensor[-1]), self._captured_rows(name)
@@ -415,11 +407,11 @@ class CapturedForward:
         for name, buffer in self.inputs.buffers.items():
             if name in self.segment_inputs:
                 check_lengths(name, buffer.tensor, self._captured_rows(name), self._attended(name))
-            else:
-                check_input_padding(buffer)
+            elif buffer.token_dim is not None:
+                _check_finite(buffer.name, buffer.tensor, buffer.token_dim, buffer.dirty_rows)
 
     def measure(self) -> float:
-        """Median milliseconds of a replay on what the static inputs hold."""
+        """Median milliseconds of a replay on the static inputs."""
         return measure_ms(self.replay, self.pool.device)
 
     def release(self) -> None:
@@ -428,10 +420,6 @@ class CapturedForward:
         self.outputs = []
         self.output_addresses = []
         self._weights = self._compared = None
-
-
-def _num_bytes(values: Sequence[Any]) -> int:
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
 
 
 def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:
@@ -443,20 +431,16 @@ def capture_failure(error: Exception, what: str, running: str | None) -> FxSplit
     """
     place = _place(error.__traceback__, running)
     if isinstance(error, OutOfMemoryError):
-        _release_locals(error.__traceback__)
+        # A stored error would keep alive what the frames hold.
+        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again empties it.
+            _ = frame.f_locals
         return CaptureMemoryError(f"out of memory while capturing {what}{place}: {error}")
     if isinstance(error, FxSplitError) and not isinstance(error, CaptureError):
         return error
     reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
     return CaptureError(f"capturing {what} failed{place}: {reason}")
-
-
-def _release_locals(frames: TracebackType | None) -> None:
-    """Lets go of what the frames hold, which whoever keeps the error would keep."""
-    traceback.clear_frames(frames)
-    for frame, _ in traceback.walk_tb(frames):
-        # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again empties it.
-        _ = frame.f_locals
 
 
 def _place(frames: TracebackType | None, running: str | None) -> str:
@@ -494,10 +478,10 @@ def check_output_addresses(outputs: Sequence[Any], addresses: Sequence[int]) -> 
 
 
 def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Attended | None) -> None:
-    """Raises ReplayError unless captured cumulative lengths are ones (capture rule 2).
+    """Raises ReplayError unless captured cumulative lengths are valid (capture rule 2).
 
     Args:
-        rows: those of the captured sequence; None: not known.
+        rows: of the captured sequence; None: not known.
         attended: what the attentions that read them were captured with; None: not known.
     """
     lengths = cu_seqlens.tolist()
@@ -513,12 +497,6 @@ def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Att
             )
     if rows is not None and lengths[-1] > rows:
         raise ReplayError(f"capture rule 2: {name}: ends at {lengths[-1]}; the capture has {rows} rows")
-
-
-def check_input_padding(buffer: StaticBuffer) -> None:
-    """Raises ReplayError unless the rows of an input that its last value left are finite (capture rule 1)."""
-    if buffer.token_dim is not None:
-        _check_finite(buffer.name, buffer.tensor, buffer.token_dim, buffer.dirty_rows)
 
 
 def check_output_padding(outputs: Sequence[Any], real: int, rows: int) -> None:
@@ -550,35 +528,75 @@ class StepRecorder:
 
     Args:
         breaks: whether graphs end at splitting ops, which then run eagerly at every replay.
-        live: the segments of the batch that is replayed, for attention between graphs.
     """
 
-    def __init__(self, capture: SegmentedCapture, *, breaks: bool, live: LiveSegments) -> None:
+    def __init__(self, capture: SegmentedCapture, *, breaks: bool) -> None:
         self.capture = capture
         self.breaks = breaks
-        self.live = live
-        self._attention_buffers = OwnedBuffers()
-        self._buffers = OwnedBuffers()
         # A graph ends with all its branches, and between graphs the host launches what would run beside.
         self._branches = StepBranches(capture.pool.device, active=not breaks)
 
     def record(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a step as part of the running graph, or breaks the graph there; returns its result."""
+        """Calls a step as part of the running graph, or as a break; returns its result."""
         is_attention = step.call is varlen_attention
-        breaks = self.breaks and step.kind == "split"
         self.capture.running = step.name if step.kind == "piece" else name_of(step.call)
-        if breaks and is_attention:
-            # The pieces around it mask pad rows.
-            return break_at_attention(
-                self.capture, self._attention_buffers, self.live, tuple(args), masked=False
-            )
-        if breaks:
-            recorded = RecordedBreak(step.call, args, kwargs, self.capture.pool, self._buffers)
-            return self.capture.eager(recorded, lambda: recorded.first_run(args, kwargs))
+        if self.breaks and step.kind == "split":
+            if is_attention:
+                return self.capture.break_at_attention(tuple(args), masked=False)  # the pieces mask pad rows
+            return self.capture.break_at(step.call, args, kwargs)
         if is_attention:
-            self.live.note(args[0], args[3], args[4])
+            self.capture.live.note(args[0], args[3], args[4])
         return self.capture.captured(self._branches.placed(step), *args, **kwargs)
 
     def finish(self) -> None:
         """Joins the side streams before the graph ends."""
         self._branches.join()
+
+
+# --- timing
+
+REPEATS = 3
+
+# Milliseconds after which two are enough: a good part of capturing a ladder is waiting for what is timed.
+_LONG_MS = 30.0
+
+# Before another run of what takes longer, requests may go first.
+_PAUSE_MS = 10.0
+
+
+class MeasuredRun(NamedTuple):
+    """Median milliseconds of a call."""
+
+    wall: float
+    """To the end of its device work."""
+    host: float
+    """Until it returns."""
+
+
+def measure_run(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> MeasuredRun:
+    """Times a call on the current stream after one warm-up, less often if it is long, with pauses."""
+    last = _timed(call, device)
+    runs: list[MeasuredRun] = []
+    while len(runs) < repeats and (len(runs) < 2 or sum(run.wall for run in runs) < _LONG_MS):
+        if last.wall > _PAUSE_MS:
+            pause()
+        last = _timed(call, device)
+        runs.append(last)
+    walls, hosts = zip(*runs, strict=True)
+    return MeasuredRun(statistics.median_low(walls), statistics.median_low(hosts))
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> MeasuredRun:
+    # For the stream, not the device: another thread may be capturing, which that would break.
+    wait = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    host = (time.perf_counter() - start) * 1e3
+    wait()
+    return MeasuredRun((time.perf_counter() - start) * 1e3, host)
+
+
+def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
+    """Median milliseconds of a call after one warm-up, to the end of its device work."""
+    return measure_run(call, device, repeats).wall

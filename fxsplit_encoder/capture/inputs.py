@@ -3,8 +3,8 @@
     rows      0 . . . . . . . . . n . . . . . . . . . . . . B
     segments  [ image ][ image    ]          (then empty ones)
 
-The pad rows belong to no segment. In a compiled forward masks keep them finite (`compile.masks`), in one that
-is captured as it is the attention itself (`capture.breakable`).
+The pad rows belong to no segment. Masks keep them finite in a compiled forward (`compile.masks`), attention
+in a module's own code (`capture.breakable`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StaticInputs:
     def _checked(
         self, values: Mapping[str, StaticValue | None], held: Collection[str]
     ) -> list[tuple[StaticBuffer, StaticValue]]:
-        """The same; returns what is to be filled, and from what."""
+        """As `check`; returns the buffers to fill, with their values."""
         if not self.buffers.keys() <= values.keys():
             self.check_complete(values)
         given: list[tuple[StaticBuffer, StaticValue]] = []
@@ -79,11 +79,7 @@ class StaticInputs:
                 )
 
     def check_full(self, values: Mapping[str, StaticValue | None], but: Collection[str] = ()) -> None:
-        """Raises ReplayError if a value leaves rows of its buffer to padding.
-
-        Args:
-            but: the buffers of which it may.
-        """
+        """Raises ReplayError if a value leaves rows of its buffer to padding, but for the buffers `but`."""
         for name, buffer in self.buffers.items():
             value = values.get(name)
             if value is None or buffer.token_dim is None or name in but:
@@ -102,20 +98,18 @@ class StaticInputs:
                 )
 
     def load(self, values: Mapping[str, StaticValue | None], held: Collection[str] = ()) -> None:
-        """Checks everything, then fills every buffer. A value of None keeps what the buffer holds; a constant
-        may be left out.
-
-        To be called without autograd.
+        """Checks everything, then fills every buffer, to be called without autograd. None keeps what a buffer
+        holds.
 
         Args:
-            held: the names of values of None whose buffers are known to hold what they have to.
+            held: the names of values of None whose buffers are known to hold them.
         """
         for buffer, value in _pinned(self._checked(values, held)):
             buffer.load(value)
 
     @contextlib.contextmanager
     def kept_constants(self) -> Iterator[None]:
-        """What is loaded inside is no batch: constants are what they were after it."""
+        """Restores constants after what is loaded inside, which is no batch."""
         with contextlib.ExitStack() as buffers:
             for buffer in self.buffers.values():
                 buffers.enter_context(buffer.kept_constant())
@@ -130,10 +124,9 @@ class StaticInputs:
 def _pinned(
     given: Sequence[tuple[StaticBuffer, StaticValue]],
 ) -> Sequence[tuple[StaticBuffer, StaticValue]]:
-    """The values with those on the host in one piece of pinned memory, in the dtype of their buffers; what
-    lies in pinned memory already stays there.
+    """Copies values on the host into one piece of pinned memory, in the dtype of their buffers.
 
-    From pageable memory a copy would wait for the device, and converting there would take a copy more. torch
+    From pageable memory a copy would wait for the device, and converting there would take another copy. torch
     reuses pinned memory only once the copies out of it are done.
     """
     num_bytes = 0
@@ -194,7 +187,7 @@ def full_cu_seqlens(capacity: int, rows: int, segments: int = 1) -> Tensor:
 def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
     """Extends cumulative lengths on the CPU to `length` entries, by empty segments (capture rule 2).
 
-    The result is kept for the next batch of the same lengths: nobody may write to it.
+    The result is cached for equal lengths: never write to it.
 
     Args:
         cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0.
@@ -227,7 +220,7 @@ def _extended(given: tuple[int, ...], length: int, rows: int) -> Tensor:
 
 
 def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
-    """`pad_cu_seqlens` where the lengths are on a device: without a host read, so their values go unchecked.
+    """As `pad_cu_seqlens` on a device, without a host read, so values go unchecked.
 
     Raises:
         ReplayError: more entries than the capture has.
@@ -239,11 +232,7 @@ def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def fill_cu_seqlens(buffer: Tensor, value: Tensor) -> None:
-    """Fills a buffer of cumulative lengths with a batch's, extended by empty segments.
-
-    Raises:
-        RuntimeError: more entries than the buffer has.
-    """
+    """Copies a batch's cumulative lengths, at most as many, into a buffer, extended by empty segments."""
     entries = value.shape[0]
     if entries == buffer.shape[0]:
         buffer.copy_(value)

@@ -14,9 +14,15 @@ from functools import partial
 
 import torch
 
-from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward, CaptureRequest, ProgramBody
+from fxsplit_encoder.capture.forward import (
+    WARMUPS,
+    CapturedForward,
+    CaptureRequest,
+    MeasuredRun,
+    ProgramBody,
+    measure_run,
+)
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.timing import MeasuredRun, measure_run
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels import TimeSpent, measuring
 from fxsplit_encoder.pauses import pause, seconds_paused
@@ -41,15 +47,15 @@ class MeasuredCosts:
     """Milliseconds of one budget, full to its last row by one segment."""
 
     modes: dict[str, float]
-    """Of a replay in each mode that was captured; none where the exact run alone decided."""
+    """Of a replay in each captured mode; empty where the exact run alone decided."""
     exact: float
     """Of the forward at its exact shape."""
     host: float = 0.0
-    """What the host needs to launch it."""
+    """Of the host, to launch it."""
     attention: float = 0.0
     """Of `exact`, the attention over the one segment, which a batch of many short ones does without."""
     single_segment: float | None = None
-    """Of a replay of the capture for one segment, where there is one."""
+    """Of a replay of the capture for one segment, if any."""
 
     @property
     def hides_host(self) -> bool:
@@ -58,9 +64,7 @@ class MeasuredCosts:
 
     @property
     def exact_price(self) -> float:
-        """What an exact run counts when it is compared with a replay: where the host is about as busy as the
-        device, 5 % more than it took beside attention, which a batch of short segments does without.
-        """
+        """The price of an exact run against a replay: 5 % more outside attention, if the host is as busy."""
         beside = max(0.0, self.exact - self.attention)  # two measurements: the first may be the smaller one
         busy = self.host > _BUSY_HOST * beside
         return self.exact + beside * (_BUSY_HOST_PRICE - 1) if busy else self.exact
@@ -73,11 +77,11 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class KnownBudget:
-    """What another ladder of the same forward found out of a budget."""
+    """What another ladder of the same forward measured of a budget."""
 
     costs: MeasuredCosts
     mode: str | None
-    """In which it is captured; None: it needs no graph."""
+    """Of the capture; None: it needs no graph."""
 
 
 # Where a tower's own code keeps the host busy for more than this share of the time that it takes, the device
@@ -97,9 +101,8 @@ class BudgetLadder:
         mode: "auto", "full", "piecewise" or "breakable".
         measured: whether every way of running is timed, to choose by it; only on a device.
         attention_ms: what attention takes over one segment as long as a budget, as far as it is known.
-        agree: for a forward with collectives, whose ranks capture the same budgets in the same modes: whether
-            every rank says yes.
-        compares_kernels: whether attention kernels that were not compared yet are compared before a capture.
+        agree: for a forward with collectives: whether every rank says yes, so that all capture the same.
+        compares_kernels: whether attention kernels are compared before a capture, where they were not.
     """
 
     def __init__(
@@ -118,28 +121,26 @@ class BudgetLadder:
         self.measured = measured
         self.captured: dict[int, CapturedForward] = {}
         self.captured_single_segment: dict[int, CapturedForward] = {}
-        """Full graphs for batches of one segment, beside those in `captured`."""
+        """Full graphs for batches of one segment."""
         self.no_graph_needed: set[int] = set()
         """Budgets at whose size `auto` found the exact shape to be as fast."""
         self.dropped: dict[int, str] = {}
-        """Budgets that could not be captured, and why."""
+        """Reasons of budgets that could not be captured."""
         self.out_of_memory: set[int] = set()
         """Those of them for which the device had no memory."""
         self.replaced: dict[int, str] = {}
-        """Budgets that were captured in another mode than the wanted one, and why."""
+        """Reasons of budgets that were captured in another mode than the wanted one."""
         self.costs: dict[int, MeasuredCosts] = {}
-        """What was measured on a device, of budgets in `captured` and `no_graph_needed`."""
+        """Measured on a device, of budgets in `captured` and `no_graph_needed`."""
         self.exact_may_win = True
-        """Whether `auto` leaves a budget without a capture where the exact shape is as fast; if not, whoever
-        captures it compares them by its own batch."""
+        """Whether `auto` compares with the exact shape; if not, the caller does, by its own batch."""
         self.in_inference_mode = False
         """Whether a tower's own code is timed in inference mode, in which it will run."""
         self._capture_ms: list[float] = []
         self._is_warm = False
-        """Whether the forward has run, so that what it prepares once is prepared: another size runs once
-        before it is captured, for what each size prepares."""
+        """Whether the forward has run: another size needs one warm-up only."""
         self._bound_by_host: tuple[int, MeasuredRun] | None = None
-        """The largest budget at which a tower's own code was found to be, and its run."""
+        """The largest budget at which the host bounds a tower's own code, and its run."""
         self._known: dict[int, KnownBudget] = {}
         self._request = request
         self._attention_ms = attention_ms
@@ -149,8 +150,9 @@ class BudgetLadder:
         self._num_bytes: Counter[int] = Counter()
 
     def capture(self, budget: int) -> CapturedForward | None:
-        """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9). It
-        pauses between runs that are timed, those before a capture, and the capture.
+        """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9).
+
+        Pauses between timed runs, those before a capture, and the capture.
         """
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
             return self.captured.get(budget)
@@ -169,11 +171,13 @@ class BudgetLadder:
         return self.captured.get(budget)
 
     def _own_seconds(self) -> float:
-        """A clock that stands while kernels are compared and requests go first."""
+        """A clock without comparisons of kernels and pauses for requests."""
         return time.perf_counter() - self._compared.seconds - seconds_paused()
 
     def run(self, budget: int) -> None:
-        """What `capture` would run on a device of a budget that is not known, as `CaptureRequest.run`."""
+        """Runs what `capture` would run on a device of a budget that is not known; see
+        `CaptureRequest.run`.
+        """
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:
@@ -182,17 +186,16 @@ class BudgetLadder:
             logger.info("budget %d cannot be run ahead: %s", budget, error)
 
     def expect(self, known: Mapping[int, KnownBudget], capture_ms: float) -> None:
-        """Takes over what another ladder of the same forward found out on a device of this kind: such a
-        budget is captured as it was there, and nothing is timed. It stays known after `clear`.
+        """Takes over what another ladder of the same forward measured on a device of this kind; `clear` keeps
+        it.
 
-        Args:
-            capture_ms: the other's `capture_ms`.
+        Such budgets are captured as they were there, without timing; `capture_ms` is the other's.
         """
         self._known = dict(known)
         self._capture_ms = [capture_ms] if known else []
 
     def known(self) -> dict[int, KnownBudget]:
-        """What was found out of the budgets that were measured, for another ladder to `expect`."""
+        """The measured budgets, for another ladder to `expect`."""
         found = {}
         for budget, costs in self.costs.items():
             if budget in self.captured or budget in self.no_graph_needed:
@@ -232,7 +235,7 @@ class BudgetLadder:
         self.out_of_memory.discard(budget)
 
     def release(self) -> None:
-        """Releases every capture, to be made again; what was found out of other budgets stays."""
+        """Releases every capture, to be made again; what was measured of other budgets stays."""
         for captures in (self.captured, self.captured_single_segment):
             for budget, captured in captures.items():
                 captured.release()
@@ -242,7 +245,7 @@ class BudgetLadder:
         self._num_bytes.clear()
 
     def clear(self) -> None:
-        """Releases every capture and forgets what was found out; the ladder may be captured again."""
+        """Releases every capture and forgets what was measured."""
         self.release()
         self.no_graph_needed.clear()
         self.dropped.clear()
@@ -288,7 +291,8 @@ class BudgetLadder:
         return True
 
     def _agreed_request(self, budget: int) -> CaptureRequest:
-        """What one rank alone cannot do must show before its forward runs: inside, others would wait for it.
+        """Makes the request before any rank runs its forward, in which others would wait for a rank that has
+        none.
 
         Raises:
             CaptureError: this rank or another has none of this size.
@@ -303,7 +307,7 @@ class BudgetLadder:
         return request
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
-        """Captures in every mode that may be, measures, and keeps the cheapest and what it found."""
+        """Captures in every possible mode, measures, and keeps the cheapest."""
         exact = self._exact_run(budget, request)
         pause()
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
@@ -334,7 +338,7 @@ class BudgetLadder:
         return costs
 
     def _exact_run(self, budget: int, request: CaptureRequest) -> MeasuredRun:
-        """What a run at the exact shape takes: measured, or as a larger one that the host bounds."""
+        """The time of a run at the exact shape: measured, or that of a larger one that the host bounds."""
         if isinstance(request.body, ProgramBody):
             return self._measure_exact(request)
         self._is_warm = True
@@ -346,7 +350,6 @@ class BudgetLadder:
         return run
 
     def _measure_exact(self, request: CaptureRequest) -> MeasuredRun:
-        """Times a run at the exact shape, on one segment as long as the budget."""
         own_mode = self.in_inference_mode and not isinstance(request.body, ProgramBody)
         mode = torch.inference_mode if own_mode else contextlib.nullcontext
 
@@ -401,7 +404,7 @@ class BudgetLadder:
         return recorded
 
     def _record_first(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
-        """Captures in the wanted mode, or else in another, which is remembered in `replaced`."""
+        """Captures in the wanted mode, or else in another, as noted in `replaced`."""
         possible = request.modes
         # Without a program the mode that breaks at attention is `breakable`.
         wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]

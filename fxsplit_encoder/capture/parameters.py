@@ -24,7 +24,7 @@ class _Memory(list[Tensor]):
 
 
 class _Inside:
-    """The tensors inside of a wrapper subclass, looked up where the wrapper is held: it may be exchanged."""
+    """The tensors inside of a wrapper subclass, looked up through its holder: it may be replaced."""
 
     def __init__(self, holder: Any, key: str) -> None:
         self._holder = holder
@@ -49,7 +49,7 @@ class MemoryOrders:
         self.baked = list(map(self.order_of, found.values()))
 
     def are_those_of(self, tensors: Iterable[Any]) -> bool:
-        """Whether these, at `indices` of all, are in the same order. About 50 nanoseconds a tensor."""
+        """Whether tensors, those at `indices`, have the same order. About 50 ns each."""
         return all(map(eq, map(self.order_of, tensors), self.baked))
 
     def changed(self, tensors: Sequence[Any]) -> list[int]:
@@ -59,12 +59,12 @@ class MemoryOrders:
 
 
 class StaticParameters:
-    """Parameters and constants that a capture baked in by address; of a wrapper subclass the tensors inside.
+    """Parameters and constants that a capture baked in by address; of a wrapper subclass the inner tensors.
 
     Args:
         tensors: what was baked in.
-        module: where those of them that are parameters or buffers live; they are looked up there at every
-            check, so that one that was replaced is seen too.
+        module: the owner of parameters and buffers, where every check looks them up, so as to see replaced
+            ones.
     """
 
     def __init__(self, tensors: Iterable[Tensor], module: object = None) -> None:
@@ -74,7 +74,7 @@ class StaticParameters:
         self._address_of = _address if unstrided(self._baked) else Tensor.data_ptr
         self._memory: Callable[[], _Memory | None] = lambda: None
         self.names: list[str] = []
-        """What they are called: by the dotted names in the module, or as constants."""
+        """Dotted names in the module, or descriptions of constants."""
         self._holders: list[Any] = []
         self._keys: list[str] = []
         owned, self._wrappers = _owned_tensors(module) if isinstance(module, nn.Module) else ({}, [])
@@ -97,7 +97,7 @@ class StaticParameters:
         return cls([*module.parameters(), *module.buffers()], module)
 
     def with_those_at(self, addresses: Collection[int]) -> StaticParameters:
-        """These, and the module's others whose memory begins at one of these addresses."""
+        """These, and the module's others whose memory begins at one of the addresses."""
         if not isinstance(self._module, nn.Module):
             return self
         known = set(map(_identity, self._baked))
@@ -113,7 +113,7 @@ class StaticParameters:
         return StaticParameters([*self._baked, *others], self._module) if others else self
 
     def memory(self) -> Sequence[Tensor]:
-        """What keeps the memory that was baked in from being freed, whatever becomes of the parameters."""
+        """Aliases that keep the baked memory from being freed."""
         memory = self._memory()
         if memory is None:
             memory = _Memory(tensor.detach() for tensor in self._baked)
@@ -121,10 +121,10 @@ class StaticParameters:
         return memory
 
     def current(self) -> list[Tensor | None]:
-        """The tensors that are now where the baked ones were; None where there is none any more.
+        """The tensors that are now in the places of the baked ones; None: removed.
 
         Raises:
-            WeightsLayoutError: one is of a wrapper subclass that has other constants than at the capture.
+            WeightsLayoutError: the constants of a wrapper subclass have changed.
         """
         if changed := self.changed_wrappers():
             raise WeightsLayoutError(
@@ -147,8 +147,8 @@ class StaticParameters:
             return True
 
     def changed_wrappers(self) -> list[str]:
-        """Names of those of a wrapper subclass that have other constants than at the capture, whose code has
-        read them. Something without memory that does not say what is inside has changed if it is another.
+        """Names of wrapper subclasses whose constants, which their code has read, changed since the capture.
+        One without memory that does not list its inner tensors has changed if it was replaced.
         """
         return [name for name, holder, key, kept in self._wrappers if _constants(holder.get(key)) != kept]
 
@@ -190,7 +190,7 @@ def _owned_tensors(
 
 
 def _places(tensor: Tensor, holder: Any, key: str) -> Iterator[tuple[Tensor, tuple[Any, str]]]:
-    """The tensors that hold a tensor's values, with what holds each, and its key there."""
+    """The tensors that hold a tensor's values, each with its holder and its key there."""
     if (names := wrapped(tensor)) is None:
         yield tensor, (holder, key)
         return
@@ -199,7 +199,7 @@ def _places(tensor: Tensor, holder: Any, key: str) -> Iterator[tuple[Tensor, tup
 
 
 def _constants(tensor: Any) -> Any:
-    """What a wrapper subclass has beside its inner tensors; None for others and for `DTensor`."""
+    """What a wrapper subclass has in addition to its inner tensors; None for others and for `DTensor`."""
     if tensor is None or local_part(tensor) is not tensor:
         return None
     if wrapped(tensor) is not None:

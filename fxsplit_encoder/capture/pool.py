@@ -1,4 +1,4 @@
-"""Memory that captures share, and the order of their replays."""
+"""The memory that captures share, the order of their replays, and recorded ops in place of graphs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.allocator import borrowed, defer_frees, end_failed_capture, free_later
 from fxsplit_encoder._torch.device import indexed
-from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
+from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.distributed import is_collective, wait_for
 from fxsplit_encoder.capture.buffers import HandedOut, copy_results, storage_address, tensors_in
 from fxsplit_encoder.errors import CaptureMemoryError
 
 
 class GraphPool:
-    """One generation of captures over one memory pool.
+    """Owns the memory of one generation of captures.
 
-    Captures share the memory of their intermediate values, so at most one of them may run at a time:
-    `replaying` takes a lock and orders streams. The pool is given back as a whole (`retire`); freeing single
-    graphs out of a shared pool has broken peers' shared workspaces.
+    Captures share the memory of their intermediate values, so at most one may run at a time: `replaying`
+    takes a lock and orders streams. The pool is released as a whole (`retire`).
 
     Args:
-        max_bytes: what captures may take together (`charge`); None: no limit.
-        handed_out: see the attribute.
-        priority: of the stream where captures are made, which their kernels keep.
-        stream: where captures are made; None: one of its own. Libraries keep a workspace for every stream for
-            good (cuBLAS 32 MiB on Hopper), so pools whose captures are never made at once share one.
+        max_bytes: limit of all captures together (`charge`); None: none.
+        handed_out: the memory that callers hold, which `debug` compares with outputs.
+        stream: the stream to capture on; None: a new one. Libraries keep a workspace per stream for good
+            (cuBLAS 32 MiB on Hopper), so pools that never capture at once share one.
+        priority: of that stream, which captured kernels keep.
     """
 
     def __init__(
@@ -47,17 +46,16 @@ class GraphPool:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.handed_out = HandedOut() if handed_out is None else handed_out
-        """What callers hold, as far as it was registered; `debug` checks that no output lies there."""
         self.is_cuda = device.type == "cuda"
         # Held for as long as the pool is in use: without it the pool would die with the last capture that is
         # released.
         self._memory = torch.cuda.MemPool() if self.is_cuda else None
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._uses = 0
-        """Of the memory, before the capture that began last."""
+        """Use count of the memory before the capture that began last."""
         self._superseded: list[Any] = []
         self._allocated: set[int] = set()
-        """Where captured calls allocated. The pool never shrinks while it is in use, so it stays theirs."""
+        """Addresses of captured allocations."""
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture
         # begins.
         self.stream: Any = (
@@ -69,41 +67,33 @@ class GraphPool:
 
     @property
     def handle(self) -> Any:
-        """What `torch.cuda.CUDAGraph.capture_begin` takes."""
+        """The pool for `torch.cuda.CUDAGraph.capture_begin`."""
         return None if self._memory is None else self._memory.id
 
     def reserved_bytes(self) -> int:
-        """Device memory held by this process's allocator; differences around a capture are what it added."""
+        """Bytes that this process's allocator reserves; a capture adds the difference around it."""
         return torch.cuda.memory_reserved(self.device) if self.is_cuda else 0
 
     def note_allocated(self, results: object, arguments: object) -> None:
-        """Remembers what a captured call allocated: the memory of its results that is not an argument's.
+        """Records the memory that a captured call allocated: of its results, unless an argument lies there
+        too.
 
         Asking the allocator (`torch.cuda.memory_snapshot`) walks over every block, and with torch 2.11 on
-        Python 3.12 the process died in what reads the answer once there had been some hundred pools, as if
-        the numbers of the pool's id had been released once too often.
+        Python 3.12 it crashed the process after some hundred pools.
         """
         made, given = (
-            [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+            {storage_address(tensor) for tensor in tensors_in(values) if tensor.device == self.device}
             for values in (results, arguments)
         )
-        self.note_tensors(made, given)
-
-    def note_tensors(self, results: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
-        """The same of the tensors among them."""
-        self._allocated |= self._addresses(results) - self._addresses(arguments)
-
-    def _addresses(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Of the memory behind those on the device, empty ones left out."""
-        return {storage_address(tensor) for tensor in tensors if tensor.device == self.device} - {0}
+        self._allocated |= made - given - {0}  # empty ones lie at 0
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a captured call allocated the memory of a tensor; never without CUDA."""
         return self.is_cuda and storage_address(tensor) in self._allocated
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """The tensor for a step that reads it at every replay: without owning its memory where the pool does,
-        which may give it to later ops of the capture; else as its owner.
+        """An alias of a tensor for a step that reads it at every replay. It borrows memory of the pool, which
+        later ops of the capture may reuse, and owns other memory.
 
         Were steps to own what the pool owns, 27 layers of 4096 patches would keep 0.8 GB of queries, keys and
         values instead of 0.03.
@@ -124,11 +114,13 @@ class GraphPool:
         self.used_bytes += num_bytes
 
     def replaying(self) -> contextlib.AbstractContextManager[None]:
-        """Around a replay and the reading of its outputs: alone, and after the last, whatever its stream."""
+        """Excludes other replays during a replay and the reading of its outputs, and orders them across
+        streams.
+        """
         return _Replaying(self)
 
     def begin_replays(self) -> torch.cuda.Stream | None:
-        """Takes the lock, and lets the current stream wait for the last replay; returns the stream."""
+        """Takes the lock and makes the current stream wait for the last replay; returns the stream."""
         self._lock.acquire()
         if not self.is_cuda:
             return None
@@ -142,7 +134,7 @@ class GraphPool:
         return stream
 
     def end_replays(self, stream: torch.cuda.Stream | None) -> None:
-        """Remembers what was enqueued on a stream since `begin_replays`, and frees the lock."""
+        """Records an event behind the replays on a stream, and releases the lock."""
         try:
             if stream is not None:
                 if self._last_replay is None:
@@ -154,7 +146,7 @@ class GraphPool:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Around a capture: as `warming`, and the memory will outlive every capture that is released."""
+        """As `warming`, for a capture: the memory then outlives released captures."""
         with self.warming():
             if self.stream is not None:
                 self._set_anchor()
@@ -162,7 +154,7 @@ class GraphPool:
 
     @contextlib.contextmanager
     def warming(self) -> Iterator[None]:
-        """On the pool's stream, after what the caller has enqueued; the caller's stream then waits for it."""
+        """Runs on the pool's stream, after what the caller's stream holds, which then waits for it."""
         with self._lock, defer_frees():
             if self.stream is None:
                 yield
@@ -178,13 +170,13 @@ class GraphPool:
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def begin(self, graph: torch.cuda.CUDAGraph | RecordedOps) -> None:
-        """Begins the capture of a graph over this memory, on the current stream."""
+        """Begins the capture of a graph on the current stream."""
         self._uses = 0 if self._memory is None else self._memory.use_count()
         # Other threads may use CUDA meanwhile; only this thread's unsafe calls are errors.
         graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
 
     def end(self, graph: torch.cuda.CUDAGraph | RecordedOps) -> None:
-        """Ends it. The graph may be empty: nothing may lie between two breaks, or behind the last."""
+        """Ends it. The graph may be empty, as between two breaks in a row."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             graph.capture_end()
@@ -192,9 +184,8 @@ class GraphPool:
     def recover_from_failed_capture(self, graph: torch.cuda.CUDAGraph) -> None:
         """Makes allocators and random generators usable after `end` raised for a graph.
 
-        The generators refuse to run outside of a capture until another one succeeds: that of the anchor.
-        The host's allocator goes on recording to the pool and cannot be told, so later captures get memory
-        of their own beside what earlier ones hold.
+        The generators refuse to run outside of a capture until another one succeeds: that of the anchor. The
+        host's allocator keeps recording to the old pool, so later captures get new memory.
         """
         assert self._memory is not None
         with torch.cuda.device(self.device):
@@ -204,7 +195,7 @@ class GraphPool:
         self._set_anchor()
 
     def retire(self) -> None:
-        """Forgets the pool after its captures are gone; their memory goes back to the device."""
+        """Returns the memory to the device, after all captures are released."""
         self.used_bytes = 0
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
@@ -218,10 +209,10 @@ class GraphPool:
         self._allocated.clear()
 
     def _set_anchor(self) -> None:
-        """Captures an empty graph, unless there is one, to be held for as long as the memory is.
+        """Captures an empty graph, unless there is one, and holds it as long as the memory.
 
-        The host's allocator counts the graphs of a pool. It never captures to a pool again whose count has
-        come to zero ("use_count > 0 INTERNAL ASSERT FAILED"), as when every capture has been released.
+        The host's allocator counts the graphs of a pool, and never captures to one again whose count was zero
+        ("use_count > 0 INTERNAL ASSERT FAILED").
         """
         if self._anchor is None:
             anchor = torch.cuda.CUDAGraph()
@@ -249,28 +240,24 @@ class _Replaying(contextlib.AbstractContextManager[None]):
 
 
 class RecordedOps:
-    """Ops with their arguments, repeated in order over the same memory.
+    """Records ops with their arguments, and repeats them over the same memory.
 
-    As with a CUDA graph, addresses, shapes and numbers of the host are those of the recording, and the
-    contents of tensors those of the replay.
+    As with a CUDA graph, addresses, shapes and host numbers are those of the recording.
     """
 
     def __init__(self) -> None:
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
 
-    def __len__(self) -> int:
-        return len(self._calls)
-
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        """The counterpart of `torch.cuda.CUDAGraph.capture_begin`; nothing has to be prepared."""
+        """Does nothing; in place of `torch.cuda.CUDAGraph.capture_begin`."""
 
     def capture_end(self) -> None:
-        """The counterpart of `torch.cuda.CUDAGraph.capture_end`."""
+        """Does nothing; in place of `torch.cuda.CUDAGraph.capture_end`."""
 
     def record(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], results: Any
     ) -> None:
-        """Appends a call that has just been made."""
+        """Appends a call that was just made."""
         if _changes_no_data(call, args, kwargs, results):
             return
         # Aliases: what later changes a tensor's shape in place (`unsqueeze_`) leaves them as they are.
@@ -278,7 +265,7 @@ class RecordedOps:
         self._calls.append((call, *kept))
 
     def replay(self) -> None:
-        """Repeats every call; its results go to where those of the recording are."""
+        """Repeats every call, and writes its results to the memory of those recorded."""
         for call, args, kwargs, results in self._calls:
             made = call(*args, **kwargs)
             if is_collective(call):

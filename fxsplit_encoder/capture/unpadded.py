@@ -1,8 +1,7 @@
 """`UnpaddedCaptures`: captures of the token counts that occur, made once a count has been used enough.
 
-Captures are keyed by the token count alone: the segments are data, so other images of the same total replay
-the same graph. They are kept in generations. A generation has a memory pool of its own and is evicted as a
-whole, the least recently used one first, because a pool's memory is given back as a whole only.
+Captures are keyed by the token count alone: the segments are data. They are kept in generations, each with a
+memory pool of its own, which are evicted as a whole, the least recently used one first.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ _COUNTED_SIZES = 4096
 
 @dataclass(slots=True, eq=False)
 class _Generation:
-    """Captures that share a pool."""
-
     pool: GraphPool
     ladder: BudgetLadder
     last_use: int
@@ -45,17 +42,15 @@ class _Generation:
 
 
 class UnpaddedCaptures:
-    """Captures of one forward at exact sizes, each in the mode that measures cheapest; a size at which the
-    forward without a capture is as fast stays without.
+    """Captures of one forward at exact sizes, each in the mode that measures cheapest, if it is faster than
+    no capture.
 
     Args:
-        pool: whose device, and record of what callers hold, the captures share; their memory is their own.
-        threshold: what the weights of a size's uses must add up to before it is captured.
+        pool: gives the device and the record of what callers hold; the captures' memory is their own.
+        threshold: sum of the weights of a size's uses from which on it is captured.
         max_captures: at most so many are held.
-        max_bytes: the device memory that they may take together, asked before every capture; None: no limit
-            but the device's.
-        agree: for a forward with collectives, which all its ranks must capture at the same use: whether
-            every rank says yes. Times differ between ranks, so nothing is measured then.
+        max_bytes: limit of their device memory, asked before every capture; None: the device's.
+        agree: as for `BudgetLadder`. Times differ between ranks, so nothing is measured then.
         attention_ms: as for `BudgetLadder`.
     """
 
@@ -76,13 +71,13 @@ class UnpaddedCaptures:
         self.max_captures = max_captures
         self.max_bytes = max_bytes
         self.refused: dict[int, str] = {}
-        """Sizes that could not be captured, and why; they are not tried again before `clear`."""
+        """Reasons of sizes that could not be captured; they are not tried again before `clear`."""
         self.not_faster: set[int] = set()
         """Sizes at which a replay was measured to gain nothing."""
         self.on_trial: set[int] = set()
-        """Sizes that are captured, and were not compared yet with the batch that they are captured for."""
+        """Captured sizes that were not compared yet with the batch that they were captured for."""
         self.num_evicted = 0
-        """Captures that were given up for others."""
+        """Captures that were evicted for others."""
         self._request = request
         self._prepared: CaptureRequest | None = None
         self._agree = agree
@@ -90,20 +85,20 @@ class UnpaddedCaptures:
         self._attention_ms = attention_ms
         self._generations: list[_Generation] = []
         self._stream: torch.cuda.Stream | None = None
-        """Where all generations are captured, one capture after the other."""
+        """For all generations, which never capture at once."""
         self._held: dict[int, _Generation] = {}
         self._uses: OrderedDict[int, float] = OrderedDict()
         self._clock = 0
         self._bytes_per_token = 0.0
 
     def find(self, tokens: int, weight: float = 1.0, *, on_trial: bool = False) -> BudgetLadder | None:
-        """The ladder that holds a capture of exactly so many tokens, made now if it is time; None: there is
-        none, for a `reason`.
+        """The ladder that holds a capture of exactly so many tokens, made now if it is due; None: none, for a
+        `reason`.
 
         Args:
-            weight: what this use adds to the size's, if it is not captured.
-            on_trial: whether the caller compares a new capture with the batch in hand, and says by `conclude`
-                what it found; if not, it is compared here, on a single segment.
+            weight: added to the uses of a size that is not captured.
+            on_trial: whether the caller compares a new capture with the batch in hand, and calls `conclude`;
+                if not, it is compared here, on a single segment.
         """
         self._clock += 1
         generation = self._held.get(tokens)
@@ -115,7 +110,7 @@ class UnpaddedCaptures:
         return generation.ladder
 
     def conclude(self, tokens: int, *, gains: bool) -> None:
-        """Ends the trial of a size: without a gain its capture is given up."""
+        """Ends the trial of a size: without a gain its capture is released."""
         self.on_trial.discard(tokens)
         if not gains and (generation := self._held.pop(tokens, None)) is not None:
             self.not_faster.add(tokens)
@@ -131,11 +126,9 @@ class UnpaddedCaptures:
         return MissReason.NOT_CAPTURED if tokens in self.refused else MissReason.NEW_SHAPE
 
     def __contains__(self, tokens: object) -> bool:
-        """Whether a size is captured."""
         return tokens in self._held
 
     def __len__(self) -> int:
-        """How many sizes are captured."""
         return len(self._held)
 
     @property
@@ -201,9 +194,7 @@ class UnpaddedCaptures:
         return self._prepared is not None
 
     def _attempt(self, tokens: int, make: Callable[[int], _T]) -> _T | None:
-        """What is made for a size; None: it failed, and the reason is remembered, whatever it is. The batch
-        in hand is served without a capture, and other ranks wait for a vote.
-        """
+        """The result of `make`; None: it raised, which is noted: other ranks wait for a vote."""
         try:
             return make(tokens)
         except AssertionError:  # of this library's own
@@ -214,7 +205,7 @@ class UnpaddedCaptures:
             return None
 
     def _refuse(self, generation: _Generation, tokens: int, reason: str) -> None:
-        """Remembers why a size is not captured: what its own capture failed with, or `reason`."""
+        """Notes why a size is not captured: the error of its own capture, or `reason`."""
         self._held.pop(tokens, None)
         if tokens in generation.ladder.captured:
             generation.ladder.drop(tokens, reason)
@@ -263,12 +254,12 @@ class UnpaddedCaptures:
         return True
 
     def _has_memory(self, tokens: int) -> bool:
-        """Whether a capture like those before it, of so many tokens, fits in the device's free memory."""
+        """Whether another capture of so many tokens fits in the device's free memory."""
         free = free_bytes(self.device)
         return free is None or free >= self._bytes_per_token * tokens
 
     def _keep_limit(self, generation: _Generation, tokens: int) -> None:
-        """Evicts others until the limit of bytes holds; gives up the new capture if it alone exceeds it."""
+        """Evicts others until the limit of bytes holds; releases the new capture if it alone exceeds it."""
         num_bytes = generation.ladder.num_bytes(tokens)
         self._bytes_per_token = max(self._bytes_per_token, num_bytes / tokens)
         limit = self.max_bytes()
@@ -298,5 +289,5 @@ class UnpaddedCaptures:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Device memory that nobody holds; None for a device without a limit of its own."""
+    """Free memory of a device; None for one without a limit of its own."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

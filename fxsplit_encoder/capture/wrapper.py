@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from fxsplit_encoder._torch.modes import foreign_around
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import version_of
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture.breakable import CONSTANTS, DEFAULT_SPLITTING_OPS, active_capture
 from fxsplit_encoder.capture.buffers import StaticBuffer, unstrided
 from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
@@ -82,8 +83,6 @@ def _describe(leaf: Any, device: torch.device) -> Hashable:
 
 @dataclass(slots=True)
 class _Entry:
-    """One capture of the module."""
-
     forward: CapturedForward
     names: list[str]
     """Of the static inputs, in the order of the tensors among the arguments."""
@@ -104,17 +103,16 @@ class BreakableCUDAGraphWrapper(nn.Module):
     """A module with the same forward, which replays a breakable capture for arguments of known shapes.
 
     The first call with arguments of a new description warms the module up, captures it and replays; later
-    ones copy the tensors in and replay. What is returned is the caller's own. Tensors on the module's device
-    are told apart by shape, strides and dtype; tensors on the host, when the module is on a GPU, by their
-    values as well; everything else by its value. So a module is served well whose host values (grids, bounds)
-    repeat.
+    ones copy the tensors in and replay. Outputs are copies. Tensors on the module's device are told apart by
+    shape, strides and dtype; tensors on the host, when the module is on a GPU, by their values as well;
+    everything else by its value. So host values (grids, bounds) should repeat.
 
     The module runs as it is, uncounted, inside another breakable capture and under `torch.compile`; counted
-    in `misses`, where a module of it is in training mode or has to see each operation (hooks for all modules,
-    modes of torch), where gradients are asked for, and where it cannot be captured: it reads values
-    of the device outside of a break, writes to an argument, or returns something else than tensors, numbers
-    and strings. It has to compute the same from the same arguments and parameters; host code beside them is
-    not run again.
+    in `misses`, where one of its modules is in training mode or has to see each operation (global hooks,
+    torch modes), where gradients are asked for, and where it cannot be captured: it reads values of the
+    device outside of a break, writes to an argument, or returns something else than tensors, numbers and
+    strings. It has to compute the same from the same arguments and parameters; other host code is not run
+    again.
 
     A Hugging Face tower runs attention through the splitting op after
     `fxsplit_encoder.kernels.attention.hugging_face.use_varlen_attention(tower)`; give it the metadata that it
@@ -122,9 +120,10 @@ class BreakableCUDAGraphWrapper(nn.Module):
 
     Args:
         module: anything that computes on one device.
-        pool: the captures' memory, which may be shared; None: one of its own.
+        pool: the captures' memory, which may be shared; None: a new one.
         max_captures: captures that are kept; the one that was used longest ago is evicted.
-        splitting_ops: names of ops that break, beside the functions under `eager_break_during_capture`.
+        splitting_ops: names of ops that break, in addition to the functions under
+            `eager_break_during_capture`.
         debug: whether every capture rule is checked at every replay.
     """
 
@@ -147,13 +146,12 @@ class BreakableCUDAGraphWrapper(nn.Module):
         self.hits = 0
         """Calls that a capture served, the first of each among them."""
         self.captures = 0
-        """Captures that were made."""
         self.misses: Counter[str] = Counter()
         """Calls that ran eagerly, by reason."""
         self._pool = pool
         self._shares_pool = pool is not None
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._failures: OrderedDict[Hashable, str] = OrderedDict()
+        self._failures: Recent[Hashable, str] = Recent(_MOST_FAILURES)
         self._baked = StaticParameters.of_module(module)
         self._structure = Structure(module)
         self._lock = threading.RLock()
@@ -212,7 +210,9 @@ class BreakableCUDAGraphWrapper(nn.Module):
             try:
                 self._capture(batch, self._pool_on(device))
             except CaptureError as error:
-                return self._remember_failure(key, str(error))
+                logger.warning("%s runs eagerly: %s", type(self.module).__name__, error)
+                self._failures[key] = str(error)
+                return self._failures[key]
         self._entries.move_to_end(key)
         return self._entries[key], batch
 
@@ -221,7 +221,9 @@ class BreakableCUDAGraphWrapper(nn.Module):
         while len(self._entries) >= self.max_captures:
             self._evict()
         with torch.inference_mode(False), torch.no_grad():
-            leaves = [_static(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in batch.leaves]
+            leaves = [
+                leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in batch.leaves
+            ]
         buffers = [
             StaticBuffer(f"argument {number}", leaf, None)
             for number, leaf in enumerate(leaves)
@@ -249,13 +251,6 @@ class BreakableCUDAGraphWrapper(nn.Module):
         self.captures += 1
         self._entries[batch.descriptor] = _Entry(forward, [buffer.name for buffer in buffers], structures[-1])
 
-    def _remember_failure(self, key: Hashable, reason: str) -> str:
-        logger.warning("%s runs eagerly: %s", type(self.module).__name__, reason)
-        self._failures[key] = reason
-        if len(self._failures) > _MOST_FAILURES:
-            self._failures.popitem(last=False)
-        return reason
-
     def _evict(self) -> None:
         """Drops the capture used longest ago; with the last one the memory goes back."""
         _, entry = self._entries.popitem(last=False)
@@ -278,11 +273,6 @@ class BreakableCUDAGraphWrapper(nn.Module):
     def _asks_for_gradients(self, batch: Batch) -> bool:
         tensors = itertools.chain(self.module.parameters(), batch.leaves)
         return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
-
-
-def _static(tensor: Tensor) -> Tensor:
-    """A static input that begins as a copy of an argument."""
-    return tensor.detach().clone()
 
 
 def _check_outputs(outputs: Sequence[Any]) -> None:

@@ -9,8 +9,8 @@ import jinja2
 
 from fxsplit_encoder import __version__
 from fxsplit_encoder.cli.document import Column, Document, columns
-from fxsplit_encoder.tuning.recording import read_run
 from fxsplit_encoder.tuning.summary import RunSummary, summarize, what_to_do
+from fxsplit_encoder.tuning.trace import read_run
 
 _TEMPLATE = "report.html.jinja"
 

@@ -14,7 +14,7 @@ from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.tuning import BatchCosts, LadderLimits, read_costs, read_trace, tune_trace
-from fxsplit_encoder.tuning.recording import recorded_costs
+from fxsplit_encoder.tuning.trace import recorded_costs
 
 if TYPE_CHECKING:
     from fxsplit_encoder.cli.tower import ChosenTower

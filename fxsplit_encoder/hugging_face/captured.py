@@ -21,12 +21,12 @@ from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
 from fxsplit_encoder._torch.transformers import remove_output_hooks
 from fxsplit_encoder.backend import warmup
 from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.hugging_face.calls import Call, Calls, Reads
 from fxsplit_encoder.hugging_face.find import calls_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.statistics import ManagerStats
 from fxsplit_encoder.towers.base import first_parameter
 from fxsplit_encoder.towers.options import reads_argument

@@ -19,13 +19,13 @@ from torch import nn
 from fxsplit_encoder._torch.dynamo import is_traced
 from fxsplit_encoder._torch.modes import foreign_around
 from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.errors import InputError, WeightsLayoutError
 from fxsplit_encoder.hugging_face.calls import Made, Reads, asked_for
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
 from fxsplit_encoder.hugging_face.find import FoundTower, calls_of
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.towers.options import Options, matters, settle
 

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.modes import without_autograd
+from fxsplit_encoder.caching import reading_once
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError
@@ -37,7 +38,6 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
     missing_methods,
 )
-from fxsplit_encoder.reading import reading_once
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 

@@ -85,7 +85,7 @@ class Recorder:
         self._writer.close()
 
     def _describe(self) -> dict[str, Any]:
-        """What serves requests, as `tuning.recording.RunRecord` holds it."""
+        """What serves requests, as `tuning.trace.RunRecord` holds it."""
         is_cuda = self.device.type == "cuda"
         return {
             "tower": type(getattr(self.tower, "tower", self.tower)).__name__,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError
 from fxsplit_encoder.manager.item_facts import ItemFacts, item_axis_keys
@@ -29,7 +30,6 @@ from fxsplit_encoder.protocol import (
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
 )
-from fxsplit_encoder.recent import Recent
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024

@@ -1,7 +1,6 @@
 """Which items share a batch and how each batch runs, decided from sizes and costs alone. Needs no torch."""
 
 from fxsplit_encoder.planning.costs import CostCurve, CostModel, PathCosts, PathTable
-from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import (
     CaptureKey,
     Limits,
@@ -12,7 +11,7 @@ from fxsplit_encoder.planning.limits import (
     smallest_fitting,
 )
 from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
-from fxsplit_encoder.planning.plan import MissReason, PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.plan import Capacity, Item, Loads, MissReason, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
 
 __all__ = [

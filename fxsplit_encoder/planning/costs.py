@@ -43,11 +43,10 @@ class CostCurve:
     """Costs by token counts, through measured points.
 
     Level before the first point, straight between them, and with the last slope after the last (after a
-    single point: in proportion). Infinite where there are no points.
+    single point: in proportion). Infinite without points.
     """
 
     points: Points
-    """Pairs of (tokens, cost), tokens increasing from 0 or more."""
 
     def at(self, tokens: int) -> float:
         """The cost of this many tokens."""
@@ -65,7 +64,7 @@ class CostCurve:
 
     @functools.cached_property
     def _pieces(self) -> tuple[list[int], list[float], list[float]]:
-        """Where each straight piece starts, the cost there, and what a token adds."""
+        """The start, the cost there and the slope of each straight piece."""
         if not self.points:
             return [0], [math.inf], [0.0]
         counts, costs = map(list, zip(*self.points, strict=True))
@@ -81,8 +80,8 @@ class CostCurve:
 class PathCosts:
     """What one path costs at one combination of axis keys, without its attention over segments.
 
-    A fallback is cheapest of `exact` and `eager`. If neither was measured, it is taken only where no replay
-    serves, and its time is not predicted.
+    A fallback is the cheaper of `exact` and `eager`. If neither was measured, it is taken only where no
+    replay serves, and its time is not predicted.
 
     Raises:
         InputError: the tokens of `exact` or `eager` do not increase.
@@ -90,28 +89,20 @@ class PathCosts:
 
     replay: Mapping[int, float] = field(default_factory=dict)
     """Budget -> milliseconds of a replay."""
-
     one_segment: Mapping[int, float] = field(default_factory=dict)
-    """The same for batches of one attention segment, where a capture of their own exists."""
-
+    """The same for batches of one attention segment, where they have a capture."""
     exact: Points = ()
-    """What the compiled program costs at its exact shape: measured times, 5 % more where they keep the host
-    busy all along, and no less than the host needs; a `CostCurve`. Empty: it cannot run, or was not
-    measured."""
-
+    """Of the compiled program at its exact shape: measured times, 5 % more where they keep the host busy all
+    along, and no less than the host needs; a `CostCurve`. Empty: not measured, or it cannot run."""
     eager: Points = ()
     """The same for the eager forward."""
-
     attention: float = 0.0
-    """Milliseconds per attended pair (squared length of a segment in patches). All ways to pack the same
-    items attend the same pairs, so this never decides; it only adds to the prediction."""
-
+    """Milliseconds per attended pair (squared length of a segment in patches). It only adds to the
+    prediction: all ways to pack the same items attend the same pairs."""
     max_segments: Mapping[int, int] = field(default_factory=dict)
-    """The attention segments that a budget's capture holds; one that is left out holds any number."""
-
+    """Attention segments of a budget's capture; without an entry: any number."""
     max_tokens: Mapping[int, int] = field(default_factory=dict)
-    """The output tokens that a budget's capture holds; one that is left out holds the budget."""
-
+    """Output tokens of a budget's capture; without an entry: the budget."""
     measured: bool = True
     """Whether the costs are milliseconds; if not, they only compare with one another."""
 
@@ -125,13 +116,10 @@ class PathCosts:
 
     @classmethod
     def unmeasured(cls, budgets: Iterable[int], max_segments: Mapping[int, int] | None = None) -> PathCosts:
-        """Costs for machines without CUDA, and before capture: least padding, then fewest replays.
+        """Costs without measurements: least padding, then fewest replays.
 
         A replay costs its budget and 64 tokens more, in arbitrary units; the exact shape is taken only where
-        no budget fits.
-
-        Args:
-            max_segments: the attention segments that each budget holds; one left out holds any number.
+        no budget fits. `max_segments` as the attribute.
         """
         replay = {budget: float(budget + REPLAY_LAUNCH_TOKENS) for budget in budgets}
         return cls(replay, max_segments=dict(max_segments or {}), measured=False)
@@ -139,7 +127,7 @@ class PathCosts:
     def table(
         self, budgets: tuple[int, ...], max_segments: tuple[int | None, ...], largest: int, skippable: bool
     ) -> PathTable:
-        """The tables over token counts for a choice of budgets, made once and kept.
+        """The cached tables over token counts for a choice of budgets.
 
         Args:
             budgets: those that can be replayed, increasing, each with a replay cost.
@@ -172,8 +160,7 @@ class CostModel:
     """What batches cost, to choose between ways to pack and to run them."""
 
     paths: Mapping[tuple[str, tuple[Hashable, ...]], PathCosts]
-    """The costs by (path, axis keys)."""
-
+    """By (path, axis keys)."""
     per_batch: float = 0.0
     """Host milliseconds that each batch adds."""
 
@@ -217,7 +204,7 @@ class PathTable:
 
     @property
     def knows_eager(self) -> bool:
-        """Whether it is known what the eager forward costs, which takes any number of items."""
+        """Whether the cost of the eager forward is known, which takes any number of items."""
         return bool(self.path_costs.eager)
 
     # --- one batch
@@ -225,11 +212,10 @@ class PathTable:
     def replay(
         self, tokens: int, segments: int | None, *, smallest: bool = False
     ) -> tuple[int, float] | None:
-        """The budget for a batch, and its cost: the cheapest, or just the smallest that holds it; None: none.
+        """The cheapest budget for a batch, or the `smallest` that holds it, and its cost; None: none.
 
         Args:
             segments: its attention segments; None: not known, and not limited.
-            smallest: whether to take the smallest budget that holds it, whatever it costs.
         """
         position = bisect_left(self.holds, tokens)
         if segments is not None and self.always_held is not None and segments > self.always_held:
@@ -242,7 +228,7 @@ class PathTable:
         return self.budgets[position], self._prices[one][position]
 
     def fallback(self, tokens: int) -> tuple[float, bool]:
-        """The cost of a batch without a replay, and whether it is the eager forward that costs it."""
+        """The cost of a batch without a replay, and whether the eager forward gives it."""
         # Of one size, without the tables, which are as long as the largest budget that was asked for.
         if tokens == 0 or not self.predicts_fallbacks:
             return _UNMEASURED_FALLBACK * (tokens + 1), False
@@ -335,14 +321,14 @@ class PathTable:
 
     @functools.cached_property
     def _tokens_for_segments(self) -> NDArray[np.int64]:
-        """The tokens that each number of segments is worth: more than the last budget too small for them."""
+        """By numbers of segments: one token more than the last budget too small for them."""
         most = max((count for count in self.max_segments if count is not None), default=0)
         above = [0, *(held + 1 for held in self.holds[:-1]), self.largest + 1]
         return np.array([above[self._first_that_holds(count)] for count in range(most + 2)])
 
 
 def _cheapest_of_rest(prices: list[float]) -> list[int]:
-    """For every position, that of the lowest price from there on; the first of equal ones."""
+    """The position of the lowest price from each position on; the first of equal ones."""
     cheapest: list[int] = []
     for position in reversed(range(len(prices))):
         last = cheapest[-1] if cheapest else position

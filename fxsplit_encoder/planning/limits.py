@@ -29,16 +29,13 @@ def default_budgets(minimum: int, maximum: int, tile: int = 1) -> list[int]:
     """The ladder where none is listed: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... quarters of `minimum`, and
     `maximum`.
 
-    These are the powers of two times `minimum`, and the quarters between them, rounded down, as far as they
-    are multiples of `tile`.
-
-    Let the tokens of a batch be uniform between two powers of two, M and 2M (M at least 4 tiles). Powers of
-    two alone replay 2M for each, M / 2 of padding on average: 25 % of what is replayed. With 1.25, 1.5 and
-    1.75 M between them the average padding is M / 8, a quarter as much, and the average budget 1.625 M:
-    padding is 1/13 (7.7 %) of what is replayed. With 1.5 M alone it would be 1/7 (14.3 %).
+    These are the powers of two times `minimum`, and the quarters between them, rounded down, if they are
+    multiples of `tile`. For uniform sizes between two powers of two, powers alone give 25 % of padding in
+    what is replayed; with 1.25, 1.5 and 1.75 times the lower one it is 1/13 (7.7 %), with 1.5 alone 1/7 (14.3
+    %).
 
     Args:
-        tile: the tokens of the smallest unit that is encoded, so that budgets hold whole ones.
+        tile: tokens of the smallest unit that is encoded, so that budgets hold whole ones.
 
     Raises:
         InputError: not 1 <= minimum <= maximum.
@@ -54,7 +51,7 @@ def inferred_budgets(minimum: int, maximum: int, tile: int, max_items: int) -> t
 
     Args:
         tile: as for `default_budgets`.
-        max_items: the items of a batch that are configured; 0: none are.
+        max_items: the configured items of a batch; 0: none are.
 
     Raises:
         InputError: the range is empty.
@@ -64,7 +61,7 @@ def inferred_budgets(minimum: int, maximum: int, tile: int, max_items: int) -> t
 
 
 def smallest_fitting(budgets: Sequence[int], tokens: int) -> int | None:
-    """The smallest of the increasing `budgets` that holds `tokens`; None if the largest is too small."""
+    """The smallest of the increasing `budgets` that holds `tokens`; None: the largest is too small."""
     position = bisect.bisect_left(budgets, tokens)
     return budgets[position] if position < len(budgets) else None
 
@@ -75,16 +72,13 @@ _ITEMS_OF_A_NARROW_RANGE = 8
 
 
 class CaptureKey(NamedTuple):
-    """What tells the captures of a tower apart."""
+    """Identifies a capture of a tower."""
 
     path: str
-    """The path's name."""
-
     budget: int
-    """Output tokens that the capture holds; 0: all captures at exact shapes, together."""
-
+    """Output tokens of the capture; 0: all captures at exact shapes, together."""
     axis_keys: tuple[Hashable, ...] = ()
-    """The key on each capture axis; empty for a tower without any."""
+    """The key on each capture axis."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +86,15 @@ class Limits:
     """What the captures of a tower hold."""
 
     path_budgets: Mapping[str, tuple[int, ...]]
-    """The token budgets of every path in output tokens, increasing; a path without any is never captured."""
-
+    """Token budgets of every path in output tokens, increasing; a path without any is never captured."""
     max_items_per_batch: int
     """Images and videos in a batch, at least 1 and at most the smallest budget."""
-
     max_frames_per_batch: int
     """Video frames in a batch; 0: images only."""
-
     skippable_paths: frozenset[str] = frozenset()
-    """The paths that a batch without tokens there skips; any other path is encoded for every batch."""
-
+    """Paths that a batch without tokens there skips; any other path is encoded for every batch."""
     tiles: Mapping[str, int] = field(default_factory=dict)
-    """Output tokens of one tile of a path; without an entry where the tower declares none."""
+    """Output tokens of one tile of a path, where the tower declares it."""
 
     def is_always_full(self, path: str, budget: int) -> bool:
         """Whether whole tiles fill a budget exactly, and none of fewer takes it: it needs no padding."""
@@ -114,7 +104,7 @@ class Limits:
 
 
 def needs_budget_range(config: EncoderConfig, model_config: EncoderCudaGraphConfig) -> bool:
-    """Whether the tower's range decides anything: the budgets of a path, or the items of a batch."""
+    """Whether the tower's range decides the budgets of a path, or the items of a batch."""
     listed = all(_listed_budgets(name, config) for name in model_config.paths)
     return not (listed and config.max_items_per_batch)
 
@@ -127,16 +117,15 @@ def resolve_limits(
 ) -> Limits:
     """What to capture: the user's settings where there are any, else what follows from the tower.
 
-    A path has the budgets that the user lists for it, else those listed for all paths, else
-    `default_budgets` from its own minimum (or the range's) to the range's maximum. A path's own minimum is
-    one tile: its largest budget is rounded down to whole ones, and where the user's items raise the smallest,
-    it is rounded up. A listed 0 only states that a batch without tokens skips the path: it is dropped, and a
-    path that lists nothing else is never captured. Items default to the smallest ones that the range's
-    maximum holds, frames to those of as many of the longest videos.
+    A path has the budgets that the user lists for it, else those listed for all paths, else `default_budgets`
+    from its own minimum (or the range's) to the range's maximum. A path's own minimum is one tile: its
+    largest budget is rounded down to whole ones, and where the user's items raise the smallest, it is rounded
+    up. A listed 0 only states that a batch without tokens skips the path. Items default to the smallest ones
+    that the range's maximum holds, frames to those of as many of the longest videos.
 
     Args:
-        budget_range: the tower's `get_encoder_cudagraph_budget_range()`, in output tokens; None: unknown,
-            see `needs_budget_range`.
+        budget_range: the tower's `get_encoder_cudagraph_budget_range()`, in output tokens; None: unknown, see
+            `needs_budget_range`.
         has_video: whether videos are encoded at all; if not, `max_frames_per_batch` is 0.
 
     Raises:
@@ -151,7 +140,8 @@ def resolve_limits(
     items = config.max_items_per_batch
     if not items:
         assert budget_range is not None
-        items = min([_inferred_items(budget_range), *smallest])
+        inferred = budget_range[1] // budget_range[0]
+        items = min([inferred if inferred > 1 else _ITEMS_OF_A_NARROW_RANGE, *smallest])
     frames = config.max_frames_per_batch
     if frames is None:
         frames = items * model_config.max_frames_per_video
@@ -209,12 +199,5 @@ def _path_budgets(
 
 
 def _listed_budgets(name: str, config: EncoderConfig) -> tuple[int, ...]:
-    """What the user lists for a path, or else for all of them."""
     own = config.paths[name].token_budgets if name in config.paths else ()
     return own or config.token_budgets
-
-
-def _inferred_items(budget_range: tuple[int, int]) -> int:
-    minimum, maximum = budget_range
-    items = maximum // minimum
-    return items if items > 1 else _ITEMS_OF_A_NARROW_RANGE

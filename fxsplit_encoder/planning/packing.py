@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import PathTable
-from fxsplit_encoder.planning.items import Capacity, Loads
 from fxsplit_encoder.planning.limits import smallest_fitting
+from fxsplit_encoder.planning.plan import Capacity, Loads
 
 
 def pack_greedy(
@@ -103,32 +103,31 @@ def pack_by_cost(
 
     Up to ten items this is the optimum over all partitions. More items are put into the order of
     `pack_greedy` and cut into runs, the optimum over all ways to cut; with several paths also into an order
-    that alternates between small and large. What `pack_greedy` packs is one of these cuts, deferring or not,
-    so it never costs less.
+    that alternates between small and large. What `pack_greedy` packs is one of these cuts, so it never costs
+    less.
 
     Args:
         loads: what the items take up. An item above the largest batch of a path is a batch of its own.
         tables: the costs of each path; no batch has more tokens there than its `largest`, and no budget is
             replayed with more segments than it holds.
-        capacity: what a batch of `pack_greedy` may have. Of this, a batch here is not replayed with more than
-            `max_items` and `max_frames`; with more than `max_items` it runs in the eager forward, if what
-            that costs is known on every path.
+        capacity: what a batch of `pack_greedy` may have. Here no batch is replayed with more than `max_items`
+            and `max_frames`; with more than `max_items` it runs in the eager forward, if its cost is known.
         per_batch: the cost that every batch adds.
 
     Returns:
-        The positions of the items of every batch, each position once; positions rise within a batch, and so
-        do the first ones of the batches.
+        The positions of the items of every batch, each once; positions rise within a batch, and so do the
+            first ones of the batches.
 
     Raises:
         InputError: a batch may not have any items.
     """
     check_capacity(capacity)
     prices = _Prices(loads, tables, capacity, per_batch)
-    alone = prices.oversize()
+    alone = _above((tokens, table.largest) for tokens, table in prices.paths)
     if not alone:
         return sorted(_pack(prices, capacity.max_items)) if len(loads) else []
     kept = sorted(set(range(len(loads))) - alone)
-    packed = _pack(prices.of_items(kept), capacity.max_items) if kept else []
+    packed = _pack(_Prices(loads.of(kept), tables, capacity, per_batch), capacity.max_items) if kept else []
     return sorted([*([kept[item] for item in batch] for batch in packed), *([item] for item in alone)])
 
 
@@ -146,9 +145,8 @@ def _pack(prices: _Prices, max_items: int) -> list[list[int]]:
 
 
 class _Prices:
-    """What batches of the items cost, by the sums of what their items take up.
-
-    The arguments are those of `pack_by_cost`.
+    """What batches of the items cost, by the sums of what their items take up. Arguments as for
+    `pack_by_cost`.
     """
 
     def __init__(
@@ -156,27 +154,18 @@ class _Prices:
     ) -> None:
         self.items = loads
         self.paths = [(loads.tokens[path], table) for path, table in tables.items()]
-        self._tables = tables
         self._capacity = capacity
         self._per_batch = per_batch
         # A limit that all items together keep is left out: it would cost time at every sum.
         always_held = [table.always_held for _, table in self.paths if table.always_held is not None]
         self.knows_eager = all(table.knows_eager for _, table in self.paths)
-        """Whether batches of more items than captures hold may be run eagerly."""
+        """Whether batches of more items than captures hold may run eagerly."""
         self._limits_frames = sum(loads.frames) > capacity.max_frames
         self._limits_segments = bool(always_held) and sum(loads.segments) > min(always_held)
         rows = [tokens for tokens, _ in self.paths]
         rows += [loads.frames] * self._limits_frames + [loads.segments] * self._limits_segments
         self.loads = np.array(rows, dtype=np.int64)
         """(rows, items): what `of_sums` takes the sums of."""
-
-    def of_items(self, items: Sequence[int]) -> _Prices:
-        """The prices of some of the items."""
-        return _Prices(self.items.of(items), self._tables, self._capacity, self._per_batch)
-
-    def oversize(self) -> set[int]:
-        """The items above the largest batch of a path."""
-        return _above((tokens, table.largest) for tokens, table in self.paths)
 
     def of_sums(self, sums: NDArray[np.int64], *, one_segment: bool = False) -> NDArray[np.float64]:
         """The costs of batches by the sums of their loads, (rows, ...); infinite above the largest batch."""
@@ -188,7 +177,7 @@ class _Prices:
         return costs
 
     def of_eager_sums(self, sums: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same of batches with more items than captures hold: what they cost eagerly, if known."""
+        """As `of_sums`, of batches with more items than captures hold: eagerly, if that cost is known."""
         if not self.knows_eager:
             return np.full(sums.shape[1:], np.inf)
         costs: NDArray[np.float64] = np.array(self._per_batch)
@@ -197,7 +186,7 @@ class _Prices:
         return costs
 
     def of_singles(self) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-        """The items for which there are captures of a single segment, and what each costs alone."""
+        """The items that have captures of a single segment, and what each costs alone."""
         if not any(table.has_one_segment for _, table in self.paths):
             return np.empty(0, dtype=np.intp), np.empty(0)
         items = np.flatnonzero(np.equal(self.items.segments, 1))
@@ -217,13 +206,13 @@ class _Prices:
         return [item for item in order if item not in last] + [item for item in order if item in last]
 
     def longest_run(self) -> int:
-        """No batch has more items than this: as many of the smallest as all paths together hold."""
+        """The most items of a batch: as many of the smallest as all paths together hold."""
         sizes = sorted(map(sum, zip(*(tokens for tokens, _ in self.paths), strict=True)))
         return bisect_right(list(itertools.accumulate(sizes)), sum(table.largest for _, table in self.paths))
 
 
 def _above(limits: Iterable[tuple[Sequence[int], int]]) -> set[int]:
-    """The positions of the items with more of something, (of each item, at most), than a batch may have."""
+    """The positions of items above one of the limits, (of each item, at most)."""
     return {
         item
         for loads, maximum in limits

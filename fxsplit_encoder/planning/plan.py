@@ -1,14 +1,17 @@
-"""How a request is encoded, decided before anything runs and without looking at a tensor."""
+"""The items of a request, and the plan of how they are encoded, made without looking at a tensor."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
+
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 
 class MissReason(StrEnum):
@@ -16,74 +19,115 @@ class MissReason(StrEnum):
 
     OVER_LARGEST_BUDGET = "over_largest_budget"
     """More output tokens than the largest budget."""
-
     TOO_MANY_FRAMES = "too_many_frames"
     """The video has more frames than a batch may have."""
-
     TOO_MANY_SEGMENTS = "too_many_segments"
     """More images and frames than any budget that holds the tokens has segments."""
-
     NOT_CAPTURED = "not_captured"
     """The budgets that would fit are not captured, or were dropped at capture."""
-
     DISABLED = "disabled"
     """Captures are switched off, by `enabled: false` or `mode: none`."""
-
     EXACT_IS_FASTER = "exact_is_faster"
     """By the measurements, the compiled forward at the exact shape costs no more than the replay."""
-
     EAGER_IS_FASTER = "eager_is_faster"
     """By the measurements, the eager forward costs less than the replay and than the exact shape."""
-
     UNSUPPORTED_INPUT = "unsupported_input"
     """The tower captures nothing for this modality or kind of input."""
-
     EXTENT_EXCEEDED = "extent_exceeded"
-    """A value that the replay needs is larger than the captured buffer, which may have fewer rows than its
-    budget asks for, or the captures have no buffer for it."""
-
+    """A value that the replay needs is larger than the captured buffer, or has no buffer."""
     PADDING_UNPROVED = "padding_unproved"
     """The graph's rows may depend on one another, so it is never padded."""
-
     UNSUPPORTED_GRAPH = "unsupported_graph"
-    """Nothing of the graph is captured: it draws random numbers, or attends over rows that are not its
-    tokens."""
-
+    """Nothing of the graph is captured: it draws random numbers, or attends over other rows than tokens."""
     STATIC_SHAPE = "static_shape"
     """The graph was traced for one shape; there is nothing to pad."""
-
     NEW_SHAPE = "new_shape"
     """With `mode: exact`: batches of this token count have not come often enough to be captured."""
-
     OPTIONS = "options"
     """The call's arguments change what the tower returns, such as `output_hidden_states=True`."""
-
     GRADIENTS = "gradients"
     """Gradients are to be computed through the tower."""
-
     TRAINING = "training"
     """A module of the tower is in training mode, and computes something else there."""
-
     AUTOCAST = "autocast"
     """The call runs under autocast, whose dtypes captures do not have."""
-
     FOREIGN_CODE = "foreign_code"
     """The tower runs code that captures would leave out: hooks, adapter layers, another forward, a custom
     attention function, a transform of torch.func, or a mode that sees each operation."""
-
     OFFLOADED = "offloaded"
     """The tower's parameters are not all on one device."""
-
     OUTER_TRACE = "outer_trace"
     """The call is part of another trace, by `torch.compile` for example, which takes the tower as it is."""
-
     UNCAPTURED_OUTPUT = "uncaptured_output"
-    """An output was read that captures do not make, such as hidden states: the tower itself computed it."""
+    """An output was read that captures do not make, such as hidden states: the tower computed it."""
 
 
 BY_THE_TOWER = frozenset({MissReason.TRAINING, MissReason.FOREIGN_CODE})
 """Why nothing but the tower's own forward may serve."""
 
+
+# --- items
+
+# Columns are gathered without a line of Python for each item.
+_SPEC, _FRAMES, _SEGMENTS = map(attrgetter, ("spec", "frames", "segments"))
+_OUTPUT_TOKENS = attrgetter("output_tokens")
+
+
+# A tuple is made in less than half of the time of a frozen dataclass, and a request may have many items.
+class Item(NamedTuple):
+    """One image or video of a request."""
+
+    spec: EncoderItemSpec
+    frames: int = 0
+    """Of a video; 0 for an image."""
+    segments: int = 1
+    """Attention segments: 1 for an image, of a video as a rule its frames."""
+    axis_keys: tuple[Hashable, ...] = ()
+    """Its key on each capture axis; only items of equal keys share a batch."""
+    refusal: MissReason | None = None
+    """Why it is never replayed; None: it may be."""
+
+
+class Loads:
+    """What items take up, a column for each limit of a batch: packing adds up columns.
+
+    Args:
+        paths: the names of the paths on which their tokens count.
+    """
+
+    def __init__(self, items: Sequence[Item], paths: Iterable[str]) -> None:
+        self.items = items
+        self.specs = list(map(_SPEC, items))
+        self.tokens: Mapping[str, list[int]] = {
+            path: [spec.get_path_output_tokens(path) for spec in self.specs] for path in paths
+        }
+        """Output tokens of every item, by path."""
+        self.totals: list[int] = list(map(_OUTPUT_TOKENS, self.specs))
+        """Output tokens of every item over all paths."""
+        self.frames: list[int] = list(map(_FRAMES, items))
+        self.segments: list[int] = list(map(_SEGMENTS, items))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def of(self, positions: Sequence[int]) -> Loads:
+        """The loads of some of the items."""
+        return Loads([self.items[position] for position in positions], self.tokens)
+
+
+class Capacity(NamedTuple):
+    """Limits of a batch of the greedy packings."""
+
+    tokens: Mapping[str, int]
+    """Output tokens, by path."""
+    max_items: int
+    """Images and videos, at least 1."""
+    max_frames: int = 0
+    max_segments: int | None = None
+    """Attention segments; None: any number."""
+
+
+# --- plans
 
 _SHOWN_ITEMS = 8
 
@@ -94,19 +138,14 @@ class PathPlan(NamedTuple):
 
     tokens: int
     """Output tokens of the batch on this path. 0: the path is skipped, or a replay is padding only."""
-
     budget: int | None = None
     """The budget that is replayed; None: no replay."""
-
     reason: MissReason | None = None
     """Why the path falls back; None if it is replayed or skipped."""
-
     eager: bool = False
     """Whether a fallback is the eager forward, and not the compiled program at the exact shape."""
-
     milliseconds: float | None = None
-    """The predicted time on the device; None if it is not known. At an exact shape it is a price, which may
-    be some percent more (`PathCosts.exact`)."""
+    """The predicted time on the device; None: not known. At an exact shape a price (`PathCosts.exact`)."""
 
     def as_dict(self) -> dict[str, Any]:
         """The path as plain values that JSON can hold."""
@@ -133,19 +172,14 @@ class PlannedBatch(NamedTuple):
     """Items that are encoded together."""
 
     indices: tuple[int, ...]
-    """The items' positions in the request, in the order in which they are packed."""
-
+    """The items' positions in the request, in packed order."""
     paths: Mapping[str, PathPlan]
-    """How each path is encoded."""
-
     output_tokens: int
     """Rows of the items' embeddings, all together."""
-
     axis_keys: tuple[Hashable, ...] = ()
-    """The items' key on each capture axis; empty for a tower without any."""
-
+    """The items' key on each capture axis."""
     milliseconds: float | None = None
-    """The predicted time of all paths, and of the host; None if one of them is not known."""
+    """The predicted time of all paths, and of the host; None: one is not known."""
 
     def as_dict(self) -> dict[str, Any]:
         """The batch as plain values that JSON can hold."""
@@ -171,10 +205,8 @@ class Plan:
     """The batches of one request; printing it shows them as a table."""
 
     batches: tuple[PlannedBatch, ...]
-    """In the order in which they run; every item is in exactly one of them."""
-
+    """In the order in which they run; every item is in exactly one."""
     num_items: int
-    """Images and videos in the request."""
 
     @property
     def hits(self) -> int:

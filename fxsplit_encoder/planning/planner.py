@@ -12,10 +12,9 @@ from typing import NamedTuple, TypeVar
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import CostModel, PathCosts, PathTable
-from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
-from fxsplit_encoder.planning.plan import MissReason, PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.plan import Capacity, Item, Loads, MissReason, PathPlan, Plan, PlannedBatch
 
 # Bounds the batches of a path that is never captured: its cost tables must end somewhere.
 _LARGEST_WITHOUT_BUDGETS = 1 << 16
@@ -29,10 +28,8 @@ class Captured(NamedTuple):
     """Which of the budgets that limits list can be replayed."""
 
     budgets: Collection[CaptureKey]
-    """Those that were captured."""
-
     not_needed: Collection[CaptureKey] = ()
-    """Those that were left out because the exact shape was measured to be as fast."""
+    """Budgets without a capture, because the exact shape was measured to be as fast."""
 
 
 def build_plan(
@@ -42,7 +39,7 @@ def build_plan(
     packing: Packing = "cost",
     costs: CostModel | None = None,
 ) -> Plan:
-    """Pack items into batches and decide how each path of a batch is encoded.
+    """Packs items into batches and decides how each path of a batch is encoded.
 
     With `cost` packing the predicted costs of all batches add up to the least (see `pack_by_cost`), and each
     path takes the cheapest of its replays and fallbacks. The greedy packings take the smallest budget that
@@ -51,9 +48,7 @@ def build_plan(
     Args:
         items: the images and videos of a request. Those with a refusal are batches of their own, in the order
             of the request and apart by reason.
-        limits: what the captures hold.
         captured: what can be replayed; None: everything that `limits` lists.
-        packing: one of the configuration's packings.
         costs: what batches cost, and how many segments each capture holds; None: not measured, so padding is
             minimized (`PathCosts.unmeasured`), and segments are not limited.
 
@@ -113,22 +108,17 @@ def _groups(
 
 @dataclass(slots=True)
 class _Path:
-    """One path at one combination of axis keys."""
-
     name: str
-
     listed: tuple[int, ...]
     """All budgets of the path, captured or not."""
-
     not_needed: tuple[int, ...]
-    """Those at which the exact shape was measured to be as fast."""
-
+    """Budgets at which the exact shape was measured to be as fast."""
     table: PathTable
-    """The costs, with the budgets that are captured."""
+    """With the budgets that are captured."""
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """What the greedy packings pack for: budgets that were captured, or not for being no faster."""
+        """What the greedy packings pack for: captured budgets, and those not needed."""
         captured = self.table.holds
         return tuple(sorted((*captured, *self.not_needed))) if self.not_needed else captured
 
@@ -139,7 +129,7 @@ class _Path:
         return self.budgets[-1] if self.budgets else self.table.largest
 
     def plan(self, tokens: int, segments: int, frames_fit: bool, by_cost: bool, pairs: float) -> PathPlan:
-        """How a batch is encoded: its tokens, segments, and attended pairs."""
+        """How a batch of these tokens, segments and attended pairs is encoded."""
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
@@ -158,7 +148,7 @@ class _Path:
         )
 
     def plan_eager(self, tokens: int, pairs: float) -> PathPlan:
-        """How a batch of more items than captures hold is encoded: it was packed because that is quicker."""
+        """How a batch of more items than captures hold is encoded: eagerly, which was found cheaper."""
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
@@ -223,7 +213,7 @@ def _unmeasured(budgets: tuple[int, ...]) -> PathCosts:
 def _fall_back(
     items: Sequence[Item], indices: Sequence[int], limits: Limits, reason: MissReason
 ) -> list[PlannedBatch]:
-    """Batches, in order, of as many of the items at positions `indices` as allowed, that replay nothing."""
+    """Batches, in order, of as many items as allowed, that replay nothing."""
     batches = []
     for start in range(0, len(items), limits.max_items_per_batch):
         end = start + limits.max_items_per_batch
@@ -239,8 +229,6 @@ def _fall_back(
 
 
 class _Group:
-    """Items that may share batches, with equal axis keys: those of a request at the positions `indices`."""
-
     def __init__(self, items: Sequence[Item], indices: Sequence[int], paths: Sequence[_Path]) -> None:
         self._indices = indices
         self._axis_keys = items[0].axis_keys
@@ -273,7 +261,7 @@ class _Group:
     def plan(
         self, positions: Sequence[int], limits: Limits, by_cost: bool, per_batch: float | None
     ) -> PlannedBatch:
-        """How a batch is encoded; `per_batch` is its host time, None if it is not known."""
+        """How a batch is encoded; `per_batch` is its host time, None: not known."""
         loads = self._loads
         frames_fit = not self._has_frames or _sum(loads.frames, positions) <= limits.max_frames_per_batch
         items_fit = len(positions) <= limits.max_items_per_batch

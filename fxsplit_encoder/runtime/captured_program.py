@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 import torch
 
 from fxsplit_encoder._torch.modes import in_inference_mode as inference_mode
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
@@ -22,7 +23,7 @@ from fxsplit_encoder.capture import (
     UnpaddedCaptures,
 )
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.capture.timing import measure_ms
+from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, InputError, ReplayError, WeightsLayoutError
 from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
@@ -32,7 +33,6 @@ from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
-from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.inputs import is_cumulative
-from fxsplit_encoder.capture.timing import measure_run
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.kernels.attention import KnownSegments

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder.caching import read_once
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.reading import read_once
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.grid import Grid

@@ -1,10 +1,9 @@
 """Which budgets to capture, found offline from a trace of requests. Needs no torch."""
 
 from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel, RisingCurve, read_costs
-from fxsplit_encoder.tuning.forecast import Tuning
 from fxsplit_encoder.tuning.search import LadderLimits
 from fxsplit_encoder.tuning.trace import Request, read_trace
-from fxsplit_encoder.tuning.tune import tune_budgets, tune_trace
+from fxsplit_encoder.tuning.tune import Tuning, tune_budgets, tune_trace
 
 __all__ = [
     "BatchCosts",

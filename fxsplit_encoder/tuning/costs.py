@@ -1,4 +1,4 @@
-"""What a ladder of budgets is judged by: the cost of a batch, and the memory that captures take."""
+"""What ladders of budgets are compared by: the cost of a batch, and the memory of captures."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ _NOT_KEPT = "not_kept_from"
 
 
 class RisingCurve(CostCurve):
-    """A curve that never falls: more tokens never cost less, so a point below an earlier one is noise, and
-    raised to it.
+    """A curve that never falls: a point below an earlier one is noise, and raised to it.
 
     Args:
         points: pairs of (output tokens, cost), at least one, tokens increasing from 0 or more, costs above 0.
@@ -80,21 +79,17 @@ class RisingCurve(CostCurve):
 class BatchCosts:
     """What a batch costs when a budget serves it, and when its exact shape does.
 
-    By default in units of what one output token costs: a replay costs its budget and 64 tokens, the exact
-    shape its own tokens and 256.
+    By default in units of one output token: a replay costs its budget and 64 tokens, the exact shape its own
+    tokens and 256.
     """
 
     replay: RisingCurve = field(default_factory=lambda: RisingCurve.linear(REPLAY_LAUNCH_TOKENS))
     """By the budget that is replayed."""
-
     exact: RisingCurve = field(default_factory=lambda: RisingCurve.linear(EXACT_LAUNCH_TOKENS))
     """By the batch's own tokens."""
-
     unit: str = "tokens"
-    """What costs are counted in."""
-
     not_kept_from: int | None = None
-    """A budget from which on none was kept by `mode: auto` when it measured; None: there was none."""
+    """The budget from which on `mode: auto` kept none when it measured; None: it kept all."""
 
     @classmethod
     def measured(
@@ -124,21 +119,18 @@ class BatchCosts:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """An estimate of the device memory of captures, good enough to choose among ladders.
+    """An estimate of the device memory of captures, to choose among ladders.
 
-    Captures share one memory pool, so the largest budget takes what its tokens need, and the others find
-    their memory there; each graph adds what its kernels' parameters take. It is a model: at capture,
-    `EncoderConfig.max_graph_bytes` is what enforces a limit.
+    Captures share one pool: the largest budget takes what its tokens need, and each graph adds what its
+    kernels' parameters take. `EncoderConfig.max_graph_bytes` enforces a limit at the capture.
 
     Raises:
         InputError: `bytes_per_token` is not positive, or `bytes_per_graph` is negative.
     """
 
     bytes_per_token: int = _BYTES_PER_TOKEN
-    """Bytes for every output token of the largest budget."""
-
+    """Of the largest budget."""
     bytes_per_graph: int = _BYTES_PER_GRAPH
-    """Bytes for every captured budget."""
 
     def __post_init__(self) -> None:
         if self.bytes_per_token < 1 or self.bytes_per_graph < 0:
@@ -154,7 +146,7 @@ class MemoryModel:
 
 
 def read_costs(path: str | os.PathLike[str]) -> BatchCosts | dict[str, BatchCosts]:
-    """Measured costs from a JSON file.
+    """Reads measured costs from a JSON file.
 
     The file holds `{"replay_ms": {"64": 1.7, ...}, "exact_ms": {"64": 5.3, ...}}`, output tokens to
     milliseconds, for every path alike; or an object of such objects by the path's name. A third entry,

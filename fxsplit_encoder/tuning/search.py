@@ -18,7 +18,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class LadderLimits:
-    """What ladders may be.
+    """Limits of ladders.
 
     Raises:
         InputError: `max_graphs` or `granularity` is not positive.
@@ -26,21 +26,15 @@ class LadderLimits:
 
     max_graphs: int
     """Budgets of each path, at most."""
-
     max_bytes: int | None = None
     """Device memory of all captures by `memory`'s estimate, at most; None: no limit."""
-
     maximum: int | None = None
     """Output tokens of the largest budget, at most; None: those of the largest request or demand."""
-
     granularity: int = 1
     """Budgets are multiples of this, but for those that a smallest or largest budget bounds."""
-
     memory: MemoryModel = field(default_factory=MemoryModel)
-    """What captures are estimated to take."""
-
     only_kept: bool = True
-    """Whether budgets that `mode: auto` will not keep are left out; with `mode: full` all are captured."""
+    """Whether to leave out budgets that `mode: auto` will not keep; with `mode: full` all are captured."""
 
     def __post_init__(self) -> None:
         check_positive(max_graphs=self.max_graphs, granularity=self.granularity)
@@ -61,9 +55,8 @@ def round_up(count: int, granularity: int) -> int:
 def candidate_budgets(
     demands: Sequence[int], minimum: int, maximum: int, granularity: int
 ) -> NDArray[np.int64]:
-    """(n,) increasing: the demands up to `maximum`, each rounded up to a multiple of `granularity`.
-
-    Those below `minimum` are raised to it, and rounding does not lead above `maximum`.
+    """(n,) increasing: the demands up to `maximum`, each rounded up to a multiple of `granularity`, and kept
+    between `minimum` and `maximum`.
     """
     served = [round_up(tokens, granularity) for tokens in demands if tokens <= maximum]
     return np.unique(np.clip(np.array(served, dtype=np.int64), minimum, maximum))
@@ -84,7 +77,6 @@ class LadderSearch:
     Args:
         demands: the output tokens of every batch.
         candidates: the budgets to choose from, increasing.
-        costs: of a batch.
         max_graphs: budgets in a ladder, at most.
         serve_largest: whether a ladder must end with the last candidate.
     """
@@ -124,9 +116,8 @@ class LadderSearch:
             self._costs[:, :-1] = np.inf
 
     def costs_up_to(self, largest: ArrayLike) -> NDArray[np.float64]:
-        """(max graphs, sizes): the least cost of 1, 2, ... budgets of at most each size in `largest`.
-
-        Infinite where there is no such ladder.
+        """(max graphs, sizes): the least cost of 1, 2, ... budgets up to each size; infinite without a
+        ladder.
         """
         least = np.minimum.accumulate(self._costs, axis=1)
         impossible = np.full((len(least), 1), np.inf)
@@ -147,10 +138,10 @@ class LadderSearch:
 def cheapest_ladders(
     searches: Mapping[str, LadderSearch], limits: LadderLimits
 ) -> dict[str, tuple[int, ...]]:
-    """The ladder of every path, by the path's name, of the least cost together within the memory.
+    """The ladder of every path, by its name, of the least cost together within the memory.
 
-    What ties the paths together is the largest of all budgets and the number of all graphs: both are
-    enumerated. Of ladders of equal cost, those with the fewest graphs are taken.
+    Only the largest of all budgets and the number of all graphs tie the paths together: both are enumerated.
+    Of ladders of equal cost, those with the fewest graphs are taken.
 
     Raises:
         InputError: no budget of each path fits into the memory.

@@ -1,4 +1,4 @@
-"""What a recorded run comes to: which budgets served, what missed and why, and where the time went."""
+"""Figures of a recorded run: which budgets served, what missed and why, and where the time went."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fxsplit_encoder.tuning.costs import BatchCosts, parse_costs
-from fxsplit_encoder.tuning.recording import RecordedRun, RunRecord, ServedPath, ServedRequest
+from fxsplit_encoder.tuning.trace import RecordedRun, RunRecord, ServedPath, ServedRequest
 
 _SLOWEST = 10
 _SERVED = ("hit", "skipped")
@@ -18,7 +18,6 @@ _SERVED = ("hit", "skipped")
 IN_REPLAYS, IN_PADDING = "replays, for items", "replays, for padding"
 AT_EXACT_SHAPE, EAGERLY = "compiled, at the exact shape", "eager"
 PLACES = (IN_REPLAYS, IN_PADDING, AT_EXACT_SHAPE, EAGERLY)
-"""Where time goes on the device."""
 
 
 @dataclass
@@ -28,7 +27,7 @@ class BudgetUse:
     path: str
     budget: int
     mode: str = ""
-    """How it is captured; empty: at the exact size of a token count that recurred."""
+    """Empty: at the exact size of a token count that recurred."""
     num_bytes: int | None = None
     replays: int = 0
     tokens: int = 0
@@ -62,9 +61,9 @@ class RunSummary:
     run: RunRecord
     """What served last."""
     num_runs: int
-    """How often it changed what served, the first included."""
+    """How often the captures changed, the first included."""
     unit: str
-    """What costs are counted in: "ms", predicted from what was measured, or output "tokens"."""
+    """Of costs: "ms", predicted from measurements, or output "tokens"."""
     requests: int
     items: int
     misses: Mapping[str, int]
@@ -91,7 +90,7 @@ class RunSummary:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do about what stands out; empty: nothing does."""
+        """What to do about what stands out."""
         return tuple(_advice(self))
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def summarize(recorded: RecordedRun) -> RunSummary:
 
 
 class _Pricing:
-    """What served paths cost: in milliseconds where all of them are known, else in output tokens."""
+    """Costs of served paths: in milliseconds where all of them are known, else in output tokens."""
 
     def __init__(self, recorded: RecordedRun) -> None:
         self._curves: dict[str, BatchCosts] = {
@@ -165,7 +164,6 @@ class _Pricing:
         self.unit = "ms" if known and self._curves else "tokens"
 
     def cost(self, name: str, path: ServedPath) -> float:
-        """Of one path of one batch."""
         if path.result == "skipped":
             return 0.0
         if self.unit == "tokens":

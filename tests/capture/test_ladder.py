@@ -22,7 +22,7 @@ from fxsplit_encoder.capture import (
     eager_break_during_capture,
     ladder,
 )
-from fxsplit_encoder.capture.timing import MeasuredRun
+from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.errors import CaptureError, ConfigError
 from fxsplit_encoder.kernels import choice
 from fxsplit_encoder.kernels.attention import KernelChooser

@@ -166,8 +166,8 @@ def test_rule_1_eager_attention_writes_into_buffers_that_are_finite_everywhere(p
     step = Step("split", "a", varlen_attention, (), {}, (0,), returns_tensor=True)
     live = breakable.LiveSegments()
     live.set(5, ())
-    with SegmentedCapture(pool) as capture:
-        recording = forward.StepRecorder(capture, breaks=True, live=live)
+    with SegmentedCapture(pool, live) as capture:
+        recording = forward.StepRecorder(capture, breaks=True)
         out = recording.record(step, [q, q, q, lengths, 8, 0.5], {})
     assert out[5:].eq(0).all()
     q.fill_(1)

@@ -79,7 +79,7 @@ def test_modes_differ_in_where_they_break(pool: GraphPool, mode: str, graphs: in
 def test_another_splitting_op_keeps_its_results_in_place(pool: GraphPool) -> None:
     x = torch.ones(2)
     with SegmentedCapture(pool) as capture:
-        recorder = StepRecorder(capture, breaks=True, live=LiveSegments())
+        recorder = StepRecorder(capture, breaks=True)
         one = recorder.record(split(torch.neg), [x], {})
         many = recorder.record(split(torch.aminmax), [x], {"dim": 0})
         last = recorder.record(piece(lambda a, b: (a + b,)), [one, many[1]], {})

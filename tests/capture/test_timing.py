@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxsplit_encoder.capture import timing
-from fxsplit_encoder.capture.timing import MeasuredRun, measure_ms, measure_run
+from fxsplit_encoder.capture import forward
+from fxsplit_encoder.capture.forward import MeasuredRun, measure_ms, measure_run
 from fxsplit_encoder.pauses import pausing_by
 from tests.pauses import Pauses
 
@@ -22,7 +22,7 @@ class Call:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *took: float) -> None:
         self._took = list(took)
         self._now = 0.0
-        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self._now / 1e3))
+        monkeypatch.setattr(forward, "time", SimpleNamespace(perf_counter=lambda: self._now / 1e3))
 
     def __call__(self) -> None:
         self._now += self._took.pop(0)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.planning import CaptureKey
-from fxsplit_encoder.tuning.recording import read_run
-from fxsplit_encoder.tuning.trace import read_trace
+from fxsplit_encoder.tuning.trace import read_run, read_trace
 
 from .managers import manager_of
 from .mock_towers import assert_equal_items

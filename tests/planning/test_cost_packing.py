@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import packing
 from fxsplit_encoder.planning.costs import PathCosts, PathTable
-from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
+from fxsplit_encoder.planning.plan import Capacity, Item, Loads
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 # A tower of 27 blocks on one H200: milliseconds.

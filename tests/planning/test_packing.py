@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.packing import pack_greedy
+from fxsplit_encoder.planning.plan import Capacity, Item, Loads
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import CostModel, PathCosts
-from fxsplit_encoder.planning.items import Item
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
-from fxsplit_encoder.planning.plan import MissReason, PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 

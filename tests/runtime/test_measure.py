@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxsplit_encoder.capture import MeasuredCosts
-from fxsplit_encoder.capture.timing import MeasuredRun
+from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.runtime import measure
 from fxsplit_encoder.runtime.measure import MeasuredForward, measure_forward, run_timed

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.recording import TraceWriter
-from fxsplit_encoder.planning.items import Item
+from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.tuning.recording import read_run, recorded_costs
 from fxsplit_encoder.tuning.trace import (
     Request,
+    read_run,
     read_trace,
+    recorded_costs,
     trace_demands,
     traced_paths,
 )

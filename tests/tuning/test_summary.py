@@ -8,7 +8,6 @@ import pytest
 
 from fxsplit_encoder.planning import Item, MissReason
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.tuning.recording import RecordedRun, RunRecord, ServedBatch, ServedRequest
 from fxsplit_encoder.tuning.summary import (
     AT_EXACT_SHAPE,
     EAGERLY,
@@ -18,6 +17,7 @@ from fxsplit_encoder.tuning.summary import (
     summarize,
     what_to_do,
 )
+from fxsplit_encoder.tuning.trace import RecordedRun, RunRecord, ServedBatch, ServedRequest
 
 from .test_recording import RUN
 

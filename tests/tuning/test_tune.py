@@ -17,10 +17,9 @@ from fxsplit_encoder.planning.limits import Limits, default_budgets
 from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.tuning import tune
 from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel, RisingCurve
-from fxsplit_encoder.tuning.forecast import Judge, LadderForecast, forecast
 from fxsplit_encoder.tuning.search import LadderLimits, candidate_budgets
 from fxsplit_encoder.tuning.trace import Request, trace_demands
-from fxsplit_encoder.tuning.tune import Tuning, tune_budgets, tune_trace
+from fxsplit_encoder.tuning.tune import Judge, LadderForecast, Tuning, forecast, tune_budgets, tune_trace
 
 from ..instructions import instructions
 from .test_recording import request, two_path_request

@@ -1,4 +1,4 @@
-"""Stores attention heads at the next multiple of 16: kernels round to it anyway, and mask the last columns."""
+"""Stores attention heads at the next multiple of 16, to which kernels round and mask the last columns."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fxsplit_encoder.recent import Recent
+from fxsplit_encoder.caching import Recent
 
 CONSTRUCTOR = ("vllm_config", "device", "dtype", "model")
 

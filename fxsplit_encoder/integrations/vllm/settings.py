@@ -11,7 +11,7 @@ from typing import Any
 from fxsplit_encoder.config import EncoderConfig, PathConfig
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.planning.limits import inferred_budgets, needs_budget_range, resolve_limits
-from fxsplit_encoder.settings_file import read_settings
+from fxsplit_encoder.settings_model import read_settings
 
 VARIABLE = "FXSPLIT_ENCODER_CONFIG"
 """The environment variable that holds a YAML file's path, or "off". An environment variable reaches every

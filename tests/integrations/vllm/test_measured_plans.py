@@ -16,13 +16,11 @@ import pytest
 import torch
 
 from fxsplit_encoder.capture import BudgetLadder
-from fxsplit_encoder.capture.forward import ProgramBody
-from fxsplit_encoder.capture.timing import MeasuredRun
+from fxsplit_encoder.capture.forward import MeasuredRun, ProgramBody
 from fxsplit_encoder.planning import build_plan
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel, PathCosts
-from fxsplit_encoder.planning.items import Item
 from fxsplit_encoder.planning.limits import CaptureKey, Limits, default_budgets
-from fxsplit_encoder.planning.plan import Plan
+from fxsplit_encoder.planning.plan import Item, Plan
 from fxsplit_encoder.planning.planner import Captured
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime.measure import MeasuredForward

@@ -180,7 +180,7 @@ for setting in sys.argv[1:]:
     print(*sorted({".".join(name.split(".")[:3]) for name in new if name.startswith("fxsplit_encoder.")}))
 """
 LIGHT = {"config", "errors", "integrations", "integrations.vllm", "messages", "planning", "protocol"}
-LIGHT |= {"recent", "settings_file", "settings_model", "version"}
+LIGHT |= {"caching", "settings_model", "version"}
 COMPILING = {"_torch", "attention", "kernels", "pauses"}
 
 

@@ -1,10 +1,36 @@
-"""What several ask of one request's inputs is read once."""
+"""Caches: a dictionary of bounded size, and readings of one request's inputs."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(OrderedDict[K, V]):
+    """A dictionary of at most `most` entries: the one that was set, or got, least recently leaves."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value, or the default."""
+        if key not in self:
+            return default
+        self.move_to_end(key)
+        return self[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self.most:
+            self.popitem(last=False)
+
 
 _Read = TypeVar("_Read")
 
