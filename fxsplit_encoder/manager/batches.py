@@ -10,9 +10,8 @@ from torch import Tensor
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.item_facts import select_items
-from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.tower import postprocess_of, select_items
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph

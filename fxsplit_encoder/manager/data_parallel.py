@@ -21,9 +21,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.distributed import timeout_of
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
-from fxsplit_encoder.manager.item_facts import select_items
-from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
-from fxsplit_encoder.manager.tower_part import tower_part
+from fxsplit_encoder.manager.tower import read_item_specs, select_items, tower_part
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 # torch 2.13 renamed it, and warns of the old name.

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.kernels import describe_environment
-from fxsplit_encoder.manager.item_facts import select_items
-from fxsplit_encoder.manager.legacy_dual_path import read_item_specs, read_model_config
+from fxsplit_encoder.manager.tower import read_item_specs, read_model_config, select_items
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import Choosers
 

@@ -22,7 +22,7 @@ from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.generation import Generation, Tell, first_of
 from fxsplit_encoder.manager.start import load_captured, save_captured
-from fxsplit_encoder.manager.tower_part import tower_part
+from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning import MissReason

@@ -24,12 +24,11 @@ from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
 from fxsplit_encoder.manager.generation import Generation, Served
-from fxsplit_encoder.manager.legacy_dual_path import read_model_config
 from fxsplit_encoder.manager.lifecycle import Lifecycle, serving_scope
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.recording import Recorder
 from fxsplit_encoder.manager.request_plans import ItemReader, RequestItems
-from fxsplit_encoder.manager.tower_part import placement_of
+from fxsplit_encoder.manager.tower import placement_of, read_model_config
 from fxsplit_encoder.planning import Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.protocol import (

@@ -15,9 +15,8 @@ from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.compile import CompileOptions
 from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments
-from fxsplit_encoder.manager.item_facts import select_items
-from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.manager.tower import read_item_specs, select_items
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph

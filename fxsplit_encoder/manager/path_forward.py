@@ -27,7 +27,7 @@ from fxsplit_encoder.errors import (
     UntraceableError,
 )
 from fxsplit_encoder.manager.row_groups import RowGroups
-from fxsplit_encoder.manager.tower_part import named_tensors, tower_part, tower_tensors
+from fxsplit_encoder.manager.tower import named_tensors, tower_part, tower_tensors
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program

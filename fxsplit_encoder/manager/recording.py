@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.item_facts import ItemFacts
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.tower import ItemFacts
 from fxsplit_encoder.planning import Item, Limits
 from fxsplit_encoder.planning.plan import PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError
-from fxsplit_encoder.manager.item_facts import ItemFacts, item_axis_keys
-from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.tower import ItemFacts, item_axis_keys, read_item_specs
 from fxsplit_encoder.planning import (
     Captured,
     CostModel,
