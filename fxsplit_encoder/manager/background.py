@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 
 from fxsplit_encoder._torch.current_device import on_device
@@ -15,9 +15,8 @@ from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels import timing_without_graphs
-from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
-from fxsplit_encoder.manager.generation import Generation
+from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.path_forward import with_contents
 from fxsplit_encoder.manager.start import load_programs
@@ -33,8 +32,6 @@ _EXIT_SECONDS = 10.0
 
 _POLL_SECONDS = 0.005
 """How often who waits for the end looks for a capture to make."""
-
-_running: weakref.WeakSet[BackgroundCapture] = weakref.WeakSet()
 
 
 def check_that_steps_will_do(config: EncoderConfig) -> None:
@@ -103,7 +100,7 @@ class BackgroundCapture:
 
     def start(self) -> None:
         """Begins, on a thread."""
-        _running.add(self)
+        atexit.register(self.end)  # a thread that captures must not outlive what it calls
         self._thread = threading.Thread(target=self.run, name="fxsplit-capture", daemon=True)
         self._thread.start()
 
@@ -145,6 +142,7 @@ class BackgroundCapture:
         finally:
             self._target.captures.spare = None
             self._over.set()
+            atexit.unregister(self.end)
 
     def _compile_and_capture(self) -> None:
         try:
@@ -152,8 +150,12 @@ class BackgroundCapture:
                 self._compile()
                 self._compare()
                 self._target.captures.spare = self._give_way
+                if self._target.is_measured:
+                    self._tell("measuring")
                 with self.work.turn():
-                    self._target.capture(self._planned, self._tell)
+                    wanted = self._target.prepare(self._planned)
+                    self._tell("capturing", 0, len(wanted))
+                    self._target.captures.capture(wanted, functools.partial(self._tell, "capturing"))
             self.work.capture(self._end)
         except Exception as error:  # whatever compiling raises: requests go on being served
             logger.exception("captures behind capture(wait=False) are given up")
@@ -299,17 +301,3 @@ class BackgroundCapture:
 
         pieces, all_pieces = done - TRACING_PHASES, total - TRACING_PHASES
         self._tell(*(("compiling", pieces, all_pieces) if pieces >= 0 and total else ("tracing", 0, 0)))
-
-
-def _end_all() -> None:
-    """A thread that captures must not outlive what it calls."""
-    for background in list(_running):
-        background.end()
-
-
-atexit.register(_end_all)
-
-
-def stop_with(owner: object, background: BackgroundCapture) -> None:
-    """Ends the work once its owner is garbage."""
-    weakref.finalize(owner, background.stop).atexit = False

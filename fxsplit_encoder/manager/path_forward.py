@@ -7,11 +7,12 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.checks import check
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
@@ -26,17 +27,18 @@ from fxsplit_encoder.errors import (
     StartFileError,
     UntraceableError,
 )
-from fxsplit_encoder.manager.row_groups import RowGroups
 from fxsplit_encoder.manager.tower import named_tensors, tower_part, tower_tensors
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
-from fxsplit_encoder.runtime.captured_program import check_replacements, layouts_of
+from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram, NamedRegion
 
 logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value", bound="StaticValue | None")
 
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.
@@ -383,6 +385,88 @@ class PathForward:
     def forget(self) -> None:
         """Has the forward compiled anew."""
         self.program, self._compiled, self._refusal = None, False, None
+
+
+class RowGroups:
+    """Which inputs have a row for how many patches.
+
+    A tower may have an input with a row a token, a quarter of the rows of its patches. Nothing in a trace
+    says so, and the graph would have two counts of tokens. So such an input enters the graph with its rows
+    repeated for each patch of their groups, and the forward takes one of them.
+
+    Args:
+        factors: the patches of a row, for inputs for which these are more than one.
+        patches: the inputs with a row a patch.
+    """
+
+    def __init__(self, factors: Mapping[str, int] | None = None, patches: Sequence[str] = ()) -> None:
+        self.factors = dict(factors or {})
+        self.patches = tuple(patches)
+
+    @classmethod
+    def of(cls, samples: Sequence[Mapping[str, Tensor]]) -> RowGroups:
+        """Finds the factors that hold in every sample of a forward's inputs, each of another size."""
+        rows = {
+            name: [sample[name].shape[0] for sample in samples]
+            for name, tensor in samples[0].items()
+            if tensor.dim() > 0
+        }
+        growing = {name: counts for name, counts in rows.items() if len(set(counts)) > 1}
+        if not growing:
+            return cls()
+        most = max(growing.values(), key=lambda counts: counts[0])
+        factors = {
+            name: most[0] // counts[0]
+            for name, counts in growing.items()
+            if 0 < counts[0] < most[0] and most == [most[0] // counts[0] * count for count in counts]
+        }
+        return cls(factors, [name for name, counts in growing.items() if counts == most])
+
+    def spread(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
+        """Returns the values of a batch with a row for each patch.
+
+        Raises:
+            InputError: an input has another number of rows for these patches than the samples had.
+        """
+        if not self.factors:
+            return dict(values)
+        self._check(values)
+        return {name: self._spread(name, value) for name, value in values.items()}
+
+    def gather(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the inputs as the forward has them, from those that `spread` returned."""
+        if not self.factors:
+            return dict(inputs)
+        gathered = dict(inputs)
+        rows = inputs[self.patches[0]].shape[0]
+        for name in (*self.factors, *self.patches):
+            check(inputs[name].shape[0] == rows)  # type: ignore[no-untyped-call]
+        for name, factor in self.factors.items():
+            gathered[name] = inputs[name].unflatten(0, (-1, factor))[:, 0]  # type: ignore[no-untyped-call]
+        return gathered
+
+    def _check(self, values: Mapping[str, StaticValue | None]) -> None:
+        # What the samples had in proportion may be so by chance.
+        given = [value for name in self.patches if (value := values.get(name)) is not None]
+        for name, factor in self.factors.items():
+            value = values.get(name)
+            if value is not None and given and factor * _num_rows(value) != _num_rows(given[0]):
+                raise InputError(
+                    f"{name}: expected a row for every {factor} of {_num_rows(given[0])} patches, as in the "
+                    f"inputs that the tower makes for captures; got {_num_rows(value)}"
+                )
+
+    def _spread(self, name: str, value: _Value) -> _Value:
+        factor = self.factors.get(name)
+        if factor is None or value is None:
+            return value
+        if isinstance(value, Tensor):
+            return value.repeat_interleave(factor, dim=0)  # type: ignore[return-value]
+        return [part.repeat_interleave(factor, dim=0) for part in value]  # type: ignore[return-value]
+
+
+def _num_rows(value: StaticValue) -> int:
+    return value.shape[0] if isinstance(value, Tensor) else sum(part.shape[0] for part in value)
 
 
 class SizedInputs(Protocol):

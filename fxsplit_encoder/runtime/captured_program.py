@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
@@ -19,22 +19,21 @@ from fxsplit_encoder.capture import (
     CaptureRequest,
     ProgramBody,
     SharedBuffers,
-    UnpaddedCaptures,
 )
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CaptureError, InputError, ReplayError, WeightsLayoutError
+from fxsplit_encoder.errors import CaptureError, FxSplitError, ReplayError
 from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.products import ProductChooser
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.costs import CostCurve, PathCosts
+from fxsplit_encoder.planning.costs import PathCosts
+from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
-from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
+from fxsplit_encoder.runtime.unpadded_replays import UnpaddedReplays
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import NamedRegion
@@ -76,7 +75,7 @@ Served: TypeAlias = tuple[Sequence[Any], PathPlan, int | None]
 the budget of the replay: 0 for one without padding, None for no replay."""
 
 
-class CapturedProgram:
+class CapturedProgram(ABC):
     """One forward with its captures: a ladder of budgets, and captures of the token counts that recur.
 
     Args:
@@ -380,7 +379,7 @@ class CapturedProgram:
             are_checked = checks is None or not (checks.are_always_due or checks.is_due(self))
             try:
                 outputs = captured.replay(debug=self.scope.config.debug, parameters_are_checked=are_checked)
-            except Exception:  # what was found is there until it is mended
+            except (FxSplitError, RuntimeError):  # what was found is there until it is mended
                 if checks is not None:
                     checks.all_are_due()
                 raise
@@ -418,17 +417,21 @@ class CapturedProgram:
         outputs, compiled = self.run_unpadded(batch, values)
         return outputs, planned._replace(budget=None, eager=not compiled), None
 
+    @abstractmethod
+    def key(self, budget: int) -> CaptureKey:
+        """Returns the key of a budget's capture in statistics; 0: of captures without padding."""
+
+    @abstractmethod
     def values(self, batch: Any) -> Mapping[str, StaticValue | None]:
         """What a replay, or a run without padding, needs of a batch.
 
         Raises:
             ReplayError: nothing but the tower's own code takes it.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, batch: Any, values: Mapping[str, StaticValue | None]) -> int | None:
         """Rows of a batch on the token dimension; None: not known."""
-        raise NotImplementedError
 
     def fits(self, size: int, rows: int | None) -> bool:
         """Whether a capture of so many output tokens has as many rows as a batch of these."""
@@ -438,15 +441,15 @@ class CapturedProgram:
         """Whether a planned batch that is not replayed goes through the compiled program."""
         return True
 
+    @abstractmethod
     def run_unpadded(
         self, batch: Any, values: Mapping[str, StaticValue | None]
     ) -> tuple[Sequence[Any], bool]:
         """The outputs of a batch at its exact shape, and whether the compiled program ran."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_eager(self, batch: Any) -> Sequence[Any]:
         """The outputs of a batch through the tower's own code."""
-        raise NotImplementedError
 
     def copy_of(self, batch: Any) -> Any:
         """Another batch of the same inputs, where a run uses a batch up."""
@@ -546,186 +549,3 @@ class Choosers:
     def all(self) -> tuple[Chooser[Any, Any], ...]:
         """All of them."""
         return self.attention, self.products
-
-
-# Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
-_GROWTH = 2
-
-_KEPT_WEIGHTS = 1024
-
-# What runs at the exact shape lose to a replay is not known: the device waits for the host here and there,
-# and only a trial tells how long. A size is tried once a capture costs this share of what its runs took. A
-# choice.
-_TRIAL_SHARE = 0.1
-
-_NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
-
-
-class UnpaddedReplays:
-    """Captures at the token counts that occur.
-
-    By hits, a token count is captured when it has come `exact_min_hits` times: with `mode: exact`, and where
-    padding is not proved. By cost, with `mode: auto` on a device, once what its batches have cost more than
-    unpadded replays would, for padding and for launches, adds up to what a capture costs: so the worst that
-    can happen is to pay about twice the least. What runs at its exact shape is captured too once that costs a
-    tenth of what its runs have taken. Either is kept if a replay is faster than the run, measured once with
-    the batch in hand.
-
-    Args:
-        request: makes the capture request of a size over shared inputs.
-        attention_ms: as for `UnpaddedCaptures`.
-    """
-
-    def __init__(
-        self,
-        request: Callable[[int, SharedBuffers], CaptureRequest],
-        scope: CaptureScope,
-        *,
-        attention_ms: Callable[[int], float] = lambda tokens: 0.0,
-    ) -> None:
-        self.inputs = SharedBuffers(_GROWTH)
-        self.captures = UnpaddedCaptures(
-            lambda tokens: request(tokens, self.inputs),
-            scope.pool,
-            threshold=float(scope.config.exact_min_hits),
-            max_captures=scope.config.exact_max_graphs,
-            max_bytes=self._allowance,
-            agree=scope.agree,
-            attention_ms=attention_ms,
-        )
-        self.exact_ms: dict[int, float] = {}
-        """Of sizes whose captures were given up: what the batch that was tried took at its exact shape."""
-        self._remaining_bytes = scope.remaining_bytes
-        self._costs = PathCosts()
-        self._replay_curve = CostCurve(())
-        self._capture_ms = 0.0
-        self._weights: Recent[PathPlan, float] = Recent(_KEPT_WEIGHTS)
-        """By plan, of which a service sees few."""
-
-    def use_costs(self, costs: PathCosts, capture_ms: float) -> None:
-        """What replays, other runs, and a capture of the path cost; for `by_cost`."""
-        self._costs = costs
-        self._replay_curve = CostCurve(tuple(sorted(costs.replay.items())))
-        self._capture_ms = capture_ms
-        self._weights.clear()
-
-    def find(self, planned: PathPlan, *, by_cost: bool, now: bool = False) -> BudgetLadder | None:
-        """What holds a capture of the batch's token count, made if it is time or `now`; None: nothing."""
-        if planned.tokens == 0 or planned.reason in _NEVER_REPLAYED:
-            return None
-        tokens = planned.tokens
-        weight = 1.0
-        if now:
-            weight = math.inf
-        elif by_cost and tokens not in self.captures:
-            weight = self._kept_weight(planned) * self.captures.threshold
-            if not weight:
-                return None
-        ladder = self.captures.find(tokens, weight, on_trial=by_cost)
-        if ladder is None and not self.captures:
-            self.inputs.clear()  # of captures that were not made, or are no more
-        return ladder
-
-    def keeps(self, tokens: int, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
-        """Whether the capture of a size serves; one on trial is first compared with a run at the exact shape.
-
-        Args:
-            tokens: a size that is captured.
-            replay, exact: the batch in hand, by either.
-        """
-        if tokens not in self.captures.on_trial:
-            return True
-        replay_ms = measure_ms(replay, self.captures.device)
-        try:
-            exact_ms = measure_ms(exact, self.captures.device)
-        except (InputError, torch.OutOfMemoryError):  # the batch is served by the replay alone
-            exact_ms = math.inf
-        logger.info("%d tokens: replay %.3f ms, exact shape %.3f", tokens, replay_ms, exact_ms)
-        gains = replay_ms < exact_ms
-        self.captures.conclude(tokens, gains=gains)
-        if not gains:
-            self.exact_ms[tokens] = exact_ms
-        return gains
-
-    def reason(self, planned: PathPlan) -> MissReason | None:
-        """Why a batch that was not replayed counts as a miss; None: for the reason that was planned."""
-        return None if planned.reason in _NEVER_REPLAYED else self.captures.reason(planned.tokens)
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the captures and their inputs."""
-        return self.captures.num_bytes + self.inputs.num_bytes
-
-    def clear(self) -> None:
-        """Releases every capture and forgets what was counted."""
-        self.captures.clear()
-        self.inputs.clear()
-        self.exact_ms.clear()
-
-    def _kept_weight(self, planned: PathPlan) -> float:
-        try:
-            return self._weights[planned]  # `get` would be a call in Python
-        except KeyError:
-            weight = self._weights[planned] = self._weight(planned)
-            return weight
-
-    def _weight(self, planned: PathPlan) -> float:
-        """What a batch costs, or may cost, above a replay of its size, in captures."""
-        costs, tokens = self._costs, planned.tokens
-        if not self._capture_ms or not self._replay_curve.points:
-            return 0.0
-        if planned.budget is not None:
-            spent = costs.replay[planned.budget]
-        else:
-            spent = min(costs.exact_curve.at(tokens), costs.eager_curve.at(tokens))
-        lost = max(0.0, spent - self._replay_curve.at(tokens))
-        if planned.budget is None and math.isfinite(spent):
-            lost = max(lost, spent * _TRIAL_SHARE)
-        return lost / self._capture_ms
-
-    def _allowance(self) -> int | None:
-        remaining = self._remaining_bytes()
-        return None if remaining is None else remaining + self.captures.num_bytes
-
-
-def layouts_of(values: Iterable[object]) -> list[tuple[Any, ...] | None]:
-    """The layouts of weights; None for a value that is no tensor."""
-    return [layout(value) if isinstance(value, torch.Tensor) else None for value in values]
-
-
-def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Sizes, strides, dtype and device of a weight."""
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-
-
-def check_replacements(
-    layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
-) -> None:
-    """Raises WeightsLayoutError unless new weights have the layouts of those that a program was compiled for.
-
-    Weights that change in place need nothing: captures read the new values. Others of the same layout are
-    captured again.
-
-    Args:
-        layouts, values: of the old weights (None: no weight), and those in the same places now.
-        what_to_do: for the message, a sentence.
-    """
-    for expected, value in zip(layouts, values, strict=True):
-        if expected is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise WeightsLayoutError(
-                f"parameters: expected those with which the module was compiled; got {value} in the place of "
-                f"one. Put it back, or: {what_to_do}"
-            )
-        if layout(value) != expected:
-            raise WeightsLayoutError(
-                "parameters: expected them in the sizes, strides, dtype and device in which the module was "
-                f"compiled; got one of {tuple(value.shape)}, strides {value.stride()}, {value.dtype} on "
-                f"{value.device} in the place of another. {what_to_do}"
-            )
-
-
-def warn_of_new_captures(reason: object) -> None:
-    """Says that everything is captured again."""
-    logger.warning("capturing again: %s", reason)

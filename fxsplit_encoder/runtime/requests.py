@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,10 +23,12 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.inputs import is_cumulative
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.errors import CaptureError, WeightsLayoutError
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import Bindings, NamedRegion
+
+logger = logging.getLogger(__name__)
 
 PaddingLogics: TypeAlias = Mapping[str, Callable[[Tensor, Tensor], None]]
 """By name, how a tower fills an input of a capture (first) from a value (second) itself."""
@@ -151,6 +154,49 @@ def _buffer(
         may_be_left_out=dim is None,
     )
     return buffer if dim is None else shared.share(buffer)
+
+
+def layouts_of(values: Iterable[object]) -> list[tuple[Any, ...] | None]:
+    """Returns the layouts of weights; None for a value that is no tensor."""
+    return [layout(value) if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns sizes, strides, dtype and device of a weight."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def check_replacements(
+    layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
+) -> None:
+    """Raises WeightsLayoutError unless new weights have the layouts of those that a program was compiled for.
+
+    Weights that change in place need nothing: captures read the new values. Others of the same layout are
+    captured again.
+
+    Args:
+        layouts, values: of the old weights (None: no weight), and those in the same places now.
+        what_to_do: for the message, a sentence.
+    """
+    for expected, value in zip(layouts, values, strict=True):
+        if expected is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise WeightsLayoutError(
+                f"parameters: expected those with which the module was compiled; got {value} in the place of "
+                f"one. Put it back, or: {what_to_do}"
+            )
+        if layout(value) != expected:
+            raise WeightsLayoutError(
+                "parameters: expected them in the sizes, strides, dtype and device in which the module was "
+                f"compiled; got one of {tuple(value.shape)}, strides {value.stride()}, {value.dtype} on "
+                f"{value.device} in the place of another. {what_to_do}"
+            )
+
+
+def warn_of_new_captures(reason: object) -> None:
+    """Warns that everything is captured again."""
+    logger.warning("capturing again: %s", reason)
 
 
 class WeightChecks:
