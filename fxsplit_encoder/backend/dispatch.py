@@ -155,8 +155,8 @@ class BudgetDispatcher:
         return Counter(self.statistics.snapshot().misses)
 
     def stats(self) -> ManagerStats:
-        """What the manager's `stats` tells, of calls: each is one item. Captures of calls that differ in
-        other sizes than the token count have these as their axis keys.
+        """Returns statistics of calls, each of which is one item; sizes other than the token count are axis
+        keys.
         """
         with self._lock:
             self._captures.record(self.statistics)
@@ -245,8 +245,8 @@ class BudgetDispatcher:
     def _capture_smallest(
         self, program: CapturedProgram, bindings: Bindings, tokens: int, segments: int
     ) -> bool:
-        """Captures the smallest budget with capacity for a call, unless the exact shape is as fast there;
-        returns whether there were some with capacity for its tokens, and not for its segments.
+        """Captures the smallest budget with capacity for a call, unless the exact shape is as fast; returns
+        whether a budget had capacity for its tokens and not for its segments.
         """
         too_small = False
         if program.mode == "exact" or program.padding_refused:
@@ -374,12 +374,7 @@ class Output:
         return cls(argument, tuple((dim, size) for dim, size in enumerate(shape) if size.symbols))
 
     def of_call(self, replayed: Any, bindings: Bindings) -> tuple[Any, bool]:
-        """The output at its true size; whether the next replay overwrites it.
-
-        Args:
-            replayed: what the replay returned in its place.
-            bindings: of the call.
-        """
+        """Returns the replayed output at its true size, and whether the next replay overwrites it."""
         argument = self.argument
         if isinstance(argument, Size):
             return argument(bindings.symbols), False
@@ -396,12 +391,7 @@ class Output:
 
 
 def own_outputs(outputs: Sequence[Output], replayed: Sequence[Any], bindings: Bindings) -> list[Any]:
-    """All outputs at their true sizes, as the caller's own (capture rule 7).
-
-    Args:
-        replayed: what the replay returned in their places.
-        bindings: of the call.
-    """
+    """Copies the replayed outputs of a call at their true sizes (capture rule 7)."""
     own, copies, overwritten = [], [], []
     for output, found in zip(outputs, replayed, strict=True):
         value, is_overwritten = output.of_call(found, bindings)

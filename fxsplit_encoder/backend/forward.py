@@ -63,10 +63,8 @@ class ProgramBudgets:
 
     @classmethod
     def of(cls, program: Program, config: EncoderConfig, bindings: Bindings) -> ProgramBudgets:
-        """Those of a program, whose bindings have what its host ops are called with.
-
-        Raises:
-            ConfigError: the smallest budget has no capacity for an image.
+        """Asks a program's host ops, with the arguments that `bindings` hold; ConfigError where the smallest
+        budget has no capacity for an image.
         """
         rows_per_token: int | Fraction = 1
         inferred = _LADDER_OF_UNKNOWN_RANGE
@@ -138,7 +136,7 @@ class ProgramForward:
         return None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
+        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
 
         Raises:
             CaptureError: the trace does not hold for so many.
@@ -167,7 +165,6 @@ class ProgramForward:
             )
 
     def _input_bytes(self, symbols: Mapping[str, int]) -> int:
-        """Memory of the region's inputs at these sizes, but for the lengths of segments."""
         return sum(
             math.prod(size(symbols) for size in entry.info.shape) * entry.info.dtype.itemsize
             for entry in self.region.program.region_inputs
@@ -177,7 +174,6 @@ class ProgramForward:
     def _example_input(
         self, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int
     ) -> Tensor:
-        """A tensor of the captured size, with contents to record and to time the capture with."""
         program = self.region.program
         device, dtype = program.device, entry.info.dtype
         if entry.is_segments and not program.padding.segments_may_grow:

@@ -28,10 +28,10 @@ from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 logger = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 10.0
-"""How long the interpreter's end waits for a step."""
+"""Timeout of the join at the interpreter's exit."""
 
 _POLL_SECONDS = 0.005
-"""How often who waits for the end looks for a capture to make."""
+"""Poll interval of `wait`, in seconds."""
 
 
 def check_that_steps_will_do(config: EncoderConfig) -> None:
@@ -105,7 +105,7 @@ class BackgroundCapture:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for its end, of whatever kind, and captures meanwhile; whether it has come."""
+        """Waits for the end, making captures itself; returns whether it has come."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._over.is_set():
             left = _POLL_SECONDS if end is None else min(_POLL_SECONDS, end - time.monotonic())
@@ -116,7 +116,7 @@ class BackgroundCapture:
         return self._over.is_set()
 
     def stop(self) -> None:
-        """Begins no further step, and ends the other process. Nothing happens to a step that runs."""
+        """Cancels further steps and ends the other process; a step that runs goes on."""
         self._stopped.set()
         if not self._progress.is_over:
             self._finish("stopped")
@@ -125,7 +125,7 @@ class BackgroundCapture:
             worker.close()
 
     def end(self) -> None:
-        """As `stop`, and waits for a step that runs; at the interpreter's end."""
+        """Stops and joins the thread, at the interpreter's exit."""
         self.stop()
         if self._thread is not None:
             self._thread.join(_EXIT_SECONDS)
@@ -174,7 +174,7 @@ class BackgroundCapture:
         self._finish("failed", reason)
 
     def _give_way(self) -> None:
-        """Has the target serve what it has, so that it gets the memory of what served until now."""
+        """Makes the target serve what it has, and releases the first captures for their memory."""
         self.notes.append("too little memory for both: the first captures were released before the last came")
         self._switch()
         self._first = None
@@ -205,7 +205,6 @@ class BackgroundCapture:
     # --- compiling
 
     def _compile(self) -> None:
-        """Leaves every forward compiled, or found not to compile."""
         paths = self._target.compiled_paths
         self._restore(paths)
         if self._pending(paths):
@@ -223,7 +222,6 @@ class BackgroundCapture:
             self._target.compile()  # nothing is left but what there is to say
 
     def _compare(self) -> None:
-        """Compares the kernels that the captures will call, so that no capture has to."""
         if self._target.scope.measured:
             self._tell("measuring")
             compare_between_requests(lambda: self._target.run(self._planned), self._target.pool.device)
@@ -232,9 +230,7 @@ class BackgroundCapture:
         return [path for path in paths if not path.forward.is_settled]
 
     def _restore(self, paths: list[EncoderPath]) -> None:
-        """Takes the programs that were saved. Loading their pieces takes seconds and their first run, which
-        builds and loads kernels, one: both are done without the turn.
-        """
+        """Takes saved programs. Their loading and first run take seconds, and are done without the turn."""
         for path in paths:
             if path.forward.saved is None:
                 continue
@@ -250,12 +246,7 @@ class BackgroundCapture:
                 path.forward.take_saved(loaded, example)
 
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
-        """In another process, from which the programs are restored.
-
-        Raises:
-            InputError: it cannot make the tower.
-            CompileError: it has failed.
-        """
+        """Compiles in another process and restores the programs; InputError: it cannot make the tower."""
         with self.work.turn():
             worker = self._worker = CompileWorker(self._target)
         try:
@@ -281,7 +272,6 @@ class BackgroundCapture:
         self._restore(paths)
 
     def _compile_beside(self, path: EncoderPath, refusals: dict[str, str]) -> None:
-        """On this thread, while others serve."""
         forward = path.forward
         with self.work.turn():
             known = refusals.get(forward.name, refusals.get(""))

@@ -219,8 +219,8 @@ class Generation:
         return self.config.packing == "cost" and self.scope.compares_kernels
 
     def run(self, planned: CapturePlan) -> None:
-        """Runs, once each, what `capture` will time and capture, largest first, with a pause before each:
-        inside `collecting` this finds which kernels are to be compared.
+        """Runs, once each, what will be timed and captured, largest first, with pauses: inside `collecting`
+        this finds which kernels are to be compared.
         """
         wanted = sorted(_wanted(planned), key=lambda each: -each[1])
         for key, budget in wanted:
@@ -258,8 +258,8 @@ class Generation:
     # --- the first captures
 
     def uncompiled(self) -> Generation:
-        """One whose captures take seconds: of the towers' own forwards, in mode `breakable`, by the measured
-        costs of replays and eager runs, and with the attention kernels that are known already.
+        """Returns a generation whose captures take seconds: of the tower's own forward, in mode `breakable`,
+        with the attention kernels that are known already.
         """
         first = {**_UNCOMPILED, "mode": _first_mode(self.config.mode), "packing": "cost"}
         paths = {
@@ -277,7 +277,6 @@ class Generation:
 
 
 def _wanted(planned: CapturePlan) -> list[tuple[_PathKey, int]]:
-    """(path's key, budget) of what is captured."""
     keys = (capture.key for capture in planned.captures if capture.pruned is None)
     return [((key.path, key.axis_keys), key.budget) for key in keys]
 
@@ -320,9 +319,8 @@ def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
 
 
 def _input_size(path: EncoderPath) -> tuple[float, float, int, dict[int, str]]:
-    """Bytes a token and bytes beside of a path's static inputs, from the two smallest budgets that the tower
-    can make inputs for, in the memory that there is; the bytes of those that do not grow; and why it cannot
-    for smaller ones.
+    """Bytes of a path's static inputs a token and fixed, from the two smallest budgets that the tower makes
+    inputs for; the bytes of those that do not grow; and why it makes none for smaller budgets.
     """
     sizes: dict[int, int] = {}
     refusals: dict[int, str] = {}
@@ -345,10 +343,8 @@ def _input_size(path: EncoderPath) -> tuple[float, float, int, dict[int, str]]:
 
 
 def _unreachable(path: EncoderPath, previous: int, budget: int, max_items: int) -> str | None:
-    """Why no batch needs this budget, where the tower tells how many tokens an item of these keys has.
-
-    A batch of n items has between n times the fewest and n times the most tokens of an item; it needs this
-    budget if it has more tokens than the budget before and not more than this one.
+    """Why no batch needs this budget, that is, has more tokens than the budget before and not more than this
+    one, where the tower tells how many tokens an item has.
     """
     token_range = path.item_token_range()
     if token_range is None:
@@ -371,14 +367,9 @@ _DOUBLINGS = 8
 
 
 def check_budgets(forward: PathForward, *, tile: int | None, out_hidden_size: int, field: str) -> None:
-    """Raises ConfigError for budgets whose static inputs and output no memory of the device holds.
-
-    Nothing of a budget's size is allocated: what inputs take is known from small ones, with which it grows in
-    proportion.
-
-    Args:
-        tile: the smallest size that the path can have; None: any.
-        field: where the settings list the budgets.
+    """Raises ConfigError, which names the settings' `field`, for budgets whose static inputs and output the
+    device's memory does not hold. Nothing of a budget's size is allocated: bytes are extrapolated from small
+    inputs, of a `tile` or more.
     """
     budgets, memory = forward.budgets, memory_of(forward.device)
     output = out_hidden_size * forward.dtype.itemsize
@@ -397,9 +388,7 @@ def check_budgets(forward: PathForward, *, tile: int | None, out_hidden_size: in
 
 
 def _input_bytes(forward: PathForward, sizes: Sequence[int], below: int) -> tuple[float, float]:
-    """Bytes of the inputs a token, and those beside, from the first two sizes that the tower makes inputs
-    of; none where it makes fewer.
-    """
+    """Bytes of inputs a token, and fixed, from the first two sizes that the tower makes inputs of."""
     known: list[tuple[int, int]] = []
     for size in sizes:
         if size < below and len(known) < 2:

@@ -183,8 +183,8 @@ class Lifecycle:
         return plan.by_the_tower(reason)
 
     def check_tower(self) -> None:
-        """Raises TowerChangedError if the tower's modules are others than when it was compiled or captured.
-        With `weight_check_seconds` it looks so often. The caller has the turn.
+        """Raises TowerChangedError if the tower's modules are others than when it was compiled or captured,
+        every `weight_check_seconds`. The caller has the turn.
         """
         structure, looks = self._structure, self._looks
         if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_unchanged():
@@ -202,9 +202,7 @@ class Lifecycle:
         self._looks.all_are_due()
 
     def take_structure(self) -> None:
-        """Notes of which modules everything is made; of others than before it is made anew. The caller has
-        the turn.
-        """
+        """Notes the tower's modules, and forgets what was made of others. The caller has the turn."""
         if self._structure is not None and (change := self._structure.change()):
             warn_of_new_captures(change)
             for generation in {self.serving, self.own}:
@@ -274,11 +272,7 @@ class Lifecycle:
 
 # Entered for every request: four contexts in one `with` are twice as many calls.
 class serving_scope:
-    """What `turns`, `kernels.choosing()`, `on_device` and `without_autograd` are, one in the other.
-
-    Args:
-        device: of the request's work.
-    """
+    """Enters `turns`, `kernels.choosing()`, `on_device` and `without_autograd`."""
 
     __slots__ = ("_autograd", "_choosers", "_device", "_elsewhere", "_tokens", "_turns")
 

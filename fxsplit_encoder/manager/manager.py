@@ -217,24 +217,19 @@ class EncoderCudaGraphManager:
                 self.data_parallel.share_costs(*self._serving.unit_costs())
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits for the work behind `capture(wait=False)`, if there is any, and makes the captures meanwhile
-        that requests would have made.
+        """Waits for the work behind `capture(wait=False)`, making its captures on this thread.
 
         Args:
-            timeout: seconds, after which it begins no further capture; None: as long as it takes.
+            timeout: seconds, after which it begins no further capture; None: no limit.
 
         Returns:
-            Whether it is over: `stats().progress` says how it ended.
+            Whether the work is over: `stats().progress` says how it ended.
         """
         return self._lifecycle.wait(timeout)
 
     def save_start(self, path: str | os.PathLike[str]) -> int:
-        """Writes a file with which other processes start on devices of the same kind without compiling and
-        without measuring: what this process compiled, what was measured of attention on this device, and what
-        of this tower. The file replaces what was there as a whole.
-
-        Returns:
-            How many bytes it has.
+        """Writes a file with which other processes start on devices of the same kind without compiling or
+        measuring; returns its bytes. The file is replaced as a whole.
 
         Raises:
             InputError: nothing was captured yet, or the file cannot be written. While `capture(wait=False)`
@@ -243,14 +238,11 @@ class EncoderCudaGraphManager:
         return self._lifecycle.save_start(Path(path))
 
     def load_start(self, path: str | os.PathLike[str]) -> bool:
-        """Has `compile` and `capture` use what `save_start` wrote. The file holds compiled code, so it has to
-        come from someone who may run code here.
+        """Makes `compile` and `capture` use a file of `save_start`; returns whether it is used. It holds
+        compiled code, so it has to come from a source that may run code here.
 
-        One that is damaged, or was made by another GPU, version, tower or configuration, is ignored, with a
-        warning that names what differs; `reports` says so too.
-
-        Returns:
-            Whether it is used.
+        A file that is damaged, or was made by another GPU, version, tower or configuration, is ignored, and a
+        warning and `reports` name what differs.
 
         Raises:
             InputError: captures are there already.
@@ -275,7 +267,7 @@ class EncoderCudaGraphManager:
         )
 
     def _use_captures(self) -> None:
-        """Tells of the captures whoever plans, runs and counts."""
+        """Passes the captures that serve to plans, statistics and the trace."""
         captured = self._lifecycle.is_captured
         self._missed_capture = self._missed_capture and not captured
         self._serving.plans.use_captures(self.limits, captured=captured)
@@ -412,7 +404,6 @@ class EncoderCudaGraphManager:
 
 
 def _invariant_kernels(kernels: Choosers, device: torch.device) -> list[str]:
-    """Which kernels keep it, a line each, as far as anything has run."""
     from fxsplit_encoder.kernels.products.fixed import PRODUCTS
 
     attention = [f"attention of {chosen}" for chosen in kernels.attention.chosen]
@@ -420,7 +411,7 @@ def _invariant_kernels(kernels: Choosers, device: torch.device) -> list[str]:
 
 
 def _invariant_choices(kernels: Choosers, device: torch.device) -> list[str]:
-    """What decides over the bits beside tower and inputs: the same in processes that give the same."""
+    """What decides over the bits besides tower and inputs."""
     from fxsplit_encoder.kernels.products.fixed import PRODUCTS
 
     known: dict[str, Any] = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
@@ -440,7 +431,6 @@ def _differing_items(
     packings: int,
     seed: int,
 ) -> list[int]:
-    """See `EncoderCudaGraphManager.check_invariance`."""
     count = len(read_item_specs(tower, mm_kwargs))
     num_axes = len(read_model_config(tower).capture_axes)
 

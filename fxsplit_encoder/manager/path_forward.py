@@ -7,7 +7,7 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +76,8 @@ class PathForward:
         self.options = options
         self.padding_logics = tower.get_encoder_cudagraph_config().padding_logics
         self.declares_padding: bool = getattr(tower, "declares_padding", True)
-        """Whether the tower's word is taken that padding leaves its real rows alone: that of any that
-        implements the protocol itself, since padded replays are what the protocol describes."""
+        """Whether the tower declares that padding leaves its real rows alone: by default, since the protocol
+        describes padded replays."""
         self.program: BoundProgram | None = None
         """None before `compile`, and where the forward does not compile."""
         self.parameters = StaticParameters(())
@@ -116,7 +116,7 @@ class PathForward:
     # --- inputs
 
     def capture_values(self, budget: int) -> dict[str, Tensor]:
-        """Fresh inputs of so many output tokens, without those that are not used.
+        """Makes inputs of so many output tokens, without those that are not used.
 
         Raises:
             InputError: the tower cannot make them for these axis keys, or uses one at some sizes only.
@@ -170,11 +170,8 @@ class PathForward:
         return inputs
 
     def growing_inputs(self) -> frozenset[str]:
-        """Names of the inputs that are larger for the largest budget than for the smallest. With fewer than
-        two budgets nothing tells.
-
-        Raises:
-            InputError: the tower cannot make inputs of any of these sizes.
+        """Returns the inputs that are larger for the largest budget than for the smallest; none with fewer
+        than two budgets. InputError where the tower makes no inputs of these sizes.
         """
         budgets = self.budgets
         if len(budgets) < 2:
@@ -187,7 +184,7 @@ class PathForward:
         return self._growing
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
+        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
 
         Raises:
             CaptureError: the tower makes no inputs of this size, or the trace does not hold for it.
@@ -222,8 +219,8 @@ class PathForward:
 
     @torch.no_grad()
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """How a capture changes the results of a batch of half its tokens; of all of them, if it has to be
-        full. None: it does not.
+        """Returns how a capture changes the results of a batch of half its tokens, or of all if it has to be
+        full; None: it does not.
         """
         batch = tokens if captured.must_be_full else tokens // 2
         try:
@@ -299,11 +296,8 @@ class PathForward:
     def trace(
         self, example: TracedExample, progress: Callable[[int, int], None] | None, *, beside: bool = False
     ) -> BoundProgram | CaptureError | CompileError:
-        """The compiled forward, for `take`; or why it does not compile.
-
-        Args:
-            beside: whether the tower serves meanwhile, in another thread: modules of it that are treated
-                specially while they are traced are then copies, over the same parameters.
+        """Returns the compiled forward, for `take`, or why it does not compile. With `beside` another thread
+        runs the tower: modules that tracing treats specially are then copies, over the same parameters.
         """
         from fxsplit_encoder.compile import trace_forward
 
@@ -339,11 +333,7 @@ class PathForward:
         self.groups = RowGroups()
 
     def to_save(self) -> dict[str, Any]:
-        """The program, for `saved` of another process.
-
-        Raises:
-            CompileError: it cannot be saved, and why.
-        """
+        """Returns the program for `saved` of another process; CompileError where it cannot be saved."""
         from fxsplit_encoder.compile.saved import save_program
 
         assert self.program is not None
@@ -362,11 +352,7 @@ class PathForward:
         self.parameters = StaticParameters(filter(torch.is_tensor, program.fixed), self.tower)
 
     def current_program(self) -> BoundProgram | None:
-        """The program on the parameters that the tower has now.
-
-        Raises:
-            InputError: they are of other layouts than those that it was compiled with.
-        """
+        """Returns the program on the tower's parameters now; InputError where their layouts have changed."""
         if self.program is None or not self.parameters.have_moved():
             return self.program
         old, now = self.program.fixed, iter(self.parameters.current())
@@ -469,20 +455,6 @@ def _num_rows(value: StaticValue) -> int:
     return value.shape[0] if isinstance(value, Tensor) else sum(part.shape[0] for part in value)
 
 
-class SizedInputs(Protocol):
-    """Inputs of a forward at any of its budgets."""
-
-    @property
-    def budgets(self) -> Sequence[int]:
-        """In output tokens, increasing."""
-
-    def first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
-        """Inputs of the first of these budgets that has some."""
-
-    def growing_inputs(self) -> frozenset[str]:
-        """The inputs that have more rows at larger budgets."""
-
-
 @dataclass(frozen=True)
 class TracedExample:
     """What a forward is traced with."""
@@ -492,17 +464,13 @@ class TracedExample:
     """Of each input the dimensions whose sizes vary."""
 
     @classmethod
-    def of(cls, sized: SizedInputs) -> TracedExample:
-        """That of a forward.
-
-        Raises:
-            InputError: the tower makes no inputs.
-        """
+    def of(cls, sized: PathForward) -> TracedExample:
+        """Makes the example of a forward; InputError where the tower makes no inputs."""
         inputs = _moderate_inputs(sized)
         return cls(inputs, _dynamic_dims(sized, inputs))
 
 
-def _moderate_inputs(sized: SizedInputs) -> dict[str, Tensor]:
+def _moderate_inputs(sized: PathForward) -> dict[str, Tensor]:
     """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
     nearest = sorted(sized.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
     inputs = sized.first_values(nearest)
@@ -512,7 +480,7 @@ def _moderate_inputs(sized: SizedInputs) -> dict[str, Tensor]:
     return inputs
 
 
-def _dynamic_dims(sized: SizedInputs, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
+def _dynamic_dims(sized: PathForward, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
     budgets = sized.budgets
     if len(budgets) < 2:
@@ -524,12 +492,8 @@ def _dynamic_dims(sized: SizedInputs, inputs: Mapping[str, Tensor]) -> dict[str,
     }
 
 
-def row_groups_of(sized: SizedInputs, without: Collection[str]) -> RowGroups:
-    """What inputs have a row for a group of patches, as far as the budgets tell.
-
-    Args:
-        without: inputs that may have more rows than a batch needs.
-    """
+def row_groups_of(sized: PathForward, without: Collection[str]) -> RowGroups:
+    """Finds the inputs with a row for a group of patches, but for those `without`, from three budgets."""
     budgets = sized.budgets
     sizes = {0, len(budgets) // 2, len(budgets) - 1}
     if len(sizes) < 2:
@@ -539,7 +503,7 @@ def row_groups_of(sized: SizedInputs, without: Collection[str]) -> RowGroups:
 
 
 def with_contents(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs that tell something: random values for zeros, which are the same wherever they come from."""
+    """Replaces zeros by random values, so that a comparison shows which rows are read."""
     return {name: _with_contents(tensor) for name, tensor in values.items()}
 
 
@@ -551,7 +515,7 @@ def _with_contents(tensor: Tensor) -> Tensor:
 
 
 def difference(expected: Sequence[Any], got: Sequence[Any], kind: str) -> str | None:
-    """How the real rows of padded outputs differ from what is expected, by more than rounding; or None."""
+    """Returns how the real rows of padded outputs differ by more than rounding; or None."""
     for number, (a, b) in enumerate(zip(expected, got, strict=True)):
         if not isinstance(a, torch.Tensor):
             continue

@@ -44,7 +44,7 @@ _NOTHING_CAPTURED = frozenset({MissReason.NOT_CAPTURED, MissReason.NEW_SHAPE})
 
 
 class CapturableForward(Protocol):
-    """What is captured: a program at any size, or a tower's own code."""
+    """A forward to capture: a program at any size, or a tower's own code."""
 
     @property
     def region(self) -> NamedRegion | None:
@@ -55,7 +55,7 @@ class CapturableForward(Protocol):
         """Whether padding is taken to leave real rows alone without a proof."""
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """A capture of so many output tokens; inputs that every batch fills lie in `shared`.
+        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
 
         Raises:
             CaptureError: there is none of this size.
@@ -65,14 +65,14 @@ class CapturableForward(Protocol):
         """Whether only batches that fill a budget of so many output tokens take it."""
 
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """How a new capture of so many output tokens changes the results of a batch, one that does not fill
-        it unless it is always full; None: it does not, or there is no such batch to compare.
+        """Returns how a new capture changes the results of a batch, which does not fill it unless it is
+        always full; None: it does not, or there is no such batch.
         """
 
 
 Served: TypeAlias = tuple[Sequence[Any], PathPlan, int | None]
-"""The outputs of a batch, which the next replay overwrites if one made them; the plan, as it came to be; and
-the budget of the replay: 0 for one without padding, None for no replay."""
+"""The outputs of a batch, which the next replay overwrites; the plan as it was served; and the budget of the
+replay: 0 for one without padding, None for no replay."""
 
 
 class CapturedProgram(ABC):
@@ -112,11 +112,13 @@ class CapturedProgram(ABC):
             mode,
             scope.pool,
             measured=scope.measured,
-            attention_ms=self._attention_ms,
+            attention_ms=lambda tokens: self.measured.attention_ms(tokens),
             agree=scope.agree or bool,
             compares_kernels=scope.compares_kernels,
         )
-        self.unpadded = UnpaddedReplays(self._request_of_count, scope, attention_ms=self._attention_ms)
+        self.unpadded = UnpaddedReplays(
+            self._request_of_count, scope, attention_ms=lambda tokens: self.measured.attention_ms(tokens)
+        )
 
     # --- what may be captured
 
@@ -143,7 +145,7 @@ class CapturedProgram(ABC):
         return "cost" if by_cost else None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
+        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
 
         Raises:
             CaptureError: the forward cannot be captured, or has none of this size.
@@ -165,7 +167,7 @@ class CapturedProgram(ABC):
         return request
 
     def _request_of_count(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """For batches of just so many tokens, with which nobody compares the capture."""
+        """Makes the request of a capture without padding."""
         request = self.request(tokens, shared)
         body = request.body
         if self.padding_refused and isinstance(body, ProgramBody):
@@ -173,9 +175,6 @@ class CapturedProgram(ABC):
             if not body.program.accepts(body.bindings.symbols):
                 raise CaptureError(f"the trace does not hold for {tokens} tokens, which are a single row")
         return request
-
-    def _attention_ms(self, tokens: int) -> float:
-        return self.measured.attention_ms(tokens)
 
     # --- captures
 
@@ -190,7 +189,7 @@ class CapturedProgram(ABC):
         return self.ladder.captured
 
     def capture(self, budget: int) -> None:
-        """Captures one budget once, or notes why it is dropped; pauses as `BudgetLadder.capture`."""
+        """Captures one budget once, or notes why it is dropped. Pauses as `BudgetLadder.capture`."""
         is_new = budget not in self.captured
         self.ladder.capture(budget)
         if is_new and not (self.padding_proved or self.forward.declares_padding):
@@ -215,9 +214,7 @@ class CapturedProgram(ABC):
         return budget
 
     def _must_compare(self) -> bool:
-        """Whether a capture has to show that padding leaves its results alone: where only the tower's word
-        says so, with `debug`; where nothing does, since nobody could analyze the forward, always.
-        """
+        # Where nothing says that padding leaves rows alone, always; where the tower says so, with `debug`.
         return not self.padding_proved and (self.scope.config.debug or not self.forward.declares_padding)
 
     def drop(self, budget: int, reason: str) -> None:
@@ -226,7 +223,7 @@ class CapturedProgram(ABC):
         self.note(f"{self.label}: budget {budget} is dropped: {reason}")
 
     def forget_drop(self, budget: int) -> None:
-        """Has the next `capture` of a dropped budget try again, and says nothing of the drop any more."""
+        """Lets the next `capture` of a dropped budget try again, and removes the note of the drop."""
         said = f"{self.label}: budget {budget} is dropped: "
         self.notes = [note for note in self.notes if not note.startswith(said)]
         self.ladder.forget_drop(budget)
@@ -243,7 +240,7 @@ class CapturedProgram(ABC):
         self.ladder.clear()
 
     def note(self, note: str) -> None:
-        """Remembers what was dropped or runs in another way than asked, and warns of it, once."""
+        """Adds a note of what was dropped or runs otherwise than asked, with a warning, once."""
         if note not in self.notes:
             self.notes.append(note)
             logger.warning("%s", note)
@@ -252,7 +249,7 @@ class CapturedProgram(ABC):
 
     @property
     def input_bytes(self) -> int:
-        """Memory of the static inputs of all captured budgets, shared or not."""
+        """Bytes of the static inputs of all captured budgets."""
         return sum(
             {
                 storage.data_ptr(): storage.nbytes()
@@ -262,13 +259,8 @@ class CapturedProgram(ABC):
             }.values()
         )
 
-    @property
-    def unpadded_bytes(self) -> int:
-        """Memory of the captures of recurring token counts, and of their inputs."""
-        return self.unpadded.num_bytes
-
     def num_bytes(self, budget: int) -> int:
-        """Memory that captures need for this budget alone: graphs, and inputs that no other reads."""
+        """Returns the bytes of this budget alone: graphs, and inputs that no other reads."""
         others = _read_bytes([captured for other, captured in self.captured.items() if other != budget])
         own = _read_bytes([self.captured[budget]])
         unshared = (max(0, num_bytes - others.get(address, 0)) for address, num_bytes in own.items())
@@ -278,18 +270,18 @@ class CapturedProgram(ABC):
 
     @property
     def costs(self) -> PathCosts:
-        """What was measured, or an order of preference where nothing was."""
+        """The measured costs, or an order of preference where nothing was measured."""
         compiled = self.forward.region is not None
         costs = self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
         return replace(costs, max_tokens=self.token_capacity)
 
     def expect(self, known: KnownCosts) -> None:
-        """Takes over what was measured elsewhere on a device of the same kind; `clear` keeps it."""
+        """Uses measurements of another process on a device of the same kind; `clear` keeps them."""
         self.expected = known
         self.ladder.expect(known.budgets, known.capture_ms)
 
     def known(self) -> KnownCosts:
-        """What was measured here, or taken over."""
+        """Returns what was measured here or passed to `expect`."""
         return KnownCosts(self.measured, self.ladder.known(), self.ladder.capture_ms)
 
     # --- replays
@@ -297,11 +289,8 @@ class CapturedProgram(ABC):
     def captures_for(
         self, planned: PathPlan, *, capture_now: bool = False
     ) -> list[tuple[int, BudgetLadder, int]]:
-        """What may serve a planned batch, the best first: its budget (0: none, unpadded), what holds the
-        capture, and its size.
-
-        Args:
-            capture_now: whether the batch's own token count is captured at once, if it ever is.
+        """Returns captures that may serve a planned batch, the best first: (budget, 0 without padding; the
+        ladder that holds it; its size). With `capture_now` the batch's own count is captured at once if ever.
         """
         found: list[tuple[int, BudgetLadder, int]] = []
         by = self.recurring_counts
@@ -320,11 +309,7 @@ class CapturedProgram(ABC):
     def best_capture(
         self, ladder: BudgetLadder, size: int, values: Mapping[str, StaticValue | None]
     ) -> CapturedForward:
-        """What to replay of a captured size for a batch.
-
-        Raises:
-            ReplayError: no value was given for a buffer of the capture (capture rule 4).
-        """
+        """Returns the capture of a size for a batch; ReplayError if a value is missing (capture rule 4)."""
         region = self.forward.region
         lengths = values.get(region.frame_lengths) if region and region.frame_lengths is not None else None
         single = isinstance(lengths, torch.Tensor) and lengths.shape[0] == 2
@@ -343,12 +328,8 @@ class CapturedProgram(ABC):
         capture_now: bool = False,
         in_inference_mode: bool = False,
     ) -> Served:
-        """Runs a planned batch: fills the static inputs of the best capture and replays it; without one that
-        takes it, at the exact shape, or else through the tower's own code. The caller has the pool.
-
-        Args:
-            batch: as `values` takes it.
-            in_inference_mode: whether the tower's own code runs so.
+        """Runs a planned batch: loads and replays the best capture; without one that takes it, at the exact
+        shape, or else through the tower's own code, `in_inference_mode` if told so. The caller has the pool.
 
         Raises:
             WeightsMovedError: a capture reads parameters that are elsewhere now.
@@ -393,7 +374,6 @@ class CapturedProgram(ABC):
     def _values(
         self, planned: PathPlan, batch: Any, *, in_inference_mode: bool
     ) -> Mapping[str, StaticValue | None] | None:
-        """What is needed of a batch; None: only the tower's own code takes it."""
         try:
             if in_inference_mode and self.forward.region is None:  # no program gets what it makes
                 with inference_mode():
@@ -423,18 +403,14 @@ class CapturedProgram(ABC):
 
     @abstractmethod
     def values(self, batch: Any) -> Mapping[str, StaticValue | None]:
-        """What a replay, or a run without padding, needs of a batch.
-
-        Raises:
-            ReplayError: nothing but the tower's own code takes it.
-        """
+        """Returns the inputs of a batch; ReplayError where only the tower's own code takes it."""
 
     @abstractmethod
     def rows(self, batch: Any, values: Mapping[str, StaticValue | None]) -> int | None:
-        """Rows of a batch on the token dimension; None: not known."""
+        """Returns the rows of a batch on the token dimension; None: not known."""
 
     def fits(self, size: int, rows: int | None) -> bool:
-        """Whether a capture of so many output tokens has as many rows as a batch of these."""
+        """Returns whether a capture of `size` output tokens has as many rows as the batch."""
         return True
 
     def runs_compiled(self, planned: PathPlan) -> bool:
@@ -445,14 +421,14 @@ class CapturedProgram(ABC):
     def run_unpadded(
         self, batch: Any, values: Mapping[str, StaticValue | None]
     ) -> tuple[Sequence[Any], bool]:
-        """The outputs of a batch at its exact shape, and whether the compiled program ran."""
+        """Runs a batch at its exact shape; returns its outputs and whether the compiled program ran."""
 
     @abstractmethod
     def run_eager(self, batch: Any) -> Sequence[Any]:
-        """The outputs of a batch through the tower's own code."""
+        """Runs a batch through the tower's own code."""
 
     def copy_of(self, batch: Any) -> Any:
-        """Another batch of the same inputs, where a run uses a batch up."""
+        """Returns a copy of a batch where a run uses it up."""
         return batch
 
     def _keeps(
@@ -472,7 +448,7 @@ class CapturedProgram(ABC):
         return self.unpadded.keeps(size, replay, lambda: self.run_unpadded(self.copy_of(batch), values))
 
     def as_served(self, planned: PathPlan) -> PathPlan:
-        """A plan with what captures of recurring token counts change of it now."""
+        """Returns a plan as captures without padding serve it now."""
         if planned.skipped:
             return planned
         if planned.tokens in self.unpadded.captures:
@@ -480,7 +456,7 @@ class CapturedProgram(ABC):
         return planned if planned.budget is not None else planned._replace(reason=self.miss_reason(planned))
 
     def miss_reason(self, planned: PathPlan) -> MissReason:
-        """Why a planned batch that nothing served counts as a miss."""
+        """Returns why a planned batch without a replay counts as a miss."""
         if planned.reason in BY_THE_TOWER:
             return planned.reason
         reason = None
@@ -510,25 +486,17 @@ class Choosers:
 
     @classmethod
     def of(cls, config: EncoderConfig) -> Self:
-        """Those that settings ask for.
-
-        Raises:
-            ConfigError: a setting names an unknown kernel or condition.
-        """
+        """Makes the choosers of a configuration; ConfigError for an unknown kernel or condition."""
         attention = KernelChooser(config.attention, invariant=config.invariant)
         return cls(attention, ProductChooser(config.products))
 
     def check(self, device: torch.device) -> None:
-        """Checks that every pinned kernel works on a device.
-
-        Raises:
-            ConfigError: one does not, and why.
-        """
+        """Raises ConfigError for a pinned kernel that does not work on a device."""
         for chooser in self.all:
             chooser.check(device)
 
     def failures(self, device: torch.device) -> list[str]:
-        """The kernels that raise on a device, a line for each operation and reason."""
+        """Returns a line for each operation and reason with the kernels that raise on a device."""
         names: dict[tuple[str, str], list[str]] = {}
         for chooser in self.all:
             measurements = chooser.measurements
@@ -537,15 +505,15 @@ class Choosers:
         return [f"{operation}: {', '.join(each)}: {reason}" for (operation, reason), each in names.items()]
 
     def choosing(self) -> choosing:
-        """Inside, these decide."""
+        """Returns a context in which these choose kernels."""
         return choosing(*self.all)
 
     @property
     def measurements(self) -> list[KernelMeasurements[Any, Any]]:
-        """Where their times come from."""
+        """The measurements of every operation."""
         return [chooser.measurements for chooser in self.all]
 
     @cached_property
     def all(self) -> tuple[Chooser[Any, Any], ...]:
-        """All of them."""
+        """Of every operation."""
         return self.attention, self.products

@@ -56,7 +56,7 @@ class CaptureSet:
     def num_bytes(self) -> int:
         """Bytes of all captures: their graphs' pools and their static inputs."""
         programs = self.programs.values()
-        return self.pool.used_bytes + sum(each.input_bytes + each.unpadded_bytes for each in programs)
+        return self.pool.used_bytes + sum(each.input_bytes + each.unpadded.num_bytes for each in programs)
 
     @property
     def remaining_bytes(self) -> int | None:
@@ -121,7 +121,7 @@ class CaptureSet:
         """Updates the captures without padding that statistics show."""
         for program in self.programs.values():
             if program.unpadded.captures.sizes:
-                statistics.record_capture(program.key(0), "exact", program.unpadded_bytes)
+                statistics.record_capture(program.key(0), "exact", program.unpadded.num_bytes)
             else:
                 statistics.record_release(program.key(0))
 

@@ -54,11 +54,11 @@ def request_of_program(
     shared: SharedBuffers,
     padding_logics: PaddingLogics | None = None,
 ) -> CaptureRequest:
-    """The request of a program, and the one for a single segment with it.
+    """Makes the request of a program, and with it the one for a single segment.
 
     Args:
-        parameters: those that the program is bound to and that nobody compares before a replay.
-        shared: where inputs that every batch fills find their memory.
+        parameters: those that a replay has to compare.
+        shared: memory of the inputs that every batch fills.
 
     Raises:
         CaptureError: the trace does not hold for inputs of these sizes.
@@ -107,12 +107,11 @@ def request_of_module(
     splitting_ops: tuple[str, ...],
     padding_logics: PaddingLogics,
 ) -> CaptureRequest:
-    """The request of a forward that is captured as it is.
+    """Makes the request of a forward that is captured as it is.
 
     Args:
-        growing: the inputs whose rows depend on the size. They are shared: every batch fills them. What
-            always has the same size may be a constant, which a tower need not give again.
-        fresh, parameters, shared: as for `request_of_program`.
+        growing: the inputs whose rows depend on the size, which every batch fills. Others may be constants,
+            which a tower need not give again.
         splitting_ops: where it breaks in mode "breakable".
     """
     own = (
@@ -139,7 +138,6 @@ def _buffer(
     padding_logic: Callable[[Tensor, Tensor], None] | None,
     shared: SharedBuffers,
 ) -> StaticBuffer:
-    """A static input; in shared memory, if it is one that every batch fills."""
     entry = region.inputs.get(name)
     if entry is not None and entry.is_segments:  # replaced as a whole
         return shared.share(StaticBuffer(name, tensor, None))
@@ -169,14 +167,11 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def check_replacements(
     layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
 ) -> None:
-    """Raises WeightsLayoutError unless new weights have the layouts of those that a program was compiled for.
-
-    Weights that change in place need nothing: captures read the new values. Others of the same layout are
-    captured again.
+    """Raises WeightsLayoutError unless new weights have the layouts that a program was compiled for.
 
     Args:
         layouts, values: of the old weights (None: no weight), and those in the same places now.
-        what_to_do: for the message, a sentence.
+        what_to_do: a sentence for the message.
     """
     for expected, value in zip(layouts, values, strict=True):
         if expected is None:
@@ -200,7 +195,7 @@ def warn_of_new_captures(reason: object) -> None:
 
 
 class WeightChecks:
-    """Which replays check the parameters that they read.
+    """Tells which replays check the addresses of the parameters that they read.
 
     Args:
         seconds: between two checks of a path; 0: each of its replays.
@@ -212,7 +207,7 @@ class WeightChecks:
         self._last: dict[Hashable, float] = {}
 
     def is_due(self, path: Hashable) -> bool:
-        """Whether the replay that comes has to check; it is taken to do so."""
+        """Returns whether the next replay of a path has to check, and notes that it does."""
         if self.are_always_due:
             return True
         now, last = time.monotonic(), self._last.get(path)
@@ -222,7 +217,7 @@ class WeightChecks:
         return True
 
     def all_are_due(self) -> None:
-        """Has the next replay of every path check."""
+        """Makes the next replay of every path check."""
         self._last.clear()
 
 
