@@ -350,7 +350,7 @@ def agreement_of(
     """
     groups = [(group, mesh.device_type) for mesh in _meshes(tower) for group in mesh.get_all_groups()]
     if process_group is not None and dist.get_world_size(process_group) > 1:
-        groups.append((process_group, _device_type(process_group)))
+        groups.append((process_group, "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"))
     if not groups:
         return None
 
@@ -369,10 +369,6 @@ def why_not_compiled(tower: object) -> str:
     if _meshes(tower):
         return "captured without compiling: its parameters are sharded among ranks (DTensor)"
     return "captured without compiling: its weights are shared among the ranks of process_group"
-
-
-def _device_type(group: dist.ProcessGroup) -> str:
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _meshes(tower: object) -> list[Any]:

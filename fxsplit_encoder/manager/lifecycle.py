@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Token
 from pathlib import Path
@@ -77,7 +77,7 @@ class Lifecycle:
             self._read_start()
             self.own.compile(progress)
 
-    def prepare(self) -> list[tuple[Hashable, int]]:
+    def prepare(self) -> Sequence[tuple[Hashable, int]]:
         """Compiles and measures; returns the (path's key, budget) pairs to capture in `own`, after which
         `switch` is due. The caller has the turn.
         """
@@ -88,7 +88,7 @@ class Lifecycle:
         if self.own.scope.measured and self.own.scope.compares_kernels:
             ahead.begin_no_more()
             compare_meanwhile(lambda: self.own.run(planned), ahead.is_compiling)
-        return [*self.own.prepare(planned)]
+        return self.own.prepare(planned)
 
     def capture_first(self, progress: Progress | None = None) -> None:
         """Captures a few budgets of the tower's own forward, and has the rest done between requests."""

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -31,6 +30,7 @@ from fxsplit_encoder.manager.generation import CapturePlan, Generation, Served
 from fxsplit_encoder.manager.lifecycle import Lifecycle, serving_scope
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import ItemReader, RequestItems
+from fxsplit_encoder.manager.start import version_of
 from fxsplit_encoder.manager.tower import (
     ItemFacts,
     placement_of,
@@ -517,7 +517,7 @@ class Recorder:
             "tower": type(getattr(self.tower, "tower", self.tower)).__name__,
             "device": torch.cuda.get_device_name(self.device) if is_cuda else "CPU",
             "dtype": str(self.dtype).removeprefix("torch."),
-            "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+            "versions": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
             "config": self.config.model_dump(mode="json", exclude_unset=True, fallback=str),
             "max_items_per_batch": self.limits.max_items_per_batch,
             "max_frames_per_batch": self.limits.max_frames_per_batch,
@@ -546,13 +546,6 @@ def _describe_path(path: EncoderPath) -> dict[str, Any]:
         "not_kept": sorted(path.ladder.no_graph_needed),
         "costs": measured_costs(path),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 class TraceWriter:

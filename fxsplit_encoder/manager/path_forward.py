@@ -82,9 +82,10 @@ class PathForward:
         """None before `compile`, and where the forward does not compile."""
         self.parameters = StaticParameters(())
         """Those that the program is bound to."""
-        self._compiled = False
-        self._refusal: str | None = None
-        """Why it does not compile."""
+        self.is_settled = False
+        """Whether it was compiled, or found not to compile."""
+        self.refusal: str | None = None
+        """Why it does not compile; None: it does, or that is not known yet."""
         self._growing: frozenset[str] | None = None
         self.saved: Mapping[str, Any] | None = None
         """The program, as another process saved it: it is restored rather than traced."""
@@ -92,16 +93,6 @@ class PathForward:
         """The inputs for which the tower gives None: its forward gets that, and no capture has them."""
         self.groups = RowGroups()
         """Inputs of the program that are given with more rows than the tower has; none without a program."""
-
-    @property
-    def refusal(self) -> str | None:
-        """Why it does not compile; None: it does, or nobody knows yet."""
-        return self._refusal
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it was compiled, or found not to compile."""
-        return self._compiled
 
     @property
     def region(self) -> NamedRegion | None:
@@ -247,10 +238,10 @@ class PathForward:
             refusals: why paths of this tower do not compile, by their names, and of all by "". What is here
                 is not tried again; what is found out is entered.
         """
-        if not self._compiled:
-            self._compiled = True
-            self._refusal = self._compile(progress, {} if refusals is None else refusals)
-        return self._refusal
+        if not self.is_settled:
+            self.is_settled = True
+            self.refusal = self._compile(progress, {} if refusals is None else refusals)
+        return self.refusal
 
     def _compile(self, progress: Callable[[int, int], None] | None, refusals: dict[str, str]) -> str | None:
         if known := refusals.get(self.name, refusals.get("")):
@@ -260,7 +251,7 @@ class PathForward:
             return example
         if not self.take_saved(self.load_saved(), example):
             self.take(self.trace(example, progress), refusals)
-        return self._refusal
+        return self.refusal
 
     def example(self) -> TracedExample | str:
         """Inputs to trace the forward with; or why there are none."""
@@ -329,7 +320,7 @@ class PathForward:
 
     def refuse(self, why: str) -> None:
         """Leaves the forward as it is."""
-        self._compiled, self._refusal = True, why
+        self.is_settled, self.refusal = True, why
         self.groups = RowGroups()
 
     def to_save(self) -> dict[str, Any]:
@@ -347,7 +338,7 @@ class PathForward:
 
     def bind(self, program: BoundProgram) -> None:
         """Takes a program, on the parameters that it was bound to."""
-        self._compiled, self.program = True, program
+        self.is_settled, self.program = True, program
         self._layouts = layouts_of(program.fixed)  # now: a parameter may be cast or laid out anew in place
         self.parameters = StaticParameters(filter(torch.is_tensor, program.fixed), self.tower)
 
@@ -370,7 +361,7 @@ class PathForward:
 
     def forget(self) -> None:
         """Has the forward compiled anew."""
-        self.program, self._compiled, self._refusal = None, False, None
+        self.program, self.is_settled, self.refusal = None, False, None
 
 
 class RowGroups:

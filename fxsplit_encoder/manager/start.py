@@ -276,8 +276,8 @@ def environment_key(device: torch.device, measurements: Iterable[KernelMeasureme
         "python": platform.python_version().rpartition(".")[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _version("triton"),
-        "transformers": _version("transformers"),
+        "triton": version_of("triton"),
+        "transformers": version_of("transformers"),
     }
     if device.type == "cuda":
         key["gpu.capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -338,7 +338,8 @@ def _shown(key: Mapping[str, Any], name: str) -> str:
     return json.dumps(key[name]) if name in key else "nothing"
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Returns the version of an installed package; None without it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -147,7 +147,16 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
         raise InputError(
             f"mm_kwargs: expected a mapping from names to the inputs of a batch; got {shown(mm_kwargs)}"
         )
-    given = list(_specs_of(tower, mm_kwargs))
+    try:
+        specs_given = tower.get_encoder_cudagraph_item_specs(mm_kwargs)
+    except FxSplitError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"mm_kwargs: {type(tower).__name__} does not read {names_of(mm_kwargs)} as items: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    given = list(specs_given)
     for spec in given:
         if not hasattr(spec, "get_path_output_tokens") or spec.path_output_tokens:
             break
@@ -185,19 +194,6 @@ def _check_sizes(tower: Any, specs: Sequence[EncoderItemSpec]) -> None:
                     f"mm_kwargs: {type(tower).__name__} reads item {index} as one of {shown(size)} rows; "
                     f"expected an integer from 0 to {_MOST_TOKENS}; got {shown(spec)}"
                 )
-
-
-def _specs_of(tower: Any, mm_kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    try:
-        specs: Sequence[Any] = tower.get_encoder_cudagraph_item_specs(mm_kwargs)
-        return specs
-    except FxSplitError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise InputError(
-            f"mm_kwargs: {type(tower).__name__} does not read {names_of(mm_kwargs)} as items: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _with_integers(spec: Any) -> Any:

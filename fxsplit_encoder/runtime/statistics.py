@@ -216,13 +216,10 @@ class ManagerStats:
             summary += f"; captures: {self.progress}"
         headers = ["path", "budget", "mode", "MiB", "replays", "tokens", "padding", "ms a replay"]
         rows = [
-            [_path_label(key), key.budget or "exact", *stats.row()] for key, stats in self.budgets.items()
+            [" ".join(map(str, (key.path, *key.axis_keys))), key.budget or "exact", *stats.row()]
+            for key, stats in self.budgets.items()
         ]
         return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f', missingval='-')}" if rows else summary
-
-
-def _path_label(key: CaptureKey) -> str:
-    return " ".join(map(str, (key.path, *key.axis_keys)))
 
 
 class Statistics:
