@@ -171,7 +171,7 @@ def fresh_dynamo() -> Iterator[None]:
 def _forget() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    entry._warned.clear()
+    entry._warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -309,7 +309,7 @@ def test_the_manager_refuses_such_a_budget(
 
 
 def test_what_the_message_allows_is_taken(tiny_towers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxsplit_encoder.manager.captures.memory_of", lambda device: 10 * MEBIBYTE)
+    monkeypatch.setattr("fxsplit_encoder.manager.generation.memory_of", lambda device: 10 * MEBIBYTE)
     with pytest.raises(ConfigError) as raised:
         fx.EncoderCudaGraphManager(tiny_towers.wrapped, fx.EncoderConfig(token_budgets=(10**4,)))
     fitting = int(str(raised.value).split("at most ")[1].split(",")[0])

@@ -17,8 +17,13 @@ from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.dynamo import original_module, owners_of, owners_of_trace
 from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder._torch.tensors import copy_each
-from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
-from fxsplit_encoder.backend.parameters import CallParameters
+from fxsplit_encoder.backend.forward import (
+    CallParameters,
+    ProgramBudgets,
+    ProgramForward,
+    region_of,
+    sizes_of,
+)
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.compile import Bindings, Program
@@ -30,8 +35,8 @@ from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet, Choosers
-from fxsplit_encoder.runtime.captured_program import warn_of_new_captures
+from fxsplit_encoder.runtime import CapturedProgram, CaptureSet, Choosers
+from fxsplit_encoder.runtime.requests import warn_of_new_captures
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 logger = logging.getLogger(__name__)
@@ -85,8 +90,8 @@ class BudgetDispatcher:
         """Whose graph it is: what `torch.compile` made, and the module."""
         self.programs: dict[tuple[int, ...], CallProgram] = {}
         """By the sizes other than the token count: they are part of a capture's shape."""
-        self._captures = CaptureSet(self.programs, self.pool, config.max_graph_bytes)
-        self._scope = CaptureScope(config, self.pool, lambda: self._captures.remaining_bytes)
+        self._captures = CaptureSet(config, self.pool)
+        self._captures.programs = self.programs
         self._region = region_of(program)
         self._parameters = CallParameters(program, weights, config.weight_check_seconds)
         self._derived_stamp: object = None
@@ -116,18 +121,15 @@ class BudgetDispatcher:
                 planned, budget = PathPlan(0, None, reason), None
                 outputs = run_exact(self.program, bindings)
             if warmed is not None:
-                warmed.append(self)  # and is counted nowhere: nobody asked for its outputs
+                warmed.append(self)  # and is counted nowhere: the caller discards its outputs
+                return outputs
+            self.statistics.record_items(1, planned.reason)
+            if budget is None:
+                self.statistics.record_fallback("exact")
             else:
-                self._count(planned, budget, bindings)
+                key = CaptureKey(_PATH, budget, sizes_of(self.program, bindings))
+                self.statistics.record_replay(key, planned.tokens)
             return outputs
-
-    def _count(self, planned: PathPlan, budget: int | None, bindings: Bindings) -> None:
-        self.statistics.record_items(1, planned.reason)
-        if budget is None:
-            self.statistics.record_fallback("exact")
-        else:
-            key = CaptureKey(_PATH, budget, self._sizes(bindings))
-            self.statistics.record_replay(key, planned.tokens)
 
     def clear(self) -> None:
         """Releases every capture and its memory; the next calls capture again."""
@@ -153,26 +155,18 @@ class BudgetDispatcher:
         return Counter(self.statistics.snapshot().misses)
 
     def stats(self) -> ManagerStats:
-        """What the manager's `stats` tells, of calls: each is one item. Captures of calls that differ in
-        other sizes than the token count have these as their axis keys.
+        """Returns statistics of calls, each of which is one item; sizes other than the token count are axis
+        keys.
         """
         with self._lock:
-            self.statistics.record_clear()
-            for sizes, program in self.programs.items():
-                for budget, captured in program.captured.items():
-                    key = CaptureKey(_PATH, budget, sizes)
-                    self.statistics.record_capture(key, captured.mode, program.ladder.num_bytes(budget))
-                if program.unpadded.captures.sizes:
-                    key = CaptureKey(_PATH, 0, sizes)
-                    self.statistics.record_capture(key, "exact", program.unpadded_bytes)
-            self.statistics.record_input_bytes(sum(each.input_bytes for each in self.programs.values()))
+            self._captures.record(self.statistics)
+            self._captures.record_unpadded(self.statistics)
             return self.statistics.snapshot()
 
     @property
     def num_captured(self) -> int:
         """Captures that are kept."""
-        unpadded = sum(len(each.unpadded.captures.sizes) for each in self.programs.values())
-        return self._captures.num_captured + unpadded
+        return self._captures.num_captured
 
     # --- which capture
 
@@ -193,7 +187,7 @@ class BudgetDispatcher:
 
     def _captured_program(self, bindings: Bindings) -> CallProgram:
         """What holds the captures for calls of the same other sizes."""
-        key = self._sizes(bindings)
+        key = sizes_of(self.program, bindings)
         if key not in self.programs:
             if len(self.programs) >= _MOST_PROGRAMS:
                 logger.warning("captures of %d other sizes are given up for new ones", _MOST_PROGRAMS)
@@ -202,7 +196,9 @@ class BudgetDispatcher:
             forward = ProgramForward(self._region, budgets, bindings)
             # There is a graph to break at its splitting ops already, and no untouched module any more.
             mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
-            self.programs[key] = CallProgram(forward, "torch.compile", budgets.tokens, mode, self._scope)
+            self.programs[key] = CallProgram(
+                forward, "torch.compile", budgets.tokens, mode, self._captures.scope
+            )
             if mode != "exact" and not self.program.padding.allowed:
                 self._warn_of_no_padding()
         return self.programs[key]
@@ -219,10 +215,6 @@ class BudgetDispatcher:
             padding,
             f" ({padding.source})" if padding.source else "",
         )
-
-    def _sizes(self, bindings: Bindings) -> tuple[int, ...]:
-        """The sizes of a call other than the token count."""
-        return tuple(bindings.symbols[symbol] for symbol in self.program.region_symbols)
 
     def _plan(self, program: CapturedProgram, bindings: Bindings, rows: int) -> PathPlan:
         """How a call of so many rows is served, after the smallest budget for it has been captured."""
@@ -253,8 +245,8 @@ class BudgetDispatcher:
     def _capture_smallest(
         self, program: CapturedProgram, bindings: Bindings, tokens: int, segments: int
     ) -> bool:
-        """Captures the smallest budget with capacity for a call, unless the exact shape is as fast there;
-        returns whether there were some with capacity for its tokens, and not for its segments.
+        """Captures the smallest budget with capacity for a call, unless the exact shape is as fast; returns
+        whether a budget had capacity for its tokens and not for its segments.
         """
         too_small = False
         if program.mode == "exact" or program.padding_refused:
@@ -271,7 +263,7 @@ class BudgetDispatcher:
         return too_small
 
     def _capture(self, program: CapturedProgram, bindings: Bindings, budgets: Sequence[int]) -> None:
-        key = self._sizes(bindings)
+        key = sizes_of(self.program, bindings)
         done = {*program.captured, *program.ladder.dropped, *program.ladder.no_graph_needed}
         new = [budget for budget in budgets if budget not in done]
         if not new:
@@ -330,6 +322,10 @@ class CallProgram(CapturedProgram):
 
     forward: ProgramForward
 
+    def key(self, budget: int) -> CaptureKey:
+        """Of a path without a name, with the other sizes as axis keys."""
+        return CaptureKey(_PATH, budget, self.forward.sizes)
+
     def values(self, batch: Bindings) -> dict[str, Any]:
         """What the slots hold of the region's inputs."""
         return {name: batch.slots[entry.slot] for name, entry in self.forward.region.inputs.items()}
@@ -378,12 +374,7 @@ class Output:
         return cls(argument, tuple((dim, size) for dim, size in enumerate(shape) if size.symbols))
 
     def of_call(self, replayed: Any, bindings: Bindings) -> tuple[Any, bool]:
-        """The output at its true size; whether the next replay overwrites it.
-
-        Args:
-            replayed: what the replay returned in its place.
-            bindings: of the call.
-        """
+        """Returns the replayed output at its true size, and whether the next replay overwrites it."""
         argument = self.argument
         if isinstance(argument, Size):
             return argument(bindings.symbols), False
@@ -400,12 +391,7 @@ class Output:
 
 
 def own_outputs(outputs: Sequence[Output], replayed: Sequence[Any], bindings: Bindings) -> list[Any]:
-    """All outputs at their true sizes, as the caller's own (capture rule 7).
-
-    Args:
-        replayed: what the replay returned in their places.
-        bindings: of the call.
-    """
+    """Copies the replayed outputs of a call at their true sizes (capture rule 7)."""
     own, copies, overwritten = [], [], []
     for output, found in zip(outputs, replayed, strict=True):
         value, is_overwritten = output.of_call(found, bindings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,6 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, ConfigError, InputError
 
 logger = logging.getLogger(__name__)
-_warned: set[str] = set()
 
 # What decides how items are packed into batches, and on which path and GPU they run.
 _MANAGERS_SETTINGS = ("packing", "paths", "data_parallel", "max_frames_per_batch", "start_file")
@@ -166,7 +166,6 @@ def _needs_gradients(example_inputs: Sequence[Any]) -> bool:
     )
 
 
+@functools.cache
 def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=2)
+    warnings.warn(message, stacklevel=2)

@@ -1,11 +1,15 @@
-"""What of a traced graph is captured: its program at any token count, and the budgets of its tower."""
+"""What of a traced graph is captured: its program at any token count, its budgets, and its parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
+from operator import eq, is_, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +23,15 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.buffers import gibibytes, memory_of
 from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens
+from fxsplit_encoder.capture.parameters import MemoryOrders
 from fxsplit_encoder.compile import Bindings, HostOp, NamedRegion, Program, RegionInput
+from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureMemoryError, ConfigError
 from fxsplit_encoder.planning import generate_budgets, inferred_budgets
 from fxsplit_encoder.protocol import BudgetDeclaration
 from fxsplit_encoder.runtime import FreshInputs, request_of_program
+from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
 
 # Without an adapter nothing says how large batches get: powers of two over any size. Captures are lazy, so a
 # long ladder costs nothing until it is used.
@@ -34,6 +41,11 @@ _LADDER_OF_UNKNOWN_RANGE = tuple(generate_budgets(1, 16384))
 def region_of(program: Program) -> NamedRegion:
     """The region of a graph, whose inputs have no names but those of their slots."""
     return NamedRegion(program, {entry.slot: f"input {entry.slot}" for entry in program.region_inputs})
+
+
+def sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
+    """Returns the sizes of a call other than the token count."""
+    return tuple(bindings.symbols[symbol] for symbol in program.region_symbols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +63,8 @@ class ProgramBudgets:
 
     @classmethod
     def of(cls, program: Program, config: EncoderConfig, bindings: Bindings) -> ProgramBudgets:
-        """Those of a program, whose bindings have what its host ops are called with.
-
-        Raises:
-            ConfigError: the smallest budget has no capacity for an image.
+        """Asks a program's host ops, with the arguments that `bindings` hold; ConfigError where the smallest
+        budget has no capacity for an image.
         """
         rows_per_token: int | Fraction = 1
         inferred = _LADDER_OF_UNKNOWN_RANGE
@@ -113,6 +123,7 @@ class ProgramForward:
         self._template = Bindings([None] * program.num_slots, dict(bindings.symbols))
         for slot in program.fixed_slots:
             self._template.slots[slot] = bindings.slots[slot]
+        self.sizes = sizes_of(program, bindings)
         self.declares_padding = program.padding.allowed
         """Whether padding is taken to leave real rows alone without a proof."""
 
@@ -125,7 +136,7 @@ class ProgramForward:
         return None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
+        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
 
         Raises:
             CaptureError: the trace does not hold for so many.
@@ -154,7 +165,6 @@ class ProgramForward:
             )
 
     def _input_bytes(self, symbols: Mapping[str, int]) -> int:
-        """Memory of the region's inputs at these sizes, but for the lengths of segments."""
         return sum(
             math.prod(size(symbols) for size in entry.info.shape) * entry.info.dtype.itemsize
             for entry in self.region.program.region_inputs
@@ -164,7 +174,6 @@ class ProgramForward:
     def _example_input(
         self, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int
     ) -> Tensor:
-        """A tensor of the captured size, with contents to record and to time the capture with."""
         program = self.region.program
         device, dtype = program.device, entry.info.dtype
         if entry.is_segments and not program.padding.segments_may_grow:
@@ -177,3 +186,95 @@ class ProgramForward:
         if dtype.is_floating_point:  # zeros would make the times that `auto` compares too short
             return example_values(shape, device, dtype)
         return torch.zeros(shape, dtype=dtype, device=device)
+
+
+_WHAT_TO_DO = "Compile the module again after torch._dynamo.reset()"
+
+
+class CallParameters:
+    """Parameters of a program: those among the arguments of a call, and the weights of blocks.
+
+    Args:
+        weights: of blocks, which a call is not given.
+        seconds: between two looks at them; 0: every call looks.
+    """
+
+    def __init__(self, program: Program, weights: LiveWeights, seconds: float) -> None:
+        self._live = weights
+        self._seconds = seconds
+        self._last_look = 0.0
+        self._memory: list[Tensor] = []
+        num_given = program.num_inputs - len(weights)
+        self._given_of = _picker(sorted(index for index in program.static_inputs if index < num_given))
+        self._layouts: list[tuple[Any, ...] | None] | None = None
+        self._given: Sequence[Any] = ()
+        self._weights: Sequence[Tensor] | None = None
+        self._addresses: list[int] = []
+        self._orders = MemoryOrders(())
+        self._permutable_of = _picker(())
+        self.have_moved = False
+        """Whether those of the last call lay elsewhere than those of the call before it."""
+        self.are_the_same = False
+        """Whether the last two calls had the same tensors, at the same addresses if they looked."""
+
+    def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
+        """The weights of blocks now, after all parameters have been looked at. Captures read them by address
+        (capture rule 6).
+
+        Raises:
+            WeightsLayoutError: one has another layout than it was compiled for, or was removed.
+            InputError: a block has changed.
+        """
+        given = self._given_of(args)
+        self.have_moved = False
+        self.are_the_same = all(map(is_, given, self._given))
+        self._given = given
+        now = time.monotonic() if self._seconds else 0.0
+        if self._weights is not None and now < self._last_look + self._seconds:
+            return self._weights
+        weights = self._live.current()
+        self.are_the_same = self.are_the_same and weights is self._weights
+        if not self._are_where_they_were(given, weights):
+            self._take(given, weights)
+        self._last_look = now  # one that raised is made again
+        return weights
+
+    def look_again(self) -> None:
+        """Has the next call look, whenever the last one did."""
+        self._last_look = float("-inf")
+
+    def _are_where_they_were(self, given: Sequence[Any], weights: Sequence[Tensor]) -> bool:
+        # An address alone does not tell: a matrix and its transpose may have the same one.
+        if weights is not self._weights:
+            return False
+        # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor its
+        # version. Without lists of hundreds of numbers more of the processor's cache is left for others.
+        addresses = map(torch.Tensor.data_ptr, chain(given, weights))
+        try:
+            if not all(map(eq, addresses, self._addresses)):
+                return False
+            return self._orders.are_those_of(self._permutable_of([*given, *weights]))
+        except TypeError:  # one was removed
+            return False
+
+    def _take(self, given: Sequence[Any], weights: Sequence[Tensor]) -> None:
+        values = [*given, *weights]
+        if self._layouts is None:
+            self._layouts = layouts_of(values)
+        check_replacements(self._layouts, values, _WHAT_TO_DO)
+        addresses = list(map(torch.Tensor.data_ptr, values))
+        self.have_moved = addresses != self._addresses
+        self.are_the_same = self.are_the_same and not self.have_moved
+        self._weights, self._addresses = weights, addresses
+        self._orders = MemoryOrders(values)
+        self._permutable_of = _picker(self._orders.indices)
+        if self._seconds:
+            # Until the next look captures may read what parameters have left.
+            self._memory = [value.detach() for value in values if isinstance(value, torch.Tensor)]
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What returns the items at these indices, without Python for each of them."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda items: [items[index] for index in indices]

@@ -57,7 +57,7 @@ def measure_costs(chosen: ChosenTower, file: Path) -> None:
     """
     import fxsplit_encoder as fx
     from fxsplit_encoder.cli.console import progress_bars
-    from fxsplit_encoder.manager.recording import measured_costs
+    from fxsplit_encoder.manager.manager import measured_costs
 
     device = next(chosen.module.parameters()).device
     if device.type != "cuda":

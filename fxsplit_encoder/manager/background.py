@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 
 from fxsplit_encoder._torch.device import on_device
@@ -15,9 +15,8 @@ from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels import timing_without_graphs
-from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
-from fxsplit_encoder.manager.generation import Generation
+from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.path_forward import with_contents
 from fxsplit_encoder.manager.start import load_programs
@@ -29,12 +28,10 @@ from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 logger = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 10.0
-"""How long the interpreter's end waits for a step."""
+"""Timeout of the join at the interpreter's exit."""
 
 _POLL_SECONDS = 0.005
-"""How often who waits for the end looks for a capture to make."""
-
-_running: weakref.WeakSet[BackgroundCapture] = weakref.WeakSet()
+"""Poll interval of `wait`, in seconds."""
 
 
 def check_that_steps_will_do(config: EncoderConfig) -> None:
@@ -103,12 +100,12 @@ class BackgroundCapture:
 
     def start(self) -> None:
         """Begins, on a thread."""
-        _running.add(self)
+        atexit.register(self.end)  # a thread that captures must not outlive what it calls
         self._thread = threading.Thread(target=self.run, name="fxsplit-capture", daemon=True)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for its end, of whatever kind, and captures meanwhile; whether it has come."""
+        """Waits for the end, making captures itself; returns whether it has come."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._over.is_set():
             left = _POLL_SECONDS if end is None else min(_POLL_SECONDS, end - time.monotonic())
@@ -119,7 +116,7 @@ class BackgroundCapture:
         return self._over.is_set()
 
     def stop(self) -> None:
-        """Begins no further step, and ends the other process. Nothing happens to a step that runs."""
+        """Cancels further steps and ends the other process; a step that runs goes on."""
         self._stopped.set()
         if not self._progress.is_over:
             self._finish("stopped")
@@ -128,7 +125,7 @@ class BackgroundCapture:
             worker.close()
 
     def end(self) -> None:
-        """As `stop`, and waits for a step that runs; at the interpreter's end."""
+        """Stops and joins the thread, at the interpreter's exit."""
         self.stop()
         if self._thread is not None:
             self._thread.join(_EXIT_SECONDS)
@@ -145,6 +142,7 @@ class BackgroundCapture:
         finally:
             self._target.captures.spare = None
             self._over.set()
+            atexit.unregister(self.end)
 
     def _compile_and_capture(self) -> None:
         try:
@@ -152,8 +150,12 @@ class BackgroundCapture:
                 self._compile()
                 self._compare()
                 self._target.captures.spare = self._give_way
+                if self._target.is_measured:
+                    self._tell("measuring")
                 with self.work.turn():
-                    self._target.capture(self._planned, self._tell)
+                    wanted = self._target.prepare(self._planned)
+                    self._tell("capturing", 0, len(wanted))
+                    self._target.captures.capture(wanted, functools.partial(self._tell, "capturing"))
             self.work.capture(self._end)
         except Exception as error:  # whatever compiling raises: requests go on being served
             logger.exception("captures behind capture(wait=False) are given up")
@@ -172,7 +174,7 @@ class BackgroundCapture:
         self._finish("failed", reason)
 
     def _give_way(self) -> None:
-        """Has the target serve what it has, so that it gets the memory of what served until now."""
+        """Makes the target serve what it has, and releases the first captures for their memory."""
         self.notes.append("too little memory for both: the first captures were released before the last came")
         self._switch()
         self._first = None
@@ -203,7 +205,6 @@ class BackgroundCapture:
     # --- compiling
 
     def _compile(self) -> None:
-        """Leaves every forward compiled, or found not to compile."""
         paths = self._target.compiled_paths
         self._restore(paths)
         if self._pending(paths):
@@ -221,7 +222,6 @@ class BackgroundCapture:
             self._target.compile()  # nothing is left but what there is to say
 
     def _compare(self) -> None:
-        """Compares the kernels that the captures will call, so that no capture has to."""
         if self._target.scope.measured:
             self._tell("measuring")
             compare_between_requests(lambda: self._target.run(self._planned), self._target.pool.device)
@@ -230,9 +230,7 @@ class BackgroundCapture:
         return [path for path in paths if not path.forward.is_settled]
 
     def _restore(self, paths: list[EncoderPath]) -> None:
-        """Takes the programs that were saved. Loading their pieces takes seconds and their first run, which
-        builds and loads kernels, one: both are done without the turn.
-        """
+        """Takes saved programs. Their loading and first run take seconds, and are done without the turn."""
         for path in paths:
             if path.forward.saved is None:
                 continue
@@ -248,12 +246,7 @@ class BackgroundCapture:
                 path.forward.take_saved(loaded, example)
 
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
-        """In another process, from which the programs are restored.
-
-        Raises:
-            InputError: it cannot make the tower.
-            CompileError: it has failed.
-        """
+        """Compiles in another process and restores the programs; InputError: it cannot make the tower."""
         with self.work.turn():
             worker = self._worker = CompileWorker(self._target)
         try:
@@ -279,7 +272,6 @@ class BackgroundCapture:
         self._restore(paths)
 
     def _compile_beside(self, path: EncoderPath, refusals: dict[str, str]) -> None:
-        """On this thread, while others serve."""
         forward = path.forward
         with self.work.turn():
             known = refusals.get(forward.name, refusals.get(""))
@@ -299,17 +291,3 @@ class BackgroundCapture:
 
         pieces, all_pieces = done - TRACING_PHASES, total - TRACING_PHASES
         self._tell(*(("compiling", pieces, all_pieces) if pieces >= 0 and total else ("tracing", 0, 0)))
-
-
-def _end_all() -> None:
-    """A thread that captures must not outlive what it calls."""
-    for background in list(_running):
-        background.end()
-
-
-atexit.register(_end_all)
-
-
-def stop_with(owner: object, background: BackgroundCapture) -> None:
-    """Ends the work once its owner is garbage."""
-    weakref.finalize(owner, background.stop).atexit = False

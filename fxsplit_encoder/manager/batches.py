@@ -10,9 +10,8 @@ from torch import Tensor
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.item_facts import select_items
-from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.tower import postprocess_of, select_items
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
@@ -46,20 +45,14 @@ class BatchRunner:
         self.num_axes = num_axes
         self.max_items = max_items
         self.in_inference_mode = False
-        """Whether a tower's own code runs in inference mode, as the caller of `execute` does: there the host
-        needs less for every op."""
+        """Whether a tower's own code runs in inference mode, as its caller: the host needs less then."""
         self._postprocess = postprocess_of(tower)
 
     def run(
         self, plan: Plan, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, may_replay: bool
     ) -> tuple[list[Tensor], list[PlannedBatch]]:
-        """Encodes a request and counts its items.
-
-        Args:
-            may_replay: whether captures serve; if not, every batch falls back.
-
-        Returns:
-            Every item, in memory of its own; and the batches as they were served.
+        """Encodes a request and counts its items; returns every item in memory of its own, and the batches as
+        they were served. Unless `may_replay`, every batch falls back.
 
         Raises:
             WeightsMovedError: a capture reads parameters that are elsewhere now; its batch was not counted.
@@ -98,7 +91,7 @@ class BatchRunner:
                         )
                         outputs[name] = own[0]
                         if budget is None:
-                            self._count(done)
+                            self.statistics.record_fallback("eager" if done.eager else "exact")
                         else:
                             self.statistics.record_replay(path.key(budget), planned.tokens)
                     if done is not planned:
@@ -113,11 +106,7 @@ class BatchRunner:
             self.statistics.record_items(len(batch.indices), batch.reason)
         return list(map(results.__getitem__, range(plan.num_items))), served
 
-    def _count(self, run: PathPlan) -> None:
-        self.statistics.record_fallback("eager" if run.eager else "exact")
-
     def _allowed(self, planned: PathPlan) -> PathPlan:
-        """An eager plan, or with `invariant` the same through the compiled program."""
         if self.config.invariant and planned.reason not in BY_THE_TOWER:
             return planned._replace(eager=False)
         return planned
@@ -143,20 +132,16 @@ class BatchRunner:
         results: dict[int, Tensor],
         selected: dict[str, Any],
     ) -> None:
-        """Gives the items of a batch their rows of the paths' outputs, each in memory of its own: no replay
-        may overwrite them (capture rule 7), and a cache that keeps one image must not keep its batch alive.
+        """Copies each item's rows of the paths' outputs to memory of its own: no replay may overwrite them
+        (capture rule 7), and a cache that keeps one image must not keep its batch alive.
         """
         indices = list(batch.indices)
         self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
-        self._own(indices, results, outputs)
-        if self.config.debug:
-            self.pool.handed_out.add(results[index] for index in indices)
-
-    def _own(self, indices: Sequence[int], results: dict[int, Tensor], outputs: dict[str, Tensor]) -> None:
-        """Copies what still lies in a path's output."""
         storages = []
         for output in outputs.values():
             storages.append(output.untyped_storage().data_ptr())
         for index in indices:
             if (item := results[index]).untyped_storage().data_ptr() in storages:
                 results[index] = item.clone()
+        if self.config.debug:
+            self.pool.handed_out.add(results[index] for index in indices)

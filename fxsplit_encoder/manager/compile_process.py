@@ -33,8 +33,8 @@ from fxsplit_encoder.errors import CompileError, InputError
 from fxsplit_encoder.kernels.attention.kernels import ahead
 from fxsplit_encoder.kernels.cache import write_atomic
 from fxsplit_encoder.manager.generation import Generation, Served
-from fxsplit_encoder.manager.legacy_dual_path import read_model_config
 from fxsplit_encoder.manager.start import save_programs
+from fxsplit_encoder.manager.tower import read_model_config
 from fxsplit_encoder.manager.turns import compare_between_requests
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.distributed import timeout_of
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
-from fxsplit_encoder.manager.item_facts import select_items
-from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
-from fxsplit_encoder.manager.tower_part import tower_part
+from fxsplit_encoder.manager.tower import read_item_specs, select_items, tower_part
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 # torch 2.13 renamed it, and warns of the old name.
@@ -34,14 +32,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Which items each rank encodes: the heaviest first, each to the rank that has the least so far.
+    """Assigns items to ranks: the heaviest first, each to the rank that has the least so far.
 
-    This is longest-processing-time-first: the heaviest rank carries at most 4/3 - 1/(3 num_ranks) of what it
-    would in the best assignment (Graham, "Bounds on multiprocessing timing anomalies", 1969). Of equal items
-    the first goes first, of equal ranks the lowest takes it, so that all ranks find the same assignment.
-
-    Returns:
-        The items of every rank, ascending; each item once. A rank may have none.
+    The heaviest rank carries at most 4/3 - 1/(3 num_ranks) of the best assignment (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969). Ties go to the first item and the lowest rank, so that all ranks
+    find the same. Returns the items of every rank, ascending; a rank may have none.
 
     Raises:
         InputError: no ranks, or a weight that is negative or not finite.
@@ -138,11 +133,8 @@ class DataParallel:
         self._host_group = group if device.type == "cpu" else _host_group(group, self._timeout())
 
     def share_costs(self, per_patch: float, per_pair: float) -> None:
-        """Weighs items by rank 0's measurements from now on; every rank must call it.
-
-        Args:
-            per_patch: milliseconds of a patch beside its attention.
-            per_pair: milliseconds of two patches that attend to one another.
+        """Weighs items by rank 0's milliseconds of a patch without attention, and of a pair of patches that
+        attend to one another; every rank must call it.
         """
         shared = [(per_patch, per_pair)]
         if self.num_ranks > 1:
@@ -153,11 +145,7 @@ class DataParallel:
         self.costs = lambda spec: patch * spec.input_size + pair * spec.input_size**2
 
     def check_same(self, what: str, values: Sequence[str]) -> None:
-        """Compares what every rank has found out for itself; every rank must call it.
-
-        Raises:
-            ConfigError: they differ.
-        """
+        """Raises ConfigError on every rank where values differ among ranks; every rank must call it."""
         digest = _hashed(values)
         digests = [row[0] for row in self._exchange([digest])] if self.num_ranks > 1 else [digest]
         if differing := [rank for rank, other in enumerate(digests) if other != digests[0]]:
@@ -176,16 +164,8 @@ class DataParallel:
         encode_local: Callable[[dict[str, Any]], list[Tensor]],
         tower: SupportsEncoderCudaGraph,
     ) -> list[Tensor]:
-        """Encodes this rank's share, and returns all items, in order, on every rank.
-
-        Every rank must call it, with the same inputs and in the same order of calls.
-
-        Args:
-            encode_local: encodes the items of a request that one rank was given; not called for none.
-
-        Returns:
-            One tensor an item, (rows, columns), each in memory of its own. The rows are those that were
-            encoded, whatever the specs declare.
+        """Encodes this rank's share by `encode_local`, and returns all items, (rows, columns) each, in order
+        and in memory of their own. Every rank must call it, with the same inputs and in the same order.
 
         Raises:
             InputError: on every rank, if they were given different inputs, or encoded items of different
@@ -291,7 +271,6 @@ class DataParallel:
         return received
 
     def _exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's `values`, known to the host."""
         sent = torch.tensor(values, dtype=torch.int64, device="cpu")
         received = sent.new_empty(self.num_ranks, len(values))
         self._all_gather(received, sent, self._host_group)
@@ -316,7 +295,6 @@ class DataParallel:
 
 
 def _host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """The same ranks over gloo."""
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
@@ -330,7 +308,6 @@ def _digest(specs: Sequence[EncoderItemSpec], assignment: Sequence[Sequence[int]
 
 
 def _hashed(values: Any) -> int:
-    """A number of 64 bits that the same values have on every rank."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), signed=True)
 
 
@@ -362,19 +339,18 @@ def _check_agreement(headers: Sequence[_Header]) -> None:
 def agreement_of(
     tower: object, process_group: dist.ProcessGroup | None = None
 ) -> Callable[[bool], bool] | None:
-    """Whether every rank that shares a tower's weights says yes, as a call that all of them must make; None:
-    nobody else has any of them.
+    """Returns a vote among the ranks that share a tower's weights, which all of them must call; None: no
+    other rank has any.
 
-    The forward of such a tower has collectives, so its ranks must run and capture the same things in the same
-    order. Given the same requests they do, but for what a rank finds out alone: how long something takes, and
-    whether memory is left.
+    The forward of such a tower has collectives, so its ranks must capture the same in the same order; times
+    and free memory may differ among them.
 
     Args:
-        process_group: the ranks, of a tower that does not tell: its own code calls the collectives.
+        process_group: the ranks of a tower whose own code calls the collectives.
     """
     groups = [(group, mesh.device_type) for mesh in _meshes(tower) for group in mesh.get_all_groups()]
     if process_group is not None and dist.get_world_size(process_group) > 1:
-        groups.append((process_group, _device_type(process_group)))
+        groups.append((process_group, "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"))
     if not groups:
         return None
 
@@ -393,10 +369,6 @@ def why_not_compiled(tower: object) -> str:
     if _meshes(tower):
         return "captured without compiling: its parameters are sharded among ranks (DTensor)"
     return "captured without compiling: its weights are shared among the ranks of process_group"
-
-
-def _device_type(group: dist.ProcessGroup) -> str:
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _meshes(tower: object) -> list[Any]:

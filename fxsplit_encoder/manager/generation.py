@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+from tabulate import tabulate
 
 from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.buffers import gibibytes, memory_of
 from fxsplit_encoder.config import EncoderConfig, Mode, PathConfig
+from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.manager.batches import BatchRunner
-from fxsplit_encoder.manager.captures import CapturePlan, check_budgets, plan_captures
 from fxsplit_encoder.manager.data_parallel import why_not_compiled
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig, SupportsEncoderCudaGraph
-from fxsplit_encoder.runtime import CaptureScope, CaptureSet, WeightChecks
-from fxsplit_encoder.runtime.statistics import Phase, Statistics
+from fxsplit_encoder.runtime import CaptureSet, WeightChecks
+from fxsplit_encoder.runtime.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +37,58 @@ _FIRST_BUDGETS = 4
 _UNCOMPILED = {"compile": False, "piece_compiler": "auto", "passes": "auto"}
 
 
-Tell = Callable[[Phase, int, int], None]
-"""Is called with the phase, and how many budgets of how many are done in it."""
+_PathKey: TypeAlias = tuple[str, tuple[Hashable, ...]]
+"""Name and axis keys."""
+
+
+@dataclass(frozen=True)
+class PlannedCapture:
+    """One budget of one path at one combination of axis keys."""
+
+    key: CaptureKey
+    input_bytes: int
+    """Static input buffers at this size."""
+    own_bytes: int
+    """Of these, what no other budget shares: inputs that are of one size for all budgets."""
+    pruned: str | None = None
+    """Why it is not captured; None: it is."""
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """Every capture that the settings ask for; printing it shows them as a table."""
+
+    captures: tuple[PlannedCapture, ...]
+
+    @property
+    def num_graphs(self) -> int:
+        """Captures that are made."""
+        return sum(capture.pruned is None for capture in self.captures)
+
+    @property
+    def input_bytes(self) -> int:
+        """Static input buffers of all captures; those of a path's budgets share what they can."""
+        shared: dict[tuple[Any, ...], int] = {}
+        own = 0
+        for capture in self.captures:
+            if capture.pruned is None:
+                path = (capture.key.path, capture.key.axis_keys)
+                shared[path] = max(shared.get(path, 0), capture.input_bytes - capture.own_bytes)
+                own += capture.own_bytes
+        return sum(shared.values()) + own
+
+    def __str__(self) -> str:
+        pruned = len(self.captures) - self.num_graphs
+        summary = f"{self.num_graphs} captures, {self.input_bytes / 2**20:.1f} MiB of static inputs" + (
+            f"; {pruned} pruned" if pruned else ""
+        )
+        rows = [
+            [c.key.path, c.key.budget, *c.key.axis_keys, c.input_bytes / 2**20, c.pruned or "captured"]
+            for c in self.captures
+        ]
+        axes = [f"axis {n}" for n in range(max((len(c.key.axis_keys) for c in self.captures), default=0))]
+        headers = ["path", "budget", *axes, "input MiB", ""]
+        return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f')}" if rows else summary
 
 
 @dataclass(frozen=True)
@@ -64,15 +119,15 @@ class Generation:
         self.config = config
         self.pool = pool
         self.weight_checks = WeightChecks(config.weight_check_seconds)
-        self.scope = CaptureScope(
+        self.captures = CaptureSet(
             config,
             pool,
-            lambda: self.captures.remaining_bytes,
-            agree,
+            agree=agree,
             not_compiled="" if agree is None else why_not_compiled(tower),
             compares_kernels=compares_kernels,
             weight_checks=self.weight_checks,
         )
+        self.scope = self.captures.scope
         axes = served.model_config.capture_axes
         self.paths_by_key = {
             (name, keys): EncoderPath(name, tower, limits, self.scope, served.dtype, keys)
@@ -80,8 +135,8 @@ class Generation:
             for keys in itertools.product(*axes)
         }
         """Every path at every combination of axis keys."""
-        skippable = {key for key in self.paths_by_key if key[0] in limits.skippable_paths}
-        self.captures = CaptureSet(self.paths_by_key, pool, config.max_graph_bytes, skippable, agree)
+        self.captures.programs = self.paths_by_key
+        self.captures.skippable = {key for key in self.paths_by_key if key[0] in limits.skippable_paths}
         self.plans = RequestPlans(tower, config, served.model_config, self.paths_by_key)
         self.runner = BatchRunner(
             tower,
@@ -143,36 +198,35 @@ class Generation:
             if path.budgets:
                 path.compile(progress, refusals)
 
-    def capture(self, planned: CapturePlan, tell: Tell = lambda phase, done, total: None) -> None:
-        """Measures and captures what was planned. Where the captures are too large together, they are made
-        again.
+    def prepare(self, planned: CapturePlan) -> list[tuple[_PathKey, int]]:
+        """Notes why budgets are pruned and measures what captures are judged by; returns the (path's key,
+        budget) pairs to capture.
         """
         for capture in planned.captures:
             if capture.pruned is not None:
                 path = self.paths_by_key[capture.key.path, capture.key.axis_keys]
                 path.note(f"{path.label}: budget {capture.key.budget} is not captured: {capture.pruned}")
         wanted = _wanted(planned)
-        if self._measures:
+        if self.is_measured:
             for key in dict.fromkeys(key for key, _ in wanted):
-                tell("measuring", 0, 0)
                 self.paths_by_key[key].measure()
                 pause()
-        tell("capturing", 0, len(wanted))
-        self.captures.capture(wanted, lambda done, total: tell("capturing", done, total))
+        return wanted
 
     @property
-    def _measures(self) -> bool:
+    def is_measured(self) -> bool:
+        """Whether runs without captures are timed before captures are made."""
         return self.config.packing == "cost" and self.scope.compares_kernels
 
     def run(self, planned: CapturePlan) -> None:
-        """Runs, once each, what `capture` will time and capture, largest first, with a pause before each:
-        inside `collecting` this finds which kernels are to be compared.
+        """Runs, once each, what will be timed and captured, largest first, with pauses: inside `collecting`
+        this finds which kernels are to be compared.
         """
         wanted = sorted(_wanted(planned), key=lambda each: -each[1])
         for key, budget in wanted:
             self.paths_by_key[key].ladder.run(budget)
             pause()
-        for key in dict.fromkeys(key for key, _ in wanted if self._measures):
+        for key in dict.fromkeys(key for key, _ in wanted if self.is_measured):
             self.paths_by_key[key].run_timed()
             pause()
 
@@ -180,27 +234,6 @@ class Generation:
         """Has the tower's own code timed as it will run."""
         for path in self.paths_by_key.values():
             path.ladder.in_inference_mode = inference_mode
-
-    def record_captures(self) -> None:
-        """Has the statistics show these captures, and no others."""
-        statistics = self.runner.statistics
-        statistics.record_clear()
-        for path in self.paths_by_key.values():
-            for budget, made in path.captured.items():
-                key, costs = path.key(budget), path.ladder.costs.get(budget)
-                statistics.record_capture(key, made.mode, path.ladder.num_bytes(budget))
-                if costs is not None:
-                    statistics.record_time(key, costs.best)
-        statistics.record_input_bytes(sum(path.input_bytes for path in self.paths_by_key.values()))
-
-    def record_unpadded(self) -> None:
-        """Has the statistics show the captures of recurring token counts as they are now."""
-        statistics = self.runner.statistics
-        for path in self.paths_by_key.values():
-            if path.unpadded.captures.sizes:
-                statistics.record_capture(path.key(0), "exact", path.unpadded_bytes)
-            else:
-                statistics.record_release(path.key(0))
 
     def outdate_weights(self) -> None:
         """Has the next replay of every path look at its parameters, and compute anew what is kept of them."""
@@ -225,8 +258,8 @@ class Generation:
     # --- the first captures
 
     def uncompiled(self) -> Generation:
-        """One whose captures take seconds: of the towers' own forwards, in mode `breakable`, by the measured
-        costs of replays and eager runs, and with the attention kernels that are known already.
+        """Returns a generation whose captures take seconds: of the tower's own forward, in mode `breakable`,
+        with the attention kernels that are known already.
         """
         first = {**_UNCOMPILED, "mode": _first_mode(self.config.mode), "packing": "cost"}
         paths = {
@@ -243,8 +276,7 @@ class Generation:
         )
 
 
-def _wanted(planned: CapturePlan) -> list[tuple[tuple[str, tuple[Hashable, ...]], int]]:
-    """(path's key, budget) of what is captured."""
+def _wanted(planned: CapturePlan) -> list[tuple[_PathKey, int]]:
     keys = (capture.key for capture in planned.captures if capture.pruned is None)
     return [((key.path, key.axis_keys), key.budget) for key in keys]
 
@@ -264,3 +296,107 @@ def first_of(planned: CapturePlan) -> CapturePlan:
 
 def _first_mode(mode: Mode) -> Mode:
     return "breakable" if mode in ("auto", "full", "piecewise") else mode
+
+
+# --- what is captured
+
+
+def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
+    """Every budget of every path, with those that no batch can reach pruned."""
+    captures: list[PlannedCapture] = []
+    for path in paths:
+        if path.mode in ("none", "exact"):
+            continue
+        per_token, fixed, own, refusals = _input_size(path)
+        previous = 0
+        for budget in path.budgets:
+            reason = refusals.get(budget) or _unreachable(path, previous, budget, limits.max_items_per_batch)
+            num_bytes = int(per_token * budget + fixed)
+            captures.append(PlannedCapture(path.key(budget), num_bytes, own, reason))
+            if reason is None:
+                previous = budget
+    return CapturePlan(tuple(captures))
+
+
+def _input_size(path: EncoderPath) -> tuple[float, float, int, dict[int, str]]:
+    """Bytes of a path's static inputs a token and fixed, from the two smallest budgets that the tower makes
+    inputs for; the bytes of those that do not grow; and why it makes none for smaller budgets.
+    """
+    sizes: dict[int, int] = {}
+    refusals: dict[int, str] = {}
+    own = 0
+    for budget in path.budgets:
+        try:
+            by_name = path.input_bytes_by_name(budget)
+            growing = path.forward.growing_inputs()
+            sizes[budget] = sum(by_name.values())
+            own = sum(num_bytes for name, num_bytes in by_name.items() if name not in growing)
+        except (InputError, torch.OutOfMemoryError) as error:
+            refusals[budget] = str(error)
+        if len(sizes) == 2:
+            break
+    if not sizes:
+        return 0.0, 0.0, 0, refusals
+    small, large = min(sizes), max(sizes)
+    slope = (sizes[large] - sizes[small]) / (large - small) if len(sizes) > 1 else sizes[small] / small
+    return slope, sizes[small] - slope * small, own, refusals
+
+
+def _unreachable(path: EncoderPath, previous: int, budget: int, max_items: int) -> str | None:
+    """Why no batch needs this budget, that is, has more tokens than the budget before and not more than this
+    one, where the tower tells how many tokens an item has.
+    """
+    token_range = path.item_token_range()
+    if token_range is None:
+        return None
+    fewest, most = token_range
+    if fewest > budget:
+        return f"one item has at least {fewest} tokens"
+    if not any(n * fewest <= budget and n * most > previous for n in range(1, max_items + 1)):
+        return f"no {max_items} items of {fewest} to {most} tokens make {previous + 1} to {budget} tokens"
+    return None
+
+
+# Inputs of a token are seldom larger than this many times its output. Where so many outputs fit, inputs are
+# not made to find out their size.
+_INPUTS_OF_AN_OUTPUT = 64
+
+# Sizes at which inputs are made to find out how they grow: this one or the tower's own, and its doubles.
+_SMALL_TOKENS = 16
+_DOUBLINGS = 8
+
+
+def check_budgets(forward: PathForward, *, tile: int | None, out_hidden_size: int, field: str) -> None:
+    """Raises ConfigError, which names the settings' `field`, for budgets whose static inputs and output the
+    device's memory does not hold. Nothing of a budget's size is allocated: bytes are extrapolated from small
+    inputs, of a `tile` or more.
+    """
+    budgets, memory = forward.budgets, memory_of(forward.device)
+    output = out_hidden_size * forward.dtype.itemsize
+    if not budgets or budgets[-1] * output * _INPUTS_OF_AN_OUTPUT <= memory:
+        return
+    first = tile or _SMALL_TOKENS
+    a_token, fixed = _input_bytes(forward, [first << power for power in range(_DOUBLINGS)], budgets[-1])
+    needed = int(fixed + budgets[-1] * (a_token + output))
+    if needed > memory:
+        fitting = max(0, int((memory - fixed) / (a_token + output)))
+        raise ConfigError(
+            f"{field}: {budgets[-1]} output tokens take {gibibytes(needed)} of static inputs and output, and "
+            f"{forward.device} has {gibibytes(memory)}; allowed: budgets of at most {fitting}, less what "
+            f"captures take beside; got {list(budgets[-3:])}"
+        )
+
+
+def _input_bytes(forward: PathForward, sizes: Sequence[int], below: int) -> tuple[float, float]:
+    """Bytes of inputs a token, and fixed, from the first two sizes that the tower makes inputs of."""
+    known: list[tuple[int, int]] = []
+    for size in sizes:
+        if size < below and len(known) < 2:
+            with contextlib.suppress(InputError):
+                values = forward.capture_values(size)
+                known.append((size, sum(tensor.nbytes for tensor in values.values())))
+    if len(known) < 2:
+        return 0.0, 0.0
+    (small, few), (large, many) = known
+    a_token = max(0.0, (many - few) / (large - small))
+    return a_token, max(0.0, few - a_token * small)

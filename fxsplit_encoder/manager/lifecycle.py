@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Token
 from pathlib import Path
@@ -17,18 +17,17 @@ from fxsplit_encoder._torch.modes import foreign_around, without_autograd
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.kernels.attention.kernels import ahead
-from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
-from fxsplit_encoder.manager.captures import CapturePlan
-from fxsplit_encoder.manager.generation import Generation, Tell, first_of
+from fxsplit_encoder.manager.background import BackgroundCapture
+from fxsplit_encoder.manager.generation import CapturePlan, Generation, first_of
 from fxsplit_encoder.manager.start import load_captured, save_captured
-from fxsplit_encoder.manager.tower_part import tower_part
+from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.runtime import Choosers, WeightChecks
-from fxsplit_encoder.runtime.captured_program import warn_of_new_captures
-from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
+from fxsplit_encoder.runtime.requests import warn_of_new_captures
+from fxsplit_encoder.runtime.statistics import CaptureProgress
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +76,10 @@ class Lifecycle:
             self._read_start()
             self.own.compile(progress)
 
-    def capture(self, progress: Progress | None = None) -> None:
-        """Compiles and captures everything that is not captured yet. The caller has the turn."""
+    def prepare(self) -> Sequence[tuple[Hashable, int]]:
+        """Compiles and measures; returns the (path's key, budget) pairs to capture in `own`, after which
+        `switch` is due. The caller has the turn.
+        """
         self.own.run_in(torch.is_inference_mode_enabled())
         planned = self.own.planned_captures()
         logger.info("%s", planned)
@@ -86,8 +87,7 @@ class Lifecycle:
         if self.own.scope.measured and self.own.scope.compares_kernels:
             ahead.begin_no_more()
             compare_meanwhile(lambda: self.own.run(planned), ahead.is_compiling)
-        self.own.capture(planned, _telling(progress))
-        self._switch()
+        return self.own.prepare(planned)
 
     def capture_first(self, progress: Progress | None = None) -> None:
         """Captures a few budgets of the tower's own forward, and has the rest done between requests."""
@@ -109,7 +109,7 @@ class Lifecycle:
                 for generation in (first, self.own):
                     generation.run_in(in_inference_mode)
                 planned = self.own.planned_captures()
-                first.capture(first_of(first.planned_captures()), _telling(progress))
+                first.captures.capture(first.prepare(first_of(first.planned_captures())), progress)
                 self._serve(first)
                 self._start_background(planned, first)
         except StoppedError:
@@ -117,7 +117,7 @@ class Lifecycle:
                 first.clear()
 
     def _start_background(self, planned: CapturePlan, first: Generation) -> None:
-        switch = weakref.WeakMethod(self._switch)
+        switch = weakref.WeakMethod(self.switch)
 
         def switch_if_wanted() -> None:
             if (found := switch()) is None:
@@ -127,11 +127,11 @@ class Lifecycle:
         self.background = BackgroundCapture(
             self.own, planned, first, self.turns, self._kernels, switch_if_wanted
         )
-        stop_with(self, self.background)
+        weakref.finalize(self, self.background.stop).atexit = False
         self.background.start()
 
-    def _switch(self) -> None:
-        """Has what is captured in the end serve, as far as it is, and releases what served before."""
+    def switch(self) -> None:
+        """Makes `own` serve, as far as it is captured, and releases what served before."""
         before = self.serving
         self._serve(self.own)
         if before is not self.own:
@@ -182,8 +182,8 @@ class Lifecycle:
         return plan.by_the_tower(reason)
 
     def check_tower(self) -> None:
-        """Raises TowerChangedError if the tower's modules are others than when it was compiled or captured.
-        With `weight_check_seconds` it looks so often. The caller has the turn.
+        """Raises TowerChangedError if the tower's modules are others than when it was compiled or captured,
+        every `weight_check_seconds`. The caller has the turn.
         """
         structure, looks = self._structure, self._looks
         if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_unchanged():
@@ -201,9 +201,7 @@ class Lifecycle:
         self._looks.all_are_due()
 
     def take_structure(self) -> None:
-        """Notes of which modules everything is made; of others than before it is made anew. The caller has
-        the turn.
-        """
+        """Notes the tower's modules, and forgets what was made of others. The caller has the turn."""
         if self._structure is not None and (change := self._structure.change()):
             warn_of_new_captures(change)
             for generation in {self.serving, self.own}:
@@ -273,11 +271,7 @@ class Lifecycle:
 
 # Entered for every request: four contexts in one `with` are twice as many calls.
 class serving_scope:
-    """What `turns`, `kernels.choosing()`, `on_device` and `without_autograd` are, one in the other.
-
-    Args:
-        device: of the request's work.
-    """
+    """Enters `turns`, `kernels.choosing()`, `on_device` and `without_autograd`."""
 
     __slots__ = ("_autograd", "_choosers", "_device", "_elsewhere", "_tokens", "_turns")
 
@@ -311,11 +305,3 @@ class serving_scope:
                 self._elsewhere.__exit__(None, None, None)
         finally:
             self._turns.__exit__(kind, *raised)
-
-
-def _telling(progress: Progress | None) -> Tell:
-    def tell(phase: Phase, done: int, total: int) -> None:
-        if progress is not None and done:
-            progress(done, total)
-
-    return tell

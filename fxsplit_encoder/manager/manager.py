@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import random
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -20,31 +24,39 @@ from fxsplit_encoder.caching import reading_once
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError
-from fxsplit_encoder.manager import invariance
+from fxsplit_encoder.kernels import describe_environment
 from fxsplit_encoder.manager.background import check_that_steps_will_do
-from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
-from fxsplit_encoder.manager.generation import Generation, Served
-from fxsplit_encoder.manager.legacy_dual_path import read_model_config
+from fxsplit_encoder.manager.generation import CapturePlan, Generation, Served
 from fxsplit_encoder.manager.lifecycle import Lifecycle, serving_scope
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.recording import Recorder
 from fxsplit_encoder.manager.request_plans import ItemReader, RequestItems
-from fxsplit_encoder.manager.tower_part import placement_of
-from fxsplit_encoder.planning import Plan
+from fxsplit_encoder.manager.start import version_of
+from fxsplit_encoder.manager.tower import (
+    ItemFacts,
+    placement_of,
+    read_item_specs,
+    read_model_config,
+    select_items,
+)
+from fxsplit_encoder.planning import Item, Limits, Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
+from fxsplit_encoder.planning.plan import PlannedBatch
 from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
+    EncoderItemSpec,
     SupportsEncoderCudaGraph,
     missing_methods,
 )
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime import CaptureScope, Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram
 
 logger = logging.getLogger(__name__)
+
+_PACKAGES = ("fxsplit-encoder", "torch", "transformers", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
 class EncoderCudaGraphManager:
@@ -148,7 +160,7 @@ class EncoderCudaGraphManager:
     def reports(self) -> list[str]:
         """What was dropped or runs in another way than asked, and why."""
         notes = [note for path in self.paths_by_key.values() for note in path.notes]
-        kept = invariance.findings(self.kernels, self.device) if self.config.invariant else ()
+        kept = _invariant_kernels(self.kernels, self.device) if self.config.invariant else ()
         return [*self._lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
 
     @property
@@ -193,34 +205,31 @@ class EncoderCudaGraphManager:
             self._lifecycle.take_structure()
             if not self.config.enabled or self._lifecycle.is_complete:
                 return
-            self._lifecycle.capture(progress)
+            wanted = self._lifecycle.prepare()
+            self._lifecycle.own.captures.capture(wanted, progress)
+            self._lifecycle.switch()
             if self.data_parallel is not None and self.config.invariant:
                 self.data_parallel.check_same(
-                    "invariant: kernels", invariance.choices(self.kernels, self.device)
+                    "invariant: kernels", _invariant_choices(self.kernels, self.device)
                 )
             if self.data_parallel is not None and self.pool.is_cuda:
                 # So that ranks get items of equal cost, not just of equal size.
                 self.data_parallel.share_costs(*self._serving.unit_costs())
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits for the work behind `capture(wait=False)`, if there is any, and makes the captures meanwhile
-        that requests would have made.
+        """Waits for the work behind `capture(wait=False)`, making its captures on this thread.
 
         Args:
-            timeout: seconds, after which it begins no further capture; None: as long as it takes.
+            timeout: seconds, after which it begins no further capture; None: no limit.
 
         Returns:
-            Whether it is over: `stats().progress` says how it ended.
+            Whether the work is over: `stats().progress` says how it ended.
         """
         return self._lifecycle.wait(timeout)
 
     def save_start(self, path: str | os.PathLike[str]) -> int:
-        """Writes a file with which other processes start on devices of the same kind without compiling and
-        without measuring: what this process compiled, what was measured of attention on this device, and what
-        of this tower. The file replaces what was there as a whole.
-
-        Returns:
-            How many bytes it has.
+        """Writes a file with which other processes start on devices of the same kind without compiling or
+        measuring; returns its bytes. The file is replaced as a whole.
 
         Raises:
             InputError: nothing was captured yet, or the file cannot be written. While `capture(wait=False)`
@@ -229,14 +238,11 @@ class EncoderCudaGraphManager:
         return self._lifecycle.save_start(Path(path))
 
     def load_start(self, path: str | os.PathLike[str]) -> bool:
-        """Has `compile` and `capture` use what `save_start` wrote. The file holds compiled code, so it has to
-        come from someone who may run code here.
+        """Makes `compile` and `capture` use a file of `save_start`; returns whether it is used. It holds
+        compiled code, so it has to come from a source that may run code here.
 
-        One that is damaged, or was made by another GPU, version, tower or configuration, is ignored, with a
-        warning that names what differs; `reports` says so too.
-
-        Returns:
-            Whether it is used.
+        A file that is damaged, or was made by another GPU, version, tower or configuration, is ignored, and a
+        warning and `reports` name what differs.
 
         Raises:
             InputError: captures are there already.
@@ -261,11 +267,11 @@ class EncoderCudaGraphManager:
         )
 
     def _use_captures(self) -> None:
-        """Tells of the captures whoever plans, runs and counts."""
+        """Passes the captures that serve to plans, statistics and the trace."""
         captured = self._lifecycle.is_captured
         self._missed_capture = self._missed_capture and not captured
         self._serving.plans.use_captures(self.limits, captured=captured)
-        self._serving.record_captures()
+        self._serving.captures.record(self.statistics)
         if self._recorder is not None:
             self._recorder.captures_changed(self.paths)
         if self._lifecycle.is_complete:
@@ -373,7 +379,7 @@ class EncoderCudaGraphManager:
         Raises:
             InputError, RankError: as `execute`.
         """
-        return invariance.differing_items(self.tower, self.execute, mm_kwargs, packings, seed)
+        return _differing_items(self.tower, self.execute, mm_kwargs, packings, seed)
 
     def record_trace(self, path: str | os.PathLike[str]) -> None:
         """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes,
@@ -390,5 +396,223 @@ class EncoderCudaGraphManager:
 
     def stats(self) -> ManagerStats:
         """Hits, misses by reason, padding and bytes so far."""
-        self._serving.record_unpadded()
+        self._serving.captures.record_unpadded(self.statistics)
         return replace(self.statistics.snapshot(), progress=self._lifecycle.progress)
+
+
+# --- the same bits in every batch
+
+
+def _invariant_kernels(kernels: Choosers, device: torch.device) -> list[str]:
+    from fxsplit_encoder.kernels.products.fixed import PRODUCTS
+
+    attention = [f"attention of {chosen}" for chosen in kernels.attention.chosen]
+    return [f"invariant: {each}" for each in (*attention, *PRODUCTS.describe(device))]
+
+
+def _invariant_choices(kernels: Choosers, device: torch.device) -> list[str]:
+    """What decides over the bits besides tower and inputs."""
+    from fxsplit_encoder.kernels.products.fixed import PRODUCTS
+
+    known: dict[str, Any] = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    if device.type == "cuda":
+        known = describe_environment(device)
+    return [
+        *(f"{name} {value}" for name, value in known.items()),
+        *kernels.attention.chosen,
+        *PRODUCTS.choices(device),
+    ]
+
+
+def _differing_items(
+    tower: SupportsEncoderCudaGraph,
+    execute: Callable[[dict[str, Any]], list[Tensor]],
+    mm_kwargs: dict[str, Any],
+    packings: int,
+    seed: int,
+) -> list[int]:
+    count = len(read_item_specs(tower, mm_kwargs))
+    num_axes = len(read_model_config(tower).capture_axes)
+
+    def encoded(indices: Sequence[int]) -> list[Tensor]:
+        return execute(select_items(tower, mm_kwargs, indices, num_axes)[0])
+
+    alone = [encoded([index])[0] for index in range(count)]
+    numbers = random.Random(seed)
+    differing: set[int] = set()
+    for _ in range(packings if count else 0):
+        indices = sorted(numbers.sample(range(count), numbers.randint(1, count)))
+        results = zip(indices, encoded(indices), strict=True)
+        differing |= {index for index, result in results if not torch.equal(result, alone[index])}
+    return sorted(differing)
+
+
+# --- a trace of requests
+
+
+class Recorder:
+    """The trace of one manager.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tower: SupportsEncoderCudaGraph,
+        scope: CaptureScope,
+        limits: Limits,
+        paths: Mapping[str, EncoderPath],
+        dtype: torch.dtype,
+    ) -> None:
+        self.tower = tower
+        self.config = scope.config
+        self.device = scope.pool.device
+        self.limits = limits
+        self.paths = paths
+        self.dtype = dtype
+        self.facts = ItemFacts(tower)
+        self._writer = TraceWriter(path)
+        self._is_described = False
+
+    def captures_changed(self, paths: Mapping[str, EncoderPath]) -> None:
+        """What serves is described anew before the next request.
+
+        Args:
+            paths: those that serve now.
+        """
+        self.paths = paths
+        self._is_described = False
+
+    def write(
+        self,
+        mm_kwargs: dict[str, Any],
+        specs: Sequence[EncoderItemSpec],
+        batches: Iterable[PlannedBatch],
+        host_ms: float,
+    ) -> None:
+        """Appends one request.
+
+        Args:
+            batches: as they were served.
+            host_ms: how long the call kept its thread.
+        """
+        if not self._is_described:
+            self._writer.write_run(self._describe())
+            self._is_described = True
+        segments = self.facts.segments(mm_kwargs, len(specs))
+        items = [Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)]
+        served = [batch.as_dict() for batch in batches]
+        self._writer.write(items, batches=served, host_ms=round(host_ms, 3))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+    def _describe(self) -> dict[str, Any]:
+        """What serves requests, as `tuning.recording.RunRecord` holds it."""
+        is_cuda = self.device.type == "cuda"
+        return {
+            "tower": type(getattr(self.tower, "tower", self.tower)).__name__,
+            "device": torch.cuda.get_device_name(self.device) if is_cuda else "CPU",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "versions": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
+            "config": self.config.model_dump(mode="json", exclude_unset=True, fallback=str),
+            "max_items_per_batch": self.limits.max_items_per_batch,
+            "max_frames_per_batch": self.limits.max_frames_per_batch,
+            "paths": {name: _describe_path(path) for name, path in self.paths.items()},
+            "notes": [note for path in self.paths.values() for note in path.notes],
+        }
+
+
+def measured_costs(path: EncoderPath) -> dict[str, Any] | None:
+    """What was measured of a path, as `tuning.read_costs` takes it; None: nothing, or no capture was kept."""
+    costs = path.costs
+    if not (costs.measured and costs.replay and costs.exact):
+        return None
+    points = {"replay_ms": dict(costs.replay), "exact_ms": dict(costs.exact)}
+    above = [budget for budget in path.ladder.no_graph_needed if budget > max(costs.replay)]
+    return {**points, **({"not_kept_from": min(above)} if above else {})}
+
+
+def _describe_path(path: EncoderPath) -> dict[str, Any]:
+    return {
+        "budgets": list(path.budgets),
+        "captures": [
+            {"budget": budget, "mode": captured.mode, "num_bytes": path.ladder.num_bytes(budget)}
+            for budget, captured in sorted(path.captured.items())
+        ],
+        "not_kept": sorted(path.ladder.no_graph_needed),
+        "costs": measured_costs(path),
+    }
+
+
+class TraceWriter:
+    """Appends requests to a trace. Threads may write at the same time; every request is a line of its own.
+
+    Each line goes to the operating system at once, so that a process which is killed loses none before it.
+    Processes need files of their own.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        try:
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
+
+    def write(self, items: Sequence[Item], **served: Any) -> None:
+        """Append one request.
+
+        Args:
+            items: of which the sizes and segments are written.
+            served: how it was served, as JSON; see `recording`.
+
+        Raises:
+            InputError: the writer is closed.
+        """
+        self._append({"items": [_as_json(item) for item in items], **served})
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Append what serves the requests from now on.
+
+        Raises:
+            InputError: the writer is closed.
+        """
+        self._append({"run": run})
+
+    def _append(self, value: Mapping[str, Any]) -> None:
+        line = json.dumps(value, default=str) + "\n"
+        with self._lock:
+            if self._file.closed:
+                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
+            self._file.write(line)
+
+    def close(self) -> None:
+        """Close the file; closing twice does nothing."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_json(item: Item) -> dict[str, Any]:
+    # Sizes may be NumPy's integers, which JSON does not know.
+    spec = item.spec
+    sizes: dict[str, Any] = {"input_size": int(spec.input_size), "output_tokens": int(spec.output_tokens)}
+    if item.segments != 1:
+        sizes["segments"] = int(item.segments)
+    if spec.path_output_tokens:
+        sizes["path_output_tokens"] = {name: int(count) for name, count in spec.path_output_tokens.items()}
+    return sizes

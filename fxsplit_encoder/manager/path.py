@@ -15,9 +15,8 @@ from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.compile import CompileOptions
 from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments
-from fxsplit_encoder.manager.item_facts import select_items
-from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.manager.tower import read_item_specs, select_items
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
@@ -79,11 +78,7 @@ class EncoderPath(CapturedProgram):
     def compile(
         self, progress: Callable[[int, int], None] | None = None, refusals: dict[str, str] | None = None
     ) -> None:
-        """Traces and compiles the forward once, for all budgets; one that does not compile is captured as it
-        is. With mode `breakable`, and `compile: false`, nothing is compiled.
-
-        Args:
-            progress, refusals: as for `PathForward.compile`.
+        """Compiles the forward once, as `PathForward.compile`; not with mode `breakable` or `compile: false`.
 
         Raises:
             ConfigError: with `invariant`, if it does not compile, or to what would not keep that.
@@ -98,17 +93,13 @@ class EncoderPath(CapturedProgram):
         self.note(f"{self.label}: {refusal}")
 
     def input_bytes_by_name(self, budget: int) -> dict[str, int]:
-        """Memory of every static input of a budget.
-
-        Raises:
-            InputError: the tower cannot make inputs of this size for these axis keys.
-        """
+        """Returns the bytes of every static input; InputError where the tower makes none of this size."""
         values = self.forward.capture_values(budget)
         return {name: tensor.numel() * tensor.element_size() for name, tensor in values.items()}
 
     def item_token_range(self) -> tuple[int, int] | None:
-        """The fewest and the most output tokens of one item on this path with these axis keys, from the
-        tower's optional `get_encoder_cudagraph_item_token_range(path, axis_keys)`; None: not known.
+        """Returns the fewest and the most output tokens of one item, from the tower's optional
+        `get_encoder_cudagraph_item_token_range(path, axis_keys)`; None: not known.
         """
         token_range = getattr(self.tower, "get_encoder_cudagraph_item_token_range", None)
         return None if token_range is None else token_range(path=self.name, axis_keys=self.axis_keys)
@@ -116,10 +107,9 @@ class EncoderPath(CapturedProgram):
     # --- capture
 
     def tokens_held(self, budget: int) -> int:
-        """Output tokens that the capture of a budget has room for. A tower may make smaller inputs than it
-        was asked for, of whole tiles or of one tile an item: these have room for as many tokens as rows come
-        out, or, if the tower adds rows to them later, for the fewest tokens that have inputs of the same
-        shapes.
+        """Returns the output tokens that a capture has room for. A tower may make smaller inputs than asked
+        for, of whole tiles, say: these hold as many tokens as rows come out or, if the tower adds rows later,
+        the fewest tokens that have inputs of the same shapes.
         """
         rows: int = self.captured[budget].outputs[0].shape[0]
         if rows >= budget:
@@ -148,9 +138,7 @@ class EncoderPath(CapturedProgram):
         )
 
     def measure(self) -> None:
-        """Times what no capture is needed for, and captures are judged by: the tower's own forward over a few
-        sizes, and attention.
-        """
+        """Times the tower's own forward over a few sizes, and attention."""
         if not self.scope.measured:
             return
         if self.expected is not None:
@@ -177,12 +165,11 @@ class EncoderPath(CapturedProgram):
     # --- one batch
 
     def values(self, mm_kwargs: dict[str, Any]) -> dict[str, StaticValue | None]:
-        """What a replay, or a run without padding, needs of a batch.
+        """Returns the tower's inputs of a batch.
 
         Raises:
-            ReplayError: the tower cannot make it within the captured extents, of a video of more frames for
-                example, gives an input that captures are made without, or one with another number of rows for
-                its patches than captures have.
+            ReplayError: the tower cannot make them within the captured extents, gives an input that captures
+                are made without, or one with another number of rows for its patches.
         """
         items, frames = self.limits.max_items_per_batch, self.limits.max_frames_per_batch
         try:
@@ -218,12 +205,8 @@ class EncoderPath(CapturedProgram):
     def run_unpadded(
         self, mm_kwargs: dict[str, Any], values: Mapping[str, StaticValue | None]
     ) -> tuple[Sequence[Tensor], bool]:
-        """The batch at its exact shape, and whether the compiled program ran: where its assumptions do not
-        hold, the tower runs eagerly. With `invariant` an item for which they do not hold runs twice in a
-        batch, where they may.
-
-        Raises:
-            InputError: as `run_eager`.
+        """Runs the batch at its exact shape: by the program where its assumptions hold, else eagerly. With
+        `invariant` an item for which they do not hold runs twice in one batch, where they may.
         """
         output = self._run_program(values)
         if output is None and self.scope.config.invariant and self.program is not None:
@@ -255,11 +238,11 @@ class EncoderPath(CapturedProgram):
         return None if output is None else output[: output.shape[0] // 2]
 
     def run_eager(self, mm_kwargs: dict[str, Any]) -> Sequence[Tensor]:
-        """The batch through the tower itself.
+        """Runs the batch through the tower itself.
 
         Raises:
-            InputError: the tower has no such forward: vLLM's protocol has one that does nothing. Or it would
-                give other bits, and `invariant` is set.
+            InputError: the tower has no such forward (vLLM's protocol has one that does nothing), or
+                `invariant` is set.
         """
         if self.scope.config.invariant:
             raise InputError(

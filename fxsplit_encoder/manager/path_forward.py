@@ -7,11 +7,12 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.dispatch import check
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
@@ -26,17 +27,18 @@ from fxsplit_encoder.errors import (
     StartFileError,
     UntraceableError,
 )
-from fxsplit_encoder.manager.row_groups import RowGroups
-from fxsplit_encoder.manager.tower_part import named_tensors, tower_part, tower_tensors
+from fxsplit_encoder.manager.tower import named_tensors, tower_part, tower_tensors
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
-from fxsplit_encoder.runtime.captured_program import check_replacements, layouts_of
+from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram, NamedRegion
 
 logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value", bound="StaticValue | None")
 
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.
@@ -74,15 +76,16 @@ class PathForward:
         self.options = options
         self.padding_logics = tower.get_encoder_cudagraph_config().padding_logics
         self.declares_padding: bool = getattr(tower, "declares_padding", True)
-        """Whether the tower's word is taken that padding leaves its real rows alone: that of any that
-        implements the protocol itself, since padded replays are what the protocol describes."""
+        """Whether the tower declares that padding leaves its real rows alone: by default, since the protocol
+        describes padded replays."""
         self.program: BoundProgram | None = None
         """None before `compile`, and where the forward does not compile."""
         self.parameters = StaticParameters(())
         """Those that the program is bound to."""
-        self._compiled = False
-        self._refusal: str | None = None
-        """Why it does not compile."""
+        self.is_settled = False
+        """Whether it was compiled, or found not to compile."""
+        self.refusal: str | None = None
+        """Why it does not compile; None: it does, or that is not known yet."""
         self._growing: frozenset[str] | None = None
         self.saved: Mapping[str, Any] | None = None
         """The program, as another process saved it: it is restored rather than traced."""
@@ -90,16 +93,6 @@ class PathForward:
         """The inputs for which the tower gives None: its forward gets that, and no capture has them."""
         self.groups = RowGroups()
         """Inputs of the program that are given with more rows than the tower has; none without a program."""
-
-    @property
-    def refusal(self) -> str | None:
-        """Why it does not compile; None: it does, or nobody knows yet."""
-        return self._refusal
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it was compiled, or found not to compile."""
-        return self._compiled
 
     @property
     def region(self) -> NamedRegion | None:
@@ -114,7 +107,7 @@ class PathForward:
     # --- inputs
 
     def capture_values(self, budget: int) -> dict[str, Tensor]:
-        """Fresh inputs of so many output tokens, without those that are not used.
+        """Makes inputs of so many output tokens, without those that are not used.
 
         Raises:
             InputError: the tower cannot make them for these axis keys, or uses one at some sizes only.
@@ -168,11 +161,8 @@ class PathForward:
         return inputs
 
     def growing_inputs(self) -> frozenset[str]:
-        """Names of the inputs that are larger for the largest budget than for the smallest. With fewer than
-        two budgets nothing tells.
-
-        Raises:
-            InputError: the tower cannot make inputs of any of these sizes.
+        """Returns the inputs that are larger for the largest budget than for the smallest; none with fewer
+        than two budgets. InputError where the tower makes no inputs of these sizes.
         """
         budgets = self.budgets
         if len(budgets) < 2:
@@ -185,7 +175,7 @@ class PathForward:
         return self._growing
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
+        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
 
         Raises:
             CaptureError: the tower makes no inputs of this size, or the trace does not hold for it.
@@ -220,8 +210,8 @@ class PathForward:
 
     @torch.no_grad()
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """How a capture changes the results of a batch of half its tokens; of all of them, if it has to be
-        full. None: it does not.
+        """Returns how a capture changes the results of a batch of half its tokens, or of all if it has to be
+        full; None: it does not.
         """
         batch = tokens if captured.must_be_full else tokens // 2
         try:
@@ -248,10 +238,10 @@ class PathForward:
             refusals: why paths of this tower do not compile, by their names, and of all by "". What is here
                 is not tried again; what is found out is entered.
         """
-        if not self._compiled:
-            self._compiled = True
-            self._refusal = self._compile(progress, {} if refusals is None else refusals)
-        return self._refusal
+        if not self.is_settled:
+            self.is_settled = True
+            self.refusal = self._compile(progress, {} if refusals is None else refusals)
+        return self.refusal
 
     def _compile(self, progress: Callable[[int, int], None] | None, refusals: dict[str, str]) -> str | None:
         if known := refusals.get(self.name, refusals.get("")):
@@ -261,7 +251,7 @@ class PathForward:
             return example
         if not self.take_saved(self.load_saved(), example):
             self.take(self.trace(example, progress), refusals)
-        return self._refusal
+        return self.refusal
 
     def example(self) -> TracedExample | str:
         """Inputs to trace the forward with; or why there are none."""
@@ -297,11 +287,8 @@ class PathForward:
     def trace(
         self, example: TracedExample, progress: Callable[[int, int], None] | None, *, beside: bool = False
     ) -> BoundProgram | CaptureError | CompileError:
-        """The compiled forward, for `take`; or why it does not compile.
-
-        Args:
-            beside: whether the tower serves meanwhile, in another thread: modules of it that are treated
-                specially while they are traced are then copies, over the same parameters.
+        """Returns the compiled forward, for `take`, or why it does not compile. With `beside` another thread
+        runs the tower: modules that tracing treats specially are then copies, over the same parameters.
         """
         from fxsplit_encoder.compile import trace_forward
 
@@ -333,15 +320,11 @@ class PathForward:
 
     def refuse(self, why: str) -> None:
         """Leaves the forward as it is."""
-        self._compiled, self._refusal = True, why
+        self.is_settled, self.refusal = True, why
         self.groups = RowGroups()
 
     def to_save(self) -> dict[str, Any]:
-        """The program, for `saved` of another process.
-
-        Raises:
-            CompileError: it cannot be saved, and why.
-        """
+        """Returns the program for `saved` of another process; CompileError where it cannot be saved."""
         from fxsplit_encoder.compile.saved import save_program
 
         assert self.program is not None
@@ -355,16 +338,12 @@ class PathForward:
 
     def bind(self, program: BoundProgram) -> None:
         """Takes a program, on the parameters that it was bound to."""
-        self._compiled, self.program = True, program
+        self.is_settled, self.program = True, program
         self._layouts = layouts_of(program.fixed)  # now: a parameter may be cast or laid out anew in place
         self.parameters = StaticParameters(filter(torch.is_tensor, program.fixed), self.tower)
 
     def current_program(self) -> BoundProgram | None:
-        """The program on the parameters that the tower has now.
-
-        Raises:
-            InputError: they are of other layouts than those that it was compiled with.
-        """
+        """Returns the program on the tower's parameters now; InputError where their layouts have changed."""
         if self.program is None or not self.parameters.have_moved():
             return self.program
         old, now = self.program.fixed, iter(self.parameters.current())
@@ -382,21 +361,89 @@ class PathForward:
 
     def forget(self) -> None:
         """Has the forward compiled anew."""
-        self.program, self._compiled, self._refusal = None, False, None
+        self.program, self.is_settled, self.refusal = None, False, None
 
 
-class SizedInputs(Protocol):
-    """Inputs of a forward at any of its budgets."""
+class RowGroups:
+    """Which inputs have a row for how many patches.
 
-    @property
-    def budgets(self) -> Sequence[int]:
-        """In output tokens, increasing."""
+    A tower may have an input with a row a token, a quarter of the rows of its patches. Nothing in a trace
+    says so, and the graph would have two counts of tokens. So such an input enters the graph with its rows
+    repeated for each patch of their groups, and the forward takes one of them.
 
-    def first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
-        """Inputs of the first of these budgets that has some."""
+    Args:
+        factors: the patches of a row, for inputs for which these are more than one.
+        patches: the inputs with a row a patch.
+    """
 
-    def growing_inputs(self) -> frozenset[str]:
-        """The inputs that have more rows at larger budgets."""
+    def __init__(self, factors: Mapping[str, int] | None = None, patches: Sequence[str] = ()) -> None:
+        self.factors = dict(factors or {})
+        self.patches = tuple(patches)
+
+    @classmethod
+    def of(cls, samples: Sequence[Mapping[str, Tensor]]) -> RowGroups:
+        """Finds the factors that hold in every sample of a forward's inputs, each of another size."""
+        rows = {
+            name: [sample[name].shape[0] for sample in samples]
+            for name, tensor in samples[0].items()
+            if tensor.dim() > 0
+        }
+        growing = {name: counts for name, counts in rows.items() if len(set(counts)) > 1}
+        if not growing:
+            return cls()
+        most = max(growing.values(), key=lambda counts: counts[0])
+        factors = {
+            name: most[0] // counts[0]
+            for name, counts in growing.items()
+            if 0 < counts[0] < most[0] and most == [most[0] // counts[0] * count for count in counts]
+        }
+        return cls(factors, [name for name, counts in growing.items() if counts == most])
+
+    def spread(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
+        """Returns the values of a batch with a row for each patch.
+
+        Raises:
+            InputError: an input has another number of rows for these patches than the samples had.
+        """
+        if not self.factors:
+            return dict(values)
+        self._check(values)
+        return {name: self._spread(name, value) for name, value in values.items()}
+
+    def gather(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the inputs as the forward has them, from those that `spread` returned."""
+        if not self.factors:
+            return dict(inputs)
+        gathered = dict(inputs)
+        rows = inputs[self.patches[0]].shape[0]
+        for name in (*self.factors, *self.patches):
+            check(inputs[name].shape[0] == rows)  # type: ignore[no-untyped-call]
+        for name, factor in self.factors.items():
+            gathered[name] = inputs[name].unflatten(0, (-1, factor))[:, 0]  # type: ignore[no-untyped-call]
+        return gathered
+
+    def _check(self, values: Mapping[str, StaticValue | None]) -> None:
+        # What the samples had in proportion may be so by chance.
+        given = [value for name in self.patches if (value := values.get(name)) is not None]
+        for name, factor in self.factors.items():
+            value = values.get(name)
+            if value is not None and given and factor * _num_rows(value) != _num_rows(given[0]):
+                raise InputError(
+                    f"{name}: expected a row for every {factor} of {_num_rows(given[0])} patches, as in the "
+                    f"inputs that the tower makes for captures; got {_num_rows(value)}"
+                )
+
+    def _spread(self, name: str, value: _Value) -> _Value:
+        factor = self.factors.get(name)
+        if factor is None or value is None:
+            return value
+        if isinstance(value, Tensor):
+            return value.repeat_interleave(factor, dim=0)  # type: ignore[return-value]
+        return [part.repeat_interleave(factor, dim=0) for part in value]  # type: ignore[return-value]
+
+
+def _num_rows(value: StaticValue) -> int:
+    return value.shape[0] if isinstance(value, Tensor) else sum(part.shape[0] for part in value)
 
 
 @dataclass(frozen=True)
@@ -408,17 +455,13 @@ class TracedExample:
     """Of each input the dimensions whose sizes vary."""
 
     @classmethod
-    def of(cls, sized: SizedInputs) -> TracedExample:
-        """That of a forward.
-
-        Raises:
-            InputError: the tower makes no inputs.
-        """
+    def of(cls, sized: PathForward) -> TracedExample:
+        """Makes the example of a forward; InputError where the tower makes no inputs."""
         inputs = _moderate_inputs(sized)
         return cls(inputs, _dynamic_dims(sized, inputs))
 
 
-def _moderate_inputs(sized: SizedInputs) -> dict[str, Tensor]:
+def _moderate_inputs(sized: PathForward) -> dict[str, Tensor]:
     """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
     nearest = sorted(sized.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
     inputs = sized.first_values(nearest)
@@ -428,7 +471,7 @@ def _moderate_inputs(sized: SizedInputs) -> dict[str, Tensor]:
     return inputs
 
 
-def _dynamic_dims(sized: SizedInputs, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
+def _dynamic_dims(sized: PathForward, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
     budgets = sized.budgets
     if len(budgets) < 2:
@@ -440,12 +483,8 @@ def _dynamic_dims(sized: SizedInputs, inputs: Mapping[str, Tensor]) -> dict[str,
     }
 
 
-def row_groups_of(sized: SizedInputs, without: Collection[str]) -> RowGroups:
-    """What inputs have a row for a group of patches, as far as the budgets tell.
-
-    Args:
-        without: inputs that may have more rows than a batch needs.
-    """
+def row_groups_of(sized: PathForward, without: Collection[str]) -> RowGroups:
+    """Finds the inputs with a row for a group of patches, but for those `without`, from three budgets."""
     budgets = sized.budgets
     sizes = {0, len(budgets) // 2, len(budgets) - 1}
     if len(sizes) < 2:
@@ -455,7 +494,7 @@ def row_groups_of(sized: SizedInputs, without: Collection[str]) -> RowGroups:
 
 
 def with_contents(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs that tell something: random values for zeros, which are the same wherever they come from."""
+    """Replaces zeros by random values, so that a comparison shows which rows are read."""
     return {name: _with_contents(tensor) for name, tensor in values.items()}
 
 
@@ -467,7 +506,7 @@ def _with_contents(tensor: Tensor) -> Tensor:
 
 
 def difference(expected: Sequence[Any], got: Sequence[Any], kind: str) -> str | None:
-    """How the real rows of padded outputs differ from what is expected, by more than rounding; or None."""
+    """Returns how the real rows of padded outputs differ by more than rounding; or None."""
     for number, (a, b) in enumerate(zip(expected, got, strict=True)):
         if not isinstance(a, torch.Tensor):
             continue

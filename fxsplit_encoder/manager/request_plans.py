@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError
-from fxsplit_encoder.manager.item_facts import ItemFacts, item_axis_keys
-from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.tower import ItemFacts, item_axis_keys, read_item_specs
 from fxsplit_encoder.planning import (
     Captured,
     CostModel,
@@ -50,12 +49,11 @@ _Key: TypeAlias = tuple[
 
 
 class RequestPlans:
-    """Plans requests of one tower. To be told of its captures by `use_captures` before anything is planned.
+    """Plans requests of one tower, after `use_captures`, and keeps the plans by sizes.
 
-    What recurs is planned anew, as if token counts that recur were captured without padding, as they will be
-    (`UnpaddedReplays`): a request that was cut into batches for the budgets there are may then be a single
-    one. The first plan comes back if one of these captures cannot be made; or is given up, and its batch
-    takes so long at its exact shape that the first plan is predicted to be faster.
+    A request that recurs is planned anew as if its token counts were captured without padding, as they will
+    be (`UnpaddedReplays`): several batches may then be a single one. The first plan comes back if such a
+    capture cannot be made, or is given up and its batch is slower at its exact shape than the first plan.
     """
 
     def __init__(
@@ -81,10 +79,8 @@ class RequestPlans:
         self._num_axes = len(model_config.capture_axes)
 
     def use_captures(self, limits: Limits, *, captured: bool) -> None:
-        """Gathers what plans depend on, so that a request need not; forgets the plans so far.
-
-        Args:
-            captured: whether the paths are captured; if not, plans are those of a full ladder.
+        """Gathers what plans depend on and forgets the plans so far; unless `captured`, plans are those of a
+        full ladder.
         """
         self._forget()
         self._limits = limits
@@ -114,11 +110,7 @@ class RequestPlans:
         )
 
     def of(self, mm_kwargs: dict[str, Any], items: RequestItems, *, is_use: bool = True) -> Plan:
-        """The plan of a request with these items. Touches no tensor but the grids.
-
-        Args:
-            is_use: whether the request will be encoded by it, so that it counts as one that recurs.
-        """
+        """Returns the plan of a request, which counts as one more use if `is_use`. Reads the grids alone."""
         specs = items.specs
         if self._is_idle:
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
@@ -202,14 +194,12 @@ class RequestPlans:
         self._unpadded.clear()
 
     def _serves(self, modality: str) -> bool:
-        """Whether captures serve a modality. A tower with names of its own for them ("vision_chunk") is asked
-        by these before it gets a batch, and calls it an image all the same.
-        """
+        # A tower with names of its own ("vision_chunk") is asked by these, and calls a batch an image.
         served = self.model_config.modalities
         return modality in served or (bool(served) and not {"image", "video"} & set(served))
 
     def as_served(self, plan: Plan) -> Plan:
-        """The plan with what captures of recurring token counts, which come and go, would serve now."""
+        """Returns the plan as captures without padding, which come and go, would serve it now."""
         if not self._captured or all(path.recurring_counts is None for path in self.paths.values()):
             return plan
         batches = []

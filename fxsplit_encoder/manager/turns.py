@@ -18,21 +18,15 @@ from fxsplit_encoder.pauses import StoppedError, has_turn, pausing_by
 _Result = TypeVar("_Result")
 
 _POLL_SECONDS = 0.05
-"""How often a step that is not due looks again, for a stop among others."""
+"""Poll interval of a step that is not due, in seconds."""
 
 
 class Turns:
-    """The lock of whoever serves requests, which other work shares in steps.
+    """A reentrant lock that gives requests, which use it as a context, priority over steps of other work.
 
-    Used as a context by requests, in any thread; one that has it may enter again. A step waits until nobody
-    has asked for a while; under a load without pauses it is due nevertheless after so many requests or
-    seconds, and then goes before those that come later. So a request waits for one step at most, and steps
-    go on whatever the load. Work that only a thread which serves requests may do is lent to the next one.
-
-    Args:
-        requests: that go before a step.
-        seconds: that a step waits at most, for the request that is running then and no other.
-        quiet: seconds without a request after which a step may begin.
+    A step begins after `quiet` seconds without a request; under a constant load after so many `requests` or
+    `seconds`, and then before the requests that come later. So a request waits for one step at most, and
+    steps go on whatever the load. Work for a thread that serves requests is passed to the next one.
     """
 
     def __init__(self, requests: int = 16, seconds: float = 1.0, quiet: float = 0.01) -> None:
@@ -90,14 +84,10 @@ class Turns:
     def step(
         self, is_stopped: Callable[[], bool] = lambda: False, *, at_once: bool = False
     ) -> Iterator[None]:
-        """One step of other work, alone.
-
-        Args:
-            is_stopped: whether the step is not wanted any more.
-            at_once: whether it goes before the requests that come, after those that wait already.
+        """Holds the lock for one step of other work; `at_once` before the requests that come.
 
         Raises:
-            StoppedError: it is not wanted; nothing was done.
+            StoppedError: the step was canceled before it started.
         """
         me = threading.get_ident()
         assert self._owner != me, "a step is begun by whoever serves nobody"
@@ -118,12 +108,11 @@ class Turns:
                 self._changed.notify_all()
 
     def lend(self, work: Callable[[], _Result], is_stopped: Callable[[], bool] = lambda: False) -> _Result:
-        """Has some work done by a thread that serves a request, right after one, or by one that waits for all
-        work in `assist`; returns its result. One thread may lend at a time.
+        """Runs work on a thread that has just served a request, or that waits in `assist`; returns its result
+        or raises its error. One thread may call it at a time.
 
         Raises:
-            StoppedError: it is not wanted; nothing was done.
-            Exception: what the work raised.
+            StoppedError: the work was canceled before it started.
         """
         assert self._lent is None, "one thread lends work"
         future: Future[_Result] = Future()
@@ -178,12 +167,10 @@ class WorkBetween:
     """Does work with the turn, which it gives up at each pause: the scheduler of `pauses`.
 
     Args:
-        is_stopped: whether the work is not wanted any more.
         with_turn: context of each stretch with the turn; a pause leaves and enters it.
         lent: context of work that another thread does.
-        at_once: as for `Turns.step`.
-        lends: whether a thread that serves requests records CUDA graphs, as `Turns.lend` has it: at any other
-            time those may wait for the whole device, which no thread may while another records.
+        lends: whether CUDA graphs are recorded by `Turns.lend`: at any other time a thread that serves
+            requests may wait for the whole device, which no thread may while another records.
     """
 
     def __init__(
@@ -208,11 +195,7 @@ class WorkBetween:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, this thread has the turn; it may have it already.
-
-        Raises:
-            StoppedError: the work is not wanted; nothing was done.
-        """
+        """Holds the turn; this thread may have it already. StoppedError: the work was canceled."""
         if self._has_turn:
             yield
             return
@@ -223,11 +206,7 @@ class WorkBetween:
             self._give()
 
     def pause(self) -> None:
-        """Gives up the turn, if this thread has it, and takes it again.
-
-        Raises:
-            StoppedError: the work is not wanted any more.
-        """
+        """Gives up the turn, if this thread has it, and takes it again; StoppedError if canceled."""
         if self._is_stopped():
             raise StoppedError
         if self._has_turn:
@@ -235,11 +214,8 @@ class WorkBetween:
             self._take()
 
     def capture(self, work: Callable[[], _Result]) -> _Result:
-        """Has work done with the turn, by a thread that serves requests if it lends such.
-
-        Raises:
-            StoppedError: the work is not wanted any more.
-            Exception: what the work raised.
+        """Runs work with the turn, on a thread that serves requests if `lends`; returns its result or raises
+        its error. StoppedError: the work was canceled.
         """
         if not self.lends:
             with self.turn():
@@ -282,10 +258,8 @@ class WorkBetween:
 
 
 def compare_between_requests(run: Callable[[], None], device: torch.device) -> None:
-    """Compares the kernels of every class of calls that a run meets.
-
-    The run, and the timing of one kernel on one call, have the turn. Checking a kernel's results has not: it
-    may compile the kernel first, for seconds, and other work on the device does not change it.
+    """Compares the kernels of every class of calls that a run meets. The run and the timing of a kernel have
+    the turn; checking its results, which may compile it for seconds, has not.
     """
     unmeasured: Unmeasured = {}
     with has_turn(), collecting(unmeasured):
@@ -301,9 +275,7 @@ def compare_between_requests(run: Callable[[], None], device: torch.device) -> N
 
 
 class _WhileCompiling:
-    """Compares, at each pause of a run, the kernels that it has met and no other process is still compiling.
-    The run ends with the compiling.
-    """
+    """Compares kernels at each pause of a run, which ends when no other process compiles kernels any more."""
 
     seconds_paused = 0.0
 
@@ -332,9 +304,7 @@ class _WhileCompiling:
 
 
 def compare_meanwhile(run: Callable[[], None], is_compiling: Callable[[], bool]) -> None:
-    """Compares the kernels of every class of calls that a run meets, but for those that other processes are
-    still compiling, until these are done.
-    """
+    """Compares the kernels of every class of calls that a run meets while other processes compile kernels."""
     unmeasured: Unmeasured = {}
     scheduler = _WhileCompiling(unmeasured, is_compiling)
     with contextlib.suppress(StoppedError), collecting(unmeasured), pausing_by(scheduler):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.manager.legacy_dual_path import read_model_config
+from fxsplit_encoder.manager.tower import read_model_config
 
 Inputs = Mapping[str, Any]
 EagerForward = Callable[[Any, Inputs], Tensor]

@@ -1,11 +1,6 @@
 """A program with its captures: what the manager and torch.compile both run."""
 
-from fxsplit_encoder.runtime.captured_program import (
-    CapturableForward,
-    CapturedProgram,
-    Choosers,
-    UnpaddedReplays,
-)
+from fxsplit_encoder.runtime.captured_program import CapturableForward, CapturedProgram, Choosers
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward, measure_forward, run_timed
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
 from fxsplit_encoder.runtime.requests import (
@@ -15,6 +10,7 @@ from fxsplit_encoder.runtime.requests import (
     request_of_module,
     request_of_program,
 )
+from fxsplit_encoder.runtime.unpadded_replays import UnpaddedReplays
 
 __all__ = [
     "CapturableForward",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
@@ -13,28 +13,27 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 import torch
 
 from fxsplit_encoder._torch.modes import in_inference_mode as inference_mode
-from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
     CaptureRequest,
     ProgramBody,
     SharedBuffers,
-    UnpaddedCaptures,
 )
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CaptureError, InputError, ReplayError, WeightsLayoutError
+from fxsplit_encoder.errors import CaptureError, FxSplitError, ReplayError
 from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.products import ProductChooser
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.costs import CostCurve, PathCosts
+from fxsplit_encoder.planning.costs import PathCosts
+from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
+from fxsplit_encoder.runtime.unpadded_replays import UnpaddedReplays
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import NamedRegion
@@ -45,7 +44,7 @@ _NOTHING_CAPTURED = frozenset({MissReason.NOT_CAPTURED, MissReason.NEW_SHAPE})
 
 
 class CapturableForward(Protocol):
-    """What is captured: a program at any size, or a tower's own code."""
+    """A forward to capture: a program at any size, or a tower's own code."""
 
     @property
     def region(self) -> NamedRegion | None:
@@ -56,7 +55,7 @@ class CapturableForward(Protocol):
         """Whether padding is taken to leave real rows alone without a proof."""
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """A capture of so many output tokens; inputs that every batch fills lie in `shared`.
+        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
 
         Raises:
             CaptureError: there is none of this size.
@@ -66,17 +65,17 @@ class CapturableForward(Protocol):
         """Whether only batches that fill a budget of so many output tokens take it."""
 
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """How a new capture of so many output tokens changes the results of a batch, one that does not fill
-        it unless it is always full; None: it does not, or there is no such batch to compare.
+        """Returns how a new capture changes the results of a batch, which does not fill it unless it is
+        always full; None: it does not, or there is no such batch.
         """
 
 
 Served: TypeAlias = tuple[Sequence[Any], PathPlan, int | None]
-"""The outputs of a batch, which the next replay overwrites if one made them; the plan, as it came to be; and
-the budget of the replay: 0 for one without padding, None for no replay."""
+"""The outputs of a batch, which the next replay overwrites; the plan as it was served; and the budget of the
+replay: 0 for one without padding, None for no replay."""
 
 
-class CapturedProgram:
+class CapturedProgram(ABC):
     """One forward with its captures: a ladder of budgets, and captures of the token counts that recur.
 
     Args:
@@ -113,11 +112,13 @@ class CapturedProgram:
             mode,
             scope.pool,
             measured=scope.measured,
-            attention_ms=self._attention_ms,
+            attention_ms=lambda tokens: self.measured.attention_ms(tokens),
             agree=scope.agree or bool,
             compares_kernels=scope.compares_kernels,
         )
-        self.unpadded = UnpaddedReplays(self._request_of_count, scope, attention_ms=self._attention_ms)
+        self.unpadded = UnpaddedReplays(
+            self._request_of_count, scope, attention_ms=lambda tokens: self.measured.attention_ms(tokens)
+        )
 
     # --- what may be captured
 
@@ -144,7 +145,7 @@ class CapturedProgram:
         return "cost" if by_cost else None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
+        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
 
         Raises:
             CaptureError: the forward cannot be captured, or has none of this size.
@@ -166,7 +167,7 @@ class CapturedProgram:
         return request
 
     def _request_of_count(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """For batches of just so many tokens, with which nobody compares the capture."""
+        """Makes the request of a capture without padding."""
         request = self.request(tokens, shared)
         body = request.body
         if self.padding_refused and isinstance(body, ProgramBody):
@@ -174,9 +175,6 @@ class CapturedProgram:
             if not body.program.accepts(body.bindings.symbols):
                 raise CaptureError(f"the trace does not hold for {tokens} tokens, which are a single row")
         return request
-
-    def _attention_ms(self, tokens: int) -> float:
-        return self.measured.attention_ms(tokens)
 
     # --- captures
 
@@ -191,7 +189,7 @@ class CapturedProgram:
         return self.ladder.captured
 
     def capture(self, budget: int) -> None:
-        """Captures one budget once, or notes why it is dropped; pauses as `BudgetLadder.capture`."""
+        """Captures one budget once, or notes why it is dropped. Pauses as `BudgetLadder.capture`."""
         is_new = budget not in self.captured
         self.ladder.capture(budget)
         if is_new and not (self.padding_proved or self.forward.declares_padding):
@@ -216,9 +214,7 @@ class CapturedProgram:
         return budget
 
     def _must_compare(self) -> bool:
-        """Whether a capture has to show that padding leaves its results alone: where only the tower's word
-        says so, with `debug`; where nothing does, since nobody could analyze the forward, always.
-        """
+        # Where nothing says that padding leaves rows alone, always; where the tower says so, with `debug`.
         return not self.padding_proved and (self.scope.config.debug or not self.forward.declares_padding)
 
     def drop(self, budget: int, reason: str) -> None:
@@ -227,7 +223,7 @@ class CapturedProgram:
         self.note(f"{self.label}: budget {budget} is dropped: {reason}")
 
     def forget_drop(self, budget: int) -> None:
-        """Has the next `capture` of a dropped budget try again, and says nothing of the drop any more."""
+        """Lets the next `capture` of a dropped budget try again, and removes the note of the drop."""
         said = f"{self.label}: budget {budget} is dropped: "
         self.notes = [note for note in self.notes if not note.startswith(said)]
         self.ladder.forget_drop(budget)
@@ -244,7 +240,7 @@ class CapturedProgram:
         self.ladder.clear()
 
     def note(self, note: str) -> None:
-        """Remembers what was dropped or runs in another way than asked, and warns of it, once."""
+        """Adds a note of what was dropped or runs otherwise than asked, with a warning, once."""
         if note not in self.notes:
             self.notes.append(note)
             logger.warning("%s", note)
@@ -253,7 +249,7 @@ class CapturedProgram:
 
     @property
     def input_bytes(self) -> int:
-        """Memory of the static inputs of all captured budgets, shared or not."""
+        """Bytes of the static inputs of all captured budgets."""
         return sum(
             {
                 storage.data_ptr(): storage.nbytes()
@@ -263,13 +259,8 @@ class CapturedProgram:
             }.values()
         )
 
-    @property
-    def unpadded_bytes(self) -> int:
-        """Memory of the captures of recurring token counts, and of their inputs."""
-        return self.unpadded.num_bytes
-
     def num_bytes(self, budget: int) -> int:
-        """Memory that captures need for this budget alone: graphs, and inputs that no other reads."""
+        """Returns the bytes of this budget alone: graphs, and inputs that no other reads."""
         others = _read_bytes([captured for other, captured in self.captured.items() if other != budget])
         own = _read_bytes([self.captured[budget]])
         unshared = (max(0, num_bytes - others.get(address, 0)) for address, num_bytes in own.items())
@@ -279,18 +270,18 @@ class CapturedProgram:
 
     @property
     def costs(self) -> PathCosts:
-        """What was measured, or an order of preference where nothing was."""
+        """The measured costs, or an order of preference where nothing was measured."""
         compiled = self.forward.region is not None
         costs = self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
         return replace(costs, max_tokens=self.token_capacity)
 
     def expect(self, known: KnownCosts) -> None:
-        """Takes over what was measured elsewhere on a device of the same kind; `clear` keeps it."""
+        """Uses measurements of another process on a device of the same kind; `clear` keeps them."""
         self.expected = known
         self.ladder.expect(known.budgets, known.capture_ms)
 
     def known(self) -> KnownCosts:
-        """What was measured here, or taken over."""
+        """Returns what was measured here or passed to `expect`."""
         return KnownCosts(self.measured, self.ladder.known(), self.ladder.capture_ms)
 
     # --- replays
@@ -298,11 +289,8 @@ class CapturedProgram:
     def captures_for(
         self, planned: PathPlan, *, capture_now: bool = False
     ) -> list[tuple[int, BudgetLadder, int]]:
-        """What may serve a planned batch, the best first: its budget (0: none, unpadded), what holds the
-        capture, and its size.
-
-        Args:
-            capture_now: whether the batch's own token count is captured at once, if it ever is.
+        """Returns captures that may serve a planned batch, the best first: (budget, 0 without padding; the
+        ladder that holds it; its size). With `capture_now` the batch's own count is captured at once if ever.
         """
         found: list[tuple[int, BudgetLadder, int]] = []
         by = self.recurring_counts
@@ -321,11 +309,7 @@ class CapturedProgram:
     def best_capture(
         self, ladder: BudgetLadder, size: int, values: Mapping[str, StaticValue | None]
     ) -> CapturedForward:
-        """What to replay of a captured size for a batch.
-
-        Raises:
-            ReplayError: no value was given for a buffer of the capture (capture rule 4).
-        """
+        """Returns the capture of a size for a batch; ReplayError if a value is missing (capture rule 4)."""
         region = self.forward.region
         lengths = values.get(region.frame_lengths) if region and region.frame_lengths is not None else None
         single = isinstance(lengths, torch.Tensor) and lengths.shape[0] == 2
@@ -344,12 +328,8 @@ class CapturedProgram:
         capture_now: bool = False,
         in_inference_mode: bool = False,
     ) -> Served:
-        """Runs a planned batch: fills the static inputs of the best capture and replays it; without one that
-        takes it, at the exact shape, or else through the tower's own code. The caller has the pool.
-
-        Args:
-            batch: as `values` takes it.
-            in_inference_mode: whether the tower's own code runs so.
+        """Runs a planned batch: loads and replays the best capture; without one that takes it, at the exact
+        shape, or else through the tower's own code, `in_inference_mode` if told so. The caller has the pool.
 
         Raises:
             WeightsMovedError: a capture reads parameters that are elsewhere now.
@@ -380,7 +360,7 @@ class CapturedProgram:
             are_checked = checks is None or not (checks.are_always_due or checks.is_due(self))
             try:
                 outputs = captured.replay(debug=self.scope.config.debug, parameters_are_checked=are_checked)
-            except Exception:  # what was found is there until it is mended
+            except (FxSplitError, RuntimeError):  # what was found is there until it is mended
                 if checks is not None:
                     checks.all_are_due()
                 raise
@@ -394,7 +374,6 @@ class CapturedProgram:
     def _values(
         self, planned: PathPlan, batch: Any, *, in_inference_mode: bool
     ) -> Mapping[str, StaticValue | None] | None:
-        """What is needed of a batch; None: only the tower's own code takes it."""
         try:
             if in_inference_mode and self.forward.region is None:  # no program gets what it makes
                 with inference_mode():
@@ -418,38 +397,38 @@ class CapturedProgram:
         outputs, compiled = self.run_unpadded(batch, values)
         return outputs, planned._replace(budget=None, eager=not compiled), None
 
+    @abstractmethod
+    def key(self, budget: int) -> CaptureKey:
+        """Returns the key of a budget's capture in statistics; 0: of captures without padding."""
+
+    @abstractmethod
     def values(self, batch: Any) -> Mapping[str, StaticValue | None]:
-        """What a replay, or a run without padding, needs of a batch.
+        """Returns the inputs of a batch; ReplayError where only the tower's own code takes it."""
 
-        Raises:
-            ReplayError: nothing but the tower's own code takes it.
-        """
-        raise NotImplementedError
-
+    @abstractmethod
     def rows(self, batch: Any, values: Mapping[str, StaticValue | None]) -> int | None:
-        """Rows of a batch on the token dimension; None: not known."""
-        raise NotImplementedError
+        """Returns the rows of a batch on the token dimension; None: not known."""
 
     def fits(self, size: int, rows: int | None) -> bool:
-        """Whether a capture of so many output tokens has as many rows as a batch of these."""
+        """Returns whether a capture of `size` output tokens has as many rows as the batch."""
         return True
 
     def runs_compiled(self, planned: PathPlan) -> bool:
         """Whether a planned batch that is not replayed goes through the compiled program."""
         return True
 
+    @abstractmethod
     def run_unpadded(
         self, batch: Any, values: Mapping[str, StaticValue | None]
     ) -> tuple[Sequence[Any], bool]:
-        """The outputs of a batch at its exact shape, and whether the compiled program ran."""
-        raise NotImplementedError
+        """Runs a batch at its exact shape; returns its outputs and whether the compiled program ran."""
 
+    @abstractmethod
     def run_eager(self, batch: Any) -> Sequence[Any]:
-        """The outputs of a batch through the tower's own code."""
-        raise NotImplementedError
+        """Runs a batch through the tower's own code."""
 
     def copy_of(self, batch: Any) -> Any:
-        """Another batch of the same inputs, where a run uses a batch up."""
+        """Returns a copy of a batch where a run uses it up."""
         return batch
 
     def _keeps(
@@ -469,7 +448,7 @@ class CapturedProgram:
         return self.unpadded.keeps(size, replay, lambda: self.run_unpadded(self.copy_of(batch), values))
 
     def as_served(self, planned: PathPlan) -> PathPlan:
-        """A plan with what captures of recurring token counts change of it now."""
+        """Returns a plan as captures without padding serve it now."""
         if planned.skipped:
             return planned
         if planned.tokens in self.unpadded.captures:
@@ -477,7 +456,7 @@ class CapturedProgram:
         return planned if planned.budget is not None else planned._replace(reason=self.miss_reason(planned))
 
     def miss_reason(self, planned: PathPlan) -> MissReason:
-        """Why a planned batch that nothing served counts as a miss."""
+        """Returns why a planned batch without a replay counts as a miss."""
         if planned.reason in BY_THE_TOWER:
             return planned.reason
         reason = None
@@ -507,25 +486,17 @@ class Choosers:
 
     @classmethod
     def of(cls, config: EncoderConfig) -> Self:
-        """Those that settings ask for.
-
-        Raises:
-            ConfigError: a setting names an unknown kernel or condition.
-        """
+        """Makes the choosers of a configuration; ConfigError for an unknown kernel or condition."""
         attention = KernelChooser(config.attention, invariant=config.invariant)
         return cls(attention, ProductChooser(config.products))
 
     def check(self, device: torch.device) -> None:
-        """Checks that every pinned kernel works on a device.
-
-        Raises:
-            ConfigError: one does not, and why.
-        """
+        """Raises ConfigError for a pinned kernel that does not work on a device."""
         for chooser in self.all:
             chooser.check(device)
 
     def failures(self, device: torch.device) -> list[str]:
-        """The kernels that raise on a device, a line for each operation and reason."""
+        """Returns a line for each operation and reason with the kernels that raise on a device."""
         names: dict[tuple[str, str], list[str]] = {}
         for chooser in self.all:
             measurements = chooser.measurements
@@ -534,198 +505,15 @@ class Choosers:
         return [f"{operation}: {', '.join(each)}: {reason}" for (operation, reason), each in names.items()]
 
     def choosing(self) -> choosing:
-        """Inside, these decide."""
+        """Returns a context in which these choose kernels."""
         return choosing(*self.all)
 
     @property
     def measurements(self) -> list[KernelMeasurements[Any, Any]]:
-        """Where their times come from."""
+        """The measurements of every operation."""
         return [chooser.measurements for chooser in self.all]
 
     @cached_property
     def all(self) -> tuple[Chooser[Any, Any], ...]:
-        """All of them."""
+        """Of every operation."""
         return self.attention, self.products
-
-
-# Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
-_GROWTH = 2
-
-_KEPT_WEIGHTS = 1024
-
-# What runs at the exact shape lose to a replay is not known: the device waits for the host here and there,
-# and only a trial tells how long. A size is tried once a capture costs this share of what its runs took. A
-# choice.
-_TRIAL_SHARE = 0.1
-
-_NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
-
-
-class UnpaddedReplays:
-    """Captures at the token counts that occur.
-
-    By hits, a token count is captured when it has come `exact_min_hits` times: with `mode: exact`, and where
-    padding is not proved. By cost, with `mode: auto` on a device, once what its batches have cost more than
-    unpadded replays would, for padding and for launches, adds up to what a capture costs: so the worst that
-    can happen is to pay about twice the least. What runs at its exact shape is captured too once that costs a
-    tenth of what its runs have taken. Either is kept if a replay is faster than the run, measured once with
-    the batch in hand.
-
-    Args:
-        request: makes the capture request of a size over shared inputs.
-        attention_ms: as for `UnpaddedCaptures`.
-    """
-
-    def __init__(
-        self,
-        request: Callable[[int, SharedBuffers], CaptureRequest],
-        scope: CaptureScope,
-        *,
-        attention_ms: Callable[[int], float] = lambda tokens: 0.0,
-    ) -> None:
-        self.inputs = SharedBuffers(_GROWTH)
-        self.captures = UnpaddedCaptures(
-            lambda tokens: request(tokens, self.inputs),
-            scope.pool,
-            threshold=float(scope.config.exact_min_hits),
-            max_captures=scope.config.exact_max_graphs,
-            max_bytes=self._allowance,
-            agree=scope.agree,
-            attention_ms=attention_ms,
-        )
-        self.exact_ms: dict[int, float] = {}
-        """Of sizes whose captures were given up: what the batch that was tried took at its exact shape."""
-        self._remaining_bytes = scope.remaining_bytes
-        self._costs = PathCosts()
-        self._replay_curve = CostCurve(())
-        self._capture_ms = 0.0
-        self._weights: Recent[PathPlan, float] = Recent(_KEPT_WEIGHTS)
-        """By plan, of which a service sees few."""
-
-    def use_costs(self, costs: PathCosts, capture_ms: float) -> None:
-        """What replays, other runs, and a capture of the path cost; for `by_cost`."""
-        self._costs = costs
-        self._replay_curve = CostCurve(tuple(sorted(costs.replay.items())))
-        self._capture_ms = capture_ms
-        self._weights.clear()
-
-    def find(self, planned: PathPlan, *, by_cost: bool, now: bool = False) -> BudgetLadder | None:
-        """What holds a capture of the batch's token count, made if it is time or `now`; None: nothing."""
-        if planned.tokens == 0 or planned.reason in _NEVER_REPLAYED:
-            return None
-        tokens = planned.tokens
-        weight = 1.0
-        if now:
-            weight = math.inf
-        elif by_cost and tokens not in self.captures:
-            weight = self._kept_weight(planned) * self.captures.threshold
-            if not weight:
-                return None
-        ladder = self.captures.find(tokens, weight, on_trial=by_cost)
-        if ladder is None and not self.captures:
-            self.inputs.clear()  # of captures that were not made, or are no more
-        return ladder
-
-    def keeps(self, tokens: int, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
-        """Whether the capture of a size serves; one on trial is first compared with a run at the exact shape.
-
-        Args:
-            tokens: a size that is captured.
-            replay, exact: the batch in hand, by either.
-        """
-        if tokens not in self.captures.on_trial:
-            return True
-        replay_ms = measure_ms(replay, self.captures.device)
-        try:
-            exact_ms = measure_ms(exact, self.captures.device)
-        except (InputError, torch.OutOfMemoryError):  # the batch is served by the replay alone
-            exact_ms = math.inf
-        logger.info("%d tokens: replay %.3f ms, exact shape %.3f", tokens, replay_ms, exact_ms)
-        gains = replay_ms < exact_ms
-        self.captures.conclude(tokens, gains=gains)
-        if not gains:
-            self.exact_ms[tokens] = exact_ms
-        return gains
-
-    def reason(self, planned: PathPlan) -> MissReason | None:
-        """Why a batch that was not replayed counts as a miss; None: for the reason that was planned."""
-        return None if planned.reason in _NEVER_REPLAYED else self.captures.reason(planned.tokens)
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the captures and their inputs."""
-        return self.captures.num_bytes + self.inputs.num_bytes
-
-    def clear(self) -> None:
-        """Releases every capture and forgets what was counted."""
-        self.captures.clear()
-        self.inputs.clear()
-        self.exact_ms.clear()
-
-    def _kept_weight(self, planned: PathPlan) -> float:
-        try:
-            return self._weights[planned]  # `get` would be a call in Python
-        except KeyError:
-            weight = self._weights[planned] = self._weight(planned)
-            return weight
-
-    def _weight(self, planned: PathPlan) -> float:
-        """What a batch costs, or may cost, above a replay of its size, in captures."""
-        costs, tokens = self._costs, planned.tokens
-        if not self._capture_ms or not self._replay_curve.points:
-            return 0.0
-        if planned.budget is not None:
-            spent = costs.replay[planned.budget]
-        else:
-            spent = min(costs.exact_curve.at(tokens), costs.eager_curve.at(tokens))
-        lost = max(0.0, spent - self._replay_curve.at(tokens))
-        if planned.budget is None and math.isfinite(spent):
-            lost = max(lost, spent * _TRIAL_SHARE)
-        return lost / self._capture_ms
-
-    def _allowance(self) -> int | None:
-        remaining = self._remaining_bytes()
-        return None if remaining is None else remaining + self.captures.num_bytes
-
-
-def layouts_of(values: Iterable[object]) -> list[tuple[Any, ...] | None]:
-    """The layouts of weights; None for a value that is no tensor."""
-    return [layout(value) if isinstance(value, torch.Tensor) else None for value in values]
-
-
-def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Sizes, strides, dtype and device of a weight."""
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-
-
-def check_replacements(
-    layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
-) -> None:
-    """Raises WeightsLayoutError unless new weights have the layouts of those that a program was compiled for.
-
-    Weights that change in place need nothing: captures read the new values. Others of the same layout are
-    captured again.
-
-    Args:
-        layouts, values: of the old weights (None: no weight), and those in the same places now.
-        what_to_do: for the message, a sentence.
-    """
-    for expected, value in zip(layouts, values, strict=True):
-        if expected is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise WeightsLayoutError(
-                f"parameters: expected those with which the module was compiled; got {value} in the place of "
-                f"one. Put it back, or: {what_to_do}"
-            )
-        if layout(value) != expected:
-            raise WeightsLayoutError(
-                "parameters: expected them in the sizes, strides, dtype and device in which the module was "
-                f"compiled; got one of {tuple(value.shape)}, strides {value.stride()}, {value.dtype} on "
-                f"{value.device} in the place of another. {what_to_do}"
-            )
-
-
-def warn_of_new_captures(reason: object) -> None:
-    """Says that everything is captured again."""
-    logger.warning("capturing again: %s", reason)

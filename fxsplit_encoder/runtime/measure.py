@@ -93,7 +93,7 @@ class MeasuredForward:
     def with_captures(
         self, ladder: BudgetLadder, max_segments: Mapping[int, int], *, compiled: bool
     ) -> PathCosts:
-        """The costs of the forward with its captures, or an order of preference where nothing was measured.
+        """Returns the costs with captures, or an order of preference where nothing was measured.
 
         Args:
             max_segments: the attention segments that a budget's capture holds.
@@ -151,11 +151,8 @@ class MeasuredForward:
         )
 
     def attention_ms(self, budget: int, share: float | None = None) -> float:
-        """Milliseconds of attention in a run at a budget's size.
-
-        Args:
-            budget: the size in output tokens.
-            share: of the pairs of one segment; None: that of runs at the exact shape.
+        """Returns milliseconds of attention in a run at a budget's size; `share` by default as in runs at the
+        exact shape.
         """
         share = self.runs_share if share is None else share
         return self.attention * share * (budget * self.rows_per_token) ** 2
@@ -175,9 +172,9 @@ class KnownCosts:
 
 
 def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
-    """Times the tower's own forward from the largest budget down, each time at half the size or less, until
-    the host bounds it: smaller sizes take as long; and attention at the largest that memory holds. Of what
-    was not compiled attention alone: the ladder times that forward. It pauses after each size.
+    """Times the tower's own forward from the largest budget down, each at most half of the one before, until
+    the host bounds it, and attention at the largest that memory holds; of a forward that was not compiled
+    attention alone, since the ladder times it. Pauses after each size.
     """
     measure = _measure_compiled if forward.program is not None else _measure_uncompiled
     with torch.no_grad(), measuring():
@@ -185,9 +182,8 @@ def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredFo
 
 
 def run_timed(forward: TimedForward, budgets: Sequence[int]) -> None:
-    """Runs, once each, what `measure_forward` times and no capture runs: whoever looks on learns which
-    kernels it calls. Of the sizes of a tower's own forward, whose heads may be of another width than its
-    program's, those that are likely timed.
+    """Runs, once each, what `measure_forward` times and no capture runs, so that its kernels become known; of
+    a tower's own forward the sizes that are likely timed.
     """
     likely = itertools.islice(_halved(budgets), _LIKELY_TIMED) if forward.program is not None else ()
     for budget in likely:
@@ -240,7 +236,6 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Measured
 
 
 def _halved(budgets: Sequence[int]) -> Iterator[int]:
-    """From the largest down, each at most half of the one before."""
     most: float = budgets[-1]
     for budget in reversed(budgets):
         if budget <= most:
@@ -249,9 +244,7 @@ def _halved(budgets: Sequence[int]) -> Iterator[int]:
 
 
 def _shares(program: BoundProgram, values: Mapping[str, Tensor], rows: int) -> tuple[float, float]:
-    """Of the pairs of one segment, those of the inputs that a tower makes for captures, and those of the runs
-    that the ladder times: on one segment, where the program takes any number of them.
-    """
+    """`MeasuredForward.share` and `runs_share` of a program."""
     frames = program.region.frame_lengths
     if frames is None or frames not in values:
         return 1.0, 1.0
@@ -264,8 +257,8 @@ def _share_of(cu_seqlens: Sequence[int], rows: int) -> float:
 
 
 def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
-    """What attention costs in a tower's own code: the difference that it makes where its inputs, several
-    equal segments, become a single one. At a moderate size: the cost of one segment grows with its square.
+    """Measures attention in a tower's own code as the difference between several equal segments and one, at
+    a moderate size: the cost of one segment grows with its square.
     """
     limits = [budgets[-1] // part for part in _MEASURED_PARTS]
     sizes = [max((each for each in budgets if each <= most), default=budgets[0]) for most in limits]
@@ -296,8 +289,8 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
 
 
 def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> float:
-    """Milliseconds of an attended pair, from a batch as one segment and as several of equal length; 0 where
-    the batch is too small to tell: the difference of two runs that the host bounds is noise.
+    """Milliseconds of an attended pair, from a batch as one segment and as several; 0 where the host bounds
+    the runs, whose difference is noise.
     """
     one, several = (_attention_run(forward, values, segments) for segments in (1, _MEASURED_SEGMENTS))
     if forward.program is None or one is None or several is None:

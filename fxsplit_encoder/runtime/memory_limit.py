@@ -9,52 +9,64 @@ from typing import Any
 import numpy as np
 
 from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
+from fxsplit_encoder.runtime.requests import CaptureScope, WeightChecks
+from fxsplit_encoder.runtime.statistics import Statistics
 
 
 class CaptureSet:
-    """The captures of several programs over one pool.
+    """The captures of one owner: those of several programs over one pool.
 
     Args:
-        programs: by whatever tells them apart; more may come later.
-        max_bytes: memory that captures and their static inputs may take; None: no limit.
-        skippable: the programs that a batch without tokens there skips.
-        agree: for forwards with collectives, whose ranks drop the same budgets: whether every rank says yes.
+        config: its `max_graph_bytes` limits the memory of captures and their static inputs.
+        agree, not_compiled, compares_kernels, weight_checks: see `CaptureScope`.
     """
 
     def __init__(
         self,
-        programs: Mapping[Any, CapturedProgram],
+        config: EncoderConfig,
         pool: GraphPool,
-        max_bytes: int | None,
-        skippable: Collection[Hashable] = (),
+        *,
         agree: Callable[[bool], bool] | None = None,
+        not_compiled: str = "",
+        compares_kernels: bool = True,
+        weight_checks: WeightChecks | None = None,
     ) -> None:
-        self.programs = programs
+        self.programs: Mapping[Any, CapturedProgram] = {}
+        self.skippable: Collection[Hashable] = ()
+        """Keys of the programs that a batch without tokens there skips."""
         self.pool = pool
-        self.max_bytes = max_bytes
-        self.skippable = skippable
-        self._agree = agree
+        self.max_bytes = config.max_graph_bytes
+        self.scope = CaptureScope(
+            config,
+            pool,
+            lambda: self.remaining_bytes,
+            agree,
+            not_compiled,
+            compares_kernels,
+            weight_checks,
+        )
         self.spare: Callable[[], None] | None = None
-        """Gives back memory that something of less use holds, once a capture has found too little."""
+        """Is called once a capture found too little memory; releases captures that matter less."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all captures hold: their graphs' pools and their static inputs."""
+        """Bytes of all captures: their graphs' pools and their static inputs."""
         programs = self.programs.values()
-        return self.pool.used_bytes + sum(each.input_bytes + each.unpadded_bytes for each in programs)
+        return self.pool.used_bytes + sum(each.input_bytes + each.unpadded.num_bytes for each in programs)
 
     @property
     def remaining_bytes(self) -> int | None:
-        """What the limit leaves for more; None: there is no limit."""
+        """Bytes that the limit leaves for more; None: there is no limit."""
         return None if self.max_bytes is None else self.max_bytes - self.num_bytes
 
     @property
     def num_captured(self) -> int:
-        """Budgets that are captured, over all programs."""
-        return sum(len(each.captured) for each in self.programs.values())
+        """Captures that are kept, those without padding included."""
+        return sum(len(each.captured) + len(each.unpadded.captures.sizes) for each in self.programs.values())
 
     def capture(
         self,
@@ -69,33 +81,24 @@ class CaptureSet:
             progress: is called with (budgets done, budgets).
         """
         ordered = sorted(wanted, key=lambda each: -each[1])
-        for done, (key, budget) in enumerate(ordered, 1):
-            self._capture_one(key, budget)
-            if progress is not None:
-                progress(done, len(ordered))
-            pause()
-        while self._over_limit():
-            self._drop_least_useful()
+        while ordered:
+            for done, (key, budget) in enumerate(ordered, 1):
+                program = self.programs[key]
+                program.capture(budget)
+                if self.spare is not None and budget in program.ladder.out_of_memory:
+                    spare, self.spare = self.spare, None
+                    spare()
+                    program.forget_drop(budget)
+                    program.capture(budget)
+                self._check_alone(program, budget)
+                if progress is not None:
+                    progress(done, len(ordered))
+                pause()
+            ordered, progress = self._drop_least_useful() if self._over_limit() else [], None
 
-    def clear(self) -> None:
-        """Releases every capture; their memory goes back to the device."""
-        for program in self.programs.values():
-            program.clear()
-        self.pool.retire()
-
-    def held(self) -> list[tuple[Hashable, int]]:
-        """What `capture` makes of what is captured now."""
-        return [(key, budget) for key, program in self.programs.items() for budget in program.captured]
-
-    def _capture_one(self, key: Hashable, budget: int) -> None:
-        program = self.programs[key]
-        program.capture(budget)
-        if self.spare is not None and budget in program.ladder.out_of_memory:
-            spare, self.spare = self.spare, None
-            spare()
-            program.forget_drop(budget)
-            program.capture(budget)
-        captures = self.num_captured
+    def _check_alone(self, program: CapturedProgram, budget: int) -> None:
+        """Drops the only capture if it exceeds the limit, and retires a pool without any."""
+        captures = len(self.held())
         if captures == 1 and budget in program.captured and self._over_limit():
             program.drop(budget, f"{self._excess()}, by this one alone")
             captures = 0
@@ -103,25 +106,53 @@ class CaptureSet:
             program.shared.clear()
             self.pool.retire()
 
+    def record(self, statistics: Statistics) -> None:
+        """Replaces the captures that statistics show by these."""
+        statistics.record_clear()
+        for program in self.programs.values():
+            for budget, made in program.captured.items():
+                key, costs = program.key(budget), program.ladder.costs.get(budget)
+                statistics.record_capture(key, made.mode, program.ladder.num_bytes(budget))
+                if costs is not None:
+                    statistics.record_time(key, costs.best)
+        statistics.record_input_bytes(sum(each.input_bytes for each in self.programs.values()))
+
+    def record_unpadded(self, statistics: Statistics) -> None:
+        """Updates the captures without padding that statistics show."""
+        for program in self.programs.values():
+            if program.unpadded.captures.sizes:
+                statistics.record_capture(program.key(0), "exact", program.unpadded.num_bytes)
+            else:
+                statistics.record_release(program.key(0))
+
+    def clear(self) -> None:
+        """Releases every capture and its memory."""
+        for program in self.programs.values():
+            program.clear()
+        self.pool.retire()
+
+    def held(self) -> list[tuple[Hashable, int]]:
+        """Returns the (program's key, budget) pairs that are captured."""
+        return [(key, budget) for key, program in self.programs.items() for budget in program.captured]
+
     def _over_limit(self) -> bool:
-        """Whether the captures take more than they may, on this rank or another."""
+        """Whether the captures exceed the limit, on this rank or another."""
         remaining = self.remaining_bytes
-        return remaining is not None and not (self._agree or bool)(remaining >= 0)
+        return remaining is not None and not (self.scope.agree or bool)(remaining >= 0)
 
     def _excess(self) -> str:
         return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.max_bytes}"
 
-    def _drop_least_useful(self) -> None:
-        """Drops the budgets that gain least for their bytes, and captures the rest again.
-
-        Memory of a pool is given back as a whole, so what remains has to be captured again.
+    def _drop_least_useful(self) -> list[tuple[Hashable, int]]:
+        """Drops the budgets that gain least for their bytes and releases the rest; returns these, largest
+        first. A pool frees its memory as a whole, so they have to be captured again.
         """
         assert self.max_bytes is not None
         # Bytes are not the same on all ranks: there one budget is dropped at a time.
-        excess = self.num_bytes - self.max_bytes if self._agree is None else 1
+        excess = self.num_bytes - self.max_bytes if self.scope.agree is None else 1
         reason = self._excess()
         # Whether the last one fits by itself, capturing it again tells.
-        while excess > 0 and self.num_captured > 1:
+        while excess > 0 and len(self.held()) > 1:
             program, budget = self._least_useful()
             excess -= max(1, program.num_bytes(budget))
             program.drop(budget, f"{reason}; it gains least for its memory")
@@ -129,15 +160,13 @@ class CaptureSet:
         for program in self.programs.values():
             program.release()
         self.pool.retire()
-        for key, budget in sorted(kept, key=lambda each: -each[1]):
-            self._capture_one(key, budget)
-            pause()
+        return sorted(kept, key=lambda each: -each[1])
 
     def _least_useful(self) -> tuple[CapturedProgram, int]:
         found = []
         for key, program in self.programs.items():
             if budgets := sorted(program.captured):
-                sizes = budgets if self._agree else [program.num_bytes(budget) for budget in budgets]
+                sizes = budgets if self.scope.agree else [program.num_bytes(budget) for budget in budgets]
                 budget, gain = least_useful(program.costs, budgets, sizes, key in self.skippable)
                 found.append((gain, program, budget))
         assert found, "nothing is captured, so no limit is exceeded"
@@ -148,7 +177,7 @@ class CaptureSet:
 def least_useful(
     costs: PathCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
 ) -> tuple[int, float]:
-    """The budget that gains least for its bytes, and that gain.
+    """Returns the budget that gains least for its bytes, and that gain.
 
     The gain of a budget is what all sizes up to the largest budget, each as likely as another, would cost
     more without it.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,10 +23,12 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.inputs import is_cumulative
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.errors import CaptureError, WeightsLayoutError
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import Bindings, NamedRegion
+
+logger = logging.getLogger(__name__)
 
 PaddingLogics: TypeAlias = Mapping[str, Callable[[Tensor, Tensor], None]]
 """By name, how a tower fills an input of a capture (first) from a value (second) itself."""
@@ -51,11 +54,11 @@ def request_of_program(
     shared: SharedBuffers,
     padding_logics: PaddingLogics | None = None,
 ) -> CaptureRequest:
-    """The request of a program, and the one for a single segment with it.
+    """Makes the request of a program, and with it the one for a single segment.
 
     Args:
-        parameters: those that the program is bound to and that nobody compares before a replay.
-        shared: where inputs that every batch fills find their memory.
+        parameters: those that a replay has to compare.
+        shared: memory of the inputs that every batch fills.
 
     Raises:
         CaptureError: the trace does not hold for inputs of these sizes.
@@ -104,12 +107,11 @@ def request_of_module(
     splitting_ops: tuple[str, ...],
     padding_logics: PaddingLogics,
 ) -> CaptureRequest:
-    """The request of a forward that is captured as it is.
+    """Makes the request of a forward that is captured as it is.
 
     Args:
-        growing: the inputs whose rows depend on the size. They are shared: every batch fills them. What
-            always has the same size may be a constant, which a tower need not give again.
-        fresh, parameters, shared: as for `request_of_program`.
+        growing: the inputs whose rows depend on the size, which every batch fills. Others may be constants,
+            which a tower need not give again.
         splitting_ops: where it breaks in mode "breakable".
     """
     own = (
@@ -136,7 +138,6 @@ def _buffer(
     padding_logic: Callable[[Tensor, Tensor], None] | None,
     shared: SharedBuffers,
 ) -> StaticBuffer:
-    """A static input; in shared memory, if it is one that every batch fills."""
     entry = region.inputs.get(name)
     if entry is not None and entry.is_segments:  # replaced as a whole
         return shared.share(StaticBuffer(name, tensor, None))
@@ -153,8 +154,48 @@ def _buffer(
     return buffer if dim is None else shared.share(buffer)
 
 
+def layouts_of(values: Iterable[object]) -> list[tuple[Any, ...] | None]:
+    """Returns the layouts of weights; None for a value that is no tensor."""
+    return [layout(value) if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns sizes, strides, dtype and device of a weight."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def check_replacements(
+    layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
+) -> None:
+    """Raises WeightsLayoutError unless new weights have the layouts that a program was compiled for.
+
+    Args:
+        layouts, values: of the old weights (None: no weight), and those in the same places now.
+        what_to_do: a sentence for the message.
+    """
+    for expected, value in zip(layouts, values, strict=True):
+        if expected is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise WeightsLayoutError(
+                f"parameters: expected those with which the module was compiled; got {value} in the place of "
+                f"one. Put it back, or: {what_to_do}"
+            )
+        if layout(value) != expected:
+            raise WeightsLayoutError(
+                "parameters: expected them in the sizes, strides, dtype and device in which the module was "
+                f"compiled; got one of {tuple(value.shape)}, strides {value.stride()}, {value.dtype} on "
+                f"{value.device} in the place of another. {what_to_do}"
+            )
+
+
+def warn_of_new_captures(reason: object) -> None:
+    """Warns that everything is captured again."""
+    logger.warning("capturing again: %s", reason)
+
+
 class WeightChecks:
-    """Which replays check the parameters that they read.
+    """Tells which replays check the addresses of the parameters that they read.
 
     Args:
         seconds: between two checks of a path; 0: each of its replays.
@@ -166,7 +207,7 @@ class WeightChecks:
         self._last: dict[Hashable, float] = {}
 
     def is_due(self, path: Hashable) -> bool:
-        """Whether the replay that comes has to check; it is taken to do so."""
+        """Returns whether the next replay of a path has to check, and notes that it does."""
         if self.are_always_due:
             return True
         now, last = time.monotonic(), self._last.get(path)
@@ -176,7 +217,7 @@ class WeightChecks:
         return True
 
     def all_are_due(self) -> None:
-        """Has the next replay of every path check."""
+        """Makes the next replay of every path check."""
         self._last.clear()
 
 

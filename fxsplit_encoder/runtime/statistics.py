@@ -29,8 +29,8 @@ class CaptureProgress:
     """Where captures that are made while requests are served stand."""
 
     phase: Phase
-    """tracing and compiling: the towers' own forwards; measuring: what these take; capturing: the captures to
-    come; done: they serve; failed: they do not, and those of the start go on serving; stopped: by `clear`."""
+    """tracing and compiling forwards; measuring them; capturing; done: the captures serve; failed: the first
+    captures go on serving; stopped: by `clear`."""
 
     done: int = 0
     """Pieces that are compiled, or budgets that are captured; 0 in other phases."""
@@ -51,13 +51,7 @@ class CaptureProgress:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values."""
-        return {
-            "phase": self.phase,
-            "done": self.done,
-            "total": self.total,
-            "seconds": self.seconds,
-            "reason": self.reason,
-        }
+        return asdict(self)
 
     def __str__(self) -> str:
         count = f" {self.done} of {self.total}" if self.total else ""
@@ -65,7 +59,7 @@ class CaptureProgress:
 
 
 def least(progress: Iterable[CaptureProgress | None]) -> CaptureProgress | None:
-    """Of several encoders the one that is least far; a failure before what is done. None: there is none."""
+    """Returns the least advanced of several encoders; a failure comes before what is done."""
     order = (*(phase for phase in PHASES if phase not in _ENDS), "failed", "stopped", "done")
     known = [each for each in progress if each is not None]
     return min(known, key=lambda each: order.index(each.phase), default=None)
@@ -107,11 +101,8 @@ class BudgetStats:
 
     def plus(self, other: BudgetStats) -> BudgetStats:
         """What both have done."""
-        sums = {
-            each.name: getattr(self, each.name) + getattr(other, each.name)
-            for each in fields(self)
-            if each.name != "mode"
-        }
+        names = [each.name for each in fields(self) if each.name != "mode"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return BudgetStats(**sums, mode=self.mode or other.mode)
 
     def row(self) -> tuple[object, ...]:
@@ -225,13 +216,10 @@ class ManagerStats:
             summary += f"; captures: {self.progress}"
         headers = ["path", "budget", "mode", "MiB", "replays", "tokens", "padding", "ms a replay"]
         rows = [
-            [_path_label(key), key.budget or "exact", *stats.row()] for key, stats in self.budgets.items()
+            [" ".join(map(str, (key.path, *key.axis_keys))), key.budget or "exact", *stats.row()]
+            for key, stats in self.budgets.items()
         ]
         return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f', missingval='-')}" if rows else summary
-
-
-def _path_label(key: CaptureKey) -> str:
-    return " ".join(map(str, (key.path, *key.axis_keys)))
 
 
 class Statistics:
@@ -252,12 +240,7 @@ class Statistics:
         self._budgets: defaultdict[CaptureKey, BudgetStats] = defaultdict(BudgetStats)
 
     def record_items(self, count: int, reason: MissReason | None = None) -> None:
-        """Count `count` items that were encoded together, once each however many paths they took.
-
-        Args:
-            count: images and videos of the batch.
-            reason: why they are misses; None: they are hits.
-        """
+        """Count the images and videos of a batch, as hits or for the `reason` that they are misses."""
         with self._lock:
             before = self._items
             self._items = after = before + count

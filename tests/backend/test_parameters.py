@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend import parameters
+from fxsplit_encoder.backend import forward as parameters
 from fxsplit_encoder.compile.blocks import ChangedBlocksError, LiveWeights
 from fxsplit_encoder.errors import WeightsLayoutError
 

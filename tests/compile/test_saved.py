@@ -20,7 +20,7 @@ from fxsplit_encoder.compile.pieces import CompiledPiece
 from fxsplit_encoder.compile.saved import restore_program, save_program
 from fxsplit_encoder.compile.sizes import Guards, Size, check_arithmetic
 from fxsplit_encoder.errors import CompileError, StartFileError
-from fxsplit_encoder.manager.tower_part import named_tensors
+from fxsplit_encoder.manager.tower import named_tensors
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 
 from ..manager.mock_towers import SplitModel

@@ -11,7 +11,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention import varlen_attention
-from fxsplit_encoder.manager.row_groups import RowGroups
+from fxsplit_encoder.manager.path_forward import RowGroups
 
 from .managers import captured, manager_of
 from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items

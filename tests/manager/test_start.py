@@ -20,9 +20,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
-from fxsplit_encoder.manager.start import tower_key
+from fxsplit_encoder.manager.start import read_parts, tower_key, write_parts
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
-from fxsplit_encoder.start.saved import read_parts, write_parts
 
 from .mock_towers import PackedModel, SplitModel, batch
 from .start_process import CONFIG

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.manager.tower_part import tower_part, tower_tensors
+from fxsplit_encoder.manager.tower import tower_part, tower_tensors
 
 from . import managers
 from .mock_towers import WIDTH, SplitModel, UntraceableModel, alone, assert_equal_items, batch

@@ -14,7 +14,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.planning import CaptureKey, PathPlan
 from fxsplit_encoder.planning.costs import PathCosts
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedReplays, captured_program
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedReplays, unpadded_replays
 
 EXACT = CaptureKey("default", 0)
 
@@ -192,7 +192,7 @@ def test_a_trial_on_the_batch_in_hand_decides(
         runs.append(run())
         return next(times)
 
-    monkeypatch.setattr(captured_program, "measure_ms", measured)
+    monkeypatch.setattr(unpadded_replays, "measure_ms", measured)
     manager = make_captured(mode="auto", token_budgets=(16, 64))
     path = manager.paths["default"]
     dear = ((16, 5.0), (64, 9.0))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, ReplayError
-from fxsplit_encoder.manager.item_facts import ItemFacts
+from fxsplit_encoder.manager.tower import ItemFacts
 from fxsplit_encoder.planning import MissReason
 
 from . import managers

@@ -18,7 +18,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.compile.saved import restore_program
-from fxsplit_encoder.manager.tower_part import named_tensors
+from fxsplit_encoder.manager.tower import named_tensors
 from fxsplit_encoder.protocol import missing_methods
 
 from .conformance import FRAMES, ITEMS, Case, assert_compiled_once, assert_modes_agree, make_case

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.recording import TraceWriter
+from fxsplit_encoder.manager.manager import TraceWriter
 from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.trace import (

@@ -7,7 +7,7 @@ import torch
 
 from fxsplit_encoder.kernels import cache
 from fxsplit_encoder.kernels.attention.choice import MEASUREMENTS
-from fxsplit_encoder.start.environment import differences, environment_key, plain
+from fxsplit_encoder.manager.start import differences, environment_key, plain
 
 CPU = torch.device("cpu")
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import StartFileError
 from fxsplit_encoder.kernels.attention.kernels import AttentionShape
-from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
-from fxsplit_encoder.start.saved import (
+from fxsplit_encoder.manager.start import (
     KnownTower,
     table_from_json,
     table_to_json,
     towers_from_json,
     towers_to_json,
 )
+from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 
 from ..kernels.attention.fakes import CUDA
 from ..kernels.test_cache import tables

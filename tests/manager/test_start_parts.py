@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError, StartFileError
-from fxsplit_encoder.start.saved import read_parts, write_parts
+from fxsplit_encoder.manager.start import read_parts, write_parts
 
 PARTS = {"towers.json": b"[]", "kernels/triton/a/b.cubin": bytes(range(256)) * 40}
 
