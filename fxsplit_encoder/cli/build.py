@@ -11,7 +11,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.tower import ChosenTower
-from fxsplit_encoder.kernels.attention.kernels.flash_cache import switch_on
+from fxsplit_encoder.kernels.flash_cache import switch_on
 
 
 def run_build(

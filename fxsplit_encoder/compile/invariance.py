@@ -5,7 +5,7 @@ Every operation has to be one of these:
 * a value of its own for every entry, from the entries at its place (what torch tags as pointwise);
 * values moved, looked up, or made from sizes;
 * a reduction over dimensions whose sizes never change, so that each result adds the same number of entries;
-* `fxsplit::fixed_linear`, or attention by the one kernel of `attention.choice.invariant_kernel`.
+* `fxsplit::fixed_linear`, or attention by the one kernel of `attention.chooser.invariant_kernel`.
 
 Anything else may choose an algorithm by how many rows there are, or mix rows, and is refused with its name.
 That real rows do not read others is the proof of `compile.padding`, which has to have succeeded.
@@ -26,9 +26,8 @@ from fxsplit_encoder.compile.passes.fixed_products import of_parameters
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.compile.splitting_ops import host_op
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
-from fxsplit_encoder.kernels.attention.choice import invariant_kernel
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, AttentionShape
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, dense_attention, varlen_attention
+from fxsplit_encoder.kernels.attention.chooser import invariant_kernel
 from fxsplit_encoder.kernels.products.fixed import fixed_linear
 
 _FIXED = (fixed_linear, varlen_attention, dense_attention)

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self
 import torch
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT, distance, is_same_kind, works
-from fxsplit_encoder.kernels.cache import MeasurementCache, describe_host
-from fxsplit_encoder.kernels.measure import Measured, Meter, TimeSpent
+from fxsplit_encoder.kernels.kernel import CallShape, KernelT, ShapeT, distance, is_same_kind, works
+from fxsplit_encoder.kernels.meter import Measured, Meter, TimeSpent
+from fxsplit_encoder.kernels.store import MeasurementCache, describe_host
 from fxsplit_encoder.messages import nearest
 
 logger = logging.getLogger(__name__)

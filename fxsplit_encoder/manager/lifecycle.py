@@ -17,7 +17,7 @@ from fxsplit_encoder._torch.current_device import ALREADY, on_device
 from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
-from fxsplit_encoder.kernels.attention.kernels import ahead
+from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.generation import Generation, Tell, first_of
@@ -85,8 +85,8 @@ class Lifecycle:
         logger.info("%s", planned)
         self.compile()
         if self.own.scope.measured and self.own.scope.compares_kernels:
-            ahead.begin_no_more()
-            compare_meanwhile(lambda: self.own.run(planned), ahead.is_compiling)
+            compile_jobs.begin_no_more()
+            compare_meanwhile(lambda: self.own.run(planned), compile_jobs.is_compiling)
         self.own.capture(planned, _telling(progress))
         self._switch()
 

@@ -22,10 +22,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fxsplit_encoder.errors import InputError, StartFileError
 from fxsplit_encoder.kernels import KernelMeasurements, Measured
-from fxsplit_encoder.kernels.attention.kernels.binaries import compiled_kernels, restore_kernels
-from fxsplit_encoder.kernels.base import ShapeT
-from fxsplit_encoder.kernels.cache import entries_of, table_of, write_atomic
-from fxsplit_encoder.kernels.products.quack_files import compiled_files, restore_files
+from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
+from fxsplit_encoder.kernels.kernel import ShapeT
+from fxsplit_encoder.kernels.quack_files import compiled_files, restore_files
+from fxsplit_encoder.kernels.store import entries_of, table_of, write_atomic
 from fxsplit_encoder.runtime import KnownCosts
 from fxsplit_encoder.start.environment import Key, differences, environment_key
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.kernels.attention.kernels import cudnn_files, cudnn_varlen
-from fxsplit_encoder.kernels.attention.kernels.cudnn_varlen import CudnnVarlen
+from fxsplit_encoder.kernels.attention import cudnn_files, cudnn_varlen
+from fxsplit_encoder.kernels.attention.cudnn_varlen import CudnnVarlen
 
 LENGTHS = (196, 0, 784, 100)
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.kernels import Measured, MeasurementCache, cache_directory, describe_environment
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
-from fxsplit_encoder.kernels.cache import describe_host, digest_of
+from fxsplit_encoder.kernels.attention import AttentionShape
+from fxsplit_encoder.kernels.store import describe_host, digest_of
 
 from .attention.fakes import CUDA, shape
 
@@ -62,7 +62,7 @@ def test_what_is_kept_depends_on_packages_on_the_name_of_their_folder_and_on_the
     """As failures do: QuACK compiles epilogues only with packages in a folder of Python's usual name."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     driver = tmp_path / "version"
-    monkeypatch.setattr("fxsplit_encoder.kernels.cache._DRIVER", driver)
+    monkeypatch.setattr("fxsplit_encoder.kernels.store._DRIVER", driver)
     found = [describe_host(CUDA)]
     for name, folder, version in (
         ("quack_kernels", "site", "1"),

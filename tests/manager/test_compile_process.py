@@ -15,9 +15,8 @@ from torch import nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import MeasurementCache, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.attention.choice import Measurements
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
+from fxsplit_encoder.kernels.attention.chooser import Measurements
 from fxsplit_encoder.manager.compile_process import (
     REQUEST,
     CompileRequest,

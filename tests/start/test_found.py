@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import StartFileError
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
+from fxsplit_encoder.kernels.attention import AttentionShape
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 from fxsplit_encoder.start.saved import (
     KnownTower,

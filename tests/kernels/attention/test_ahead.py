@@ -15,11 +15,17 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels import choosing, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser, ahead, dense_attention, varlen_attention
-from fxsplit_encoder.kernels.attention.choice import Measurements
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, flash_attn, flash_cache
-from fxsplit_encoder.kernels.attention.kernels import ahead as processes
+from fxsplit_encoder.kernels import choosing, flash_cache, measuring
+from fxsplit_encoder.kernels import compile_jobs as processes
+from fxsplit_encoder.kernels.attention import (
+    KERNELS,
+    KernelChooser,
+    ahead,
+    dense_attention,
+    flash_attn,
+    varlen_attention,
+)
+from fxsplit_encoder.kernels.attention.chooser import Measurements
 
 from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
 

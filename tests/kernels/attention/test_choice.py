@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import Measured, MeasurementCache, Pin, choice, choosing, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser, attend, current_chooser
-from fxsplit_encoder.kernels.attention.choice import Measurements
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
-from fxsplit_encoder.kernels.attention.measure import AttentionMeter
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser, attend, current_chooser
+from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, Measurements
 
 from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
 

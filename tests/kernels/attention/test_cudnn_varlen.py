@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.errors import CaptureError
-from fxsplit_encoder.kernels.attention.kernels import cudnn_files, cudnn_varlen
-from fxsplit_encoder.kernels.attention.kernels.binaries import compiled_kernels, restore_kernels
-from fxsplit_encoder.kernels.attention.kernels.cudnn_varlen import CudnnVarlen
+from fxsplit_encoder.kernels.attention import cudnn_files, cudnn_varlen
+from fxsplit_encoder.kernels.attention.cudnn_varlen import CudnnVarlen
+from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
 
 from .fakes import assert_attends, cumulative, fused_qkv
 

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxsplit_encoder.kernels.attention.kernels import flash_cache
-from fxsplit_encoder.kernels.attention.kernels.flash_attn import FlashAttention4, _ignore_warning
-from fxsplit_encoder.kernels.attention.kernels.flash_cache import DIRECTORY, SWITCH, own_directory, switch_on
+from fxsplit_encoder.kernels import flash_cache
+from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4, _ignore_warning
+from fxsplit_encoder.kernels.flash_cache import DIRECTORY, SWITCH, own_directory, switch_on
 
 
 @pytest.fixture(autouse=True)

@@ -14,21 +14,19 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing
-from fxsplit_encoder.kernels.attention.kernels import flash_cache
+from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing, flash_cache, quack_files
 from fxsplit_encoder.kernels.products import (
     ProductChooser,
     ProductShape,
     kernels,
     linear,
     measured,
-    quack_files,
 )
 from fxsplit_encoder.kernels.products.kernels import KERNELS
 from fxsplit_encoder.kernels.products.measured import ProductMeter
 
 CUDA = torch.device("cuda", 0)
-MODULE = "fxsplit_encoder.kernels.products.ahead_process"
+MODULE = "fxsplit_encoder.kernels.compile_jobs_process"
 TILES = ["quack_128x160", "quack_128x192"]
 
 
@@ -43,7 +41,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str, torch.d
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(measured, "has_fused_activations", lambda capability: capability == (9, 0))
-    monkeypatch.setattr(measured.ahead, "start", start)
+    monkeypatch.setattr(measured.compile_jobs, "start", start)
     monkeypatch.setattr(measured, "name_directory", lambda: None)
     return log
 
@@ -91,9 +89,9 @@ def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch
     def found(module: str, name: str) -> tuple[Any, None]:
         return (multiply if name == "gemm_act" else dict), None
 
-    monkeypatch.setattr(kernels.ahead, "is_running", lambda: not log)
-    monkeypatch.setattr(kernels.ahead, "wait", lambda: log.append("waited"))
-    monkeypatch.setattr("fxsplit_encoder.kernels.base.find", found)
+    monkeypatch.setattr(kernels.compile_jobs, "is_running", lambda: not log)
+    monkeypatch.setattr(kernels.compile_jobs, "wait", lambda: log.append("waited"))
+    monkeypatch.setattr("fxsplit_encoder.kernels.kernel.find", found)
     monkeypatch.setattr(kernels, "find", found)
     rows, weight = torch.randn(5, 16), torch.randn(8, 16)
     for _ in range(2):

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fxsplit_encoder.kernels.attention.kernels import flash_cache
-from fxsplit_encoder.kernels.products import quack_files
-from fxsplit_encoder.kernels.products.quack_files import (
+from fxsplit_encoder.kernels import flash_cache, quack_files
+from fxsplit_encoder.kernels.quack_files import (
     DIRECTORY,
     compiled_files,
     compiling_alone,

@@ -13,7 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from fxsplit_encoder.kernels.cache import cache_directory, why_not_private
+from fxsplit_encoder.kernels.store import cache_directory, why_not_private
 
 SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 DIRECTORY = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fxsplit_encoder.kernels.attention.kernels.flash_cache import own_directory, problem_of
-from fxsplit_encoder.kernels.cache import write_atomic
+from fxsplit_encoder.kernels.flash_cache import own_directory, problem_of
+from fxsplit_encoder.kernels.store import write_atomic
 
 DIRECTORY = "QUACK_CACHE_DIR"
 _CACHE = "quack.cache"

@@ -23,8 +23,8 @@ from typing import IO
 
 import torch
 
-from fxsplit_encoder.kernels.attention.kernels.flash_cache import switch_on
-from fxsplit_encoder.kernels.base import capability, processors
+from fxsplit_encoder.kernels.flash_cache import switch_on
+from fxsplit_encoder.kernels.kernel import capability, processors
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ Job = tuple[str, Variant, str]
 """A kernel's name, what it is compiled for, and a dtype's name."""
 
 # It knows the kernels of every operation, so it is above this package.
-_MODULE = "fxsplit_encoder.kernels.products.ahead_process"
+_MODULE = "fxsplit_encoder.kernels.compile_jobs_process"
 
 # The architecture that the package's compiler names for a capability: of Hopper this is known.
 _TARGETS = {(9, 0): ("sm_90", "sm_90a")}

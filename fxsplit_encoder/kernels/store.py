@@ -17,8 +17,8 @@ from typing import Any, Generic
 import platformdirs
 import torch
 
-from fxsplit_encoder.kernels.base import ShapeT
-from fxsplit_encoder.kernels.measure import Measured
+from fxsplit_encoder.kernels.kernel import ShapeT
+from fxsplit_encoder.kernels.meter import Measured
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fxsplit_encoder.kernels.cache import (
+from fxsplit_encoder.kernels.store import (
     cache_directory,
     describe_environment,
     digest_of,

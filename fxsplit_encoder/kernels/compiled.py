@@ -10,12 +10,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from fxsplit_encoder.kernels.attention.kernels.cudnn_files import captured_plans, restore_plans
-from fxsplit_encoder.kernels.attention.kernels.flash_cache import switch_on
-from fxsplit_encoder.kernels.cache import write_atomic
+from fxsplit_encoder.kernels.attention.cudnn_files import captured_plans, restore_plans
+from fxsplit_encoder.kernels.flash_cache import switch_on
+from fxsplit_encoder.kernels.store import write_atomic
 
 _TRITON_CODE = (
-    "fxsplit_encoder.kernels.attention.kernels.triton_code",
+    "fxsplit_encoder.kernels.attention.triton_code",
     "fxsplit_encoder.compile.fingerprints_triton",
 )
 _FLASH_CACHE = "flash_attn.cute.cache_utils"

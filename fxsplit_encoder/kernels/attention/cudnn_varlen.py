@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.dispatch import cudnn_attention
 from fxsplit_encoder.errors import CaptureError
-from fxsplit_encoder.kernels.attention.kernels.base import HalfPrecisionKernel, Target
-from fxsplit_encoder.kernels.attention.kernels.cudnn_files import (
+from fxsplit_encoder.kernels.attention.attention_kernel import HalfPrecisionKernel, Target
+from fxsplit_encoder.kernels.attention.cudnn_files import (
     forget_plan,
     note_capture,
     read_plan,

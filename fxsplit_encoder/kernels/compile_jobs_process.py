@@ -1,6 +1,6 @@
 """Inside a process that compiles variants of FlashAttention 4 and of QuACK into their caches on disk.
 
-    python -m fxsplit_encoder.kernels.products.ahead_process < jobs
+    python -m fxsplit_encoder.kernels.compile_jobs_process < jobs
 
 A job is a line such as `["flash_attn_4", 72, "bfloat16"]` or `["quack_128x192", "gelu", "bfloat16"]`. The
 process ends with the input, or with the first job that fails. It needs no device: the packages take their
@@ -17,10 +17,10 @@ from collections.abc import Iterable
 import torch
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels.attention import kernels as attention
-from fxsplit_encoder.kernels.attention.kernels.flash_attn import FlashAttention4
+from fxsplit_encoder.kernels import attention
+from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4
 from fxsplit_encoder.kernels.products.kernels import KERNELS, Quack
-from fxsplit_encoder.kernels.products.quack_files import compiling_alone
+from fxsplit_encoder.kernels.quack_files import compiling_alone
 
 # What a variant is compiled for depends on none of them.
 _TOKENS, _HEADS, _FEATURES = 512, 16, 1024
