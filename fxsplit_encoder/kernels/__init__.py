@@ -30,7 +30,7 @@ from fxsplit_encoder.kernels.meter import (
     spoil_memory,
     timing_without_graphs,
 )
-from fxsplit_encoder.kernels.store import MeasurementCache, cache_directory, describe_environment
+from fxsplit_encoder.kernels.store import KernelStore, cache_directory, describe_environment
 
 __all__ = [
     "AUTO",
@@ -43,8 +43,8 @@ __all__ = [
     "Kernel",
     "KernelMeasurements",
     "KernelReport",
+    "KernelStore",
     "Measured",
-    "MeasurementCache",
     "Meter",
     "OperationReport",
     "Pin",

@@ -1,4 +1,9 @@
-"""Measurements of kernels on disk: a file for each GPU and versions, with a section for each operation."""
+"""Keep on disk what was measured or compiled, for processes with the same GPU and versions.
+
+`KernelStore` is a directory of `cache_directory` that no other user can write, named by the environment for
+which its files hold. Measurements (a table an operation) and plans of cuDNN are its files; FlashAttention 4
+and QuACK write files of their own into such directories (`kernels.compile_jobs`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import platformdirs
 import torch
@@ -23,7 +28,7 @@ from fxsplit_encoder.kernels.meter import Measured
 logger = logging.getLogger(__name__)
 
 # Changes when what is measured, or how it is written, does.
-_FORMAT = 5
+_FORMAT = 6
 
 _PACKAGES = (
     "apache-tvm-ffi",
@@ -44,6 +49,9 @@ _PACKAGES = (
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
+# The first line of a file: a SHA-256 in hexadecimal.
+_DIGEST_LINE = 2 * hashlib.sha256().digest_size + 1
+
 
 def cache_directory() -> Path:
     """`fxsplit_encoder` where the system keeps caches: on Linux in $XDG_CACHE_HOME, or in ~/.cache."""
@@ -51,7 +59,7 @@ def cache_directory() -> Path:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """What the measured times of every operation depend on."""
+    """The GPU and the versions on which measured times of every operation depend."""
     cudnn: Any = torch.backends.cudnn
     return {
         "format": _FORMAT,
@@ -59,12 +67,12 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": cudnn.version(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: found for name in _PACKAGES if (found := package_version(name)) is not None},
     }
 
 
 def describe_host(device: torch.device) -> dict[str, Any]:
-    """`describe_environment` with what the system says of its driver, on which depends what can be run."""
+    """`describe_environment` and the driver, which decides what can run."""
     try:
         driver = _DRIVER.read_text(encoding="utf-8").partition("\n")[0]
     except OSError:
@@ -72,28 +80,10 @@ def describe_host(device: torch.device) -> dict[str, Any]:
     return {**describe_environment(device), "driver": driver}
 
 
-def digest_of(environment: Mapping[str, Any]) -> str:
-    """Tells what `describe_environment` describes from others, in names of files."""
-    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def why_not_private(directory: Path) -> str:
-    """Why code should not be read from a directory, which is made if missing; empty: only this user can write
-    there.
+def package_version(package: str) -> str | None:
+    """The version of an installed package, and whether its folder has an unusual name: QuACK compiles no
+    epilogue that calls such a package.
     """
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
-        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return "others can write there"
-        with tempfile.TemporaryFile(dir=directory):
-            return ""
-    except OSError as error:
-        return str(error)
-
-
-def _version(package: str) -> str | None:
-    """Says where a package's folder has an unusual name: QuACK compiles no epilogue that calls it then."""
     try:
         found = metadata.distribution(package)
     except metadata.PackageNotFoundError:
@@ -103,69 +93,125 @@ def _version(package: str) -> str | None:
     return found.version if is_usual else f"{found.version}, outside site-packages"
 
 
-class MeasurementCache(Generic[ShapeT]):
-    """The section of one operation in the file of one environment. Several processes may use it: it is
-    replaced as a whole, and a measurement that is lost between two writers is made again.
+def digest_of(environment: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that name an environment."""
+    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class KernelStore:
+    """Files of one kind that hold for one environment. Several processes may read and write them.
 
     Args:
-        shape: what the classes of calls are.
-        kernels: the names of all candidates. What other ones were measured is not loaded.
-        directory: where the file is; `cache_directory` if None.
+        kind: the directory's name in `root`.
+        environment: what the files depend on, as JSON has it.
+        root: `cache_directory()` if None.
     """
 
-    def __init__(
+    most_files = 1024
+    """In a directory. A plan of cuDNN takes some 92 kB, and a service may meet any number of shapes."""
+
+    def __init__(self, kind: str, environment: Mapping[str, Any], root: Path | None = None) -> None:
+        self.environment = json.loads(json.dumps(environment))
+        self.directory = (root or cache_directory()) / kind / digest_of(self.environment)
+
+    @property
+    def problem(self) -> str:
+        """Why a package that locks its files may not use the directory, which is made if missing; else ""."""
+        try:
+            import fcntl
+
+            self._make()
+            with tempfile.TemporaryFile(dir=self.directory) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (OSError, ImportError) as error:
+            return str(error)
+        return ""
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None: there is none, or it is damaged, which is logged."""
+        path = self.directory / name
+        try:
+            self._check()
+            stored = path.read_bytes()
+        except OSError:
+            return None
+        line, content = stored[:_DIGEST_LINE], stored[_DIGEST_LINE:]
+        if line != _digest_line(content):
+            logger.warning("%s is damaged, so what it held is made anew", path)
+            return None
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replaces a file; OSError says why it cannot be written."""
+        path = self.directory / name
+        self._make()
+        if not path.exists() and sum(1 for _ in os.scandir(self.directory)) >= self.most_files:
+            raise OSError(f"{self.directory} is full: it has {self.most_files} files")
+        write_atomic(path, _digest_line(content) + content)
+
+    def _make(self) -> None:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises OSError where another user could have put files, which may be code."""
+        found = self.directory.stat()
+        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError("others can write there")
+
+    def read_table(
+        self, shape: type[ShapeT], kernels: Sequence[str], device: torch.device
+    ) -> dict[ShapeT, Measured]:
+        """The measurements of an operation, for a device; none where others than `kernels` were candidates,
+        or nothing can be read.
+        """
+        content = self.read(_table_name(shape))
+        try:
+            stored = json.loads(content) if content is not None else {}
+            return table_of(stored["classes"], shape, device) if stored.get("kernels") == [*kernels] else {}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            path = self.directory / _table_name(shape)
+            logger.warning("%s cannot be read, so %s is measured again: %s", path, shape.operation, error)
+            return {}
+
+    def add_to_table(
         self,
-        environment: Mapping[str, Any],
+        table: Mapping[ShapeT, Measured],
         shape: type[ShapeT],
         kernels: Sequence[str],
-        directory: Path | None = None,
+        device: torch.device,
     ) -> None:
-        self.environment = json.loads(json.dumps(environment))
-        self._shape = shape
-        self._kernels = list(kernels)
-        self.path = (directory or cache_directory()) / f"kernels-{digest_of(self.environment)}.json"
-
-    def load(self, device: torch.device) -> dict[ShapeT, Measured]:
-        """What is stored, for this device; nothing where there is no file, or none that can be read."""
+        """Adds measurements of an operation to its file. What is lost between two writers is measured again;
+        a file that cannot be written is logged.
+        """
+        merged = {**self.read_table(shape, kernels, device), **table}
+        content = {"environment": self.environment, "kernels": [*kernels], "classes": entries_of(merged)}
         try:
-            section = self._operations().get(self._shape.operation, {})
-            if section.get("kernels") != self._kernels:
-                return {}
-            return table_of(section["classes"], self._shape, device)
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            name = self._shape.operation
-            logger.warning("%s cannot be read, so %s is measured again: %s", self.path, name, error)
-            return {}
-
-    def store(self, table: Mapping[ShapeT, Measured], device: torch.device) -> None:
-        """Adds a table to what the file holds. A directory that cannot be written is logged once per call."""
-        merged = {**self.load(device), **table}
-        section = {"kernels": self._kernels, "classes": entries_of(merged)}
-        operations = {**self._other_operations(), self._shape.operation: section}
-        content = {"environment": self.environment, "operations": operations}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, json.dumps(content, indent=1).encode())
+            self.write(_table_name(shape), json.dumps(content, indent=1).encode())
         except OSError as error:
-            logger.warning("what was measured of %s is not kept: %s", self._shape.operation, error)
+            logger.warning("what was measured of %s is not kept: %s", shape.operation, error)
 
-    def _operations(self) -> dict[str, Any]:
-        stored = json.loads(self.path.read_text(encoding="utf-8"))
-        return dict(stored["operations"])
 
-    def _other_operations(self) -> dict[str, Any]:
-        """What the file holds of others, as it is: nothing where it cannot be read, which `load` says."""
-        try:
-            return self._operations()
-        except (OSError, ValueError, TypeError, KeyError):
-            return {}
+def _digest_line(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode() + b"\n"
+
+
+def _table_name(shape: type[ShapeT]) -> str:
+    return f"{shape.operation}.json"
 
 
 def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
-    """A table as JSON has it, without its device."""
-    return [{"shape": shape.to_json(), "measured": asdict(found)} for shape, found in table.items()]
+    """A table as JSON has it, without its device and without failures: what a kernel raises here, as where a
+    module is missing, it may not raise in the next process.
+    """
+    return [
+        {"shape": shape.to_json(), "measured": _without_failures(found)} for shape, found in table.items()
+    ]
+
+
+def _without_failures(measured: Measured) -> dict[str, Any]:
+    kept = {name: reason for name, reason in measured.rejected.items() if name not in measured.failed}
+    return {**asdict(measured), "rejected": kept, "failed": []}
 
 
 def table_of(

@@ -24,7 +24,6 @@ from fxsplit_encoder.errors import InputError, StartFileError
 from fxsplit_encoder.kernels import KernelMeasurements, Measured
 from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
 from fxsplit_encoder.kernels.kernel import ShapeT
-from fxsplit_encoder.kernels.quack_files import compiled_files, restore_files
 from fxsplit_encoder.kernels.store import entries_of, table_of, write_atomic
 from fxsplit_encoder.runtime import KnownCosts
 from fxsplit_encoder.start.environment import Key, differences, environment_key
@@ -142,9 +141,6 @@ Content = TypeVar("Content")
 _ENVIRONMENT, _TOWERS, _COMPILED = "environment.json", "towers.json", "torch.bin"
 _KERNELS, _MEASURED = "kernels/", "measured/"
 
-# Among the kernels.
-_QUACK = "quack/"
-
 _Measurements = Sequence[KernelMeasurements[Any, Any]]
 
 
@@ -159,7 +155,7 @@ class ReadStart:
     compiled: bytes | None
     """What torch compiled; None: nothing, with eager pieces, say."""
     kernels: dict[str, bytes]
-    """The files of other compiled kernels, as `compiled_kernels` names them, and QuACK's."""
+    """The files of other compiled kernels, as `compiled_kernels` names them."""
 
     def hand_over(self) -> None:
         """Gives torch, Triton and the choice of kernels what is in it for them.
@@ -171,9 +167,7 @@ class ReadStart:
         if self.compiled is not None:
             _hand_to_torch(self.compiled)
         try:
-            products = {name: part for name, part in self.kernels.items() if name.startswith(_QUACK)}
-            restore_files({name.removeprefix(_QUACK): part for name, part in products.items()})
-            restore_kernels({name: part for name, part in self.kernels.items() if name not in products})
+            restore_kernels(self.kernels)
         except (OSError, ValueError) as error:
             raise StartFileError(f"kernels: expected compiled kernels; got {error}") from error
         for measurements, table in self.measured:
@@ -192,7 +186,6 @@ def save(path: Path, device: torch.device, measurements: _Measurements, towers: 
         _TOWERS: towers_to_json(towers),
         **{_part_of(each): table_to_json(each.table(device)) for each in measurements},
         **{f"{_KERNELS}{name}": content for name, content in compiled_kernels().items()},
-        **{f"{_KERNELS}{_QUACK}{name}": content for name, content in compiled_files().items()},
     }
     if compiled is not None:
         parts[_COMPILED] = compiled[0]

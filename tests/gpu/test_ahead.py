@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxsplit_encoder.kernels import compile_jobs, flash_cache
+from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.attention import KERNELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -50,7 +50,7 @@ def test_what_is_compiled_ahead_is_loaded_and_right(tmp_path: Path, monkeypatch:
     kernel = next(each for each in KERNELS if each.name == "flash_attn_4")
     if (reason := kernel.unavailable_reason(device)) is not None:
         pytest.skip(reason)
-    monkeypatch.setenv(flash_cache.SWITCH, "1")
+    monkeypatch.setenv(compile_jobs.FLASH_SWITCH, "1")
     if reason := compile_jobs.why_not(device):
         pytest.skip(reason)
     environment = {**os.environ, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path)}

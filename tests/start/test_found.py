@@ -20,7 +20,7 @@ from fxsplit_encoder.start.saved import (
 )
 
 from ..kernels.attention.fakes import CUDA
-from ..kernels.test_cache import tables
+from ..kernels.test_store import tables
 
 times = st.floats(0, 1e9) | st.just(math.inf)
 costs = st.builds(

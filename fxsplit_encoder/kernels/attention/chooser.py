@@ -17,7 +17,7 @@ from fxsplit_encoder.kernels import (
     Chooser,
     Example,
     KernelMeasurements,
-    MeasurementCache,
+    KernelStore,
     Meter,
     Pin,
     PinGrammar,
@@ -172,9 +172,9 @@ class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
         self,
         kernels: Sequence[AttentionKernel] = KERNELS,
         meter: AttentionMeter | None = None,
-        cache: Callable[[torch.device], MeasurementCache[AttentionShape]] | None = None,
+        store: Callable[[torch.device], KernelStore] | None = None,
     ) -> None:
-        super().__init__(AttentionShape, kernels, AttentionMeter() if meter is None else meter, cache)
+        super().__init__(AttentionShape, kernels, AttentionMeter() if meter is None else meter, store)
 
     def class_of(self, shape: AttentionShape) -> AttentionShape:
         """Every number of tokens is a class of its own where a kernel works that `depends_on_tokens`."""

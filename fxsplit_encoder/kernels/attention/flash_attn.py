@@ -18,7 +18,6 @@ from fxsplit_encoder.kernels.attention.attention_kernel import (
     Target,
     as_batch,
 )
-from fxsplit_encoder.kernels.flash_cache import switch_on
 from fxsplit_encoder.kernels.kernel import capability, processors
 
 _HOPPER = 9
@@ -80,7 +79,7 @@ class FlashAttention4(HalfPrecisionKernel):
 
     def package_problem(self, device: torch.device) -> str | None:
         """Why its package cannot be used; its cache is switched on before it is imported."""
-        switch_on()
+        compile_jobs.keep_flash_attention()
         _ignore_warning()
         return super().package_problem(device)
 

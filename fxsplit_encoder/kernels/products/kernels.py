@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.dispatch import addmm_activation
 from fxsplit_encoder.kernels import CallShape, CudaKernel, Kernel, compile_jobs, find
-from fxsplit_encoder.kernels.quack_files import name_directory
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -179,7 +178,7 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
 
     def package_problem(self, device: torch.device) -> str | None:
         """Every function that it needs has to be there."""
-        name_directory()
+        compile_jobs.name_quack_directory()
         problems = (find(self.module, name)[1] for name in ("GemmConfig", self.attribute))
         return next(filter(None, problems), None)
 

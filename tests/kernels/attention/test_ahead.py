@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels import choosing, flash_cache, measuring
+from fxsplit_encoder.kernels import choosing, measuring
 from fxsplit_encoder.kernels import compile_jobs as processes
 from fxsplit_encoder.kernels.attention import (
     KERNELS,
@@ -39,7 +39,7 @@ Begun = list[tuple[list[str], int]]
 @pytest.fixture
 def possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A host on which kernels may be compiled ahead, by a stand-in; where it leaves what was done."""
-    monkeypatch.setenv(flash_cache.SWITCH, "1")
+    monkeypatch.setenv(processes.FLASH_SWITCH, "1")
     monkeypatch.setenv("JOBS_DONE", str(tmp_path))
     monkeypatch.setattr(processes, "capability", lambda device: (9, 0))
     monkeypatch.setattr(processes, "processors", lambda device: 132)
@@ -73,8 +73,8 @@ def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.Monkey
 
         other.setattr(metadata, "version", missing)
         assert "not installed" in processes.why_not(HOPPER)
-    monkeypatch.setenv(flash_cache.SWITCH, "0")
-    assert processes.why_not(HOPPER) == f"{flash_cache.SWITCH} is not 1"
+    monkeypatch.setenv(processes.FLASH_SWITCH, "0")
+    assert processes.why_not(HOPPER) == f"{processes.FLASH_SWITCH} is not 1"
     processes.start(["any"], 72, torch.bfloat16, HOPPER)
     processes.warm_up(3, HOPPER)
     assert not processes.is_running()

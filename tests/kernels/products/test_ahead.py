@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing, flash_cache, quack_files
+from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing, compile_jobs
 from fxsplit_encoder.kernels.products import (
     ProductChooser,
     ProductShape,
@@ -42,7 +42,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str, torch.d
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(measured, "has_fused_activations", lambda capability: capability == (9, 0))
     monkeypatch.setattr(measured.compile_jobs, "start", start)
-    monkeypatch.setattr(measured, "name_directory", lambda: None)
+    monkeypatch.setattr(compile_jobs, "name_quack_directory", lambda: None)
     return log
 
 
@@ -121,9 +121,9 @@ def test_what_one_process_compiles_another_loads(package: str, job: str, count: 
         "CUTE_DSL_ARCH": "sm_90a",
         "QUACK_ARCH": "sm_90",
         "FLASH_ATTENTION_NUM_SMS": "132",
-        flash_cache.SWITCH: "1",
-        flash_cache.DIRECTORY: str(tmp_path),
-        quack_files.DIRECTORY: str(tmp_path),
+        compile_jobs.FLASH_SWITCH: "1",
+        compile_jobs.FLASH_DIRECTORY: str(tmp_path),
+        compile_jobs.QUACK_DIRECTORY: str(tmp_path),
     }
     never = f"import cutlass.cute, {MODULE} as m; cutlass.cute.compile = None; m.main([input()])"
     for command in (["-m", MODULE], ["-c", never]):
