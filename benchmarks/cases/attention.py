@@ -24,9 +24,8 @@ from storage import Result, new_result, one_line, store
 from timing import host_us
 
 from fxsplit_encoder.kernels import measuring, microseconds, works
-from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.attention.choice import Measurements, shape_of
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, AttentionKernel
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionKernel, KernelChooser
+from fxsplit_encoder.kernels.attention.chooser import Measurements, shape_of
 
 HEADS = 16
 EMPTY_SEGMENTS = 8

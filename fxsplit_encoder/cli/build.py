@@ -11,7 +11,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.tower import ChosenTower
-from fxsplit_encoder.kernels.attention.kernels.flash_cache import switch_on
+from fxsplit_encoder.kernels.compile_jobs import keep_flash_attention
 
 
 def run_build(
@@ -24,7 +24,7 @@ def run_build(
     """
     if not config.enabled:
         raise fx.InputError("--config: enabled: false captures nothing, so there is nothing to save")
-    switch_on()
+    keep_flash_attention()
     document.facts({"tower": describe_tower(chosen.module), "device": describe_device(device)})
     # What an older file knows is not what this one is to know.
     config = config.replace(start_file=None)

@@ -5,7 +5,7 @@ Every operation has to be one of these:
 * pointwise, by torch's tag: an entry comes from the entries at its place;
 * values moved, looked up, or made from sizes;
 * a reduction over dimensions whose sizes never change, so that each result adds the same number of entries;
-* `fxsplit::fixed_linear`, or attention by the one kernel of `attention.choice.invariant_kernel`.
+* `fxsplit::fixed_linear`, or attention by the one kernel of `attention.chooser.invariant_kernel`.
 
 Anything else may choose an algorithm by the number of rows, or mix rows, and is refused with its name. That
 real rows do not read others is proved by `compile.padding`.
@@ -26,9 +26,8 @@ from fxsplit_encoder.compile.padding.states import is_pointwise, named, operatio
 from fxsplit_encoder.compile.passes.fixed_products import of_parameters
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
-from fxsplit_encoder.kernels.attention.choice import invariant_kernel
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, AttentionShape
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, dense_attention, varlen_attention
+from fxsplit_encoder.kernels.attention.chooser import invariant_kernel
 from fxsplit_encoder.kernels.products.fixed import fixed_linear
 
 _FIXED = (fixed_linear, varlen_attention, dense_attention)

@@ -2,8 +2,6 @@
 accuracy and time, the choice, what users pin, and what is kept of it on disk.
 """
 
-from fxsplit_encoder.kernels.base import CallShape, CudaKernel, Kernel, capability, find, round_up, works
-from fxsplit_encoder.kernels.cache import MeasurementCache, cache_directory, describe_environment
 from fxsplit_encoder.kernels.choice import (
     AUTO,
     Chooser,
@@ -21,7 +19,8 @@ from fxsplit_encoder.kernels.choice import (
     is_measuring,
     measuring,
 )
-from fxsplit_encoder.kernels.measure import (
+from fxsplit_encoder.kernels.kernel import CallShape, CudaKernel, Kernel, capability, find, round_up, works
+from fxsplit_encoder.kernels.meter import (
     MOST_CALLS_TIMED,
     Example,
     Measured,
@@ -31,6 +30,7 @@ from fxsplit_encoder.kernels.measure import (
     spoil_memory,
     timing_without_graphs,
 )
+from fxsplit_encoder.kernels.store import KernelStore, cache_directory, describe_environment
 
 __all__ = [
     "AUTO",
@@ -43,8 +43,8 @@ __all__ = [
     "Kernel",
     "KernelMeasurements",
     "KernelReport",
+    "KernelStore",
     "Measured",
-    "MeasurementCache",
     "Meter",
     "OperationReport",
     "Pin",

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self
 import torch
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT, distance, is_same_kind, works
-from fxsplit_encoder.kernels.cache import MeasurementCache, describe_host
-from fxsplit_encoder.kernels.measure import Measured, Meter, TimeSpent
+from fxsplit_encoder.kernels.kernel import CallShape, KernelT, ShapeT, distance, is_same_kind, works
+from fxsplit_encoder.kernels.meter import Measured, Meter, TimeSpent
+from fxsplit_encoder.kernels.store import KernelStore, describe_host
 from fxsplit_encoder.messages import nearest
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
     Args:
         kernels: candidates, in order of preference where nothing was measured.
         meter: compares them.
-        cache: makes the cache of a device; None: nothing is kept for other processes.
+        store: makes the store of a device; None: nothing is kept for other processes.
     """
 
     def __init__(
@@ -89,12 +89,13 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         shape: type[ShapeT],
         kernels: Sequence[KernelT],
         meter: Meter[ShapeT, KernelT],
-        cache: Callable[[torch.device], MeasurementCache[ShapeT]] | None = None,
+        store: Callable[[torch.device], KernelStore] | None = None,
     ) -> None:
         self.shape = shape
         self.kernels = tuple(kernels)
         self.meter = meter
-        self._cache = cache
+        self._names = [kernel.name for kernel in kernels]
+        self._store = store
         self._tables: dict[torch.device, dict[ShapeT, Measured]] = {}
         self._loaded: set[ShapeT] = set()
         self._nearest: dict[ShapeT, ShapeT | None] = {}
@@ -103,15 +104,14 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         """Grows whenever something was measured, so that remembered choices are made again."""
 
     def keep(self, directory: Path | None = None) -> Self:
-        """Keeps what is measured in the file of each device's environment; itself."""
-        names = [kernel.name for kernel in self.kernels]
-        self._cache = lambda device: MeasurementCache(describe_host(device), self.shape, names, directory)
+        """Keeps what is measured in the store of each device's environment; itself."""
+        self._store = lambda device: KernelStore("measured", describe_host(device), directory)
         return self
 
     def keep_nothing_new(self, device: torch.device) -> None:
         """Loads what is kept of a device, and keeps nothing more for other processes."""
         self._table(device)
-        self._cache = None
+        self._store = None
 
     def candidates(self, shape: ShapeT) -> list[KernelT]:
         """The kernels that work here, and compute this shape; last resorts only where there is no other."""
@@ -130,7 +130,8 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         table = self._table(shape.device)
         if rounded in self._loaded and self._may_measure(shape):
             self._loaded.discard(rounded)
-            if not table[rounded].covers(self.candidates(rounded)):  # a kernel's package was missing then
+            # A package may have been missing, or a kernel have failed.
+            if not table[rounded].covers(self.candidates(rounded)):
                 del table[rounded]
         if rounded not in table and self._may_measure(shape):
             if is_measuring():
@@ -173,8 +174,10 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         if device not in self._tables:
             with self._lock:
                 if device not in self._tables:
-                    make = self._cache if self.meter.can_measure(device) else None
-                    self._tables[device] = table = {} if make is None else make(device).load(device)
+                    table: dict[ShapeT, Measured] = {}
+                    if self._store is not None and self.meter.can_measure(device):
+                        table = self._store(device).read_table(self.shape, self._names, device)
+                    self._tables[device] = table
                     self._loaded.update(table)
         return self._tables[device]
 
@@ -217,9 +220,9 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         self._tables[device].update(new)
         self._nearest.clear()
         self.version += 1
-        if self._cache is not None:
+        if self._store is not None:
             found = {each: measured for each, measured in new.items() if measured.microseconds}
-            self._cache(device).store(found, device)
+            self._store(device).add_to_table(found, self.shape, self._names, device)
 
     def _to_compare(self, shape: ShapeT) -> list[KernelT]:
         """The candidates; none where there is nothing to choose from, and no time anything depends on."""

@@ -30,8 +30,8 @@ from fxsplit_encoder._torch.transformers import collected_by, collects_outputs, 
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, InputError
-from fxsplit_encoder.kernels.attention.kernels import ahead
-from fxsplit_encoder.kernels.cache import write_atomic
+from fxsplit_encoder.kernels import compile_jobs
+from fxsplit_encoder.kernels.store import write_atomic
 from fxsplit_encoder.manager.generation import Generation, Served
 from fxsplit_encoder.manager.start import save_programs
 from fxsplit_encoder.manager.tower import read_model_config
@@ -216,7 +216,7 @@ def compile_request(generation: Generation, choosers: Choosers, path: Path) -> d
         except CompileError as error:
             unsaved[each.label] = str(error)
     save_programs(generation, choosers.measurements, programs, path)
-    ahead.wait()  # what was begun ends with this process
+    compile_jobs.wait()  # what was begun ends with this process
     return {"refused": refused, "unsaved": unsaved}
 
 

@@ -16,7 +16,7 @@ from fxsplit_encoder._torch.device import ALREADY, on_device
 from fxsplit_encoder._torch.modes import foreign_around, without_autograd
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
-from fxsplit_encoder.kernels.attention.kernels import ahead
+from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.generation import CapturePlan, Generation, first_of
 from fxsplit_encoder.manager.start import load_captured, save_captured
@@ -85,8 +85,8 @@ class Lifecycle:
         logger.info("%s", planned)
         self.compile()
         if self.own.scope.measured and self.own.scope.compares_kernels:
-            ahead.begin_no_more()
-            compare_meanwhile(lambda: self.own.run(planned), ahead.is_compiling)
+            compile_jobs.begin_no_more()
+            compare_meanwhile(lambda: self.own.run(planned), compile_jobs.is_compiling)
         return self.own.prepare(planned)
 
     def capture_first(self, progress: Progress | None = None) -> None:

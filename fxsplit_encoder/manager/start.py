@@ -27,10 +27,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fxsplit_encoder.errors import CompileError, InputError, StartFileError
 from fxsplit_encoder.kernels import KernelMeasurements, Measured, describe_environment
-from fxsplit_encoder.kernels.attention.kernels.binaries import compiled_kernels, restore_kernels
-from fxsplit_encoder.kernels.base import ShapeT
-from fxsplit_encoder.kernels.cache import entries_of, table_of, write_atomic
-from fxsplit_encoder.kernels.products.quack_files import compiled_files, restore_files
+from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
+from fxsplit_encoder.kernels.kernel import ShapeT
+from fxsplit_encoder.kernels.store import entries_of, table_of, write_atomic
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.runtime import KnownCosts
 from fxsplit_encoder.version import VERSION
@@ -62,9 +61,6 @@ _LONGEST_LINE = 200
 # The parts of a file.
 _ENVIRONMENT, _TOWERS, _COMPILED = "environment.json", "towers.json", "torch.bin"
 _KERNELS, _MEASURED = "kernels/", "measured/"
-
-# Among the kernels.
-_QUACK = "quack/"
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,6 @@ def _save(path: Path, generation: Generation, measurements: Measurements, tower:
         _TOWERS: towers_to_json([tower]),
         **{_part_of(each): table_to_json(each.table(device)) for each in measurements},
         **{f"{_KERNELS}{name}": content for name, content in compiled_kernels().items()},
-        **{f"{_KERNELS}{_QUACK}{name}": content for name, content in compiled_files().items()},
     }
     if compiled is not None:
         parts[_COMPILED] = compiled[0]
@@ -227,7 +222,7 @@ class _ReadStart:
     compiled: bytes | None
     """What torch compiled; None: nothing, with eager pieces, say."""
     kernels: dict[str, bytes]
-    """The files of other compiled kernels, as `compiled_kernels` names them, and QuACK's."""
+    """The files of other compiled kernels, as `compiled_kernels` names them."""
 
     def hand_over(self) -> None:
         """Passes compiled code to torch and Triton, and measurements to the choice of kernels.
@@ -239,9 +234,7 @@ class _ReadStart:
         if self.compiled is not None:
             _hand_to_torch(self.compiled)
         try:
-            products = {name: part for name, part in self.kernels.items() if name.startswith(_QUACK)}
-            restore_files({name.removeprefix(_QUACK): part for name, part in products.items()})
-            restore_kernels({name: part for name, part in self.kernels.items() if name not in products})
+            restore_kernels(self.kernels)
         except (OSError, ValueError) as error:
             raise StartFileError(f"kernels: expected compiled kernels; got {error}") from error
         for measurements, table in self.measured:

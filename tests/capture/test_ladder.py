@@ -26,7 +26,7 @@ from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.errors import CaptureError, ConfigError
 from fxsplit_encoder.kernels import choice
 from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.attention.choice import Measurements
+from fxsplit_encoder.kernels.attention.chooser import Measurements
 from fxsplit_encoder.pauses import pausing_by, run_capture
 from tests.kernels.attention.fakes import FakeKernel, FakeMeter
 from tests.kernels.attention.fakes import shape as attention_shape

@@ -38,8 +38,7 @@ from fxsplit_encoder.errors import (
     ReplayError,
     WeightsMovedError,
 )
-from fxsplit_encoder.kernels.attention import varlen_attention
-from fxsplit_encoder.kernels.attention.kernels import builtin
+from fxsplit_encoder.kernels.attention import builtin, varlen_attention
 from fxsplit_encoder.manager import path as path_module
 
 from ..backend.towers import Attention

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.kernels.attention.choice import KernelChooser, Measurements
+from fxsplit_encoder.kernels.attention.chooser import KernelChooser, Measurements
 
 Grid = tuple[int, int, int]
 

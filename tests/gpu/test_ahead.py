@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, ahead, flash_cache
+from fxsplit_encoder.kernels import compile_jobs
+from fxsplit_encoder.kernels.attention import KERNELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -18,14 +19,15 @@ SCRIPT = """
 import time, sys
 from pathlib import Path
 import torch
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, ahead
-from fxsplit_encoder.kernels.attention.kernels.builtin import PerSegment
+from fxsplit_encoder.kernels import compile_jobs
+from fxsplit_encoder.kernels.attention import KERNELS
+from fxsplit_encoder.kernels.attention.builtin import PerSegment
 
 names, device = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_dense"], torch.device("cuda", 0)
 begin = time.perf_counter()
-ahead.warm_up(3, device)
-ahead.start(names, 72, torch.bfloat16, device)
-ahead.wait()
+compile_jobs.warm_up(3, device)
+compile_jobs.start(names, 72, torch.bfloat16, device)
+compile_jobs.wait()
 print("compiled ahead in", time.perf_counter() - begin)
 import cutlass.cute as cute
 cute.compile = None  # nothing is left to compile
@@ -48,8 +50,8 @@ def test_what_is_compiled_ahead_is_loaded_and_right(tmp_path: Path, monkeypatch:
     kernel = next(each for each in KERNELS if each.name == "flash_attn_4")
     if (reason := kernel.unavailable_reason(device)) is not None:
         pytest.skip(reason)
-    monkeypatch.setenv(flash_cache.SWITCH, "1")
-    if reason := ahead.why_not(device):
+    monkeypatch.setenv(compile_jobs.FLASH_SWITCH, "1")
+    if reason := compile_jobs.why_not(device):
         pytest.skip(reason)
     environment = {**os.environ, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path)}
     ran = subprocess.run(

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from fxsplit_encoder.kernels import choosing, describe, measuring, works
 from fxsplit_encoder.kernels.attention import (
+    KERNELS,
+    AttentionKernel,
     KernelChooser,
     KnownSegments,
     attend,
     dense_attention,
 )
-from fxsplit_encoder.kernels.attention.choice import Measurements, shape_of
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, AttentionKernel
-from fxsplit_encoder.kernels.attention.kernels.builtin import TritonVarlen
-from fxsplit_encoder.kernels.attention.kernels.flash_attn import WholeWaves, rows_of_whole_waves
-from fxsplit_encoder.kernels.base import processors
+from fxsplit_encoder.kernels.attention.builtin import TritonVarlen
+from fxsplit_encoder.kernels.attention.chooser import Measurements, shape_of
+from fxsplit_encoder.kernels.attention.flash_attn import WholeWaves, rows_of_whole_waves
+from fxsplit_encoder.kernels.kernel import processors
 
 pytestmark = pytest.mark.gpu
 

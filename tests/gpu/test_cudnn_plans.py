@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.kernels.attention.kernels import cudnn_files, cudnn_varlen
-from fxsplit_encoder.kernels.attention.kernels.cudnn_varlen import CudnnVarlen
+from fxsplit_encoder.kernels import store
+from fxsplit_encoder.kernels.attention import cudnn_varlen
+from fxsplit_encoder.kernels.attention.cudnn_varlen import CudnnVarlen
 
 LENGTHS = (196, 0, 784, 100)
 
@@ -18,15 +19,14 @@ LENGTHS = (196, 0, 784, 100)
 def own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if reason := CudnnVarlen().unavailable_reason(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip(reason)
-    monkeypatch.setattr(cudnn_files, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(store, "cache_directory", lambda: tmp_path)
     forget_all(monkeypatch)
 
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in another process, which has the same files."""
     monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen._Thread())
-    monkeypatch.setattr(cudnn_files, "_kept", {})
-    cudnn_files._directory.cache_clear()
+    monkeypatch.setattr(cudnn_varlen, "PLAN_FILES", cudnn_varlen.PlanFiles())
 
 
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -14,9 +14,8 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import choosing, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, attend
-from fxsplit_encoder.kernels.attention.choice import invariant_names
-from fxsplit_encoder.kernels.attention.kernels import KERNELS
+from fxsplit_encoder.kernels.attention import KERNELS, KernelChooser, KnownSegments, attend
+from fxsplit_encoder.kernels.attention.chooser import invariant_names
 from fxsplit_encoder.kernels.products.fixed import (
     COUNTS,
     GELU_TANH,

@@ -13,7 +13,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.kernels import microseconds, timing_without_graphs
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
+from fxsplit_encoder.kernels.attention import AttentionShape
 
 from .support import batch, encode, errors, manager_of, settled
 

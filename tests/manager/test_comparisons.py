@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from fxsplit_encoder.kernels import measuring
-from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.attention.choice import Measurements
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
-from fxsplit_encoder.kernels.attention.measure import AttentionMeter
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
+from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, Measurements
 from fxsplit_encoder.manager.turns import compare_between_requests, compare_meanwhile
 from fxsplit_encoder.pauses import pause, pausing_by
 from tests.kernels.attention.fakes import FakeKernel

@@ -14,10 +14,9 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.kernels import MeasurementCache, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.attention.choice import Measurements
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
+from fxsplit_encoder.kernels import KernelStore, measuring
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
+from fxsplit_encoder.kernels.attention.chooser import Measurements
 from fxsplit_encoder.manager.compile_process import (
     REQUEST,
     CompileRequest,
@@ -83,7 +82,7 @@ class Scene:
         measurements = Measurements(
             [kernel(name) for name in names],
             Everywhere(lambda call, shape: 7.0),
-            lambda device: MeasurementCache({}, AttentionShape, names, directory),
+            lambda device: KernelStore("measured", {}, directory),
         )
         self.choosers: Any = Choosers(attention=KernelChooser(measurements=measurements))
         self.generation: Any = types.SimpleNamespace(

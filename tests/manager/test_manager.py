@@ -432,7 +432,7 @@ def test_a_kernel_that_cannot_run_is_refused_at_once(make_manager: Any) -> None:
 def test_a_pinned_kernel_runs_in_captures_and_beside_them(
     make_captured: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, assert_as_eager: Any
 ) -> None:
-    from fxsplit_encoder.kernels.attention.kernels import KERNELS
+    from fxsplit_encoder.kernels.attention import KERNELS
 
     (pinned,) = [kernel for kernel in KERNELS if kernel.name == "masked"]
     seen: list[int] = []

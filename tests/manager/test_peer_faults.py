@@ -20,7 +20,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import GraphPool, SegmentedCapture
 from fxsplit_encoder.errors import InputError, ReplayError
-from fxsplit_encoder.kernels.attention.kernels import builtin
+from fxsplit_encoder.kernels.attention import builtin
 from fxsplit_encoder.planning import CostModel, Item, PathCosts, build_plan
 
 from .managers import captured

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from fxsplit_encoder.kernels import cache
-from fxsplit_encoder.kernels.attention.choice import MEASUREMENTS
+from fxsplit_encoder.kernels import store
+from fxsplit_encoder.kernels.attention.chooser import MEASUREMENTS
 from fxsplit_encoder.manager.start import differences, environment_key, plain
 
 CPU = torch.device("cpu")
@@ -30,7 +30,9 @@ def test_the_environment_names_what_compiles_and_measures() -> None:
 def test_of_a_gpu_its_name_capability_and_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cache, "_version", lambda package: "4.0" if package == "flash-attn-4" else None)
+    monkeypatch.setattr(
+        store, "package_version", lambda package: "4.0" if package == "flash-attn-4" else None
+    )
     key = environment_key(torch.device("cuda", 0), [MEASUREMENTS])
     assert (key["gpu"], key["gpu.capability"]) == ("NVIDIA H200", "9.0")
     assert key["measured_with.packages.flash-attn-4"] == "4.0"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import StartFileError
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
+from fxsplit_encoder.kernels.attention import AttentionShape
 from fxsplit_encoder.manager.start import (
     KnownTower,
     table_from_json,
@@ -20,7 +20,7 @@ from fxsplit_encoder.manager.start import (
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 
 from ..kernels.attention.fakes import CUDA
-from ..kernels.test_cache import tables
+from ..kernels.test_store import tables
 
 times = st.floats(0, 1e9) | st.just(math.inf)
 costs = st.builds(

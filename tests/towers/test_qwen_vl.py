@@ -10,7 +10,7 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ReplayError
-from fxsplit_encoder.kernels.attention.kernels.builtin import PerSegment
+from fxsplit_encoder.kernels.attention.builtin import PerSegment
 
 from .packed_tower_tests import Grid, PackedModuleTests, Towers, assert_equal, make_batch
 from .tiny_packed import qwen2_5_vl, qwen2_vl, qwen3_5

@@ -27,7 +27,7 @@ def dense_attention(module: fx.GraphModule) -> int:
     """Attention of 16 bits over a batch of equally long sequences, without a mask: its kernel is measured.
 
     Exact: it is the same attention, and no kernel is chosen that is less accurate than torch's own (see
-    `attention.choice`). What is stored in another order than a linear layer leaves it stays as it is, since
+    `attention.chooser`). What is stored in another order than a linear layer leaves it stays as it is, since
     most kernels would need copies.
     """
     changed = 0

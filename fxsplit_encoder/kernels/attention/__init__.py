@@ -3,8 +3,10 @@
 Attention alone mixes rows (tokens), so graphs are cut there: all between may be padded and captured.
 """
 
-from fxsplit_encoder.kernels.attention.choice import (
+from fxsplit_encoder.kernels.attention.attention_kernel import AttentionKernel, AttentionShape
+from fxsplit_encoder.kernels.attention.chooser import (
     KERNEL_NAMES,
+    KERNELS,
     KernelChooser,
     current_chooser,
     parse_attention,
@@ -19,7 +21,10 @@ from fxsplit_encoder.kernels.attention.op import (
 )
 
 __all__ = [
+    "KERNELS",
     "KERNEL_NAMES",
+    "AttentionKernel",
+    "AttentionShape",
     "KernelChooser",
     "KnownSegments",
     "attend",

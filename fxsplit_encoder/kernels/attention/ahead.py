@@ -9,12 +9,11 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.kernels import AUTO
-from fxsplit_encoder.kernels.attention.choice import KernelChooser, current_chooser
-from fxsplit_encoder.kernels.attention.kernels import ahead
-from fxsplit_encoder.kernels.attention.kernels.ahead import dismiss
-from fxsplit_encoder.kernels.attention.kernels.flash_attn import FlashAttention4, WholeWaves
+from fxsplit_encoder.kernels import AUTO, compile_jobs
+from fxsplit_encoder.kernels.attention.chooser import KernelChooser, current_chooser
+from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4, WholeWaves
 from fxsplit_encoder.kernels.attention.op import dense_attention, traced, varlen_attention
+from fxsplit_encoder.kernels.compile_jobs import dismiss
 
 __all__ = ["compile_ahead", "compiling_as_traced", "dismiss", "heads_of", "warm_up"]
 
@@ -27,8 +26,9 @@ def warm_up(device: torch.device) -> None:
     needed.
     """
     chooser = current_chooser()
-    if not (_is_settled(chooser) or ahead.why_not(device) or chooser.measurements.table(device)):
-        ahead.warm_up(len(_names(chooser, is_dense=False)) + 1, device)  # one for heads as the tower has them
+    if not (_is_settled(chooser) or compile_jobs.why_not(device) or chooser.measurements.table(device)):
+        # One more, for heads as the tower has them.
+        compile_jobs.warm_up(len(_names(chooser, is_dense=False)) + 1, device)
 
 
 class _Early:
@@ -44,7 +44,7 @@ class _Early:
         self._stored_width = stored_width
         self._known = _known_heads(chooser, device)
         self._met: set[Heads] = set()
-        self._expected: set[ahead.Job] = set()
+        self._expected: set[compile_jobs.Job] = set()
         """Begun for the graph alone, which may turn out to be another."""
 
     def meet(self, query: Tensor) -> None:
@@ -59,18 +59,20 @@ class _Early:
         stored = self._stored_width(width)
         if (dtype, stored) not in self._known:
             names = _names(self._chooser, is_dense=False)
-            begun = ahead.start(names, stored, dtype, self._device)
+            begun = compile_jobs.start(names, stored, dtype, self._device)
             self._expected.update(begun if stored != width else ())
         if stored != width and (dtype, width) not in self._known:
-            ahead.start(_names(self._chooser, is_dense=False, is_captured=False), width, dtype, self._device)
+            compile_jobs.start(
+                _names(self._chooser, is_dense=False, is_captured=False), width, dtype, self._device
+            )
 
-    def confirm(self, jobs: Iterable[ahead.Job]) -> None:
+    def confirm(self, jobs: Iterable[compile_jobs.Job]) -> None:
         """Keeps what the graph asks for."""
         self._expected.difference_update(jobs)
 
     def end(self) -> None:
         """Says what was begun in vain."""
-        ahead.leave(self._expected)
+        compile_jobs.leave(self._expected)
 
 
 _early: ContextVar[_Early | None] = ContextVar("fxsplit_encoder_early", default=None)
@@ -86,7 +88,7 @@ def compiling_as_traced(device: torch.device, stored_width: Callable[[int], int]
         stored_width: how wide the graph will have heads of a width.
     """
     chooser = current_chooser()
-    if _early.get() is not None or _is_settled(chooser) or ahead.why_not(device):
+    if _early.get() is not None or _is_settled(chooser) or compile_jobs.why_not(device):
         yield
         return
     early = _Early(chooser, device, stored_width)
@@ -120,7 +122,7 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iter
         eager: heads of the tower's own forward, which is timed too: passes may store the graph's wider.
     """
     chooser = current_chooser()
-    if _is_settled(chooser) or ahead.why_not(device):
+    if _is_settled(chooser) or compile_jobs.why_not(device):
         return
     known, early = _known_heads(chooser, device), _early.get()
     captured = heads_of(nodes)
@@ -129,9 +131,9 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iter
         wanted.setdefault(heads, _names(chooser, is_dense=False, is_captured=False))
     for (dtype, head_dim), names in wanted.items():
         if (dtype, head_dim) not in known:
-            ahead.start(names, head_dim, dtype, device)
+            compile_jobs.start(names, head_dim, dtype, device)
             if early is not None:
-                early.confirm(ahead.jobs_of(names, head_dim, dtype))
+                early.confirm(compile_jobs.jobs_of(names, head_dim, dtype))
 
 
 def _known_heads(chooser: KernelChooser, device: torch.device) -> set[Heads]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.kernels.attention.choice import KernelChooser, current_chooser, shape_of
-from fxsplit_encoder.kernels.attention.kernels import AttentionKernel, AttentionShape
+from fxsplit_encoder.kernels.attention.attention_kernel import AttentionKernel, AttentionShape
+from fxsplit_encoder.kernels.attention.chooser import KernelChooser, current_chooser, shape_of
 
 Span = tuple[int, int]
 

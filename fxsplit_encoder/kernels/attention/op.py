@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.kernels.attention.choice import current_chooser
+from fxsplit_encoder.kernels.attention.chooser import current_chooser
 
 traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encoder_traced", default=None)
 """Is called with the query of every `varlen_attention` that is traced, (tokens, heads, head_dim)."""

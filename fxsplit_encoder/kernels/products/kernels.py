@@ -16,9 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder._torch.dispatch import addmm_activation
-from fxsplit_encoder.kernels import CallShape, CudaKernel, Kernel, find
-from fxsplit_encoder.kernels.attention.kernels import ahead
-from fxsplit_encoder.kernels.products.quack_files import name_directory
+from fxsplit_encoder.kernels import CallShape, CudaKernel, Kernel, compile_jobs, find
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -180,7 +178,7 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
 
     def package_problem(self, device: torch.device) -> str | None:
         """Every function that it needs has to be there."""
-        name_directory()
+        compile_jobs.name_quack_directory()
         problems = (find(self.module, name)[1] for name in ("GemmConfig", self.attribute))
         return next(filter(None, problems), None)
 
@@ -197,12 +195,12 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
     @property
     def is_awaited(self) -> bool:
         """Whether its next call waits for the processes that compile ahead."""
-        return ahead.is_running()
+        return compile_jobs.is_running()
 
     def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
         """What the autotuner of QuACK would call, with the tile of this kernel."""
-        if ahead.is_running():
-            ahead.wait()
+        if compile_jobs.is_running():
+            compile_jobs.wait()
         result = rows_MK.new_empty(rows_MK.shape[0], features_after(activation, weight_NK.shape[0]))
         self.function(
             *(rows_MK, weight_NK.t()),

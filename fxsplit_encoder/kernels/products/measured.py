@@ -26,9 +26,9 @@ from fxsplit_encoder.kernels import (
     KernelMeasurements,
     Meter,
     PinGrammar,
+    compile_jobs,
     spoil_memory,
 )
-from fxsplit_encoder.kernels.attention.kernels import ahead
 from fxsplit_encoder.kernels.products.kernels import (
     ACTIVATIONS,
     KERNELS,
@@ -39,7 +39,6 @@ from fxsplit_encoder.kernels.products.kernels import (
     features_after,
     has_fused_activations,
 )
-from fxsplit_encoder.kernels.products.quack_files import name_directory
 
 # Of the L2 cache: weights that are read in turn and together are so much larger come from memory each time,
 # as in a tower, where a layer's come again after all the others have been read.
@@ -231,9 +230,9 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
     known = {(shape.activation, shape.dtype) for shape, found in table.items() if found.microseconds}
     for activation, dtype in _activations_of(nodes):
         if (activation, dtype) not in known:
-            name_directory()
+            compile_jobs.name_quack_directory()
             names = (k.name for k in chooser.measurements.kernels if isinstance(k, Quack))
-            ahead.start(names, activation, dtype, device, apart=False)
+            compile_jobs.start(names, activation, dtype, device, apart=False)
 
 
 def _activations_of(nodes: Iterable[fx.Node]) -> list[tuple[str, torch.dtype]]:

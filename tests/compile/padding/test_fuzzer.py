@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fxsplit_encoder.compile.padding.rules import RULES
+from fxsplit_encoder.compile.padding.states import RULES
 from fxsplit_encoder.compile.padding.states import NodeView, Rows, State
 
 from .fuzzing.calls import CALLS

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.kernels import Measured
-from fxsplit_encoder.kernels.attention.kernels import AttentionKernel, AttentionShape
-from fxsplit_encoder.kernels.attention.kernels.builtin import PerSegment
-from fxsplit_encoder.kernels.attention.measure import AttentionMeter
+from fxsplit_encoder.kernels.attention import AttentionKernel, AttentionShape
+from fxsplit_encoder.kernels.attention.builtin import PerSegment
+from fxsplit_encoder.kernels.attention.chooser import AttentionMeter
 
 CUDA = torch.device("meta")  # any device but the CPU, and none that the tests would touch
 

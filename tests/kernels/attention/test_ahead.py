@@ -16,10 +16,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.kernels import choosing, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser, ahead, dense_attention, varlen_attention
-from fxsplit_encoder.kernels.attention.choice import Measurements
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, flash_attn, flash_cache
-from fxsplit_encoder.kernels.attention.kernels import ahead as processes
+from fxsplit_encoder.kernels import compile_jobs as processes
+from fxsplit_encoder.kernels.attention import (
+    KERNELS,
+    KernelChooser,
+    ahead,
+    dense_attention,
+    flash_attn,
+    varlen_attention,
+)
+from fxsplit_encoder.kernels.attention.chooser import Measurements
 
 from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
 
@@ -33,7 +39,7 @@ Begun = list[tuple[list[str], int]]
 @pytest.fixture
 def possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A host on which kernels may be compiled ahead, by a stand-in; where it leaves what was done."""
-    monkeypatch.setenv(flash_cache.SWITCH, "1")
+    monkeypatch.setenv(processes.FLASH_SWITCH, "1")
     monkeypatch.setenv("JOBS_DONE", str(tmp_path))
     monkeypatch.setattr(processes, "capability", lambda device: (9, 0))
     monkeypatch.setattr(processes, "processors", lambda device: 132)
@@ -67,8 +73,8 @@ def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.Monkey
 
         other.setattr(metadata, "version", missing)
         assert "not installed" in processes.why_not(HOPPER)
-    monkeypatch.setenv(flash_cache.SWITCH, "0")
-    assert processes.why_not(HOPPER) == f"{flash_cache.SWITCH} is not 1"
+    monkeypatch.setenv(processes.FLASH_SWITCH, "0")
+    assert processes.why_not(HOPPER) == f"{processes.FLASH_SWITCH} is not 1"
     processes.start(["any"], 72, torch.bfloat16, HOPPER)
     processes.warm_up(3, HOPPER)
     assert not processes.is_running()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import Measured, MeasurementCache, Pin, choice, choosing, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser, attend, current_chooser
-from fxsplit_encoder.kernels.attention.choice import Measurements
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
-from fxsplit_encoder.kernels.attention.measure import AttentionMeter
+from fxsplit_encoder.kernels import KernelStore, Measured, Pin, choice, choosing, measuring
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser, attend, current_chooser
+from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, Measurements
 
 from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
 
@@ -323,12 +323,9 @@ def test_what_plans_each_shape_is_for_captures() -> None:
 def test_an_earlier_process_has_measured(tmp_path: Any) -> None:
     def measurements() -> tuple[Measurements, FakeMeter]:
         meter = FakeMeter(TIMES)
-        names = [kernel.name for kernel in EVERY]
-
-        def cache(device: torch.device) -> MeasurementCache[AttentionShape]:
-            return MeasurementCache({"gpu": "H"}, AttentionShape, names, tmp_path)
-
-        return Measurements(EVERY, meter, cache), meter
+        return Measurements(
+            EVERY, meter, lambda device: KernelStore("measured", {"gpu": "H"}, tmp_path)
+        ), meter
 
     first, meter = measurements()
     with measuring():
@@ -347,8 +344,8 @@ def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -
             (BASE, FakeKernel("late", unavailable=unavailable)),
             FakeMeter({"base": 2, "late": 1}),
         )
-        cache = MeasurementCache({"gpu": "H"}, AttentionShape, ["base", "late"], tmp_path)
-        chooser = KernelChooser(measurements=Measurements(kernels, meter, lambda device: cache))
+        store = KernelStore("measured", {"gpu": "H"}, tmp_path)
+        chooser = KernelChooser(measurements=Measurements(kernels, meter, lambda device: store))
         with measuring():
             for _ in range(2):
                 assert chosen(chooser, shape(2048)) == ("base" if unavailable else "late")
@@ -356,11 +353,45 @@ def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -
 
     missing = "cannot import its package"
     assert measured(missing) == []  # there is nothing to compare
-    other = MeasurementCache({"gpu": "H"}, AttentionShape, ["base", "late"], tmp_path)
-    other.store({shape(2048): Measured({"base": 2.0})}, CUDA)
+    other = KernelStore("measured", {"gpu": "H"}, tmp_path)
+    other.add_to_table({shape(2048): Measured({"base": 2.0})}, AttentionShape, ["base", "late"], CUDA)
     assert measured(missing) == []
     assert measured(None) == [(shape(2048), ("base", "late"))]
     assert measured(None) == []
+
+
+def test_a_kernel_that_failed_is_measured_by_the_next_process(tmp_path: Path, monkeypatch: Any) -> None:
+    """As one does whose module is missing: what it raised is no measurement, and is not kept."""
+
+    def measured() -> Measured:
+        def call_module(out: torch.Tensor) -> torch.Tensor:
+            importlib.import_module("module_of_late_kernel")
+            return out
+
+        store = KernelStore("measured", {"gpu": "H"}, tmp_path)
+        kernels = (FakeKernel("base"), FakeKernel("late", change=call_module))
+        timer = Everywhere(lambda call, shape: (call(), 5.0)[1])
+        measurements = Measurements(kernels, timer, lambda device: store)
+        with measuring():
+            found = measurements.find(small)
+        assert found is not None
+        return found[1]
+
+    small = AttentionShape(torch.device("cpu"), torch.bfloat16, 2, 8, 48, 24, 4)
+    first = measured()
+    assert first.failed == ["late"] and first.rejected["late"].startswith("ModuleNotFoundError")
+    (path,) = tmp_path.rglob("attention.json")
+    assert "ModuleNotFoundError" not in path.read_text()
+    (tmp_path / "module_of_late_kernel.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert measured() == Measured({"base": 5.0, "late": 5.0})
+
+
+class Everywhere(AttentionMeter):
+    """Measures on a CPU too."""
+
+    def can_measure(self, device: torch.device) -> bool:
+        return True
 
 
 def test_what_was_measured_elsewhere_is_not_measured_again() -> None:

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.errors import CaptureError
-from fxsplit_encoder.kernels.attention.kernels import cudnn_files, cudnn_varlen
-from fxsplit_encoder.kernels.attention.kernels.binaries import compiled_kernels, restore_kernels
-from fxsplit_encoder.kernels.attention.kernels.cudnn_varlen import CudnnVarlen
+from fxsplit_encoder.kernels import compiled, store
+from fxsplit_encoder.kernels.attention import cudnn_varlen
+from fxsplit_encoder.kernels.attention.cudnn_varlen import CudnnVarlen
+from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
 
 from .fakes import assert_attends, cumulative, fused_qkv
 
@@ -106,15 +106,15 @@ class Graph:
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in another process, which has the same files."""
     monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen._Thread())
-    monkeypatch.setattr(cudnn_files, "_kept", {})
-    monkeypatch.setattr(cudnn_files, "_captured", set())
-    cudnn_files._directory.cache_clear()
+    plan_files = cudnn_varlen.PlanFiles()
+    for module in (cudnn_varlen, compiled):
+        monkeypatch.setattr(module, "PLAN_FILES", plan_files)
 
 
 @pytest.fixture(autouse=True)
-def front_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(cudnn_files, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(cudnn_files, "describe_environment", lambda device: {"gpu": "one"})
+def front_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(store, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(cudnn_varlen, "describe_environment", lambda device: {"gpu": "one"})
     cudnn: Any = types.ModuleType("cudnn")
     cudnn.data_type = types.SimpleNamespace(
         BFLOAT16=torch.bfloat16, HALF=torch.float16, FLOAT=torch.float32, INT32=torch.int32, INT64=torch.int64
@@ -129,8 +129,6 @@ def front_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     Graph.built, Graph.kept = 0, []
-    yield
-    cudnn_files._directory.cache_clear()
 
 
 @pytest.mark.parametrize("lengths", [[7], [3, 0, 4], [2, 2, 2], [1, 5, 0, 0]])
@@ -193,7 +191,7 @@ def test_a_damaged_plan_is_built_anew(change: str, monkeypatch: pytest.MonkeyPat
     (path,) = plans(tmp_path)
     content = path.read_bytes()
     if change == "not cuDNN's":
-        cudnn_files.write_plan(path.name, b"another", torch.device("cpu"))
+        cudnn_varlen.PLAN_FILES.write(path.name, b"another", torch.device("cpu"))
     else:
         path.write_bytes(content[:-1] if change == "short" else content[:-1] + b"1")
     forget_all(monkeypatch)
@@ -216,11 +214,16 @@ def test_no_plan_is_read_where_others_can_write(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_directories_and_memory_have_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cudnn_files, "MOST_FILES", 1)
-    monkeypatch.setattr(cudnn_files, "MOST_KEPT", 1)
+    monkeypatch.setattr(store.KernelStore, "most_files", 1)
+    monkeypatch.setattr(cudnn_varlen, "PLAN_FILES", cudnn_varlen.PlanFiles(most_kept=1))
     attend(2)
     attend(4)
-    assert len(plans(tmp_path)) == len(cudnn_files._kept) == 1
+    assert len(plans(tmp_path)) == 1
+    monkeypatch.setattr(store.KernelStore, "read", lambda *_: None)
+    for segments, number in ((4, 2), (2, 3)):  # the last is in memory, and the first is not
+        cudnn_varlen._thread.plans.clear()
+        attend(segments)
+        assert Graph.built == number
 
 
 def test_a_front_end_that_keeps_nothing_still_attends(
@@ -232,7 +235,7 @@ def test_a_front_end_that_keeps_nothing_still_attends(
     expected = attend()
     forget_all(monkeypatch)
     monkeypatch.setattr(Graph, "serialize", refuse)
-    monkeypatch.setattr(cudnn_files, "cache_directory", lambda: tmp_path / "other")
+    monkeypatch.setattr(store, "cache_directory", lambda: tmp_path / "other")
     torch.testing.assert_close(attend(), expected, rtol=0, atol=0)
     assert Graph.built == 2 and len(plans(tmp_path)) == 1
 
@@ -248,7 +251,7 @@ def test_a_start_file_holds_the_plans_of_captures_alone(
     files = {name: content for name, content in compiled_kernels().items() if name.startswith("cudnn/")}
     assert len(files) == 1
     forget_all(monkeypatch)
-    monkeypatch.setattr(cudnn_files, "cache_directory", lambda: tmp_path / "other")
+    monkeypatch.setattr(store, "cache_directory", lambda: tmp_path / "other")
     restore_kernels(files)
     torch.testing.assert_close(attend(4), expected, rtol=0, atol=0)
     assert Graph.built == 2

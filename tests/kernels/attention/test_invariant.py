@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import base as kernels_base
 from fxsplit_encoder.kernels import choosing, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, attend
-from fxsplit_encoder.kernels.attention.choice import Measurements, invariant_kernel, invariant_names
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, AttentionShape
+from fxsplit_encoder.kernels import kernel as kernels_base
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, KernelChooser, KnownSegments, attend
+from fxsplit_encoder.kernels.attention.chooser import Measurements, invariant_kernel, invariant_names
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = AttentionShape(CUDA, torch.bfloat16, 16, 72, 3136, 3136, 1)
@@ -31,8 +30,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
             return None, None if module.startswith(packages) else f"cannot import {module}"
 
         monkeypatch.setattr(kernels_base, "find", find)
-        for name in ("kernels.base", "kernels.attention.kernels.flash_attn"):
-            monkeypatch.setattr(f"fxsplit_encoder.{name}.capability", lambda _: (major, 0))
+        for name in ("kernel", "attention.flash_attn"):
+            monkeypatch.setattr(f"fxsplit_encoder.kernels.{name}.capability", lambda _: (major, 0))
 
     return install
 

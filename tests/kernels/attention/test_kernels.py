@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.kernels import base
-from fxsplit_encoder.kernels.attention import attend, attend_out
-from fxsplit_encoder.kernels.attention.kernels import (
+from fxsplit_encoder.kernels import kernel as kernel_module
+from fxsplit_encoder.kernels.attention import (
     KERNELS,
     AttentionKernel,
     AttentionShape,
+    attend,
+    attend_out,
     flash_attn,
     vllm_flash_attn,
 )
-from fxsplit_encoder.kernels.attention.kernels.builtin import BatchedDense, Masked, PerSegment
+from fxsplit_encoder.kernels.attention.builtin import BatchedDense, Masked, PerSegment
 
 from .fakes import assert_attends, cumulative, fused_qkv, reference
 
@@ -115,21 +116,21 @@ def test_every_kernel_says_whether_it_can_run_and_none_raises() -> None:
 def test_a_missing_package_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("cudnn", "flash_attn", "triton", "vllm"):  # also where they are installed
         monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(base, "find", base.find.__wrapped__)
-    monkeypatch.setattr(vllm_flash_attn, "find", base.find)
+    monkeypatch.setattr(kernel_module, "find", kernel_module.find.__wrapped__)
+    monkeypatch.setattr(vllm_flash_attn, "find", kernel_module.find)
     monkeypatch.setattr(vllm_flash_attn, "_function", vllm_flash_attn._function.__wrapped__)
-    monkeypatch.setattr(base, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernel_module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(vllm_flash_attn, "capability", lambda device: (9, 0))
     reason = BY_NAME[name].unavailable_reason(torch.device("cuda", 0)) or ""
     assert "ModuleNotFoundError" in reason or "not installed" in reason
-    monkeypatch.setattr(base, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(kernel_module, "capability", lambda device: (7, 5))
     assert "compute capability" in (BY_NAME[name].unavailable_reason(torch.device("cuda", 0)) or "")
 
 
 def test_a_broken_package_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "broken_attention.py").write_text("raise OSError('libcudnn.so.9: cannot open')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert base.find("broken_attention", "attend") == (
+    assert kernel_module.find("broken_attention", "attend") == (
         None,
         "cannot import broken_attention.attend: OSError: libcudnn.so.9: cannot open",
     )
@@ -211,7 +212,7 @@ def test_packages_get_what_their_functions_take(
     kernel: AttentionKernel, function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert inspect.isfunction(function)
-    monkeypatch.setattr(base, "find", lambda module, attribute: (function, None))
+    monkeypatch.setattr(kernel_module, "find", lambda module, attribute: (function, None))
     monkeypatch.setattr(vllm_flash_attn, "_function", lambda version: (function, None))
     monkeypatch.setattr(vllm_flash_attn, "capability", lambda device: (9, 0))
     lengths: Sequence[int] = [4, 4] if kernel.needs_equal_segments else [3, 0, 4]
@@ -238,6 +239,6 @@ def test_vllms_extension_is_found_without_importing_vllm(
         assert vllm_flash_attn._function(2)[1] == "vllm has no FlashAttention 2: no such file"
     finally:
         vllm_flash_attn._function.cache_clear()
-        base.find.cache_clear()
+        kernel_module.find.cache_clear()
         for name in [name for name in sys.modules if name.startswith(vllm_flash_attn._ALIAS)]:
             monkeypatch.delitem(sys.modules, name)

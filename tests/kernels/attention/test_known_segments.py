@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.kernels import Pin, choosing, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, attend
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser, KnownSegments, attend
 from fxsplit_encoder.kernels.attention import known_segments as segments
-from fxsplit_encoder.kernels.attention.choice import Measurements
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
-from fxsplit_encoder.kernels.attention.measure import example_lengths, pairs
+from fxsplit_encoder.kernels.attention.chooser import Measurements, example_lengths, pairs
 
 from .fakes import FakeKernel, FakeMeter, cumulative, fused_qkv, reference
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from fxsplit_encoder.kernels import Measured
-from fxsplit_encoder.kernels.attention import measure as measuring
-from fxsplit_encoder.kernels.attention.kernels import AttentionShape
-from fxsplit_encoder.kernels.attention.measure import AttentionMeter, example_lengths, make_examples, pairs
+from fxsplit_encoder.kernels.attention import AttentionShape
+from fxsplit_encoder.kernels.attention import chooser as measuring
+from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, example_lengths, make_examples, pairs
 
 from .fakes import FakeKernel, shapes
 

@@ -12,8 +12,8 @@ from packaging.version import Version
 
 CHECK = """
 import itertools, torch
-from fxsplit_encoder.kernels.attention.kernels.triton_code import attend
-from fxsplit_encoder.kernels.attention.kernels.builtin import Tile
+from fxsplit_encoder.kernels.attention.triton_code import attend
+from fxsplit_encoder.kernels.attention.builtin import Tile
 
 torch.manual_seed(0)
 for head_dim in (8, 64, 72, 88, 128):
@@ -47,7 +47,7 @@ def test_it_attends_within_segments_and_writes_nothing_else() -> None:
 
 def test_heads_are_split_in_two_powers_of_two() -> None:
     pytest.importorskip("triton")
-    from fxsplit_encoder.kernels.attention.kernels.triton_code import split_head
+    from fxsplit_encoder.kernels.attention.triton_code import split_head
 
     for head_dim in range(8, 129, 8):
         low, high = split_head(head_dim)
@@ -81,8 +81,8 @@ class Driver:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Driver())
-from fxsplit_encoder.kernels.attention.kernels import triton_code
-from fxsplit_encoder.kernels.attention.kernels.builtin import Tile
+from fxsplit_encoder.kernels.attention import triton_code
+from fxsplit_encoder.kernels.attention.builtin import Tile
 
 tile = Tile(32, 16, num_warps=4, num_stages=2)
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.kernels import base
-from fxsplit_encoder.kernels.attention.kernels import KERNELS, AttentionShape, flash_attn
-from fxsplit_encoder.kernels.attention.kernels.flash_attn import WholeWaves, rows_of_whole_waves
+from fxsplit_encoder.kernels import kernel as kernel_module
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, flash_attn
+from fxsplit_encoder.kernels.attention.flash_attn import WholeWaves, rows_of_whole_waves
 
 from .fakes import assert_attends, cumulative, fused_qkv
 
@@ -69,7 +69,7 @@ class FlashAttention4:
 def package(monkeypatch: pytest.MonkeyPatch) -> FlashAttention4:
     """Small tiles and a small GPU: 2 tiles a wave, of 4 queries each."""
     fake = FlashAttention4()
-    monkeypatch.setattr(base, "find", lambda module, attribute: (fake, None))
+    monkeypatch.setattr(kernel_module, "find", lambda module, attribute: (fake, None))
     monkeypatch.setattr(flash_attn, "processors", lambda device: PROCESSORS)
     monkeypatch.setattr(flash_attn, "_OWN_ROWS", ((HEAD_DIM, TILE),))
     return fake
@@ -121,7 +121,7 @@ def test_the_rest_gets_the_small_tiles(package: FlashAttention4) -> None:
 )
 def test_cuts_on_hopper(rows: int, cut: int) -> None:
     assert rows_of_whole_waves(rows, heads=16, tile_rows=192, processors=132) == cut
-    without_gpu = base.processors(torch.device("cpu"))
+    without_gpu = kernel_module.processors(torch.device("cpu"))
     assert without_gpu == rows_of_whole_waves(rows, 16, 192, without_gpu) == 0
 
 

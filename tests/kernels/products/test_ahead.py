@@ -14,21 +14,19 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing
-from fxsplit_encoder.kernels.attention.kernels import flash_cache
+from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing, compile_jobs
 from fxsplit_encoder.kernels.products import (
     ProductChooser,
     ProductShape,
     kernels,
     linear,
     measured,
-    quack_files,
 )
 from fxsplit_encoder.kernels.products.kernels import KERNELS
 from fxsplit_encoder.kernels.products.measured import ProductMeter
 
 CUDA = torch.device("cuda", 0)
-MODULE = "fxsplit_encoder.kernels.products.ahead_process"
+MODULE = "fxsplit_encoder.kernels.compile_jobs_process"
 TILES = ["quack_128x160", "quack_128x192"]
 
 
@@ -43,8 +41,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str, torch.d
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(measured, "has_fused_activations", lambda capability: capability == (9, 0))
-    monkeypatch.setattr(measured.ahead, "start", start)
-    monkeypatch.setattr(measured, "name_directory", lambda: None)
+    monkeypatch.setattr(measured.compile_jobs, "start", start)
+    monkeypatch.setattr(compile_jobs, "name_quack_directory", lambda: None)
     return log
 
 
@@ -91,9 +89,9 @@ def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch
     def found(module: str, name: str) -> tuple[Any, None]:
         return (multiply if name == "gemm_act" else dict), None
 
-    monkeypatch.setattr(kernels.ahead, "is_running", lambda: not log)
-    monkeypatch.setattr(kernels.ahead, "wait", lambda: log.append("waited"))
-    monkeypatch.setattr("fxsplit_encoder.kernels.base.find", found)
+    monkeypatch.setattr(kernels.compile_jobs, "is_running", lambda: not log)
+    monkeypatch.setattr(kernels.compile_jobs, "wait", lambda: log.append("waited"))
+    monkeypatch.setattr("fxsplit_encoder.kernels.kernel.find", found)
     monkeypatch.setattr(kernels, "find", found)
     rows, weight = torch.randn(5, 16), torch.randn(8, 16)
     for _ in range(2):
@@ -123,9 +121,9 @@ def test_what_one_process_compiles_another_loads(package: str, job: str, count: 
         "CUTE_DSL_ARCH": "sm_90a",
         "QUACK_ARCH": "sm_90",
         "FLASH_ATTENTION_NUM_SMS": "132",
-        flash_cache.SWITCH: "1",
-        flash_cache.DIRECTORY: str(tmp_path),
-        quack_files.DIRECTORY: str(tmp_path),
+        compile_jobs.FLASH_SWITCH: "1",
+        compile_jobs.FLASH_DIRECTORY: str(tmp_path),
+        compile_jobs.QUACK_DIRECTORY: str(tmp_path),
     }
     never = f"import cutlass.cute, {MODULE} as m; cutlass.cute.compile = None; m.main([input()])"
     for command in (["-m", MODULE], ["-c", never]):

@@ -17,8 +17,8 @@ from torch import Tensor
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels import (
     KernelMeasurements,
+    KernelStore,
     Measured,
-    MeasurementCache,
     choosing,
     describe,
     measuring,
@@ -113,14 +113,17 @@ def test_an_activation_or_a_row_more_makes_another_class() -> None:
 
 
 def test_measurements_are_kept_on_disk(tmp_path: Path) -> None:
-    def cache(device: torch.device) -> MeasurementCache[ProductShape]:
-        return MeasurementCache({"gpu": "H"}, ProductShape, ["base", "fast", "wrong", "fails"], tmp_path)
+    def store(device: torch.device) -> KernelStore:
+        return KernelStore("measured", {"gpu": "H"}, tmp_path)
 
     with measuring():
-        make(cache)[0].ranking(shape())
-        chooser, clock = make(cache)
-        assert chooser.ranking(shape())[0].name == "fast"
+        make(store)[0].ranking(shape())
+    chooser, clock = make(store)
+    assert chooser.ranking(shape())[0].name == "fast"
     assert clock.measured == []
+    with measuring():
+        chooser.ranking(shape())
+    assert clock.measured == [shape()], "what failed is tried again"
 
 
 def test_the_current_chooser_decides_what_the_op_runs() -> None:

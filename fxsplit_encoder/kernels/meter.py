@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.allocator import defer_frees, end_failed_capture
 from fxsplit_encoder._torch.device import wait_on_device
-from fxsplit_encoder.kernels.base import CallShape, Kernel, KernelT, ShapeT
+from fxsplit_encoder.kernels.kernel import CallShape, Kernel, KernelT, ShapeT
 from fxsplit_encoder.pauses import has_turn
 
 logger = logging.getLogger(__name__)

@@ -6,16 +6,21 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fxsplit_encoder.kernels.attention.kernels import flash_cache
-from fxsplit_encoder.kernels.attention.kernels.flash_attn import FlashAttention4, _ignore_warning
-from fxsplit_encoder.kernels.attention.kernels.flash_cache import DIRECTORY, SWITCH, own_directory, switch_on
+from fxsplit_encoder.kernels import compile_jobs, store
+from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4, _ignore_warning
+from fxsplit_encoder.kernels.compile_jobs import (
+    FLASH_CACHE,
+    keep_flash_attention,
+    package_store,
+)
+from fxsplit_encoder.kernels.compile_jobs import FLASH_DIRECTORY as DIRECTORY
+from fxsplit_encoder.kernels.compile_jobs import FLASH_SWITCH as SWITCH
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +29,9 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     before = dict(os.environ)
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.delenv(DIRECTORY, raising=False)
-    monkeypatch.delitem(sys.modules, flash_cache._MODULE, raising=False)
-    monkeypatch.setattr(flash_cache, "find_spec", lambda name: object())
-    monkeypatch.setattr(flash_cache, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.delitem(sys.modules, FLASH_CACHE, raising=False)
+    monkeypatch.setattr(compile_jobs, "find_spec", lambda name: object())
+    monkeypatch.setattr(store, "cache_directory", lambda: tmp_path / "cache")
     yield
     for name in (SWITCH, DIRECTORY):
         os.environ.pop(name, None)
@@ -48,11 +53,11 @@ def test_a_warning_of_the_compiler_for_every_variant_is_not_shown(recwarn: pytes
 
 
 def test_it_is_on_by_default_in_a_directory_that_nobody_else_can_write() -> None:
-    assert switch_on() == ""
+    assert keep_flash_attention() == ""
     assert os.environ[SWITCH] == "1"
-    assert os.environ[DIRECTORY] == str(own_directory("flash_attn_4"))
-    assert own_directory("flash_attn_4").stat().st_mode & 0o777 == 0o700
-    assert switch_on() == ""
+    assert os.environ[DIRECTORY] == str(package_store("flash_attn_4").directory)
+    assert package_store("flash_attn_4").directory.stat().st_mode & 0o777 == 0o700
+    assert keep_flash_attention() == ""
 
 
 @pytest.mark.parametrize("value", ["0", ""])
@@ -60,43 +65,48 @@ def test_without_the_package_nothing_is_set_and_the_user_keeps_it_off(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as missing:
-        missing.setattr(flash_cache, "find_spec", lambda name: None)
-        assert switch_on() == "flash-attn-4 is not installed"
+        missing.setattr(compile_jobs, "find_spec", lambda name: None)
+        assert keep_flash_attention() == "flash-attn-4 is not installed"
         assert SWITCH not in os.environ
     monkeypatch.setenv(SWITCH, value)
-    assert switch_on() == f"{SWITCH} is not 1"
+    assert keep_flash_attention() == f"{SWITCH} is not 1"
     assert os.environ[SWITCH] == value and DIRECTORY not in os.environ
 
 
 def test_directories_of_the_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DIRECTORY, str(tmp_path / "own"))
-    assert switch_on() == ""
+    assert keep_flash_attention() == ""
     assert (os.environ[SWITCH], os.environ[DIRECTORY]) == ("1", str(tmp_path / "own"))
     monkeypatch.delenv(DIRECTORY)
-    assert switch_on() == "" and DIRECTORY not in os.environ  # who switched it on chose the package's own
+    assert (
+        keep_flash_attention() == "" and DIRECTORY not in os.environ
+    )  # who switched it on chose the package's own
 
 
 def test_what_was_imported_before_is_as_it_was_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, flash_cache._MODULE, SimpleNamespace(CUTE_DSL_CACHE_ENABLED=False))
-    assert "imported before" in switch_on()
+    monkeypatch.setitem(sys.modules, FLASH_CACHE, SimpleNamespace(CUTE_DSL_CACHE_ENABLED=False))
+    assert "imported before" in keep_flash_attention()
     assert SWITCH not in os.environ
-    monkeypatch.setitem(sys.modules, flash_cache._MODULE, SimpleNamespace(CUTE_DSL_CACHE_ENABLED=True))
-    assert switch_on() == ""
+    monkeypatch.setitem(sys.modules, FLASH_CACHE, SimpleNamespace(CUTE_DSL_CACHE_ENABLED=True))
+    assert keep_flash_attention() == ""
 
 
 def test_directories_that_others_can_write_or_nobody_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_directory("flash_attn_4").mkdir(parents=True)
-    own_directory("flash_attn_4").chmod(0o777)
-    assert "others can write there" in switch_on()
-    monkeypatch.setattr(flash_cache, "cache_directory", lambda: tmp_path / "file")
+    package_store("flash_attn_4").directory.mkdir(parents=True)
+    package_store("flash_attn_4").directory.chmod(0o777)
+    assert "others can write there" in keep_flash_attention()
+    monkeypatch.setattr(store, "cache_directory", lambda: tmp_path / "file")
     (tmp_path / "file").write_text("")
-    assert str(tmp_path / "file") in switch_on()
+    assert str(tmp_path / "file") in keep_flash_attention()
     assert SWITCH not in os.environ and DIRECTORY not in os.environ
 
 
 def test_another_version_has_another_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = own_directory("flash_attn_4")
-    monkeypatch.setattr(metadata, "version", lambda package: f"{package} of tomorrow")
-    assert own_directory("flash_attn_4") != before and own_directory("flash_attn_4").parent == before.parent
+    before = package_store("flash_attn_4").directory
+    monkeypatch.setattr(compile_jobs, "package_version", lambda package: f"{package} of tomorrow")
+    assert (
+        package_store("flash_attn_4").directory != before
+        and package_store("flash_attn_4").directory.parent == before.parent
+    )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder._torch.dispatch import flash_attention, flash_attention_into
-from fxsplit_encoder.kernels.attention.kernels.base import (
+from fxsplit_encoder.kernels.attention.attention_kernel import (
     AttentionKernel,
     AttentionShape,
     HalfPrecisionKernel,
@@ -84,12 +84,12 @@ class Tile(NamedTuple):
 
 
 class TritonVarlen(HalfPrecisionKernel):
-    """`attention.kernels.triton_code` with tiles of `block_m` queries and steps of `block_n` keys. At 196
+    """`attention.triton_code` with tiles of `block_m` queries and steps of `block_n` keys. At 196
     tokens and 16 heads of 72, 64 queries make 64 programs for the 132 multiprocessors of an H200; where
     segments are long, other kernels are faster.
     """
 
-    module: ClassVar[str] = "fxsplit_encoder.kernels.attention.kernels.triton_code"
+    module: ClassVar[str] = "fxsplit_encoder.kernels.attention.triton_code"
     attribute: ClassVar[str] = "attend"
     max_head_dim: ClassVar[int] = 128
     is_invariant = True  # one tile, laid from the start of each segment on

@@ -1,7 +1,8 @@
 """Compiles variants of FlashAttention 4 and QuACK in processes of their own, while this one traces.
 
-The packages compile a variant for seconds when it is first called. With their cache on disk (`flash_cache`)
-that can be done before, on other cores and without a device; the first call loads it.
+The packages compile a variant for seconds when it is first called. With their cache on disk that can be done
+before, on other cores and without a device; the first call loads it. Their own directories lie in the
+temporary one, where others could put code: they get directories of this library's (`package_store`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from typing import IO
 
 import torch
 
-from fxsplit_encoder.kernels.attention.kernels.flash_cache import switch_on
-from fxsplit_encoder.kernels.base import capability, processors
+from fxsplit_encoder.kernels.kernel import capability, processors
+from fxsplit_encoder.kernels.store import KernelStore, package_version
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ Job = tuple[str, Variant, str]
 """A kernel's name, what it is compiled for, and a dtype's name."""
 
 # It knows the kernels of every operation, so it is above this package.
-_MODULE = "fxsplit_encoder.kernels.products.ahead_process"
+_MODULE = "fxsplit_encoder.kernels.compile_jobs_process"
 
 # The architecture that the package's compiler names for a capability: of Hopper this is known.
 _TARGETS = {(9, 0): ("sm_90", "sm_90a")}
@@ -100,6 +102,55 @@ _left: list[subprocess.Popen[str]] = []
 """Those that nobody waits for, until they have ended."""
 
 
+# --- where the packages keep what they compile
+
+FLASH_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+FLASH_DIRECTORY = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+FLASH_CACHE = "flash_attn.cute.cache_utils"
+QUACK_DIRECTORY = "QUACK_CACHE_DIR"
+QUACK_CACHE = "quack.cache"
+
+_PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
+
+
+def package_store(name: str) -> KernelStore:
+    """The store of a package's files for the versions of all whose code gets in."""
+    return KernelStore(name, {package: package_version(package) for package in _PACKAGES})
+
+
+def keep_flash_attention() -> str:
+    """Has `flash-attn-4` keep what it compiles on disk, for this process and its children, before it is
+    imported. The user's values of its two variables stay. Returns why it does not; empty: it does.
+    """
+    if (imported := sys.modules.get(FLASH_CACHE)) is not None:
+        is_on = imported.CUTE_DSL_CACHE_ENABLED
+        return "" if is_on else "flash-attn-4 was imported before with its cache off"
+    if FLASH_SWITCH in os.environ:
+        return "" if os.environ[FLASH_SWITCH] == "1" else f"{FLASH_SWITCH} is not 1"
+    if find_spec("flash_attn") is None:
+        return "flash-attn-4 is not installed"
+    if FLASH_DIRECTORY not in os.environ:
+        store = package_store("flash_attn_4")
+        if problem := store.problem:
+            return f"{store.directory}: {problem}"
+        os.environ[FLASH_DIRECTORY] = str(store.directory)
+    os.environ[FLASH_SWITCH] = "1"
+    return ""
+
+
+def name_quack_directory() -> None:
+    """Has QuACK, and processes that are started, use a directory of this library's, where it was not imported
+    before and the user named none.
+    """
+    if QUACK_DIRECTORY not in os.environ and QUACK_CACHE not in sys.modules:
+        store = package_store("quack")
+        if not store.problem:
+            os.environ[QUACK_DIRECTORY] = str(store.directory)
+
+
+# --- the processes
+
+
 def why_not(device: torch.device) -> str:
     """Why nothing is compiled ahead for a device; empty: it can be."""
     if device.type != "cuda" or capability(device) not in _TARGETS:
@@ -110,7 +161,7 @@ def why_not(device: torch.device) -> str:
         metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
         return "flash-attn-4 is not installed"
-    return switch_on()
+    return keep_flash_attention()
 
 
 def warm_up(number: int, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.kernels import capability, find
-from fxsplit_encoder.kernels.attention.kernels.base import HalfPrecisionKernel, Target
+from fxsplit_encoder.kernels.attention.attention_kernel import HalfPrecisionKernel, Target
 
 _ALIAS = "fxsplit_encoder_vllm_flash_attn"
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxsplit_encoder._torch.triton import driver
-from fxsplit_encoder.kernels.attention.kernels.builtin import Tile
+from fxsplit_encoder.kernels.attention.builtin import Tile
 
 # Boundaries that a program reads at once. Every number of them is another compilation.
 _BOUNDARIES = (32, 128, 1024)

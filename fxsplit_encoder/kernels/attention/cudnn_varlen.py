@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -22,13 +22,8 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.dispatch import cudnn_attention
 from fxsplit_encoder.errors import CaptureError
-from fxsplit_encoder.kernels.attention.kernels.base import HalfPrecisionKernel, Target
-from fxsplit_encoder.kernels.attention.kernels.cudnn_files import (
-    forget_plan,
-    note_capture,
-    read_plan,
-    write_plan,
-)
+from fxsplit_encoder.kernels.attention.attention_kernel import HalfPrecisionKernel, Target
+from fxsplit_encoder.kernels.store import KernelStore, describe_environment
 
 
 class _Thread(threading.local):
@@ -93,7 +88,7 @@ def _plan(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) 
             raise CaptureError("cudnn_varlen: this shape was not planned before the capture began")
         plan = _thread.plans[key] = make_plan(_handle(query.device), tensors, segments, longest, scale)
     if is_captured:
-        note_capture(plan.name)
+        PLAN_FILES.note_capture(plan.name)
     return plan
 
 
@@ -153,7 +148,7 @@ def make_plan(handle: Any, tensors: Sequence[Tensor], segments: int, longest: in
         _load_libraries(query.device, query.dtype, query.shape[-1])
         graph = _build(cudnn, handle, tensors, segments, longest, scale)
         try:
-            write_plan(name, bytes(graph.serialize()), query.device)
+            PLAN_FILES.write(name, bytes(graph.serialize()), query.device)
         except Exception as error:  # whatever the front end raises for a plan that cannot be kept
             logger.debug("a plan of cuDNN's is not kept: %s: %s", type(error).__name__, error)
     rows = torch.tensor([[t.stride(0)] for t in tensors], dtype=torch.int64, device=query.device)
@@ -178,7 +173,7 @@ def _load_libraries(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 def _read(cudnn: Any, handle: Any, name: str, device: torch.device) -> Any | None:
     """A plan that was kept, ready to run; None: there is none that cuDNN takes."""
-    content = read_plan(name, device)
+    content = PLAN_FILES.read(name, device)
     if content is None:
         return None
     try:
@@ -186,7 +181,7 @@ def _read(cudnn: Any, handle: Any, name: str, device: torch.device) -> Any | Non
         graph.deserialize(handle, content)
     except Exception as error:  # whatever the front end raises for what it cannot read
         logger.debug("a plan of cuDNN's is built anew: %s: %s", type(error).__name__, error)
-        forget_plan(name)
+        PLAN_FILES.forget(name)
         return None
     return graph
 
@@ -243,3 +238,67 @@ def _build(
     graph.check_support()
     graph.build_plans()
     return graph
+
+
+# --- plans as files
+
+
+class PlanFiles:
+    """Serialized plans by name: the last in memory, and all in the `KernelStore` of their device."""
+
+    def __init__(self, most_kept: int = 256) -> None:
+        self.most_kept = most_kept
+        self._stores: dict[torch.device, KernelStore] = {}
+        self._kept: dict[str, bytes] = {}
+        self._captured: set[str] = set()
+        self._lock = threading.Lock()
+
+    def read(self, name: str, device: torch.device) -> bytes | None:
+        """A plan that a process on such a device has built; None: there is none, or it is damaged."""
+        content = self._kept.get(name)
+        if content is None and (content := self._store(device).read(name)) is not None:
+            self._keep(name, content)
+        return content
+
+    def write(self, name: str, content: bytes, device: torch.device) -> None:
+        """Keeps a plan in memory and on disk; a directory that is full or cannot be written is no error."""
+        self._keep(name, content)
+        try:
+            self._store(device).write(name, content)
+        except OSError as error:
+            logger.debug("a plan of cuDNN's is kept in memory only: %s", error)
+
+    def forget(self, name: str) -> None:
+        """Has a plan built anew that cuDNN does not take."""
+        with self._lock:
+            self._kept.pop(name, None)
+
+    def note_capture(self, name: str) -> None:
+        """Marks a plan whose kernels a captured graph holds, so that a start from a file will need it."""
+        self._captured.add(name)
+
+    def captured(self) -> dict[str, bytes]:
+        """The plans that captures hold and that are in memory."""
+        with self._lock:
+            return {name: self._kept[name] for name in sorted(self._captured) if name in self._kept}
+
+    def restore(self, plans: Mapping[str, bytes]) -> None:
+        """Keeps plans in memory, where `read` finds them."""
+        for name, content in plans.items():
+            self._keep(name, content)
+
+    def _store(self, device: torch.device) -> KernelStore:
+        if device not in self._stores:
+            self._stores[device] = KernelStore("cudnn_plans", describe_environment(device))
+        return self._stores[device]
+
+    def _keep(self, name: str, content: bytes) -> None:
+        with self._lock:
+            if len(self._kept) >= self.most_kept:
+                if oldest := next((kept for kept in self._kept if kept not in self._captured), None):
+                    del self._kept[oldest]
+            self._kept[name] = content
+
+
+PLAN_FILES = PlanFiles()
+"""Those of this process."""

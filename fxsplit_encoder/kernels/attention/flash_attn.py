@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.device import Branch
-from fxsplit_encoder.kernels.attention.kernels import ahead
-from fxsplit_encoder.kernels.attention.kernels.base import (
+from fxsplit_encoder.kernels import compile_jobs
+from fxsplit_encoder.kernels.attention.attention_kernel import (
     AttentionShape,
     HalfPrecisionKernel,
     Target,
     as_batch,
 )
-from fxsplit_encoder.kernels.attention.kernels.flash_cache import switch_on
-from fxsplit_encoder.kernels.base import capability, processors
+from fxsplit_encoder.kernels.kernel import capability, processors
 
 _HOPPER = 9
 
@@ -76,11 +75,11 @@ class FlashAttention4(HalfPrecisionKernel):
     @property
     def is_awaited(self) -> bool:
         """Whether its next call waits for the processes that compile ahead."""
-        return ahead.is_running()
+        return compile_jobs.is_running()
 
     def package_problem(self, device: torch.device) -> str | None:
         """Why its package cannot be used; its cache is switched on before it is imported."""
-        switch_on()
+        compile_jobs.keep_flash_attention()
         _ignore_warning()
         return super().package_problem(device)
 
@@ -114,8 +113,8 @@ class FlashAttention4(HalfPrecisionKernel):
         bound of both; `variant` the arguments that choose how it computes, none for the package's choice.
         """
         cu_queries, cu_keys, max_seqlen = lengths
-        if ahead.is_running():
-            ahead.wait()
+        if compile_jobs.is_running():
+            compile_jobs.wait()
         result: Tensor = self.function(
             q,
             k,
@@ -143,8 +142,8 @@ class DenseFlashAttention4(FlashAttention4):
         count = cu_seqlens.shape[0] - 1
         batch = [as_batch(tensor, count).transpose(1, 2) for tensor in (q, k, v)]
         out = None if into is None else into.view(batch[0].shape)
-        if ahead.is_running():
-            ahead.wait()
+        if compile_jobs.is_running():
+            compile_jobs.wait()
         result: Tensor = self.function(*batch, softmax_scale=scale, out=out, **self._variant)[0]
         return result.view(q.shape) if into is None else into
 
@@ -190,7 +189,7 @@ class WholeWaves(FlashAttention4):
 
     The cut follows from the rows of the call, a capture's capacity; which queries exist is read on the
     device, so a shorter segment is right too. Only one segment is offered: waves of several cannot be counted
-    ahead. The arguments are of the rest, as for `FlashAttention4`.
+    compile_jobs. The arguments are of the rest, as for `FlashAttention4`.
     """
 
     depends_on_tokens = True

@@ -1,6 +1,6 @@
 """Inside a process that compiles variants of FlashAttention 4 and of QuACK into their caches on disk.
 
-    python -m fxsplit_encoder.kernels.products.ahead_process < jobs
+    python -m fxsplit_encoder.kernels.compile_jobs_process < jobs
 
 A job is a line such as `["flash_attn_4", 72, "bfloat16"]` or `["quack_128x192", "gelu", "bfloat16"]`. The
 process ends with the input, or with the first job that fails. It needs no device: the packages take their
@@ -12,18 +12,49 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
 
 import torch
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels.attention import kernels as attention
-from fxsplit_encoder.kernels.attention.kernels.flash_attn import FlashAttention4
+from fxsplit_encoder.kernels import attention
+from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4
 from fxsplit_encoder.kernels.products.kernels import KERNELS, Quack
-from fxsplit_encoder.kernels.products.quack_files import compiling_alone
 
 # What a variant is compiled for depends on none of them.
 _TOKENS, _HEADS, _FEATURES = 512, 16, 1024
+
+_QUACK_HOST = "quack.gemm_runtime.host"
+
+
+class _Compiled(Exception):
+    """What was to be compiled is on disk."""
+
+
+@contextlib.contextmanager
+def compiling_alone() -> Iterator[None]:
+    """Within, a call ends as soon as its kernel is compiled: the package asks the device next how many of its
+    clusters fit.
+
+    Raises:
+        RuntimeError: the call did not come that far.
+    """
+    host = import_module(_QUACK_HOST)
+
+    def stop(*_: Any) -> None:
+        raise _Compiled
+
+    asked = host.get_max_active_clusters
+    host.get_max_active_clusters = stop  # type: ignore[attr-defined]
+    try:
+        yield
+    except _Compiled:
+        return
+    finally:
+        host.get_max_active_clusters = asked  # type: ignore[attr-defined]
+    raise RuntimeError("QuACK was called and did not ask for the device: nothing is known to be compiled")
 
 
 def compile_attention(name: str, head_dim: int, dtype: torch.dtype) -> None:

@@ -1,0 +1,245 @@
+"""Keep on disk what was measured or compiled, for processes with the same GPU and versions.
+
+`KernelStore` is a directory of `cache_directory` that no other user can write, named by the environment for
+which its files hold. Measurements (a table an operation) and plans of cuDNN are its files; FlashAttention 4
+and QuACK write files of their own into such directories (`kernels.compile_jobs`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from fxsplit_encoder.kernels.kernel import ShapeT
+from fxsplit_encoder.kernels.meter import Measured
+
+logger = logging.getLogger(__name__)
+
+# Changes when what is measured, or how it is written, does.
+_FORMAT = 6
+
+_PACKAGES = (
+    "apache-tvm-ffi",
+    "einops",
+    "flash-attn-4",
+    "nvidia-cublas",
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "nvmath-python",
+    "quack-kernels",
+    "torch-c-dlpack-ext",
+    "triton",
+    "vllm",
+)
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+# The first line of a file: a SHA-256 in hexadecimal.
+_DIGEST_LINE = 2 * hashlib.sha256().digest_size + 1
+
+
+def cache_directory() -> Path:
+    """`fxsplit_encoder` where the system keeps caches: on Linux in $XDG_CACHE_HOME, or in ~/.cache."""
+    return platformdirs.user_cache_path("fxsplit_encoder", appauthor=False)
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """The GPU and the versions on which measured times of every operation depend."""
+    cudnn: Any = torch.backends.cudnn
+    return {
+        "format": _FORMAT,
+        "gpu": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": cudnn.version(),
+        "packages": {name: found for name in _PACKAGES if (found := package_version(name)) is not None},
+    }
+
+
+def describe_host(device: torch.device) -> dict[str, Any]:
+    """`describe_environment` and the driver, which decides what can run."""
+    try:
+        driver = _DRIVER.read_text(encoding="utf-8").partition("\n")[0]
+    except OSError:
+        driver = None
+    return {**describe_environment(device), "driver": driver}
+
+
+def package_version(package: str) -> str | None:
+    """The version of an installed package, and whether its folder has an unusual name: QuACK compiles no
+    epilogue that calls such a package.
+    """
+    try:
+        found = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return None
+    folders = Path(str(found.locate_file(""))).parts
+    is_usual = "site-packages" in folders or "dist-packages" in folders
+    return found.version if is_usual else f"{found.version}, outside site-packages"
+
+
+def digest_of(environment: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that name an environment."""
+    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class KernelStore:
+    """Files of one kind that hold for one environment. Several processes may read and write them.
+
+    Args:
+        kind: the directory's name in `root`.
+        environment: what the files depend on, as JSON has it.
+        root: `cache_directory()` if None.
+    """
+
+    most_files = 1024
+    """In a directory. A plan of cuDNN takes some 92 kB, and a service may meet any number of shapes."""
+
+    def __init__(self, kind: str, environment: Mapping[str, Any], root: Path | None = None) -> None:
+        self.environment = json.loads(json.dumps(environment))
+        self.directory = (root or cache_directory()) / kind / digest_of(self.environment)
+
+    @property
+    def problem(self) -> str:
+        """Why a package that locks its files may not use the directory, which is made if missing; else ""."""
+        try:
+            import fcntl
+
+            self._make()
+            with tempfile.TemporaryFile(dir=self.directory) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (OSError, ImportError) as error:
+            return str(error)
+        return ""
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None: there is none, or it is damaged, which is logged."""
+        path = self.directory / name
+        try:
+            self._check()
+            stored = path.read_bytes()
+        except OSError:
+            return None
+        line, content = stored[:_DIGEST_LINE], stored[_DIGEST_LINE:]
+        if line != _digest_line(content):
+            logger.warning("%s is damaged, so what it held is made anew", path)
+            return None
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replaces a file; OSError says why it cannot be written."""
+        path = self.directory / name
+        self._make()
+        if not path.exists() and sum(1 for _ in os.scandir(self.directory)) >= self.most_files:
+            raise OSError(f"{self.directory} is full: it has {self.most_files} files")
+        write_atomic(path, _digest_line(content) + content)
+
+    def _make(self) -> None:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises OSError where another user could have put files, which may be code."""
+        found = self.directory.stat()
+        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError("others can write there")
+
+    def read_table(
+        self, shape: type[ShapeT], kernels: Sequence[str], device: torch.device
+    ) -> dict[ShapeT, Measured]:
+        """The measurements of an operation, for a device; none where others than `kernels` were candidates,
+        or nothing can be read.
+        """
+        content = self.read(_table_name(shape))
+        try:
+            stored = json.loads(content) if content is not None else {}
+            return table_of(stored["classes"], shape, device) if stored.get("kernels") == [*kernels] else {}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            path = self.directory / _table_name(shape)
+            logger.warning("%s cannot be read, so %s is measured again: %s", path, shape.operation, error)
+            return {}
+
+    def add_to_table(
+        self,
+        table: Mapping[ShapeT, Measured],
+        shape: type[ShapeT],
+        kernels: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        """Adds measurements of an operation to its file. What is lost between two writers is measured again;
+        a file that cannot be written is logged.
+        """
+        merged = {**self.read_table(shape, kernels, device), **table}
+        content = {"environment": self.environment, "kernels": [*kernels], "classes": entries_of(merged)}
+        try:
+            self.write(_table_name(shape), json.dumps(content, indent=1).encode())
+        except OSError as error:
+            logger.warning("what was measured of %s is not kept: %s", shape.operation, error)
+
+
+def _digest_line(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode() + b"\n"
+
+
+def _table_name(shape: type[ShapeT]) -> str:
+    return f"{shape.operation}.json"
+
+
+def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
+    """A table as JSON has it, without its device and without failures: what a kernel raises here, as where a
+    module is missing, it may not raise in the next process.
+    """
+    return [
+        {"shape": shape.to_json(), "measured": _without_failures(found)} for shape, found in table.items()
+    ]
+
+
+def _without_failures(measured: Measured) -> dict[str, Any]:
+    kept = {name: reason for name, reason in measured.rejected.items() if name not in measured.failed}
+    return {**asdict(measured), "rejected": kept, "failed": []}
+
+
+def table_of(
+    entries: Sequence[Mapping[str, Any]], shape: type[ShapeT], device: torch.device
+) -> dict[ShapeT, Measured]:
+    """The table of these entries, for a device; raises as `CallShape.from_json`, and ValueError."""
+    return {shape.from_json(entry["shape"], device): Measured(**entry["measured"]) for entry in entries}
+
+
+def write_atomic(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Replaces a file: a reader finds the old content or all of the new.
+
+    Args:
+        path: in a directory that exists. Its name ends the temporary file's, which begins with a dot.
+        durable: whether the content is on disk before the old is replaced.
+
+    Raises:
+        OSError: it cannot be written; what was there is still there.
+    """
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.name)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(descriptor)
+        os.chmod(partial, 0o644)  # a temporary file is its owner's alone
+        os.replace(partial, path)
+    except OSError:
+        os.unlink(partial)
+        raise
