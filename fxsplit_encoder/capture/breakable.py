@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -568,6 +568,14 @@ def _clear_pad_rows(out: Tensor, cu_seqlens: Tensor) -> Tensor:
 CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
+class _Kept(NamedTuple):
+    aspect: Callable[[Any], Any]
+    expected: Any
+    """The aspect of every later result."""
+    buffer: Tensor | None = None
+    """Where it is copied to."""
+
+
 class RecordedBreak:
     """Repeats a call at every replay over the same arguments.
 
@@ -595,7 +603,7 @@ class RecordedBreak:
             if isinstance(leaf, torch.Tensor) and unstrided([leaf]) is None
         }
         self._buffers = buffers
-        self._takers: list[Callable[[Any], None]] = []
+        self._kept: list[_Kept] = []
 
     def first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls the function with the given arguments and fixes the addresses of its results; returns those.
@@ -604,11 +612,11 @@ class RecordedBreak:
             CaptureError: it returned something else than a break may.
         """
         leaves, self._structure = tree_flatten(self._function(*args, **kwargs))
-        fixed: dict[int, tuple[Any, Callable[[Any], None]]] = {}
+        fixed: dict[int, tuple[Any, _Kept]] = {}
         for leaf in leaves:
             if id(leaf) not in fixed:
                 fixed[id(leaf)] = self._fix(leaf)
-        self._takers = [fixed[id(leaf)][1] for leaf in leaves]
+        self._kept = [fixed[id(leaf)][1] for leaf in leaves]
         return tree_unflatten([fixed[id(leaf)][0] for leaf in leaves], self._structure)
 
     def __call__(self) -> None:
@@ -622,52 +630,33 @@ class RecordedBreak:
             raise ReplayError(
                 f"{self.name}: returned {structure}; the capture was recorded with {self._structure}"
             )
-        for take, leaf in zip(self._takers, leaves, strict=True):
-            take(leaf)
+        for kept, leaf in zip(self._kept, leaves, strict=True):
+            got, expected = kept.aspect(leaf), kept.expected
+            # A NaN differs from itself, and is what it was.
+            if got != expected and not (got != got and expected != expected):
+                raise ReplayError(
+                    f"{self.name}: returned {got!r}; the capture was recorded with {expected!r}"
+                )
+            if kept.buffer is not None:
+                kept.buffer.copy_(leaf)
 
-    def _fix(self, result: Any) -> tuple[Any, Callable[[Any], None]]:
-        """The fixed result, and a function that copies or compares a later one."""
+    def _fix(self, result: Any) -> tuple[Any, _Kept]:
+        """The result as it is handed out, and what a later one is compared with or copied to."""
         if isinstance(result, torch.Tensor):
             if (kind := unstrided([result])) is not None:
                 raise CaptureError(f"{self.name}: returned a {kind} tensor; a break may return strided ones")
             address = storage_address(result)
             if address and address in self._arguments:
-                return result, self._expecting(_place(result), _place)
+                return result, _Kept(_place, _place(result))
             buffer, handed_out = self._buffers.acquire(result)
             buffer.copy_(result)
-            return handed_out, self._copying_into(buffer)
+            return handed_out, _Kept(_kind, _kind(buffer), buffer)
         if isinstance(result, CONSTANTS):
-            return result, self._expecting(result, lambda value: value)
+            return result, _Kept(lambda value: value, result)
         raise CaptureError(
             f"{self.name}: returned a {type(result).__name__}; a break may return tensors, None, numbers and "
             "strings, in tuples, lists and dicts"
         )
-
-    # What takes a result must not hold the step: in a cycle, buffers would outlive a release until garbage is
-    # collected.
-
-    def _expecting(self, expected: Any, aspect: Callable[[Any], Any]) -> Callable[[Any], None]:
-        name = self.name
-
-        def compare(result: Any) -> None:
-            got = aspect(result)
-            # A NaN differs from itself, and is what it was.
-            if got != expected and not (got != got and expected != expected):
-                raise ReplayError(f"{name}: returned {got!r}; the capture was recorded with {expected!r}")
-
-        return compare
-
-    def _copying_into(self, buffer: Tensor) -> Callable[[Any], None]:
-        name = self.name
-
-        def copy(result: Any) -> None:
-            if _kind(result) != _kind(buffer):
-                raise ReplayError(
-                    f"{name}: returned {_kind(result)}; the capture was recorded with {_kind(buffer)}"
-                )
-            buffer.copy_(result)
-
-        return copy
 
 
 def name_of(function: Any) -> str:

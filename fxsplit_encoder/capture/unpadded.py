@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -28,17 +27,6 @@ _GENERATIONS = 4
 
 # Sizes whose uses are counted before they are captured; the least recent ones are forgotten.
 _COUNTED_SIZES = 4096
-
-
-@dataclass(slots=True, eq=False)
-class _Generation:
-    pool: GraphPool
-    ladder: BudgetLadder
-    last_use: int
-
-    @property
-    def sizes(self) -> list[int]:
-        return list(self.ladder.captured)
 
 
 class UnpaddedCaptures:
@@ -66,7 +54,6 @@ class UnpaddedCaptures:
         attention_ms: Callable[[int], float] = lambda tokens: 0.0,
     ) -> None:
         self.device = pool.device
-        self._priority = pool.priority
         self.threshold = threshold
         self.max_captures = max_captures
         self.max_bytes = max_bytes
@@ -80,13 +67,15 @@ class UnpaddedCaptures:
         """Captures that were evicted for others."""
         self._request = request
         self._prepared: CaptureRequest | None = None
-        self._agree = agree
-        self._handed_out = pool.handed_out
+        self._agreed = agree or bool
+        self._measured = agree is None
+        self._pool = pool
         self._attention_ms = attention_ms
-        self._generations: list[_Generation] = []
+        self._generations: list[BudgetLadder] = []
+        self._last_use: dict[BudgetLadder, int] = {}
         self._stream: torch.cuda.Stream | None = None
         """For all generations, which never capture at once."""
-        self._held: dict[int, _Generation] = {}
+        self._held: dict[int, BudgetLadder] = {}
         self._uses: OrderedDict[int, float] = OrderedDict()
         self._clock = 0
         self._bytes_per_token = 0.0
@@ -101,23 +90,22 @@ class UnpaddedCaptures:
                 if not, it is compared here, on a single segment.
         """
         self._clock += 1
-        generation = self._held.get(tokens)
-        if generation is None and self._is_due(tokens, weight):
-            generation = self._capture(tokens, on_trial=on_trial and self._agree is None)
-        if generation is None:
-            return None
-        generation.last_use = self._clock
-        return generation.ladder
+        ladder = self._held.get(tokens)
+        if ladder is None and self._is_due(tokens, weight):
+            ladder = self._capture(tokens, on_trial=on_trial and self._measured)
+        if ladder is not None:
+            self._last_use[ladder] = self._clock
+        return ladder
 
     def conclude(self, tokens: int, *, gains: bool) -> None:
         """Ends the trial of a size: without a gain its capture is released."""
         self.on_trial.discard(tokens)
-        if not gains and (generation := self._held.pop(tokens, None)) is not None:
+        if not gains and (ladder := self._held.pop(tokens, None)) is not None:
             self.not_faster.add(tokens)
-            generation.ladder.drop(tokens, "it gains nothing")
-            generation.ladder.forget_drop(tokens)
-            if not generation.sizes:
-                self._release(generation)
+            ladder.drop(tokens, "it gains nothing")
+            ladder.forget_drop(tokens)
+            if not ladder.captured:
+                self._release(ladder)
 
     def reason(self, tokens: int) -> MissReason:
         """Why a size is not captured."""
@@ -139,7 +127,7 @@ class UnpaddedCaptures:
     @property
     def num_bytes(self) -> int:
         """Device memory of all captures."""
-        return sum(generation.pool.used_bytes for generation in self._generations)
+        return sum(ladder.pool.used_bytes for ladder in self._generations)
 
     def clear(self) -> None:
         """Releases every capture and forgets what was counted."""
@@ -164,26 +152,26 @@ class UnpaddedCaptures:
 
     # --- capture
 
-    def _capture(self, tokens: int, *, on_trial: bool) -> _Generation | None:
+    def _capture(self, tokens: int, *, on_trial: bool) -> BudgetLadder | None:
         if not self._free_memory_for(tokens):
             return None  # memory may be free when the size has come as often again
-        generation = self._open_generation()
+        ladder = self._open_generation()
         # What one rank alone cannot do must show before its forward runs: inside, others would wait for it.
         if not self._agreed(self._prepare(tokens)):
-            self._refuse(generation, tokens, "another rank has no inputs of this size")
+            self._refuse(ladder, tokens, "another rank has no inputs of this size")
             return None
-        generation.ladder.exact_may_win = not on_trial
-        captured = self._attempt(tokens, generation.ladder.capture)
-        if not self._agreed(captured is not None or tokens in generation.ladder.no_graph_needed):
-            self._refuse(generation, tokens, "another rank could not capture it")
-        elif tokens in generation.ladder.no_graph_needed:
-            generation.ladder.no_graph_needed.discard(tokens)
+        ladder.exact_may_win = not on_trial
+        captured = self._attempt(tokens, ladder.capture)
+        if not self._agreed(captured is not None or tokens in ladder.no_graph_needed):
+            self._refuse(ladder, tokens, "another rank could not capture it")
+        elif tokens in ladder.no_graph_needed:
+            ladder.no_graph_needed.discard(tokens)
             self.not_faster.add(tokens)
         else:
-            self._held[tokens] = generation
-            self._keep_limit(generation, tokens)
-        if not generation.sizes:
-            self._release(generation)
+            self._held[tokens] = ladder
+            self._keep_limit(ladder, tokens)
+        if not ladder.captured:
+            self._release(ladder)
         if on_trial and tokens in self._held:
             self.on_trial.add(tokens)
         return self._held.get(tokens)
@@ -204,34 +192,32 @@ class UnpaddedCaptures:
             self.refused[tokens] = str(error)
             return None
 
-    def _refuse(self, generation: _Generation, tokens: int, reason: str) -> None:
+    def _refuse(self, ladder: BudgetLadder, tokens: int, reason: str) -> None:
         """Notes why a size is not captured: the error of its own capture, or `reason`."""
         self._held.pop(tokens, None)
-        if tokens in generation.ladder.captured:
-            generation.ladder.drop(tokens, reason)
-        self.refused.setdefault(tokens, generation.ladder.dropped.pop(tokens, reason))
-        if not generation.sizes:
-            self._release(generation)
+        if tokens in ladder.captured:
+            ladder.drop(tokens, reason)
+        self.refused.setdefault(tokens, ladder.dropped.pop(tokens, reason))
+        if not ladder.captured:
+            self._release(ladder)
 
-    def _agreed(self, ready: bool) -> bool:
-        return ready if self._agree is None else self._agree(ready)
-
-    def _open_generation(self) -> _Generation:
+    def _open_generation(self) -> BudgetLadder:
         """The newest generation, or a new one if that is full."""
         newest = self._generations[-1] if self._generations else None
-        if newest is None or len(newest.sizes) >= max(1, self.max_captures // _GENERATIONS):
+        if newest is None or len(newest.captured) >= max(1, self.max_captures // _GENERATIONS):
+            base = self._pool
             pool = GraphPool(
-                self.device, handed_out=self._handed_out, stream=self._stream, priority=self._priority
+                self.device, handed_out=base.handed_out, stream=self._stream, priority=base.priority
             )
             self._stream = pool.stream
-            ladder = BudgetLadder(
+            newest = BudgetLadder(
                 self._take_prepared,
                 "auto",
                 pool,
-                measured=self._agree is None,
+                measured=self._measured,
                 attention_ms=self._attention_ms,
             )
-            newest = _Generation(pool, ladder, self._clock)
+            self._last_use[newest] = self._clock
             self._generations.append(newest)
         return newest
 
@@ -258,34 +244,35 @@ class UnpaddedCaptures:
         free = free_bytes(self.device)
         return free is None or free >= self._bytes_per_token * tokens
 
-    def _keep_limit(self, generation: _Generation, tokens: int) -> None:
+    def _keep_limit(self, ladder: BudgetLadder, tokens: int) -> None:
         """Evicts others until the limit of bytes holds; releases the new capture if it alone exceeds it."""
-        num_bytes = generation.ladder.num_bytes(tokens)
+        num_bytes = ladder.num_bytes(tokens)
         self._bytes_per_token = max(self._bytes_per_token, num_bytes / tokens)
         limit = self.max_bytes()
         while self._generations and not self._agreed(limit is None or self.num_bytes <= limit):
             if len(self._generations) > 1:
-                self._evict(but=generation)
+                self._evict(but=ladder)
                 continue
             reason = f"captures take {self.num_bytes} bytes, max_graph_bytes leaves {limit} for them"
-            self._refuse(generation, tokens, reason)
-            self._release(generation)
+            self._refuse(ladder, tokens, reason)
+            self._release(ladder)
 
-    def _evict(self, but: _Generation | None = None) -> None:
-        oldest = min((g for g in self._generations if g is not but), key=lambda g: g.last_use)
-        self.num_evicted += len(oldest.sizes)
-        logger.info("the captures of %s tokens are evicted", oldest.sizes)
+    def _evict(self, but: BudgetLadder | None = None) -> None:
+        oldest = min((each for each in self._generations if each is not but), key=self._last_use.__getitem__)
+        self.num_evicted += len(oldest.captured)
+        logger.info("the captures of %s tokens are evicted", list(oldest.captured))
         self._release(oldest)
 
-    def _release(self, generation: _Generation) -> None:
-        if generation not in self._generations:
+    def _release(self, ladder: BudgetLadder) -> None:
+        if ladder not in self._generations:
             return
-        for tokens in generation.sizes:
+        for tokens in ladder.captured:
             self._held.pop(tokens, None)
             self.on_trial.discard(tokens)
-        generation.ladder.clear()
-        generation.pool.retire()
-        self._generations.remove(generation)
+        ladder.clear()
+        ladder.pool.retire()
+        self._generations.remove(ladder)
+        del self._last_use[ladder]
 
 
 def free_bytes(device: torch.device) -> int | None:

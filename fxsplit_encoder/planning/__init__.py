@@ -8,7 +8,6 @@ from fxsplit_encoder.planning.limits import (
     generate_budgets,
     inferred_budgets,
     resolve_limits,
-    smallest_fitting,
 )
 from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
 from fxsplit_encoder.planning.plan import Capacity, Item, Loads, MissReason, PathPlan, Plan, PlannedBatch
@@ -37,5 +36,4 @@ __all__ = [
     "pack_by_cost",
     "pack_greedy",
     "resolve_limits",
-    "smallest_fitting",
 ]
