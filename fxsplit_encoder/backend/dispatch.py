@@ -54,7 +54,7 @@ _warming = threading.local()
 
 
 def dispatchers() -> list[BudgetDispatcher]:
-    """The live dispatchers of this process, for statistics."""
+    """Returns the live dispatchers of this process."""
     return list(_dispatchers)
 
 
@@ -139,7 +139,7 @@ class BudgetDispatcher:
             self._plans.clear()
 
     def outdate_weights(self) -> None:
-        """Has the next call look where parameters are, and compute anew what is kept of them."""
+        """Makes the next call check its parameters and compute derived ones anew."""
         with self._lock:
             self._parameters.look_again()
             self.program.derived.outdate()
@@ -186,7 +186,6 @@ class BudgetDispatcher:
         return self._known_budgets
 
     def _captured_program(self, bindings: Bindings) -> CallProgram:
-        """What holds the captures for calls of the same other sizes."""
         key = sizes_of(self.program, bindings)
         if key not in self.programs:
             if len(self.programs) >= _MOST_PROGRAMS:
@@ -323,36 +322,36 @@ class CallProgram(CapturedProgram):
     forward: ProgramForward
 
     def key(self, budget: int) -> CaptureKey:
-        """Of a path without a name, with the other sizes as axis keys."""
+        """Returns the key of the default path, with the other sizes as axis keys."""
         return CaptureKey(_PATH, budget, self.forward.sizes)
 
     def values(self, batch: Bindings) -> dict[str, Any]:
-        """What the slots hold of the region's inputs."""
+        """Returns the region's inputs in the slots."""
         return {name: batch.slots[entry.slot] for name, entry in self.forward.region.inputs.items()}
 
     def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
-        """As the token dimension has them."""
+        """Returns the size of the token dimension."""
         return self.forward.region.program.tokens(batch)
 
     def fits(self, size: int, rows: int | None) -> bool:
-        """Whether the rows are a whole number of output tokens."""
+        """Returns whether the rows are a whole number of output tokens."""
         return self.forward.budgets.rows(size) == rows
 
     def run_unpadded(self, batch: Bindings, values: Mapping[str, Any]) -> tuple[list[Any], bool]:
-        """The program's outputs; the bindings are used up."""
+        """Runs the program; the bindings are used up."""
         return run_exact(self.forward.region.program, batch), True
 
     def run_eager(self, batch: Bindings) -> list[Any]:
-        """The program's outputs: behind `torch.compile` there is no other code."""
+        """Runs the program: behind `torch.compile` there is no other code."""
         return run_exact(self.forward.region.program, batch)
 
     def copy_of(self, batch: Bindings) -> Bindings:
-        """Bindings to use up."""
+        """Copies the bindings."""
         return batch.copy()
 
 
 def run_exact(program: Program, bindings: Bindings) -> list[Any]:
-    """The outputs of a run at the exact shape, which uses the bindings up."""
+    """Runs at the exact shape, which uses the bindings up."""
     slots = [entry.slot for entry in program.region_inputs if entry.is_segments]
     lengths = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
     program.move_to_device(bindings)  # with which a host op has just computed the segments

@@ -52,12 +52,12 @@ class BackgroundCapture:
     """Compiles, measures and captures one generation while another serves, on a thread of its own.
 
     What runs on the device or touches the tower has the manager's turn, given up at each pause; tracing and
-    compiling happen in another process, or beside the requests.
+    compiling happen in another process, or on this thread while requests are served.
 
     Args:
         target, planned: what is captured.
-        first: what serves meanwhile.
-        switch: has the target serve; is called in a step.
+        first: what serves until then.
+        switch: makes the target serve; is called in a step.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class BackgroundCapture:
         switch: Callable[[], None],
     ) -> None:
         self.notes: list[str] = []
-        """Where and why it did not go as it does otherwise."""
+        """What went otherwise than usual, and why."""
         self._target = target
         self._planned = planned
         self._first: Generation | None = first
@@ -91,7 +91,7 @@ class BackgroundCapture:
 
     @property
     def progress(self) -> CaptureProgress:
-        """How far it is."""
+        """Phase, counts and seconds so far."""
         progress = self._progress
         if progress.is_over:
             return progress
@@ -99,7 +99,7 @@ class BackgroundCapture:
         return CaptureProgress(progress.phase, progress.done, progress.total, seconds)
 
     def start(self) -> None:
-        """Begins, on a thread."""
+        """Starts the thread."""
         atexit.register(self.end)  # a thread that captures must not outlive what it calls
         self._thread = threading.Thread(target=self.run, name="fxsplit-capture", daemon=True)
         self._thread.start()
@@ -133,7 +133,7 @@ class BackgroundCapture:
     # --- the thread
 
     def run(self) -> None:
-        """All of it."""
+        """Does all of the work on this thread."""
         try:
             with self._kernels.choosing(), timing_without_graphs(), pausing_by(self.work):
                 self._compile_and_capture()
@@ -181,7 +181,7 @@ class BackgroundCapture:
 
     @contextlib.contextmanager
     def _in_order(self) -> Iterator[None]:
-        """On the device, too, after the requests before and before those behind."""
+        """Orders the work on the device, too, between the requests before and after it."""
         begin, phase = time.perf_counter(), self._progress.phase
         with self._first.pool.replaying() if self._first else contextlib.nullcontext():
             yield

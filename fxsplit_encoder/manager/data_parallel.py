@@ -58,12 +58,12 @@ def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
 def item_weights(
     specs: Sequence[EncoderItemSpec], costs: Callable[[EncoderItemSpec], float] | None = None
 ) -> list[float]:
-    """The work that each item is: its predicted milliseconds where `costs` tells them, else its patches."""
+    """Returns the weight of each item: milliseconds that `costs` predicts, else its patches."""
     return [costs(spec) if costs is not None else float(spec.input_size) for spec in specs]
 
 
 class _Header(NamedTuple):
-    """What a rank tells the others before any rows are exchanged. Its size does not depend on the inputs."""
+    """What a rank sends before any rows are exchanged. Its size does not depend on the inputs."""
 
     failed: int = 1
     """1: this rank raises an error of its own, and the other fields say nothing."""
@@ -84,8 +84,6 @@ class _Header(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What one rank has encoded."""
-
     specs: Sequence[EncoderItemSpec]
     """All items of the request."""
     assignment: list[list[int]]
@@ -155,7 +153,7 @@ class DataParallel:
             )
 
     def assignment(self, specs: Sequence[EncoderItemSpec]) -> list[list[int]]:
-        """The items that every rank encodes of a request with these items."""
+        """Returns the items that every rank encodes of a request."""
         return assign_items(item_weights(specs, self.costs), self.num_ranks)
 
     def execute(
@@ -168,9 +166,8 @@ class DataParallel:
         and in memory of their own. Every rank must call it, with the same inputs and in the same order.
 
         Raises:
-            InputError: on every rank, if they were given different inputs, or encoded items of different
-                columns or dtypes; on the rank where it happens, if its items are not (rows, columns) of one
-                width and dtype.
+            InputError: on every rank, if inputs, columns or dtypes differ among ranks; on one rank, if its
+                own items are not (rows, columns) of one width and dtype.
             RankError: another rank failed (its own error says why), has ended, or did not answer in time.
         """
         if self.num_ranks == 1:
@@ -258,7 +255,7 @@ class DataParallel:
         return [row[: len(own)] for row, own in zip(exchanged, share.assignment, strict=True)]
 
     def _gather_rows(self, items: Sequence[Tensor], headers: Sequence[_Header]) -> Tensor:
-        """(ranks, rows of the longest rank, columns): every rank's rows, then what nobody has written."""
+        """(ranks, rows of the longest rank, columns): every rank's rows, then uninitialized memory."""
         longest = max(header.rows for header in headers)
         kind = next((header for header in headers if header.dtype >= 0), headers[0])
         shape = (self.num_ranks, longest, kind.columns)
@@ -278,7 +275,7 @@ class DataParallel:
         return rows
 
     def _all_gather(self, received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-        """Gathers `sent` of every rank; under NCCL the current stream waits for it, not the host."""
+        """Gathers `sent` of every rank; with NCCL the current stream waits, not the host."""
         try:
             # As bytes: nothing is computed, and not every backend knows every dtype.
             out, data = (tensor.view(-1).view(torch.uint8) for tensor in (received, sent))
@@ -365,7 +362,7 @@ def agreement_of(
 
 
 def why_not_compiled(tower: object) -> str:
-    """Why a tower with an agreement is captured as it is."""
+    """Returns why a tower with an agreement is captured as it is."""
     if _meshes(tower):
         return "captured without compiling: its parameters are sharded among ranks (DTensor)"
     return "captured without compiling: its weights are shared among the ranks of process_group"

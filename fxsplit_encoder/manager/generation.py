@@ -176,7 +176,7 @@ class Generation:
             )
 
     def unit_costs(self) -> tuple[float, float]:
-        """Milliseconds of a patch at the exact shape, and of a pair of patches in attention."""
+        """Returns milliseconds of a patch at the exact shape, and of a pair of patches in attention."""
         per_patch, per_pair = 1.0, 0.0
         for path in self.paths_by_key.values():
             costs = path.costs
@@ -186,7 +186,7 @@ class Generation:
         return per_patch, per_pair
 
     def planned_captures(self) -> CapturePlan:
-        """What `capture` makes."""
+        """Returns what is to be captured."""
         if not self.config.enabled or not self.served.model_config.modalities:
             return CapturePlan(())
         return plan_captures(self.paths_by_key.values(), self.served.limits)
@@ -231,12 +231,12 @@ class Generation:
             pause()
 
     def run_in(self, inference_mode: bool) -> None:
-        """Has the tower's own code timed as it will run."""
+        """Sets whether the tower's own code is timed in inference mode."""
         for path in self.paths_by_key.values():
             path.ladder.in_inference_mode = inference_mode
 
     def outdate_weights(self) -> None:
-        """Has the next replay of every path look at its parameters, and compute anew what is kept of them."""
+        """Makes the next replay of every path check its parameters and compute derived ones anew."""
         self.weight_checks.all_are_due()
         for path in self.paths_by_key.values():
             if path.program is not None:
@@ -244,13 +244,13 @@ class Generation:
         getattr(self.served.tower, "outdate_tables", lambda: None)()
 
     def clear(self) -> None:
-        """Releases every capture and forgets what was said of them."""
+        """Releases every capture and its notes."""
         self.captures.clear()
         for path in self.paths_by_key.values():
             path.notes.clear()
 
     def forget_tower(self) -> None:
-        """Releases every capture, and has the tower compiled anew."""
+        """Releases every capture and forgets the compiled forwards."""
         self.clear()
         for path in self.paths_by_key.values():
             path.forward.forget()
@@ -282,7 +282,7 @@ def _wanted(planned: CapturePlan) -> list[tuple[_PathKey, int]]:
 
 
 def first_of(planned: CapturePlan) -> CapturePlan:
-    """Of each path a few of the planned captures, the smallest and the largest among them."""
+    """Returns a few of the planned captures of each path, from the smallest to the largest."""
     by_path: dict[tuple[object, ...], list[CaptureKey]] = {}
     for capture in planned.captures:
         if capture.pruned is None:
@@ -302,7 +302,7 @@ def _first_mode(mode: Mode) -> Mode:
 
 
 def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
-    """Every budget of every path, with those that no batch can reach pruned."""
+    """Plans every budget of every path, and prunes those that no batch can reach."""
     captures: list[PlannedCapture] = []
     for path in paths:
         if path.mode in ("none", "exact"):

@@ -90,7 +90,7 @@ class Lifecycle:
         return self.own.prepare(planned)
 
     def capture_first(self, progress: Progress | None = None) -> None:
-        """Captures a few budgets of the tower's own forward, and has the rest done between requests."""
+        """Captures a few budgets of the tower's own forward, and starts the rest between requests."""
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
         has_begun = False
 
@@ -168,7 +168,7 @@ class Lifecycle:
     # --- the tower's modules
 
     def allowed(self, plan: Plan) -> Plan:
-        """A request's plan, or one by the tower's own forward if that is needed. The caller has the turn."""
+        """Returns a request's plan, or one by the tower's own forward where captures may not serve."""
         found = foreign_around()
         reason, why = MissReason.FOREIGN_CODE, f"there is {found}"
         if found is None and self._structure is not None:
@@ -197,7 +197,7 @@ class Lifecycle:
         )
 
     def look_again(self) -> None:
-        """Has the next request look at the tower's modules, whenever the last one did."""
+        """Makes the next request check the tower's modules."""
         self._looks.all_are_due()
 
     def take_structure(self) -> None:
@@ -258,13 +258,12 @@ class Lifecycle:
             return True
 
     def _read_start(self) -> None:
-        """Reads the start that the settings name, once."""
         if self.own.config.start_file is not None and not self._start_read:
             self.load_start(Path(self.own.config.start_file))
 
     @property
     def notes(self) -> list[str]:
-        """Where and why it did not go as it does otherwise."""
+        """What went otherwise than usual, and why."""
         refused = [self.start_refused] if self.start_refused is not None else []
         return [*refused, *(self.background.notes if self.background is not None else ())]
 

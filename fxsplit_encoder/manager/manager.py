@@ -72,7 +72,7 @@ class EncoderCudaGraphManager:
             the budgets of a path, or the items of a batch, to it.
         process_group: with `config.data_parallel` the ranks that share the items; None: the default group.
             Without, the ranks that share the tower's weights and whose forward has collectives: they capture
-            the same. None: nobody does, or DTensor tells who.
+            the same. None: none do, or DTensor knows them.
 
     Threads may share a manager: batches run one at a time. Without CUDA the recorded steps are replayed one
     by one over the same static buffers: right, and no faster.
@@ -172,7 +172,7 @@ class EncoderCudaGraphManager:
         }
 
     def planned_captures(self) -> CapturePlan:
-        """What `capture` will capture, and the memory of its static inputs."""
+        """Returns what `capture` will capture, and the bytes of its static inputs."""
         return self._lifecycle.own.planned_captures()
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -250,12 +250,12 @@ class EncoderCudaGraphManager:
         return self._lifecycle.load_start(Path(path))
 
     def can_replay(self) -> bool:
-        """Whether what was captured serves any batch, or the settings ask for no captures."""
+        """Returns whether captures serve any batch, or the settings ask for none."""
         serves = any(path.serves for path in self.paths_by_key.values())
         return self._serving.is_idle or (bool(self.model_config.modalities) and serves)
 
     def _check_captures(self) -> None:
-        """An encoder that is enabled and can replay nothing says so."""
+        """Logs an error where captures are enabled and none can serve."""
         if self.can_replay():
             return
         reason = "; ".join(self.reports) or "no path has a budget"
@@ -278,7 +278,7 @@ class EncoderCudaGraphManager:
             self._check_captures()
 
     def is_captured(self) -> bool:
-        """Whether `capture` has run since the last `clear`, with `wait=False` up to its return."""
+        """Returns whether `capture` has run since the last `clear`, with `wait=False` up to its return."""
         return self._lifecycle.is_captured
 
     def clear(self) -> None:
@@ -286,8 +286,8 @@ class EncoderCudaGraphManager:
         self._lifecycle.clear()
 
     def check_weights(self) -> None:
-        """Has the next batch look at all parameters and modules, and compute anew what is kept of parameters
-        in another form: to be called after they were written to through `.data` (docs/manager.md).
+        """Makes the next batch check all parameters and modules, and compute derived parameters anew: to be
+        called after writes through `.data` (docs/manager.md).
         """
         with self._lifecycle.turns:
             for each in {self._serving, self._lifecycle.own}:
@@ -296,20 +296,18 @@ class EncoderCudaGraphManager:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all captures hold: their graphs' pool and their static inputs."""
+        """Bytes of all captures: their graphs' pool and their static inputs."""
         return sum(each.captures.num_bytes for each in {self._serving, self._lifecycle.own})
 
     def supports_modality(self, modality: str) -> bool:
-        """Whether captures serve "image" or "video" inputs of this tower."""
+        """Returns whether captures serve "image" or "video" inputs of this tower."""
         return modality in self.model_config.modalities
 
     # --- plan and execute
 
     def plan(self, mm_kwargs: dict[str, Any]) -> Plan:
-        """How `execute` would encode these inputs now. Touches no tensor but the grids; needs no GPU.
-
-        Before `capture`, the plan is that of a full ladder. Pixels may be left out; those that are given must
-        be what the grids describe.
+        """Returns how `execute` would encode these inputs now; before `capture`, with a full ladder. Reads no
+        tensor but the grids; pixels may be left out, and must be what the grids describe.
 
         Raises:
             InputError: as `execute`.
@@ -331,7 +329,7 @@ class EncoderCudaGraphManager:
 
         Raises:
             InputError: an input is missing, not what it should be, or contradicts another; nothing was
-                encoded, and nobody waited for it.
+                encoded, and no request waited.
             RankError: with `config.data_parallel`, another rank failed or got other inputs.
         """
         with reading_once():
@@ -395,7 +393,7 @@ class EncoderCudaGraphManager:
             self._recorder = Recorder(path, self.tower, scope, self.limits, self.paths, self.dtype)
 
     def stats(self) -> ManagerStats:
-        """Hits, misses by reason, padding and bytes so far."""
+        """Returns hits, misses by reason, padding and bytes so far."""
         self._serving.captures.record_unpadded(self.statistics)
         return replace(self.statistics.snapshot(), progress=self._lifecycle.progress)
 
@@ -451,7 +449,7 @@ def _differing_items(
 
 
 class Recorder:
-    """The trace of one manager.
+    """Describes and appends the requests of one manager to a trace.
 
     Raises:
         InputError: the file cannot be opened.
@@ -477,11 +475,7 @@ class Recorder:
         self._is_described = False
 
     def captures_changed(self, paths: Mapping[str, EncoderPath]) -> None:
-        """What serves is described anew before the next request.
-
-        Args:
-            paths: those that serve now.
-        """
+        """Describes the paths that serve now anew before the next request."""
         self.paths = paths
         self._is_described = False
 
@@ -492,12 +486,7 @@ class Recorder:
         batches: Iterable[PlannedBatch],
         host_ms: float,
     ) -> None:
-        """Appends one request.
-
-        Args:
-            batches: as they were served.
-            host_ms: how long the call kept its thread.
-        """
+        """Appends one request, its batches as served, and the milliseconds of its thread."""
         if not self._is_described:
             self._writer.write_run(self._describe())
             self._is_described = True
@@ -511,7 +500,7 @@ class Recorder:
         self._writer.close()
 
     def _describe(self) -> dict[str, Any]:
-        """What serves requests, as `tuning.recording.RunRecord` holds it."""
+        """Returns a run as `tuning.recording.RunRecord` holds it."""
         is_cuda = self.device.type == "cuda"
         return {
             "tower": type(getattr(self.tower, "tower", self.tower)).__name__,
@@ -527,7 +516,7 @@ class Recorder:
 
 
 def measured_costs(path: EncoderPath) -> dict[str, Any] | None:
-    """What was measured of a path, as `tuning.read_costs` takes it; None: nothing, or no capture was kept."""
+    """Returns measurements of a path for `tuning.read_costs`; None: nothing, or no capture was kept."""
     costs = path.costs
     if not (costs.measured and costs.replay and costs.exact):
         return None
@@ -567,11 +556,7 @@ class TraceWriter:
             raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
 
     def write(self, items: Sequence[Item], **served: Any) -> None:
-        """Append one request.
-
-        Args:
-            items: of which the sizes and segments are written.
-            served: how it was served, as JSON; see `recording`.
+        """Append one request: sizes and segments of its items, and how it was `served`, as JSON.
 
         Raises:
             InputError: the writer is closed.
@@ -579,11 +564,7 @@ class TraceWriter:
         self._append({"items": [_as_json(item) for item in items], **served})
 
     def write_run(self, run: Mapping[str, Any]) -> None:
-        """Append what serves the requests from now on.
-
-        Raises:
-            InputError: the writer is closed.
-        """
+        """Append what serves the requests from now on; InputError where the writer is closed."""
         self._append({"run": run})
 
     def _append(self, value: Mapping[str, Any]) -> None:

@@ -64,7 +64,7 @@ class EncoderPath(CapturedProgram):
         return self.forward.program
 
     def key(self, budget: int) -> CaptureKey:
-        """What one of its budgets is called."""
+        """Returns the key of a budget."""
         key = self._keys.get(budget)
         if key is None:
             key = self._keys[budget] = CaptureKey(self.name, budget, self.axis_keys)
@@ -123,7 +123,7 @@ class EncoderPath(CapturedProgram):
         return None  # the tower makes no inputs of this size
 
     def metadata(self, budget: int) -> BudgetGraphMetadata:
-        """What one captured budget is, in vLLM's terms."""
+        """Returns a captured budget in vLLM's terms."""
         captured = self.captured[budget]
         return BudgetGraphMetadata(
             token_budget=budget,
@@ -195,11 +195,11 @@ class EncoderPath(CapturedProgram):
             raise ReplayError(str(error)) from error
 
     def rows(self, batch: Any, values: Mapping[str, StaticValue | None]) -> int | None:
-        """As the forward tells them."""
+        """Returns the rows of the attended sequence."""
         return self.forward.rows(values)
 
     def runs_compiled(self, planned: PathPlan) -> bool:
-        """Whether there is a program, and nothing keeps the batch from it."""
+        """Returns whether there is a program and the plan is not eager."""
         return not planned.eager and self.forward.current_program() is not None
 
     def run_unpadded(
@@ -230,7 +230,7 @@ class EncoderPath(CapturedProgram):
         return program(inputs, segments)
 
     def _run_twice(self, mm_kwargs: dict[str, Any]) -> Tensor | None:
-        """A single item beside itself; None for several, or where that does not help either."""
+        """Runs a single item twice in one batch; None for several, or where that does not help."""
         if len(read_item_specs(self.tower, mm_kwargs)) != 1:
             return None
         twice, _ = select_items(self.tower, mm_kwargs, (0, 0), len(self.axis_keys))

@@ -138,7 +138,7 @@ class RequestPlans:
         return plan if other is None or self._is_given_up(other, plan) else other
 
     def _key(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> _Key:
-        """All that a plan depends on beside the captures."""
+        """All that a plan depends on besides the captures."""
         modalities = self.facts.modalities(mm_kwargs, len(specs))
         segments = self.facts.segments(mm_kwargs, len(specs))
         frames = self.facts.frames(mm_kwargs, modalities, segments)
@@ -153,7 +153,7 @@ class RequestPlans:
         return list(map(Item, specs, frames, segments, keys, refusals))
 
     def _unpadded_plan(self, items: Sequence[Item], plan: Plan) -> Plan | None:
-        """The plan if every token count were captured; None: it would gain nothing, or cost too much."""
+        """The plan if every token count were captured; None: it gains nothing, or costs too much."""
         replays = {key: CostCurve(tuple(sorted(each.replay.items()))) for key, each in self._costs.items()}
         costs = {
             key: replace(each, exact=tuple((b, min(price, replays[key].at(b))) for b, price in each.exact))
@@ -173,7 +173,7 @@ class RequestPlans:
         return other if lost <= _MOST_LOST * before else None
 
     def _is_given_up(self, other: Plan, plan: Plan) -> bool:
-        """Whether what was found out of the captures of the other plan speaks for the first one."""
+        """Whether captures of the other plan failed or measured slower than the first plan."""
         more = 0.0
         for batch in other.batches:
             for name, planned in batch.paths.items():
@@ -215,7 +215,7 @@ class RequestPlans:
 
 
 def _milliseconds(plan: Plan) -> float | None:
-    """The predicted time of a plan; None if that of a batch is not known."""
+    """The predicted time of a plan; None: not known."""
     total = 0.0
     for batch in plan.batches:
         if batch.milliseconds is None:
@@ -238,7 +238,7 @@ class RequestItems(NamedTuple):
 
 
 class ItemReader:
-    """Reads the items of a tower's requests. Threads may share it."""
+    """Reads and keeps the items of a tower's requests. Threads may share it."""
 
     def __init__(self, tower: Any) -> None:
         self._tower = tower
@@ -248,11 +248,7 @@ class ItemReader:
         self._known: dict[Hashable, RequestItems] = {}
 
     def read(self, mm_kwargs: Any) -> RequestItems:
-        """The items of a request.
-
-        Raises:
-            InputError: as `read_item_specs`.
-        """
+        """Returns the items of a request; raises as `read_item_specs`."""
         described = None if self._described_items is None else self._describe(mm_kwargs)
         if described is None:
             return RequestItems(read_item_specs(self._tower, mm_kwargs))

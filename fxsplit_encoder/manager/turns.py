@@ -38,10 +38,10 @@ class Turns:
         """The thread that has the lock; it alone changes this to and from its own number."""
         self._depth = 0
         self._passed = 0
-        """Requests so far; changed by whoever has the lock."""
+        """Requests so far; guarded by the lock."""
         self._last_end = 0.0
         self._lent: tuple[Future[Any], Callable[[], Any]] | None = None
-        """Set by the one that lends, taken by whoever has the lock."""
+        """Set in `lend`, taken by a thread with the lock."""
         self._changed = threading.Condition()
         # Guarded by `_changed`:
         self._waiting = 0
@@ -126,7 +126,7 @@ class Turns:
         return future.result()
 
     def assist(self) -> None:
-        """Does the work that was lent, if there is any, as after a request."""
+        """Does work that waits in `lend`, if there is any."""
         if self._lent is not None:
             with self:
                 pass
