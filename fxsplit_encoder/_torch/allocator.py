@@ -1,6 +1,4 @@
-"""The memory of CUDA graphs: cleaning up after a failed capture, memory that is used but not owned, and frees
-that a capturing thread defers.
-"""
+"""Memory of CUDA graphs: clean-up after a failed capture, memory that is not owned, deferred frees."""
 
 from __future__ import annotations
 
@@ -17,10 +15,8 @@ from torch import Tensor
 def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:
     """Makes the device's allocator forget a capture whose `capture_end` raised.
 
-    Ending an invalidated capture resets the stream, but raises before it tells the allocator, which goes on
-    recording to the pool. And up to torch 2.13 the graph then never gives up its hold on the pool
-    (https://github.com/pytorch/pytorch/pull/190348), whose memory would stay for good. No public API does
-    either for a pool that a graph recorded to.
+    That resets the stream, but the allocator goes on recording to the pool, and up to torch 2.13 the graph
+    keeps its hold on the pool (https://github.com/pytorch/pytorch/pull/190348).
 
     Args:
         graph: what was captured; it is reset.
@@ -37,7 +33,7 @@ def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, 
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The same memory of the device, not owned: every public way to alias memory keeps it alive."""
+    """Returns a tensor over the same memory that does not own it, as every public alias does."""
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()
@@ -50,8 +46,8 @@ _this_thread = threading.local()
 
 
 def free_later(resources: Iterable[Any]) -> None:
-    """Keeps graphs and pools until this thread has left `defer_frees`; does nothing outside of it. To free
-    one while a thread captures is an error, which costs it the capture.
+    """Keeps graphs and pools until this thread has left `defer_frees`; does nothing outside of it. Freeing
+    one on a thread that captures is an error, which ends the capture.
     """
     deferred = getattr(_this_thread, "deferred", None)
     if deferred is not None:
@@ -60,10 +56,7 @@ def free_later(resources: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def defer_frees() -> Iterator[None]:
-    """Around a capture of this thread. What `free_later` was given is freed at the end of the outermost one.
-
-    Garbage is not collected meanwhile either: graphs of others may be in it.
-    """
+    """Defers frees of `free_later` and garbage collection during a capture of this thread."""
     if getattr(_this_thread, "deferred", None) is not None:
         yield
         return

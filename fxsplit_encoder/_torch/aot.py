@@ -1,7 +1,4 @@
-"""AOT and fake tensors: from a module to its ATen graph, and the tracing context that both share.
-
-Importing this loads neither AOT nor Dynamo.
-"""
+"""AOT and fake tensors: from a module to its ATen graph. Importing this loads neither AOT nor Dynamo."""
 
 from __future__ import annotations
 
@@ -14,16 +11,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
-__all__ = [
-    "boxed",
-    "detect_fake_mode",
-    "fake_mode_of",
-    "make_fx",
-    "static_inputs",
-    "to_aten",
-    "tracing_context",
-    "unset_fake_temporarily",
-]
+__all__ = ["detect_fake_mode", "make_fx", "unset_fake_temporarily"]
 
 
 def to_aten(
@@ -31,9 +19,9 @@ def to_aten(
     example_inputs: Sequence[Any],
     compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Calls `compile_graph` with the ATen graph of a module, without gradients; what that returns is wrapped
-    in what AOT took out of the graph: aliases, and writes to inputs. The public `torch.export` returns no
-    such wrapper, and takes no fake tensors of a trace under way.
+    """Calls `compile_graph` with the ATen graph of a module, without gradients; returns its result wrapped in
+    what AOT took out: aliases, and writes to inputs. `torch.export` has no such wrapper, and takes no fake
+    tensors.
 
     Args:
         module: a forward from tensors and numbers to a tuple; its weights, if any, become inputs.
@@ -46,7 +34,7 @@ def to_aten(
 
 
 def static_inputs() -> Sequence[int]:
-    """Positions of parameters and buffers among the inputs of AOT's graph, which its arguments hide."""
+    """Returns the positions of parameters and buffers among the inputs of AOT's graph."""
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return [] if metadata is None else metadata.static_input_indices
@@ -59,10 +47,10 @@ def boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], l
 
 
 def tracing_context(fake_mode: Any) -> contextlib.AbstractContextManager[object]:
-    """A tracing context of its own: AOT and Inductor write to the one of the whole graph."""
+    """Returns a tracing context of its own: AOT and Inductor write to that of the whole graph."""
     return tracing(TracingContext(fake_mode))
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any:
-    """The fake mode of the first traced tensor here, whatever the surrounding trace has; or None."""
+    """Returns the fake mode of the first traced tensor, whatever the surrounding trace has; or None."""
     return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)

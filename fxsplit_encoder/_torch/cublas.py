@@ -1,4 +1,4 @@
-"""How cuBLAS adds up: whether a product may be split along its inner dimension."""
+"""Whether cuBLAS may split a product along its inner dimension."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ _SETTINGS = {
 
 @contextlib.contextmanager
 def split_k_forbidden(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, products of 16 bits by cuBLASLt are not split along their inner dimension, where this torch can
-    say so. Others that cuBLAS itself would compute raise RuntimeError then. A setting of the process: other
-    threads have it too, for as long.
+    """Forbids cuBLASLt to split products of 16 bits along their inner dimension, where this torch can say so;
+    cuBLAS's own raise RuntimeError then. The setting holds for the whole process.
     """
     matmul, name = torch.backends.cuda.matmul, _SETTINGS.get(dtype)
     if name is None or not hasattr(matmul, f"{name}_split_k"):

@@ -18,10 +18,8 @@ ALREADY = contextlib.nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a device the current one, if it is a GPU and is not.
-
-    torch's own operators find their device by their tensors. Triton's and other packages' kernels, events and
-    the current stream do not: on another device they fail, or time and order what is not there.
+    """Makes a GPU current if it is not. Kernels of Triton, events and the current stream do not find their
+    device by tensors, as torch's own operators do.
     """
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return ALREADY
@@ -29,7 +27,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The device as tensors on it name theirs: "cuda" is the current one now, and stays that."""
+    """Returns a device with its index: "cuda" is the current one now, and stays that."""
     index: int | None = device.index
     if device.type == "cuda" and index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -64,21 +62,17 @@ _LONGEST_S = 0.02
 
 
 def wait_on_device(seconds: float) -> None:
-    """Enqueues a kernel on the current stream that runs about so long, 20 ms at most."""
+    """Enqueues a kernel that runs for about so many seconds, 20 ms at most."""
     torch.cuda._sleep(int(min(seconds, _LONGEST_S) * 1e6 * _CYCLES))  # type: ignore[no-untyped-call]
 
 
 class Branch:
-    """The sibling of the stream that is current where this is made.
+    """A sibling of the stream that is current where this is made, for a `purpose`; without CUDA there is
+    none.
 
-    Every stream has a sibling of its own for each `purpose`: two threads that capture at once do it on
-    different streams, and what captures on one stream shares the workspaces that libraries keep for its
-    sibling. Without CUDA there is none, and work runs where it stands.
-
-    Of the memory, whoever forks sees to it that what the sibling reads and writes stays allocated until
-    `join`: an allocator gives what is freed to the next one who asks on the same stream, whether or not a
-    sibling still reads it. What the sibling itself allocates may be read after `join`, and goes back to the
-    sibling, which waits at its next `fork`.
+    The caller of `fork` keeps what the sibling reads and writes allocated until `join`: an allocator gives
+    freed memory to the next request on the same stream, though a sibling may still read it. What the sibling
+    itself allocates may be read after `join`, and goes back to the sibling, which waits at its next `fork`.
     """
 
     def __init__(self, device: torch.device, purpose: str) -> None:
@@ -88,17 +82,17 @@ class Branch:
             self._sibling = _sibling(device, self._main.cuda_stream, self._main.priority, purpose)
 
     def fork(self) -> None:
-        """What the sibling gets from now on runs after what its stream holds already."""
+        """Makes the sibling wait for what its stream holds already."""
         if self._main is not None:
             self._sibling.wait_stream(self._main)
 
     def join(self) -> None:
-        """What the stream gets from now on runs after what its sibling holds already."""
+        """Makes the stream wait for what its sibling holds already."""
         if self._main is not None:
             self._main.wait_stream(self._sibling)
 
     def __enter__(self) -> None:
-        """Inside, the sibling is the current stream."""
+        """Makes the sibling the current stream."""
         if self._main is not None:
             self._entered = torch.cuda.stream(self._sibling)
             self._entered.__enter__()  # type: ignore[no-untyped-call]
@@ -112,7 +106,7 @@ class Branch:
 
 @functools.cache
 def _sibling(device: torch.device, main: int, priority: int, purpose: str) -> torch.cuda.Stream:
-    """A stream with the priority of stream `main`, but not that one, which torch may hand out."""
+    """A stream with the priority of stream `main`, but another one: torch may hand out `main` itself."""
     while (stream := torch.cuda.Stream(device, priority)).cuda_stream == main:  # type: ignore[no-untyped-call]
         pass
     return stream

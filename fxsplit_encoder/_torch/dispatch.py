@@ -16,25 +16,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-__all__ = [
-    "DENSE_ATTENTION_KERNELS",
-    "OpOverload",
-    "OpOverloadPacket",
-    "TorchDispatchMode",
-    "TreeSpec",
-    "addmm_activation",
-    "check",
-    "cudnn_attention",
-    "flash_attention",
-    "flash_attention_into",
-    "has_tag",
-    "register_tuple",
-    "schema_of",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-]
+__all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves"]
+__all__ += ["tree_map_only", "tree_unflatten"]
 
 # `scaled_dot_product_attention` takes no cumulative lengths, and chooses among kernels by itself.
 flash_attention = torch.ops.aten._flash_attention_forward.default
@@ -73,5 +56,5 @@ def has_tag(target: Any, tag: torch.Tag) -> bool:
 
 
 def register_tuple(kind: type) -> None:
-    """Says that instances of a class of tuples are tuples to whatever walks over trees of values."""
+    """Registers a class of tuples as tuples for walks over trees of values."""
     register_pytree_node(kind, lambda values: (list(values), None), lambda values, context: tuple(values))

@@ -1,4 +1,4 @@
-"""What ranks share: shards, results of collectives that may come later, and how long a group waits."""
+"""What ranks share: shards, results of collectives, and the timeout of a group."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ _COLLECTIVE = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: of a `DTensor` its shard, of the result of a collective its value.
-    Such tensors have no address of their own.
-
-    The public `DTensor.to_local` makes a new tensor at each call; every replay asks for the address of each
-    parameter.
+    """Returns this rank's tensor of a `DTensor` (its shard) or of a collective's result (its value), which
+    have no address. The public `DTensor.to_local` makes a new tensor at each call: too slow for every replay.
     """
     inner = getattr(tensor, "_local_tensor", None)
     if inner is None:
@@ -40,9 +37,7 @@ def calls_other_ranks(op: Any) -> bool:
 
 
 def wait_for(result: Any) -> None:
-    """Waits for the result of a collective: a tensor of a functional one, or a handle beside the tensors.
-    Public functions wait by themselves, but what is recorded or traced are the operators.
-    """
+    """Waits for the result of a collective: a tensor of a functional one, or a handle next to the tensors."""
     if isinstance(result, torch.Tensor):
         torch.ops._c10d_functional.wait_tensor(result)
         return
@@ -53,11 +48,11 @@ def wait_for(result: Any) -> None:
 
 
 def num_ranks() -> int:
-    """How many ranks there are; 1 where nobody has started any."""
+    """Returns the number of ranks; 1 where none was started."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long ranks of a group wait for one another, which is set in public and cannot be asked for."""
+    """Returns how long ranks of a group wait for one another; public API only sets it."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout

@@ -1,4 +1,4 @@
-"""Dynamo: marking sizes, and what it is compiling now. Importing this does not load it."""
+"""Dynamo: marks of sizes, and the current compilation. Importing this does not load it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,6 @@ import torch
 from torch import Tensor
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
 
-__all__ = [
-    "Marks",
-    "allow_no_frame",
-    "backends_in_use",
-    "current_compile_id",
-    "drop_guards_on",
-    "inner_error",
-    "is_compiled",
-    "is_traced",
-    "mark_dynamic",
-    "mark_static",
-    "mark_unbacked",
-    "maybe_mark_dynamic",
-    "not_traced",
-    "original_module",
-    "owners_of",
-    "owners_of_trace",
-    "traced_files",
-]
-
 current_compile_id = CompileContext.current_compile_id
 """What Dynamo compiles now, or None: tells a trace from one that failed before its backend."""
 
@@ -45,28 +25,28 @@ _WRAPPED = ("compiler_fn", "__wrapped__", "_torchdynamo_orig_backend")
 
 
 def mark_dynamic(tensor: Tensor, dims: int | list[int]) -> None:
-    """Says that sizes vary: a trace that makes one a constant is an error."""
+    """Makes sizes vary: a trace that makes one a constant is an error."""
     from torch._dynamo import mark_dynamic
 
     mark_dynamic(tensor, dims)
 
 
 def maybe_mark_dynamic(tensor: Tensor, dims: int | list[int]) -> None:
-    """Says that sizes may vary."""
+    """Lets sizes vary."""
     from torch._dynamo import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, dims)
 
 
 def mark_static(tensor: Tensor, dims: int | list[int]) -> None:
-    """Says that sizes do not vary."""
+    """Keeps sizes constant."""
     from torch._dynamo import mark_static
 
     mark_static(tensor, dims)
 
 
 def mark_unbacked(tensor: Tensor, dim: int) -> None:
-    """Says that a size varies, and that a trace may not look at it."""
+    """Makes a size vary that a trace may not look at."""
     from torch._dynamo.decorators import mark_unbacked
 
     mark_unbacked(tensor, dim)
@@ -80,21 +60,16 @@ def is_traced() -> bool:
 
 
 class Marks:
-    """Marks of sizes, for one tensor after another.
-
-    Args:
-        write: puts them on a tensor by the functions above.
-    """
+    """Marks of sizes for one tensor after another, written by functions above."""
 
     def __init__(self, write: Callable[[Tensor], None]) -> None:
         self._write = write
         self._written: dict[int, dict[str, Any]] = {}
 
     def on_alias(self, tensor: Tensor) -> Tensor:
-        """An alias with the marks, so that the caller's tensor stays as it is.
+        """Returns an alias with the marks; the caller's tensor stays as it is.
 
-        torch's functions take tens of microseconds; what they wrote to the first tensor of so many dimensions
-        is copied to the others.
+        torch's functions take tens of microseconds, so the marks of the first tensor of each rank are copied.
         """
         alias = tensor.view_as(tensor)
         if type(alias) is not Tensor:  # theirs are on what a subclass is made of, too
@@ -110,10 +85,10 @@ class Marks:
 
 
 def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Dynamo does not trace, though it traces what the function calls.
+    """Wraps a function that Dynamo does not trace, though it traces what the function calls.
 
-    `torch.compiler.disable` tells that only when Dynamo has set out to trace the frame, at every call again:
-    two thirds of what a compiled tower's call costs Python. So the frame is also marked as one to skip.
+    `torch.compiler.disable` alone is asked at every call again, two thirds of the Python time of a compiled
+    tower's call, so the frame is also marked as one to skip.
     """
     from torch._dynamo.eval_frame import skip_code
 
@@ -123,8 +98,8 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backends_in_use() -> Iterator[Any]:
-    """The backend of the trace under way, and those inside of its wrappers, outermost first. Called from a
-    frame that Dynamo does not trace; there is no public way to ask for whom it traces.
+    """Returns the backend of the current trace, and those inside of its wrappers, outermost first. Called
+    from a frame that Dynamo does not trace.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -139,8 +114,8 @@ def _unwrapped(backend: Any) -> Iterator[Any]:
 
 
 def owners_of_trace() -> list[weakref.ref[Any]]:
-    """Whom the graph is for that Dynamo is handing over, as `owners_of` tells it of what `torch.compile`
-    returned: the call of `torch.compile`, and the module whose forward is traced.
+    """Returns the owners of the graph that Dynamo is handing over: the call of `torch.compile`, and the
+    module whose forward is traced; `owners_of` returns the same.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -153,7 +128,7 @@ def owners_of_trace() -> list[weakref.ref[Any]]:
 
 
 def owners_of(compiled: Callable[..., Any]) -> list[Any]:
-    """The call of `torch.compile` that returned a module or a function, and the module."""
+    """Returns the call of `torch.compile` that returned a module or a function, and the module."""
     context = getattr(compiled, "dynamo_ctx", None)
     if context is None and inspect.isfunction(compiled):
         callback = inspect.getclosurevars(compiled).nonlocals.get("callback")
@@ -163,9 +138,9 @@ def owners_of(compiled: Callable[..., Any]) -> list[Any]:
 
 
 def drop_guards_on(paths: Collection[str], attribute: str, constants: str) -> None:
-    """Takes guards from the trace under way, for a caller that looks at what they are about by itself: those
-    on submodules of one module and on what they hold, and those on an attribute of that module.
-    `options={"guard_filter_fn": ...}` of torch.compile is for whoever calls that, not for a backend.
+    """Removes guards of the current trace that the caller checks itself: those on submodules of one module
+    and what they hold, and on an attribute of that module. `guard_filter_fn` is for the caller of
+    torch.compile only.
 
     Args:
         paths: the dotted names of all submodules of which the trace has read `attribute`; where it has read
@@ -204,8 +179,8 @@ def _is_own(owner: Any) -> bool:
 
 
 def allow_no_frame() -> None:
-    """Lets the call under way end without a compiled frame of its own, which `fullgraph=True` makes an error:
-    for one that is to run eagerly, and is counted. Older versions of torch do not ask.
+    """Lets the current call end without a compiled frame, which `fullgraph=True` makes an error: for one that
+    runs eagerly. Older versions of torch do not ask.
     """
     from torch._C._dynamo import eval_frame
 
@@ -225,13 +200,13 @@ def _a_frame() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def inner_error(error: BaseException) -> BaseException | None:
-    """What an error of Dynamo's wraps: it raises some "from None", which leaves no `__cause__`."""
+    """Returns what an error of Dynamo's wraps: it raises some "from None", which leaves no `__cause__`."""
     found: BaseException | None = getattr(error, "inner_exception", None)
     return found
 
 
 def traced_files(error: BaseException) -> list[str]:
-    """The files of the code that Dynamo was tracing when it raised, outermost first, where it tells."""
+    """Returns the files of the code that Dynamo was tracing when it raised, outermost first."""
     return [frame.filename for frame in getattr(error, "real_stack", None) or ()]
 
 
@@ -241,5 +216,5 @@ def is_compiled(function: Any) -> bool:
 
 
 def original_module(compiled: Callable[..., Any]) -> Any:
-    """The module that `torch.compile` was given; anything else is returned as it is."""
+    """Returns the module that `torch.compile` was given; anything else is returned as it is."""
     return getattr(compiled, "_orig_mod", compiled)

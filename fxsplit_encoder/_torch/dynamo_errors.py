@@ -11,6 +11,4 @@ __all__ = ["RestartAnalysis", "TorchDynamoException", "TraceAgain"]
 
 
 class TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
-    """Has Dynamo trace again: a backend may raise the first, and with the second Dynamo forgets where its
-    last trace went. A public API for a backend that wants another graph does not exist.
-    """
+    """Makes Dynamo trace again: a backend may raise the first; the second drops what the last trace left."""

@@ -1,9 +1,7 @@
-"""Inductor: a graph of ATen operations compiled for symbolic sizes, its workers, and how it reduces rows.
+"""Inductor: compiles a graph of ATen operations for symbolic sizes. Importing this loads Inductor.
 
-The public ways to Inductor, `torch.compile` and `torch._inductor.standalone_compile`, trace again through
-Dynamo or AOT and make wrappers around every graph; a piece is traced already, and called once per layer.
-
-Importing this loads Inductor.
+The public `torch.compile` and `torch._inductor.standalone_compile` trace again and wrap every graph; a piece
+is traced already, and called once per layer.
 """
 
 from __future__ import annotations
@@ -26,14 +24,7 @@ from torch._inductor.virtualized import V
 from fxsplit_encoder._torch.aot import fake_mode_of, tracing_context
 from fxsplit_encoder._torch.symbols import under_own_name
 
-__all__ = [
-    "LONGEST_ROW",
-    "PersistentRows",
-    "compile_graph",
-    "persistent_rows",
-    "select_decomp_table",
-    "start_workers",
-]
+__all__ = ["select_decomp_table"]
 
 LONGEST_ROW = 4096
 """Entries of a row that stay in registers; blocks of vision towers are 768 to 3200 wide."""
@@ -47,8 +38,8 @@ _INVARIANT = ("batch_invariant", "deterministic")
 
 
 def start_workers() -> None:
-    """Starts the processes in which Inductor compiles Triton kernels, where it has any, and asks whether they
-    are ready. Inductor asks at its first kernel, and compiles that one and more here until the answer comes.
+    """Starts Inductor's processes for Triton kernels, and asks whether they are ready: Inductor itself asks
+    at its first kernel, and compiles in this process until the answer comes.
     """
     maybe_warm_pool()
     started = getattr(AsyncCompile.process_pool, "cache_info", None)
@@ -59,14 +50,12 @@ def start_workers() -> None:
 def compile_graph(
     module: fx.GraphModule, inputs: Sequence[Any], *, invariant: bool = False
 ) -> Callable[[list[Any]], Any]:
-    """An inference graph in Inductor's operations, compiled for all sizes that its symbols take; reused
-    across processes by Inductor's own cache.
+    """Compiles an inference graph for all sizes of its symbols, through Inductor's cache.
 
     Args:
         module: the graph, decomposed by `select_decomp_table`.
         inputs: traced values, as many as the graph has inputs.
-        invariant: whether no kernel is chosen by time, or by a size that was guessed, where that changes the
-            order in which it adds.
+        invariant: whether no kernel is chosen by time or a guessed size, where that changes its sums.
 
     Returns:
         A function of the list of arguments, which it empties.
@@ -89,18 +78,15 @@ def compile_graph(
 
 
 class PersistentRows(InductorChoices):
-    """Inductor's heuristics for Triton kernels, but longer rows of a reduction stay in registers: its own
-    limit is 1024, and a longer row is read twice by every layer norm.
-
-    Args:
-        longest: entries of a row.
+    """Inductor's heuristics, but reductions keep rows of up to `longest` entries in registers: its own limit
+    is 1024, and every layer norm reads a longer row twice.
     """
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
 
     def uuid(self) -> str:
-        """What Inductor's caches tell these choices apart by."""
+        """Returns the key of these choices in Inductor's caches."""
         return f"{type(self).__name__}-{self.longest}"
 
     def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:  # type: ignore[override]
@@ -122,9 +108,8 @@ def _is_ordered(features: Any) -> bool:
 
 @contextmanager
 def persistent_rows(longest: int = LONGEST_ROW) -> Iterator[None]:
-    """What is compiled within keeps rows of up to `longest` entries in registers.
-
-    Choices that someone else has set stay, and so does everything where this torch asks no such question.
+    """Keeps rows of up to `longest` entries in registers in what is compiled inside. Choices of the user
+    stay, and so does a torch without such a choice.
     """
     asked = hasattr(InductorChoices, "should_use_persistent_reduction")
     chosen = config.inductor_choices_class is not None or type(V.choices) is not InductorChoices

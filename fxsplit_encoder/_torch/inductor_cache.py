@@ -35,8 +35,6 @@ _LIGHT = {
 
 
 class _ExternKernels:
-    """What generated code calls that is no kernel of its own; of Inductor's where torch has no such name."""
-
     def __getattr__(self, name: str) -> Any:
         if name in SAME_IN_TORCH:
             kernel = getattr(torch, name)
@@ -52,7 +50,7 @@ extern_kernels = _ExternKernels()
 
 
 def align(num_bytes: int) -> int:
-    """As Inductor's own, which plans of memory call, and no other code."""
+    """Calls Inductor's own, which only plans of memory do."""
     from torch._inductor.codegen import memory_planning
 
     own: Any = memory_planning
@@ -60,19 +58,19 @@ def align(num_bytes: int) -> int:
 
 
 def import_lightly(source: str) -> str:
-    """A generated module that has both names from here, line for line as it was; of another form it stays."""
+    """Returns a generated module that imports both names from here, line for line as it was."""
     lines = source.split("\n")
     return "\n".join(_LIGHT.get(line.rstrip(), line) for line in lines)
 
 
 def key_of(compiled: Any) -> tuple[str, str] | None:
-    """The key of a graph in Inductor's cache and the conditions on its sizes; None: it is not there."""
+    """Returns a graph's key in Inductor's cache and the guards on its sizes; None: it is not there."""
     key = getattr(compiled, "_fx_graph_cache_key", None)
     return None if key is None else (key, compiled.guards_expr or "")
 
 
 def load_graph(key: str, guards: str) -> Callable[[list[Any]], Any] | None:
-    """The compiled graph of a key in Inductor's cache, without its source graph; None: not there."""
+    """Returns the compiled graph of a key in Inductor's cache; None: it is not there."""
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     CompiledTritonKernels.cache_clear()  # type: ignore[no-untyped-call]
     with tracing_context(fake_mode), V.set_fake_mode(fake_mode):
@@ -88,9 +86,7 @@ def load_graph(key: str, guards: str) -> Callable[[list[Any]], Any] | None:
 
 
 def _found(key: str, guards: str) -> Any:
-    """A compiled graph whose module is not loaded yet. `FxGraphCache.load_with_key`, which loads it too,
-    imports what compiles, for a debugging aid, and so does the module.
-    """
+    """A compiled graph without its module: `FxGraphCache.load_with_key` imports what compiles."""
     compiled: Any
     compiled, content, _ = FxGraphCache.find_guarded_entry(
         key, True, None, lambda found, hints: found == guards, []
@@ -112,9 +108,8 @@ def _found(key: str, guards: str) -> Any:
 
 
 def _name_sources(bundle: Any) -> None:
-    """Names the kernels' sources by this process's cache. Pickled kernels name that of the process which
-    compiled them, perhaps another user's, and beside its source Inductor looks for the best configuration of
-    a kernel: where it finds none it times all of them again, and may take another.
+    """Names the kernels' sources by this process's cache: next to one Inductor looks for the kernel's best
+    configuration, else it times all again.
     """
     for each in bundle.static_autotuners:
         source = Path(each.kernel.filename or "")

@@ -17,7 +17,7 @@ _BEFORE, _AFTER = _modules._global_forward_pre_hooks, _modules._global_forward_h
 
 
 def foreign_around() -> str | None:
-    """What would not see the operations of a replay; None: nothing. Takes a quarter of a microsecond."""
+    """Returns what would not see the operations of a replay, or None. Takes a quarter of a microsecond."""
     if _BEFORE or _AFTER:
         return "hooks for all modules"
     if transform_level() is not None:

@@ -1,4 +1,4 @@
-"""Which names the bytecode of modules reads: attributes of other names change nothing it computes."""
+"""Names that the bytecode of modules reads: attributes of other names change nothing that it computes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ CALLED_AT_REQUESTS = (
 """The other methods of `SupportsEncoderCudaGraph`: no capture holds what they compute."""
 
 _ADDS = frozenset(("append", "extend", "insert", "add", "update", "setdefault", "subtract"))
-"""Methods by which code keeps something in a container. Not those that take out: what these find there was
-perhaps put in from outside, as the adapters are that peft's forward unmerges.
-"""
+"""Methods that add to a container. Those that take out may find what was put in from outside."""
 
 _OF_ITS_OWN = ("_ATTR", "_METHOD", "GET_ITER", "COPY")
-"""Instructions that take `self` for one of its attributes: the last one for an attribute that is added to."""
+"""Instructions that take `self` for one of its attributes: the last for one that is added to."""
 
 
 _LOADS = ("LOAD_FAST", "LOAD_DEREF")
@@ -57,8 +55,8 @@ class Reads(NamedTuple):
 
 
 def reads_of(kind: type) -> Reads:
-    """What the forward of modules of a class reads, and the methods and functions that it calls by name; what
-    these write, and the other methods that a manager calls.
+    """Returns what the forward of a class's modules reads, with all that it calls by name, and what this code
+    and the other methods of a manager write.
     """
     found, passes_self = _reach(_defined(kind, _ENTRIES), kind)
     writing = [*found, *_reach(_defined(kind, CALLED_AT_REQUESTS), kind)[0]]
@@ -74,7 +72,7 @@ def reads_of(kind: type) -> Reads:
 
 
 def _reach(entries: Iterable[Any], kind: type) -> tuple[list[Reads], bool]:
-    """What is read by functions and by all that they call by name; whether one of them gives `self` away."""
+    """What functions and all that they call by name read; whether one of them gives `self` away."""
     pending, known, found, passes_self = list(entries), set[int](), list[Reads](), False
     while pending:
         function = pending.pop()
@@ -101,7 +99,6 @@ def _code_of(function: Any) -> types.CodeType | None:
 
 
 def _defined(kind: type, names: Iterable[str]) -> Iterator[Any]:
-    """What a class and its bases define under these names; a method may call that of a base."""
     for base in kind.__mro__:
         if base not in (nn.Module, object):
             yield from (vars(base)[name] for name in names if name in vars(base))
@@ -134,8 +131,8 @@ def _reads_of_code(code: types.CodeType) -> Reads:
 
 
 def _written(steps: Iterable[_Step]) -> set[str]:
-    """The attributes that code assigns, and those that hold a container which it adds to, also by the name of
-    a variable. `self.runs[key]` and the `self.runs` in it start at the same place in the source.
+    """Attributes that code assigns, and containers that it adds to, also through a variable. `self.runs[key]`
+    and its `self.runs` start at the same place in the source.
     """
     written, variables = set[str | None](), dict[str, str | None]()
     # The attribute that was read last, by where its expression starts.

@@ -1,8 +1,7 @@
-"""Copies on the host and from there to a device, and tensors that need to be copied only once.
+"""Copies on the host and to a device, and tensors that need to be copied only once.
 
-Small copies are made by the calling thread alone. torch shares a copy of more than 32768 elements among
-OpenMP's threads. On a virtual machine with 32 processors the GPU was idle for 8 to 18 ms while the host made
-such copies of 50 000 elements.
+The calling thread makes small copies alone. torch shares one of more than 32768 elements among OpenMP's
+threads: with 32 virtual processors the GPU idled for 8 to 18 ms during copies of 50 000 elements.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _IMMUTABLE = "_fxsplit_is_immutable"
 
 
 def copy_on_host(target: Tensor, source: Tensor) -> Tensor:
-    """`target.copy_(source)`, for tensors of one shape on the CPU. Returns the target."""
+    """Does `target.copy_(source)` for tensors of one shape on the CPU; returns the target."""
     if target.nbytes > _ONE_THREAD_BYTES or target.shape != source.shape:
         return target.copy_(source)
     integers = _AS_INTEGERS.get(target.dtype) if target.dtype == source.dtype else None
@@ -38,7 +37,7 @@ def copy_on_host(target: Tensor, source: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on a device, without waiting for it; one that goes to the host is there on return."""
+    """Returns the tensor on a device without waiting; one that goes to the host is there on return."""
     if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         tensor = copy_on_host(memory, tensor)
@@ -46,8 +45,8 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 
 def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """A tensor of the host in another dtype, and in pinned memory where asked for; the same one if it is so
-    already. The calling thread alone makes the copy: others make theirs meanwhile.
+    """Returns a host tensor in another dtype, in pinned memory where asked for; the same one if it is so
+    already. The calling thread alone makes the copy.
     """
     if tensor.is_cuda or (tensor.dtype == dtype and (tensor.is_pinned() or not is_pinned)):
         return tensor
@@ -63,7 +62,7 @@ def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:
 
 
 def mark_immutable(tensor: Tensor) -> Tensor:
-    """Marks a tensor that is never written to again, so that a reader need not read it twice; returns it."""
+    """Marks a tensor that is never written to again, so that it need not be read twice; returns it."""
     setattr(tensor, _IMMUTABLE, True)
     return tensor
 

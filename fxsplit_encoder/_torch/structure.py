@@ -1,8 +1,4 @@
-"""What a tower is made of, and whether it still is.
-
-Captures and programs are made of a tower's modules as they are at one moment. A layer, a hook, a forward or a
-number that is put into it later has to be computed with.
-"""
+"""The structure of a tower, and whether it has changed since captures and programs were made of it."""
 
 from __future__ import annotations
 
@@ -23,10 +19,10 @@ from fxsplit_encoder._torch.tensors import children_of, forward_hooks_of
 from fxsplit_encoder._torch.transformers import BOOKKEEPING, collects_outputs, device_hook
 
 PLACE = "_fxsplit_place"
-"""The attribute in which a block has its group's number and its index there, as long as it may be an op."""
+"""The attribute of a block with its group's number and its index there, while it may be an op."""
 
 OWN = "_fxsplit_own"
-"""The attribute of a tower that is a copy which nothing outside of this library has: it does not change."""
+"""The attribute of a tower that is a copy of this library's own, which does not change."""
 
 _END: Any = object()
 
@@ -66,7 +62,6 @@ _ORDERED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _IGNORED = frozenset(
     {*vars(nn.Module()), _FORWARD, _CONFIG, PLACE, "_compiled_call_impl", *BOOKKEEPING, *CALLED_AT_REQUESTS}
 )
-"""Attributes that are compared otherwise, or change nothing that is computed."""
 
 
 class _Other:
@@ -75,24 +70,21 @@ class _Other:
 
 
 _OTHER = _Other()
-"""Stands for an attribute that is not there, or whose value is no plain one."""
+"""Stands for an attribute that is missing or has no plain value."""
 
 Fact = tuple[str, str]
 """The name of a module, and of something about it."""
 
 
 class Structure:
-    """The modules of a tower as they are now: which there are, of which classes, with which hooks, forwards
-    of their own, and values that their code reads. Hooks by which transformers collects outputs count as
-    none: it installs them when hidden states are first asked for.
+    """Modules of a tower as they are now: classes, hooks, own forwards, and values that their code reads.
 
-    Of attributes those count that hold numbers, flags, names, functions, or lists and dicts of them, and that
-    the code of a forward names; so do those of a module's `config`.
+    Hooks by which transformers collects outputs do not count. Attributes count that hold numbers, flags,
+    names, functions, or lists and dicts of them, and that the code of a forward or a `config` names.
 
     Args:
         tower: the outermost module. Modules that it holds without being their parent are part of it.
-        is_around: whether hooks and the forward of the outermost module run around its captures, and so may
-            change.
+        is_around: whether the outermost module's hooks and forward run around captures, and so may change.
     """
 
     def __init__(self, tower: nn.Module, *, is_around: bool = False) -> None:
@@ -104,7 +96,7 @@ class Structure:
         return _Seen(self._tower, self._is_around)
 
     def is_unchanged(self) -> bool:
-        """Whether the modules are what they were, but for their modes. About 60 nanoseconds a module."""
+        """Whether the modules are the same, but for their modes. About 60 nanoseconds a module."""
         if self._seen.is_current():
             return True
         # What counts as no change comes and goes, and values may be replaced by equal ones.
@@ -116,22 +108,22 @@ class Structure:
 
     @property
     def modes(self) -> list[bool]:
-        """Which modules are in training mode, of those whose code may read it."""
+        """Training modes of the modules whose code may read it."""
         return list(map(_IN_TRAINING, self._seen.modal.values()))
 
     def in_training(self) -> str | None:
-        """The first module in training mode whose code may read it; None: there is none."""
+        """The first module in training mode whose code may read it, or None."""
         if not any(map(_IN_TRAINING, self._seen.modal.values())):
             return None
         return next(name for name, own in self._seen.modal.items() if own["training"]) or "the tower"
 
     @property
     def additions(self) -> Collection[Fact]:
-        """The modules, by their names, that have a "hook" or a "forward" beside what their classes have."""
+        """Names of modules with a "hook" or a "forward" in addition to what their classes have."""
         return [fact for fact in self._seen.facts if fact[1] in (_HOOK, _FORWARD)]
 
     def change(self) -> str:
-        """What has changed, in a few words; empty: nothing."""
+        """Returns what has changed, in a few words; empty: nothing."""
         if self.is_unchanged():
             return ""
         before, now = self._seen, self._see()
@@ -155,7 +147,7 @@ class Structure:
 
 
 class _Seen:
-    """A tower at one moment: facts to compare, and the same laid out so that a comparison takes little."""
+    """A tower at one moment: facts to compare, laid out for a fast comparison."""
 
     def __init__(self, tower: nn.Module, is_around: bool) -> None:
         self.modules = [(name, module, type(module)) for name, module in _named_modules(tower)]
@@ -239,12 +231,11 @@ class _Seen:
         ]
 
     def _reads_all(self, name: str, module: nn.Module) -> bool:
-        """Whether anything that a module holds may be read."""
         is_added_to = (name, _HOOK) in self.facts or (name, _FORWARD) in self.facts
         return is_added_to or self._reads[type(module)].passes_self
 
     def is_current(self) -> bool:
-        """Whether nothing has changed at all; if not, `modules` and `facts` of now say whether it matters."""
+        """Whether nothing has changed at all; if not, `modules` and `facts` say whether it matters."""
         try:
             if (
                 self._held != self._held_then
@@ -271,9 +262,7 @@ def _is_adapter(module: nn.Module) -> bool:
 
 
 def _is_modal(module: nn.Module, names: Collection[str]) -> bool:
-    """Whether a module may compute something else in training mode: its code, which reads these names, reads
-    that, and has no rate of dropout, or one that is not 0. Checkpoints of gradients change no value.
-    """
+    """Whether its code reads the training mode, and its rates of dropout, if any, are not all 0."""
     if "training" not in names:
         return False
     switches = {key for key in (*names, *vars(module)) if "drop" in key or key == "gradient_checkpointing"}
@@ -285,23 +274,20 @@ def _is_modal(module: nn.Module, names: Collection[str]) -> bool:
 
 
 def _computed_once(kind: type) -> frozenset[str]:
-    """Attributes that a class computes when they are first read."""
     own = (base.__dict__.items() for base in kind.__mro__)
     pairs = chain.from_iterable(own)
     return frozenset(name for name, value in pairs if isinstance(value, functools.cached_property))
 
 
 def copy_of(value: Any) -> Any:
-    """A value that stays as it is when a list or dictionary in it is written to."""
+    """Copies a list or dictionary, so that writes to it do not change the value."""
     if type(value) is tuple:
         return tuple(map(copy_of, value))
     return copy.copy(value) if isinstance(value, (dict, *_CONTAINERS)) else value
 
 
 def _fact_of(value: Any) -> Any:
-    """A value to compare: of a function its code and the plain values that it holds, since a function that is
-    made anew, as by vLLM where it loads weights again, is the same one.
-    """
+    """A value to compare: of a function, which may be made anew, its code and plain values."""
     if not isinstance(value, types.FunctionType):
         return copy_of(value)
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
@@ -311,7 +297,6 @@ def _fact_of(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is compared: one that `==` takes by what it is, or by identity."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, _CONTAINERS):
@@ -320,7 +305,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _named_modules(tower: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a tower, and those the outermost holds without being their parent, copies left out."""
+    """Modules of a tower, and those that the outermost holds without being their parent, without copies."""
     known: set[nn.Module] = set()
     held = {key: value for key, value in list(vars(tower).items()) if isinstance(value, nn.Module)}
     for name, outermost in {"": tower, **held}.items():
@@ -329,9 +314,7 @@ def _named_modules(tower: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_plain_forward(module: nn.Module) -> bool:
-    """Whether the forward that a module got for itself is its class's all the same: accelerate's, which moves
-    inputs to the device of weights that stay there, or what is left of a trace of ours.
-    """
+    """Whether a module's own forward is its class's all the same: accelerate's, or left by our trace."""
     hook = device_hook(module)
     if hook is not None:
         return type(hook).__name__ == _ALIGNS and not hook.offload

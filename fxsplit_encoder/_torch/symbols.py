@@ -1,7 +1,5 @@
-"""Symbolic sizes: their sympy expressions, and what a trace knows of them.
-
-`torch.SymInt` is public, but what it stands for is not, and no public API evaluates a graph's sizes without
-the trace that made it.
+"""Symbolic sizes: their sympy expressions, and what a trace knows of them. No public API evaluates a graph's
+sizes without the trace that made it.
 """
 
 from __future__ import annotations
@@ -16,27 +14,18 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from fxsplit_encoder._torch.aot import fake_mode_of
 
-__all__ = [
-    "FloorDiv",
-    "Mod",
-    "PythonMod",
-    "Symbols",
-    "expression_of",
-    "has_hint",
-    "python_source",
-    "under_own_name",
-]
+__all__ = ["FloorDiv", "Mod", "PythonMod"]
 
 
 def expression_of(value: Any) -> sympy.Basic:
-    """The expression behind a number of a trace, or of a plain one."""
+    """Returns the expression of a traced or plain number."""
     found: sympy.Basic = value.node.expr if hasattr(value, "node") else sympy.sympify(value)
     return found
 
 
 def under_own_name(value: Any) -> Any:
-    """A traced number by the name that all sizes have for it. Inductor calls it by the one that it had before
-    the trace found two to be equal, and then misses the other. What is no such number stays.
+    """Returns a traced number by the name that all sizes use. Inductor takes the name before the trace found
+    two to be equal, and misses the other.
     """
     if not isinstance(value, torch.SymInt) or value.node._expr == value.node.expr:
         return value
@@ -50,17 +39,13 @@ def has_hint(value: torch.SymInt) -> bool:
 
 
 def python_source(expression: sympy.Basic) -> str:
-    """An expression of sizes as Python, with torch's functions, which sympy's own printer lacks."""
+    """Returns an expression of sizes as Python, with torch's functions, which sympy's printer lacks."""
     source: str = PythonPrinter().doprint(expression)
     return source
 
 
 class Symbols:
-    """What a trace knows of its symbols. Dynamo checks this on its own path, which ours bypasses.
-
-    Args:
-        values: traced inputs of a graph; where none is a tensor of a trace, nothing is known.
-    """
+    """What a trace knows of its symbols, by its inputs; nothing where none is a traced tensor."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         fake_mode = fake_mode_of(values)
@@ -73,7 +58,7 @@ class Symbols:
 
     @property
     def assumptions(self) -> list[sympy.Basic]:
-        """The same conditions in the symbols that the graph uses: of those that are known to be equal one."""
+        """The same conditions in the symbols that the graph uses: one of those known to be equal."""
         return [self._shape_env.replace(guard) for guard in self.guards]
 
     @property

@@ -1,4 +1,4 @@
-"""Tensors and modules from inside: versions, storages, and the dictionaries that hold parameters."""
+"""Internals of tensors and modules: versions, storages, and the dictionaries that hold parameters."""
 
 from __future__ import annotations
 
@@ -14,35 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrize import is_parametrized
 
-__all__ = [
-    "INTERNALS",
-    "FakeTensorMode",
-    "StorageWeakRef",
-    "as_plain_tensors",
-    "children_of",
-    "copy_each",
-    "dense_parts",
-    "forward_hooks_of",
-    "hooks_of",
-    "is_dropped",
-    "linked_copy",
-    "share_names",
-    "storage_id",
-    "tensors_of",
-    "version_of",
-    "weakly",
-    "wrapped",
-]
+__all__ = ["FakeTensorMode", "StorageWeakRef", "as_plain_tensors"]
 
 version_of = attrgetter("_version")
-"""How often a tensor was written in place. An inference tensor raises RuntimeError when asked. No public API
-tells that a parameter got other weights at the same address.
-"""
+"""Returns how often a tensor was written in place; an inference tensor raises RuntimeError."""
 
 
 def wrapped(tensor: object) -> Sequence[str] | None:
-    """The attributes in which a tensor of a wrapper subclass (`DTensor`, torchao's quantized weights) has the
-    tensors that hold its values: it has no memory of its own. None for what is no such tensor.
+    """Returns the attributes with the inner tensors of a wrapper subclass (`DTensor`, torchao's); None for
+    others.
     """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
@@ -52,7 +32,7 @@ def wrapped(tensor: object) -> Sequence[str] | None:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a tensor's values: those inside of a wrapper subclass, in order, else itself."""
+    """Returns the tensors that hold a tensor's values: those inside of a wrapper subclass, else itself."""
     names = wrapped(tensor)
     if names is None:
         return [tensor]
@@ -65,26 +45,23 @@ INTERNALS = frozenset({*_HOOKS, "_parameters", "_buffers", "_modules"})
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """The hooks that a module calls around its forward and backward, which no public API lists."""
+    """Returns the hooks that a module calls around its forward and backward, which no public API lists."""
     return (hook for kind in _HOOKS for hook in (getattr(module, kind, None) or {}).values())
 
 
 def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The dictionaries in which a module holds the hooks that it calls before and after its forward: asking
-    at every call whether there are others than before is too slow by anything else.
-    """
+    """Returns a module's dictionaries of hooks before and after its forward, which are fast to compare."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dictionary in which a module holds its submodules, for the same reason."""
+    """Returns the dictionary of a module's submodules, for the same reason."""
     return module._modules
 
 
 def tensors_of(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:
-    """The dictionaries in which a module itself holds its parameters and its buffers, those that are None
-    included. Public methods yield copies of what they hold: a look-up at every call is too slow by them, and
-    a tensor that is replaced would not be seen.
+    """Returns the dictionaries of a module's own parameters and buffers, None included. Public methods yield
+    copies, which are slow and do not follow a replaced tensor.
     """
     return module._parameters, module._buffers
 
@@ -97,25 +74,23 @@ _NAMED = (
 
 
 def share_names(module: nn.Module, owner: nn.Module) -> None:
-    """Lets a module have the parameters, buffers and submodules of another as its own, under the same names:
-    what is replaced in one of them is replaced in both. No public API puts a module in another's place
-    without a prefix before its names.
+    """Gives a module the parameters, buffers and submodules of another under the same names, also once
+    replaced.
     """
     for name in _NAMED:
         module.__dict__[name] = owner.__dict__[name]
 
 
 def linked_copy(module: nn.Module) -> nn.Module:
-    """A copy of a tree of modules that holds its parameters and buffers where the tree itself does: one that
-    is replaced or moved there is another here. Everything else, as submodules, attributes and hooks, is the
-    copy's own; a `forward` that a module got for itself is left out.
+    """Copies a tree of modules that holds its parameters and buffers in the tree's own dictionaries, so that
+    what is replaced or moved there is here. Other attributes are the copy's own, without own `forward`s.
     """
     return _linked(module, {})
 
 
 def traced_copy(module: nn.Module) -> nn.Module:
-    """A linked copy whose modules hold the same parameters in dictionaries of their own: a trace puts fake
-    tensors there for a while, which whoever runs the tree meanwhile must not see.
+    """Returns a linked copy with the same parameters in dictionaries of its own: a trace puts fake tensors
+    there, which other threads that run the tree must not see.
     """
     twin = linked_copy(module)
     for submodule in twin.modules():
@@ -150,21 +125,19 @@ def _copy_of(module: nn.Module) -> nn.Module:
 
 
 def copy_each(copies: list[Tensor], tensors: list[Tensor]) -> None:
-    """Writes each tensor to another of its shape: of five on a device in two thirds of the time that as many
-    `copy_` keep the CPU of an H100's host, since that is one launch for those of a dtype.
-    """
+    """Writes each tensor to another of its shape, in one launch for those of a dtype."""
     if tensors:
         torch._foreach_copy_(copies, tensors)
 
 
 def storage_id(tensor: Tensor) -> int:
-    """What tensors over one storage share, fake ones too, which have no address."""
+    """Returns what tensors over one storage share, fake ones too, which have no address."""
     found: int = tensor.untyped_storage()._cdata
     return found
 
 
 def weakly(tensor: Tensor) -> StorageWeakRef:
-    """The memory behind a tensor and all its views, not kept; views outlive references to the tensor."""
+    """Returns a weak reference to the memory behind a tensor and its views."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 

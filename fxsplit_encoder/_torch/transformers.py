@@ -1,8 +1,4 @@
-"""transformers: which attention a module calls, hooks that collect outputs, and models without weights; and
-accelerate, whose hooks stand around a module's forward.
-
-Imports transformers where a function needs it, so that a tower of another library does not.
-"""
+"""transformers, imported when used: attention by name, hooks, models without weights; accelerate's hooks."""
 
 from __future__ import annotations
 
@@ -23,20 +19,18 @@ def has_attention_implementation(config: Any) -> bool:
 
 
 def set_attention_implementation(config: Any, name: str) -> None:
-    """Names a configuration's attention: the public setter imports flash-attn for names with "flash"."""
+    """Names a configuration's attention; the public setter imports flash-attn for names with "flash"."""
     setattr(config, _ATTENTION, name)
 
 
 def attention_implementation(config: Any) -> str | None:
-    """The attention that a configuration's module calls, by name; None: the model's own, or none."""
+    """Returns the name of a configuration's attention; None: the model's own, or none."""
     name: str | None = getattr(config, _ATTENTION, None)
     return name
 
 
 def install_output_hooks(module: nn.Module) -> None:
-    """Makes the hooks now by which transformers collects hidden states: at their first use it takes a lock,
-    which Dynamo cannot trace. There is no public way to have them made.
-    """
+    """Installs transformers' hooks for hidden states: first use takes a lock, which Dynamo cannot trace."""
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
@@ -45,9 +39,7 @@ def install_output_hooks(module: nn.Module) -> None:
 
 
 def remove_output_hooks(module: nn.Module) -> None:
-    """Takes these hooks out again. A trace of blocks alone, without the forward around them that says what to
-    collect, cannot trace them.
-    """
+    """Removes these hooks: a trace of blocks alone, without the forward around them, cannot trace them."""
     for submodule in module.modules():
         hooks = forward_hooks_of(submodule)[1]
         for number in [number for number, hook in hooks.items() if collects_outputs(hook)]:
@@ -56,7 +48,7 @@ def remove_output_hooks(module: nn.Module) -> None:
 
 
 def selected_hidden_states(option: Any) -> list[int] | None:
-    """The layers whose hidden states `output_hidden_states` asks for; None: all, as before 5.23."""
+    """Returns the layers that `output_hidden_states` asks for; None: all, as before 5.23."""
     from transformers.utils import output_capturing
 
     select = getattr(output_capturing, "selected_hidden_states", None)
@@ -69,13 +61,13 @@ def collects_outputs(hook: Any) -> bool:
 
 
 def collected_by(hook: Any) -> tuple[str, int]:
-    """What a hook that collects outputs was made for: `output_hook` makes it again in another process."""
+    """Returns the arguments with which `output_hook` makes a hook again in another process."""
     held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
     return held["key"].cell_contents, held["index"].cell_contents
 
 
 def output_hook(key: str, index: int) -> Any:
-    """A hook as transformers makes it, which collects the output of that index under a key."""
+    """Returns transformers' hook that collects the output of that index under a key."""
     from transformers.utils.output_capturing import install_output_capuring_hook
 
     module = nn.Module()
@@ -85,9 +77,8 @@ def output_hook(key: str, index: int) -> Any:
 
 
 def collects_attention(hook: Any) -> bool:
-    """Whether a hook is the one by which transformers collects the weights of attention, if they are asked
-    for. Kernels do not return them, so no tower of ours asks. What a hook collects is told by a variable of
-    its closure alone.
+    """Whether a hook of transformers collects attention weights, which no tower of ours asks for: kernels do
+    not return them. Only a variable of its closure tells.
     """
     if not collects_outputs(hook):
         return False
@@ -96,31 +87,31 @@ def collects_attention(hook: Any) -> bool:
 
 
 INNER_FORWARD = "_old_forward"
-"""Where a module keeps the forward that accelerate's hook surrounds, of which no public API tells."""
+"""Where a module keeps the forward that accelerate's hook surrounds."""
 
 
 BOOKKEEPING = (
     *("_is_hf_initialized", "_output_capturing_hooks_installed", "_hf_hook", INNER_FORWARD),
     *("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "_commit_hash"),
 )
-"""What the two libraries write down on modules and configurations, and no forward computes with."""
+"""Attributes of both libraries with which no forward computes."""
 
 
 def device_hook(module: nn.Module) -> Any:
-    """The hook of accelerate that surrounds a module's forward; None: there is none."""
+    """Returns accelerate's hook around a module's forward, or None."""
     return getattr(module, "_hf_hook", None)
 
 
 def no_init_weights() -> contextlib.AbstractContextManager[object]:
-    """Models that are made within draw no weights. The public ways to that read a checkpoint."""
+    """Makes models inside draw no weights; public ways read a checkpoint."""
     from transformers import initialization
 
     return initialization.no_init_weights()
 
 
 def llama4_angles(rotary_embedding: Any) -> Tensor:
-    """The complex rotations of every patch of a Llama 4 vision tower, in float32, computed again: its public
-    buffer is cast with the tower, which drops the imaginary part.
+    """Returns the complex rotations of a Llama 4 tower, in float32: its public buffer loses the imaginary
+    part.
     """
     with torch.device("cpu"):  # not the default device
         angles: Tensor = rotary_embedding._compute_freqs_ci(rotary_embedding.config)

@@ -40,17 +40,10 @@ __all__ = [
 ]
 
 _WHEN_USED = {
-    "BoundProgram": "program",
-    "NamedRegion": "program",
-    "build_program": "build",
+    **dict.fromkeys(("Bindings", "BoundProgram", "NamedRegion", "Program", "RegionInput", "Step"), "program"),
+    **dict.fromkeys(("compile_graph", "trace_forward", "with_own_code"), "trace"),
     "PaddingReport": "padding",
-    "Bindings": "program",
-    "Program": "program",
-    "RegionInput": "program",
-    "Step": "program",
-    "compile_graph": "trace",
-    "trace_forward": "trace",
-    "with_own_code": "trace",
+    "build_program": "build",
 }
 """The modules of names that are imported when they are used."""
 

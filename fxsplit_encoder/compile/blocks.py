@@ -72,10 +72,8 @@ def equal_modules(root: nn.Module) -> list[list[nn.Module]]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether its forward is its class's, no submodule has hooks, and every weight is a plain tensor.
-
-    Hooks may keep what they see, which a trace of one module cannot do for another. The module's own hooks
-    run where it is called.
+    """Whether its forward is its class's, submodules have no hooks, which may keep what they see, and every
+    weight is a plain tensor. The module's own hooks run where it is called.
     """
     if "forward" in vars(module):
         return False
@@ -87,7 +85,6 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _description(module: nn.Module) -> Any:
-    """A hashable value that is the same for equal modules."""
     # Tied weights have one name.
     names = tuple(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
     return names, tuple(
@@ -108,14 +105,7 @@ def _description(module: nn.Module) -> Any:
 def _layout(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
-    return (
-        type(tensor),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
+    return (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _constant(value: Any) -> Any:
@@ -213,9 +203,7 @@ class Group:
         return self._results[key]
 
     def body(self, tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> fx.GraphModule:
-        """Returns a block's ATen graph. Its inputs are the tensors, the numbers that are symbols, and the
-        weights.
-        """
+        """Returns a block's ATen graph, of the tensors, the numbers that are symbols, and the weights."""
         key = _key(tensors, numbers, structure)
         if key not in self._bodies:
             self._bodies[key] = self._trace(tensors, numbers, structure)
@@ -256,8 +244,6 @@ class Group:
 
 
 class _OriginalForward(nn.Module):
-    """A block with the forward of its class."""
-
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
@@ -365,7 +351,6 @@ _library.define("block(Tensor[] tensors, SymInt[] numbers, str structure, int gr
 block_op = torch.ops.fxsplit.block.default
 
 _groups: dict[int, Group] = {}
-"""Those whose blocks are ops now."""
 
 _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """The number of each group, by its first block: Dynamo's guards see it, so it stays."""
@@ -425,9 +410,7 @@ def _uninstalled(module: nn.Module) -> Iterator[None]:
 
 
 def _install(groups: Mapping[int, Group]) -> None:
-    """Gives blocks the `forward` that may be an op. `copy.deepcopy` gives a copy one of its own; from a
-    pickle comes the class's.
-    """
+    """Gives blocks the `forward` that may be an op."""
     for number, group in groups.items():
         for index, block in enumerate(group.blocks):
             place = number, index
@@ -463,11 +446,6 @@ def _is_op(group: int) -> bool:
     return group in _groups
 
 
-def group_of(number: int) -> Group:
-    """Returns the group of this number, while its blocks are ops."""
-    return _groups[number]
-
-
 def _fake(
     tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str, group: int, index: int
 ) -> Tensor:
@@ -495,7 +473,9 @@ def begin_blocks(module: nn.Module) -> bool:
     if _open.compilation != compilation:  # of a trace that failed before its backend was called
         end_blocks()
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if torch.is_grad_enabled() or autocast or module in _refused or not _is_taken():
+    if torch.is_grad_enabled() or autocast or module in _refused:
+        return False
+    if not any(getattr(backend, "_fxsplit_takes_blocks", False) for backend in backends_in_use()):
         return False
     if module not in _open.modules:
         _open.modules.append(module)
@@ -532,11 +512,6 @@ _open = _Open()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def _is_taken() -> bool:
-    """Whether the current trace is for a backend marked by `takes_blocks`."""
-    return any(getattr(backend, "_fxsplit_takes_blocks", False) for backend in backends_in_use())
-
-
 def inline_blocks(module: fx.GraphModule) -> LiveWeights:
     """Replaces each block op by the graph of its block.
 
@@ -571,7 +546,7 @@ class _Inlining:
         arguments: Any = call.args
         tensors, numbers, structure, number, index = arguments
         values = fx.node.map_arg((tensors, numbers), lambda n: n.meta["val"])
-        group = group_of(number)
+        group = _groups[number]
         body = group.body(*values, structure)
         inputs = body.graph.find_nodes(op="placeholder")
         given = [*tensors, *(n for n in numbers if isinstance(n, fx.Node))]

@@ -10,7 +10,6 @@ import sympy
 import torch
 from torch import fx
 
-from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.distributed import calls_other_ranks
 from fxsplit_encoder._torch.symbols import expression_of
 from fxsplit_encoder.compile import padding
@@ -38,8 +37,7 @@ from fxsplit_encoder.kernels.products import compile_ahead as compile_products_a
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
-    """Masks pad rows, applies the passes, splits the graph, compiles its pieces, and proves what may be
-    padded.
+    """Masks pad rows, runs the passes, splits the graph, compiles its pieces and proves padding.
 
     Args:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
@@ -56,12 +54,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
     mark_cuts(module, targets)
     own_heads = heads_of(module.graph.nodes)
-    report = run_passes(
-        module,
-        options.passes,
-        device,
-        invariant=options.invariant,
-    )
+    report = run_passes(module, options.passes, device, invariant=options.invariant)
     compile_ahead(module.graph.nodes, device, eager=own_heads)
     compile_products_ahead(module.graph.nodes, device)
     if options.invariant:
@@ -103,6 +96,7 @@ def _assemble(
     hosts = ((host_op(part.node.target), part.node) for part in graph.parts if isinstance(part, Cut))
     if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):
         report = replace(report, declared=True)
+    ops: list[Any] = [node.target for node in module.graph.nodes]
     return Program(
         steps=tuple(with_frees(steps, kept)),
         num_inputs=len(inputs),
@@ -117,7 +111,7 @@ def _assemble(
         ),
         input_shapes=tuple(None if is_scalar(n) else tensor_info(n).shape for n in inputs),
         token_symbol=token_symbol,
-        collectives=tuple(dict.fromkeys(n.target.name() for n in module.graph.nodes if _calls_ranks(n))),
+        collectives=tuple(dict.fromkeys(op.name() for op in ops if calls_other_ranks(op))),
         tokens_unknown="" if token_symbol is not None else tokens_unknown(graph.parts, options.splitting_ops),
         region_start=region_start,
         region_inputs=tuple(region.inputs.values()),
@@ -128,10 +122,6 @@ def _assemble(
         derived=DerivedParameters(_recipe(node, slots) for node in derived),
         pass_report=pass_report,
     )
-
-
-def _calls_ranks(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and calls_other_ranks(node.target)
 
 
 def _device(outputs: Iterable[Any]) -> torch.device:
@@ -260,7 +250,7 @@ def _cut_step(cut: Cut, slots: Slots) -> Step:
 
 
 def with_joins(steps: Sequence[Step]) -> list[Step]:
-    """Marks the steps that read what an earlier one computes beside, unless another has joined it."""
+    """Marks the steps that read what a side stream computes, unless another has joined it."""
     open_slots: set[int] = set()
     marked: list[Step] = []
     for step in steps:
@@ -277,7 +267,7 @@ def with_joins(steps: Sequence[Step]) -> list[Step]:
 def with_frees(steps: Sequence[Step], kept: Collection[int]) -> list[Step]:
     """Adds to each step the slots that no later one reads, so that a run takes no more memory than eager.
 
-    What a step beside others reads or writes is kept until one of them joins.
+    What a step on a side stream reads or writes is kept until one of them joins.
 
     Args:
         steps: the steps of a program, in order.
@@ -302,11 +292,6 @@ def slots_in(argument: Argument) -> list[int]:
     if isinstance(argument, list | tuple):
         return [slot for a in argument for slot in slots_in(a)]
     return []
-
-
-def is_packed_attention(target: Any) -> bool:
-    """Whether a node's target is packed attention, which takes cumulative lengths."""
-    return "varlen_attention" in str(target)
 
 
 class Region:
@@ -337,7 +322,7 @@ class Region:
             if isinstance(part, Cut):
                 self._nodes += (part.node, *part.unpacked)
                 read.update(dict.fromkeys(part.node.all_input_nodes))
-                if is_packed_attention(part.node.target):
+                if "varlen_attention" in str(part.node.target):
                     segments.add(part.node.args[3])
             else:
                 self._nodes += part.nodes
@@ -384,11 +369,7 @@ class Region:
         return tuple(sorted(used - {self._token_symbol or ""}))
 
     def prove(self, assumptions: Sequence[sympy.Basic]) -> padding.PaddingReport:
-        """Proves that the region may be padded, see `compile.padding`.
-
-        Args:
-            assumptions: what the trace assumes of its symbols.
-        """
+        """Proves that the region may be padded, given what the trace assumes of its symbols."""
         if self._token_symbol is None:
             return padding.PaddingReport((("graph", "no dimension of a splitting op's query is symbolic"),))
         seeds = {node: _seed(entry) for node, entry in self.inputs.items()}

@@ -69,9 +69,7 @@ class Fingerprints:
 
 
 class _HostSamples:
-    """Samples that are compared on the host. Those of CPU tensors are read by NumPy, which a recording of
-    PyTorch's operations does not see.
-    """
+    """Samples compared on the host, of CPU tensors by NumPy, which no recording of torch's calls sees."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._read = [_reader(each.view(_INTEGERS[each.element_size()])) for each in tensors]
@@ -93,10 +91,8 @@ def _reader(bits: Tensor) -> Callable[[], bytes]:
 
 
 class _DeviceSamples:
-    """Samples on a CUDA device, read through a table of their addresses.
-
-    A comparison that finds another bit writes the number of `take` calls until then, so one that was enqueued
-    before the last of them says nothing of the new samples.
+    """Samples on a CUDA device, read through a table of their addresses. A comparison that finds another bit
+    writes the number of `take` calls until then: one from before the last says nothing of the new samples.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -142,7 +138,6 @@ def _has_triton() -> bool:
 
 
 def _device_of(tensors: Iterable[Tensor]) -> torch.device | None:
-    """The device on which a kernel compares samples; None: there is none."""
     return next((each.device for each in tensors if each.is_cuda), None) if _has_triton() else None
 
 
@@ -193,7 +188,6 @@ class DerivedParameter:
     sources: tuple[int, ...]
     """Slots of parameters, or of parameters derived before this one."""
     make: Callable[..., Tensor]
-    """A function of the sources' tensors."""
     is_kept: bool = True
     """Whether a step reads it; if not, it is dropped as soon as those derived from it are computed."""
 
@@ -226,7 +220,7 @@ class DerivedParameters:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the derived parameters take beside those that they come from."""
+        """Bytes that the derived parameters take in addition to those that they come from."""
         return sum(value.numel() * value.element_size() for value in self._values.values())
 
     def fill(self, slots: list[Any], stamp: object = None) -> None:
@@ -313,9 +307,7 @@ class DerivedParameters:
 
 
 def _beside_readers(recipes: tuple[DerivedParameter, ...]) -> tuple[DerivedParameter, ...]:
-    """Orders recipes so that one that is not kept is next to its first reader, and drops those that none
-    reads.
-    """
+    """Orders recipes so that one that is not kept precedes its first reader; drops those that none reads."""
     dropped = {recipe.slot: recipe for recipe in recipes if not recipe.is_kept}
     ordered: list[DerivedParameter] = []
 

@@ -20,9 +20,7 @@ _compiled: dict[str, Any] = {}
 # No number of samples gets a version of its own.
 @triton.jit(do_not_specialize=["count", "takes"])  # type: ignore[untyped-decorator]
 def _compare(addresses, before, state, count, takes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores the bits of BLOCK samples, or compares them; where any differ, writes state[0] to the address
-    state[1].
-    """
+    """Stores the bits of BLOCK samples, or compares them and writes state[0] to the address state[1]."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     address = tl.load(addresses + index, mask=index < count, other=0)
     expected = tl.load(before + index, mask=index < count, other=0)

@@ -43,22 +43,13 @@ _PLAIN = frozenset(
 )
 
 _OVER_TRAILING = ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm")
-_OVER_DIMS = (
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "argmax",
-    "argmin",
-    "prod",
-    "any",
-    "all",
-    "var",
-    "std",
-    "var_mean",
+_OVER_SIZES = frozenset(
+    (
+        *_OVER_TRAILING,
+        *("sum", "mean", "amax", "amin", "argmax", "argmin", "prod", "any", "all", "var", "std", "var_mean"),
+        *("_softmax", "_log_softmax", "softmax", "linalg_vector_norm", "flip", "roll"),
+    )
 )
-_OVER_DIM = ("_softmax", "_log_softmax", "softmax", "linalg_vector_norm", "flip", "roll")
-_OVER_SIZES = frozenset((*_OVER_TRAILING, *_OVER_DIMS, *_OVER_DIM))
 
 _MOST_PROBLEMS = 10
 

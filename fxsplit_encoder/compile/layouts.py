@@ -31,11 +31,7 @@ _BY_STRIDES = frozenset(
 )
 # Random numbers are drawn in the order of memory, but for attention's. Sizes that depend on values would be
 # traced as others.
-_TAGS = (
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.data_dependent_output,
-)
+_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 def sees_layout(node: fx.Node) -> bool:
@@ -71,8 +67,6 @@ def traced_downstream(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A node as it was before a rewrite."""
-
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -92,8 +86,6 @@ def keeping_layouts(graph: fx.Graph) -> Iterator[None]:
 
 
 class _Rewritten:
-    """A graph after a rewrite, and its nodes in order as they were before."""
-
     def __init__(self, graph: fx.Graph, before: Mapping[fx.Node, _Call]) -> None:
         self._graph = graph
         self._before = before
@@ -118,9 +110,7 @@ class _Rewritten:
                     self._restore(node, changed)
 
     def _changed_inputs(self, node: fx.Node) -> dict[fx.Node, tuple[fx.Node, Any]]:
-        """The inputs of a node that are stored otherwise than when it was traced: each with what was there
-        then, and its traced value.
-        """
+        """Inputs of a node that are stored otherwise than when it was traced: node and value of then."""
         was = self._before.get(node)
         reads = node.all_input_nodes
         if was is None:

@@ -18,6 +18,7 @@ from torch import fx
 from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder._torch.dispatch import has_tag
 from fxsplit_encoder.compile.padding.states import TokenSizes
+from fxsplit_encoder.compile.rewriting import call_function
 from fxsplit_encoder.compile.sizes import assumptions_of, expression
 
 aten = torch.ops.aten
@@ -66,9 +67,7 @@ def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node |
 
 
 def _rows(node: fx.Node, assumptions: Sequence[sympy.Basic]) -> sympy.Expr | None:
-    """The rows that a splitting op may leave unwritten: tokens. None for an op of torch, and for rows that
-    are computed or constant, which are never padded.
-    """
+    """The rows of a splitting op that `num_rows` counts; None for torch's ops and rows never padded."""
     value = node.meta.get("val")
     if node.target.namespace == "aten" or not isinstance(value, torch.Tensor):  # type: ignore[union-attr]
         return None
@@ -107,24 +106,12 @@ def _mask(graph: fx.Graph, node: fx.Node, rows: sympy.Expr, num_rows: fx.Node, f
     value = node.meta["val"]
     dim = _dim_of(rows, value)
     assert dim is not None
-
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = graph.call_function(target, args, kwargs)
-        values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with fake_mode:
-            new.meta["val"] = target(*values[0], **values[1])
-        return new
-
-    with graph.inserting_after(node):
-        count = graph.call_function(aten.sym_size.int, (node, dim))
-        count.meta["val"] = value.shape[dim]
-    with graph.inserting_after(count):
-        row = add(aten.arange.default, count, device=value.device)
-    with graph.inserting_after(row):
-        is_padding = add(aten.ge.Tensor, row, num_rows)
-    with graph.inserting_after(is_padding):
-        shaped = add(aten.view.default, is_padding, [count] + [1] * (value.dim() - 1 - dim))
-    with graph.inserting_after(shaped):
-        masked = add(aten.masked_fill.Scalar, node, shaped, 0)
+    with fake_mode, graph.inserting_before(node.next):
+        count = call_function(graph, aten.sym_size.int, node, dim)
+        row = call_function(graph, aten.arange.default, count, device=value.device)
+        is_padding = call_function(graph, aten.ge.Tensor, row, num_rows)
+        shape = [count] + [1] * (value.dim() - 1 - dim)
+        shaped = call_function(graph, aten.view.default, is_padding, shape)
+        masked = call_function(graph, aten.masked_fill.Scalar, node, shaped, 0)
     for user in users:
         user.replace_input_with(node, masked)

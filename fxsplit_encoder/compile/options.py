@@ -32,9 +32,7 @@ class CompileOptions:
     splitting_ops: tuple[str, ...]
     piece_compiler: str | Callable[..., Any]
     progress: Callable[[int, int], None] | None = None
-    """Called with (done, total) after each tracing phase and piece; until the split the total counts one
-    piece.
-    """
+    """Called with (done, total) after each phase and piece; until the split the total counts one piece."""
     passes: tuple[str, ...] | None = None
     """Names of `compile.passes.PASSES`; None: the defaults of the graph's device."""
     observe: Callable[[fx.GraphModule], None] | None = None
@@ -51,12 +49,7 @@ class CompileOptions:
     def of(cls, config: EncoderConfig) -> CompileOptions:
         """Returns the options of a configuration."""
         passes = None if config.passes == "auto" else config.passes
-        return cls(
-            config.splitting_ops,
-            config.piece_compiler,
-            passes=passes,
-            invariant=config.invariant,
-        )
+        return cls(config.splitting_ops, config.piece_compiler, passes=passes, invariant=config.invariant)
 
     def report(self, done: int, num_pieces: int = 1) -> None:
         """Reports the number of phases and pieces that are done."""
@@ -66,10 +59,7 @@ class CompileOptions:
 
 DENSE_ATTENTION = "aten::scaled_dot_product_attention"
 # AOT replaces the composite op by the kernel that suits device and dtype, and a pass that by ours.
-_DENSE_ATTENTION_KERNELS = (
-    "fxsplit::dense_attention",
-    *DENSE_ATTENTION_KERNELS,
-)
+_DENSE_ATTENTION_KERNELS = ("fxsplit::dense_attention", *DENSE_ATTENTION_KERNELS)
 
 
 def splitting_targets(names: Sequence[str]) -> frozenset[Any]:
@@ -104,8 +94,8 @@ class HostOp:
     """How the compiler runs a host op."""
 
     run: Callable[..., Sequence[Tensor]]
-    """Returns exact, unpadded outputs, on the CPU or where they are cached; cumulative lengths always on the
-    CPU. The op's own kernel may pad them to what its fake declares.
+    """Returns exact, unpadded outputs, on the CPU or where they are cached; the op's own kernel may pad them.
+    Cumulative lengths are always on the CPU.
     """
     declares_padding: Callable[..., bool] | None = None
     """From the op's arguments, whether its tower declares that rows may be padded; None: it does not."""

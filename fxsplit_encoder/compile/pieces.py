@@ -42,8 +42,9 @@ def signature(piece: Piece) -> tuple[Any, ...]:
     def describe(value: Any) -> Any:
         return fx.node.map_arg(value, lambda node: _Reference(numbers[node]))
 
+    values = [node.meta["val"] for node in piece.inputs]
     return (
-        tuple(_input(node.meta["val"]) for node in piece.inputs),
+        tuple(layout(v) if isinstance(v, torch.Tensor) else str(v) for v in values),
         tuple(
             (str(node.target), repr(describe(node.args)), repr(describe(node.kwargs))) for node in piece.nodes
         ),
@@ -56,10 +57,6 @@ class _Reference(str):
 
     def __repr__(self) -> str:
         return f"%{self!s}"
-
-
-def _input(value: Any) -> Any:
-    return layout(value) if isinstance(value, torch.Tensor) else str(value)
 
 
 def to_graph_module(piece: Piece) -> fx.GraphModule:

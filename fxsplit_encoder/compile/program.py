@@ -56,9 +56,9 @@ class Step:
     nodes: tuple[str, ...] = ()
     """The names of the graph's nodes that it stands for."""
     beside: bool = False
-    """Whether it may run beside the steps after it (`compile.program`)."""
+    """Whether it may run on a side stream, see `StepBranches`."""
     joins: bool = False
-    """Whether it reads what a step before it computes beside."""
+    """Whether it reads what a side stream computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class RegionInput:
     token_dim: int | None
     """The dimension that counts tokens, if any."""
     is_permutation: bool = False
-    """Whether it is a permutation of rows, see `compile.rewriting`."""
+    """Whether it is a permutation of rows, see `permute_rows`."""
 
 
 @dataclass(slots=True)
@@ -122,14 +122,14 @@ class Bindings:
 
 
 class StepBranches:
-    """Runs the steps marked `beside` on a sibling stream, which a CUDA graph has as a branch.
+    """Runs marked steps on a sibling stream, which a CUDA graph has as a branch.
 
     The program keeps what such a step reads and writes until a step that `joins` has run (`with_frees`); call
     `join` after the last step, before a result is read.
 
     Args:
         device: of the program. Without CUDA steps run where they stand.
-        active: whether steps may run beside others: no branch outlives the graph that it begins in.
+        active: whether steps may run there: no branch outlives the graph that it begins in.
     """
 
     def __init__(self, device: torch.device, *, active: bool = True) -> None:
@@ -148,7 +148,7 @@ class StepBranches:
         return functools.partial(self._behind, call) if step.joins and self._open else call
 
     def join(self) -> None:
-        """Makes what is enqueued from now on wait for all steps that ran beside."""
+        """Makes what is enqueued from now on wait for all steps on the sibling stream."""
         if self._branch is not None and self._open:
             self._branch.join()
         self._open = False
@@ -180,8 +180,7 @@ class Program:
     static_inputs: frozenset[int]
     """Inputs that are parameters or buffers: bound by address when captured."""
     symbol_sources: tuple[tuple[str, int, int], ...]
-    """(symbol, input, dimension) of each symbol that a size may use; dimension -1: the input is the number.
-    """
+    """(symbol, input, dimension) for each symbol of a size; dimension -1: the input is the number."""
     outputs: tuple[Argument, ...]
     output_infos: tuple[TensorInfo | None, ...]
     input_shapes: tuple[tuple[Size, ...] | None, ...]
@@ -199,7 +198,6 @@ class Program:
     derived: DerivedParameters = field(default_factory=DerivedParameters)
     """Parameters that passes keep in another form."""
     tokens_unknown: str = ""
-    """Why there is no token symbol."""
     collectives: tuple[str, ...] = ()
     """The ops that other ranks have to call as well."""
     pass_report: Mapping[str, int] = field(default_factory=dict)

@@ -51,9 +51,7 @@ def cuts_after_host_ops(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def mark_beside(nodes: Iterable[fx.Node]) -> None:
-    """Marks nodes between two cuts, which no other node there reads, as a piece that runs beside what
-    follows.
-    """
+    """Marks nodes between two cuts, which no other node there reads, as a piece for a side stream."""
     for node in nodes:
         node.meta[_BESIDE] = True
 
@@ -111,8 +109,9 @@ def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx
         node = graph.placeholder(name)
     node.meta["derived"] = (make, sources)
     values = [source.meta["val"] for source in sources]
+    recipe = _recipe(node)
     # Blocks are equal, and making one takes some thirty operations on traced values.
-    like = next((n.meta["val"] for n in reversed(before) if _derives_the_same(n, node)), None)
+    like = next((n.meta["val"] for n in reversed(before) if _recipe(n) == recipe), None)
     with fake_mode_of(values), torch.no_grad():
         if like is None:
             node.meta["val"] = make(*values)
@@ -123,18 +122,11 @@ def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx
     return node
 
 
-def _derives_the_same(one: fx.Node, other: fx.Node) -> bool:
-    (make, sources), (other_make, other_sources) = one.meta["derived"], other.meta["derived"]
-    return _call(make) == _call(other_make) and _source_layouts(sources) == _source_layouts(other_sources)
-
-
-def _call(make: Callable[..., Tensor]) -> tuple[Any, ...]:
-    """A comparable form of a function: partial ones of the same arguments are not equal."""
-    return (make.func, make.args, make.keywords) if isinstance(make, functools.partial) else (make,)
-
-
-def _source_layouts(sources: Iterable[fx.Node]) -> list[Any]:
-    return [layout(source.meta["val"]) for source in sources]
+def _recipe(node: fx.Node) -> tuple[Any, ...]:
+    """A comparable form of how an input is derived; partial functions of the same arguments are not equal."""
+    make, sources = node.meta["derived"]
+    call = (make.func, make.args, make.keywords) if isinstance(make, functools.partial) else (make,)
+    return call, [layout(source.meta["val"]) for source in sources]
 
 
 def derivation(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[fx.Node, ...]] | None:

@@ -130,11 +130,7 @@ def _save_fields(value: Any, known: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _save(value: Any, known: Mapping[int, Any]) -> Any:
-    """A value as JSON has it.
-
-    Args:
-        known: what is saved in place of objects, by their ids: of parameters and compiled pieces.
-    """
+    """Returns a value as JSON; `known` maps ids of parameters and compiled pieces to their saved form."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if id(value) in known:
@@ -186,13 +182,7 @@ def _save_recipe(recipe: DerivedParameter, known: Mapping[int, Any]) -> dict[str
 
 
 class _Loader:
-    """Restores what `_save` has written.
-
-    Args:
-        pieces: the compiled pieces, by number.
-        tensors: the parameters and buffers of the tower, by name.
-        device: where the program runs.
-    """
+    """Restores what `_save` has written, with pieces by number and the tower's tensors by name."""
 
     def __init__(
         self, pieces: Sequence[CompiledPiece], tensors: Mapping[str, Tensor], device: torch.device

@@ -19,6 +19,21 @@ from fxsplit_encoder.compile.rewriting import node_value, runs_beside
 from fxsplit_encoder.compile.sizes import expression, symbol_of
 from fxsplit_encoder.errors import CompileError
 
+aten = torch.ops.aten
+
+_SIZE_QUERIES = (
+    aten.sym_size.int,
+    aten.sym_stride.int,
+    aten.sym_numel.default,
+    aten.sym_storage_offset.default,
+)
+# Assertions on sizes, which tracing inserts; the guards of the trace state the same.
+_ASSERTIONS = (
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+
 
 @dataclass(slots=True)
 class Cut:
@@ -64,7 +79,7 @@ def split_graph(module: fx.GraphModule, targets: frozenset[Any]) -> SplitGraph:
         elif node.target in targets or host_op(node.target) is not None:
             cuts[node] = Cut(node, host_op(node.target) is not None)
             parts += [cuts[node], []]
-        elif not _is_assertion(node):
+        elif node.target not in _ASSERTIONS:
             assert isinstance(parts[-1], list)
             parts[-1].append(node)
     symbols = _symbol_nodes(module.graph, placeholders)
@@ -80,37 +95,18 @@ def is_scalar(node: fx.Node) -> bool:
 
 
 def _require_symbolic(node: fx.Node) -> None:
-    if any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes) and not _is_size_query(
-        node
-    ):
+    reads_tensors = any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
+    if reads_tensors and node.target not in _SIZE_QUERIES:
         raise CompileError(
             f"{node.target} reads a tensor's value on the host ({node.name}); such a graph cannot be split. "
             "Compute the number outside the compiled module"
         )
 
 
-def _is_size_query(node: fx.Node) -> bool:
-    return node.target in (
-        torch.ops.aten.sym_size.int,
-        torch.ops.aten.sym_stride.int,
-        torch.ops.aten.sym_numel.default,
-        torch.ops.aten.sym_storage_offset.default,
-    )
-
-
-def _is_assertion(node: fx.Node) -> bool:
-    """Assertions on sizes, which tracing inserts; the guards of the trace state the same."""
-    return node.target in (
-        torch.ops.aten._assert_scalar.default,
-        torch.ops.aten.sym_constrain_range.default,
-        torch.ops.aten.sym_constrain_range_for_size.default,
-    )
-
-
 def _pieces(
     nodes: Sequence[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]
 ) -> list[Piece]:
-    """The nodes between two cuts: one piece, or two, of which the second runs beside what follows."""
+    """The nodes between two cuts: one piece, or two, the second of which runs on a side stream."""
     aside = [node for node in nodes if runs_beside(node)]
     rest = [node for node in nodes if not runs_beside(node)]
     pieces = [_piece(rest, output_args, symbols)] if rest else []
@@ -143,7 +139,7 @@ def _symbol_nodes(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> dict[str,
             name = _backed_symbol(size)
             if name is not None and name not in found:
                 with graph.inserting_after(node):
-                    found[name] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                    found[name] = graph.call_function(aten.sym_size.int, (node, dim))
                 found[name].meta["val"] = size
     return found
 

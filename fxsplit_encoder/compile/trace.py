@@ -65,9 +65,7 @@ def compile_graph(
 
 @contextlib.contextmanager
 def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
-    """Starts the processes that compile pieces and attention kernels, which get ready while the graph is
-    traced.
-    """
+    """Starts the processes that compile pieces and attention kernels while the graph is traced."""
     if options.is_known:
         yield
         return
@@ -117,9 +115,7 @@ def trace_forward(
 
 
 def _blames_blocks(error: Exception) -> bool:
-    """Whether to trace again without blocks as ops after this error. A trace takes long, so it is not
-    repeated for what has nothing to do with blocks.
-    """
+    """Whether to trace again without blocks as ops after this error, which takes long."""
     if isinstance(error, UntraceableError):
         files = traced_files(error.__cause__) if error.__cause__ is not None else []
         return not files or blocks.__file__ in files
@@ -191,7 +187,7 @@ def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[int]]) -> None:
-    """Raises CompileError if the trace made a varying size constant: nothing checks it at the next call."""
+    """Raises CompileError if the trace made a varying size constant, which no later call checks."""
     for name, shape in zip(bound.names, bound.program.input_shapes, strict=True):
         if name is None or shape is None:
             continue

@@ -27,13 +27,11 @@ import sympy
 import torch
 from torch import fx
 
-from fxsplit_encoder._torch.symbols import expression_of
 from fxsplit_encoder.compile.padding.rules import (
     ATTENTIONS,
     CONSTRUCTORS,
     COPIES,
     DENSE_ATTENTIONS,
-    MOVERS,
     SIZED,
     SIZED_WITH_ROWS,
     pointwise,
@@ -49,14 +47,14 @@ from fxsplit_encoder.compile.padding.states import (
     State,
     TokenSizes,
     draws_random_numbers,
-    indices_of,
     is_pointwise,
     named,
     operation,
+    reads_token_count,
+    scalar_arguments,
     symbols_of,
     token_dim,
 )
-from fxsplit_encoder.compile.rewriting import node_value
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 __all__ = ["SEGMENTS", "SHARED", "PaddingReport", "Rows", "State", "analyse", "token_dim"]
@@ -75,15 +73,12 @@ class PaddingReport:
     segments_may_grow: bool = True
     """Whether empty segments may be appended: only attention reads the cumulative lengths."""
     capture_refusal: str = ""
-    """Why nothing of the region may be captured: it draws random numbers, of which a capture would take
-    others than eager, or attends over rows that are not its tokens.
-    """
+    """Why nothing may be captured: random numbers, or attention over rows that are not the tokens."""
     divisor: int = 1
     """A number that divides every token count for which the trace holds."""
     declared: bool = False
     """Whether the tower declares that padding leaves its real rows alone."""
     num_nodes: int = field(default=0, compare=False)
-    """How many nodes were analyzed."""
     source: str = field(default="", compare=False)
     """The line of the module's code that the first reason is about, where the trace knows it."""
 
@@ -224,18 +219,14 @@ class Analysis:
             raise NotProvedError(f"{name} reads the segments' cumulative lengths; only attention may")
         takes_rows = any(isinstance(s, Rows | list) for s in inputs)
         is_sized = name in SIZED or (takes_rows and name in SIZED_WITH_ROWS)
-        if not is_sized and self.reads_token_count(node):
+        if not is_sized and reads_token_count(node, self.sizes):
             raise NotProvedError(f"{name} computes with the token count or the number of segments")
         if not takes_rows and name not in CONSTRUCTORS | COPIES:
             return SHARED
         rule = RULES.get(name) or (pointwise if is_pointwise(node) else None)
         if rule is None:
             raise NotProvedError(f"no padding rule for {name}")
-        return rule(NodeView(self, node))
-
-    def reads_token_count(self, node: fx.Node) -> bool:
-        """Whether a scalar argument depends on a size that padding changes."""
-        return any(self.sizes.varies(expr) for expr in _scalar_arguments(node))
+        return rule(NodeView(node, self.states, self.seeds, self.sizes))
 
     def check_extents(self, value: Any, state: State) -> None:
         """Raises NotProvedError if padding changes a size other than that along the token dimension."""
@@ -259,18 +250,6 @@ class Analysis:
                         f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too"
                     )
 
-    def looks_up_safely(self, node: fx.Node) -> bool:
-        """Whether indices of pad rows are in range: zeros of an input's pad rows, not computed."""
-        indices = [i for i in indices_of(node) if isinstance(i, fx.Node)]
-        return all(self._is_an_input(index) for index in indices)
-
-    def _is_an_input(self, node: fx.Node) -> bool:
-        if self.states.get(node, SHARED) is SHARED:
-            return True
-        if node in self.seeds:
-            return not node.meta["val"].is_floating_point()
-        return operation(node) in MOVERS and all(map(self._is_an_input, node.all_input_nodes))
-
     def _capture_refusal(self, node: fx.Node) -> str:
         name = operation(node)
         is_dense = name in DENSE_ATTENTIONS
@@ -285,9 +264,7 @@ class Analysis:
         return ""
 
     def _reads_segments(self, node: fx.Node, inputs: Sequence[State]) -> bool:
-        """Whether more segments would change a node's result: something but attention takes their cumulative
-        lengths, or a number or size depends on how many there are.
-        """
+        """Whether more segments would change a node's result: it reads their lengths or their number."""
         if SEGMENTS in inputs and operation(node) not in ATTENTIONS:
             return True
         values = node.meta.get("val")
@@ -295,11 +272,5 @@ class Analysis:
         sizes = [size for t in tensors if isinstance(t, torch.Tensor) for size in shape_exprs(t)]
         return any(
             not self.sizes.segment_symbols.isdisjoint(symbols_of(expr))
-            for expr in (*_scalar_arguments(node), *sizes)
+            for expr in (*scalar_arguments(node), *sizes)
         )
-
-
-def _scalar_arguments(node: fx.Node) -> list[sympy.Expr]:
-    values = (node_value(n) for n in node.all_input_nodes)
-    kinds = torch.SymInt | torch.SymFloat | torch.SymBool
-    return [expression_of(value) for value in values if isinstance(value, kinds)]

@@ -16,6 +16,8 @@ from fxsplit_encoder.compile.padding.states import (
     Rows,
     State,
     named,
+    operation,
+    reads_token_count,
     rule,
 )
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
@@ -29,24 +31,22 @@ _DIVISIONS = frozenset(("div", "divide", "floor_divide", "remainder", "fmod"))
 
 @rule("floor_divide")  # which torch does not tag
 def pointwise(view: NodeView) -> State:
-    """An entry of the result is computed from one entry of each argument: the one at the same place, or the
-    one at 0 of a dimension that is broadcast. So with rows along one dimension in all arguments that have
-    any, none of them broadcast, and the others shared, the result has rows there.
+    """An entry of the result comes from one entry of each argument: the one at the same place, or at 0 of a
+    broadcast dimension. So with rows along one dimension, not broadcast, in all arguments that have any, and
+    the others shared, the result has rows there.
 
     This is the rule of operations that torch tags as pointwise, so they are not registered by name.
     """
     output = view.output()
     dims = set()
     for node in view.node.all_input_nodes:
-        state, value = view.analysis.states.get(node, SHARED), node.meta.get("val")
+        state, value = view.states.get(node, SHARED), node.meta.get("val")
         if isinstance(state, list):
             raise view.fail("takes several tensors as one argument")
         if isinstance(state, Rows) and isinstance(value, torch.Tensor):
             assert state.dim < value.dim(), node
             dim = state.dim + output.dim() - value.dim()
-            if not view.analysis.sizes.are_equal(
-                expression(value.shape[state.dim]), expression(output.shape[dim])
-            ):
+            if not view.sizes.are_equal(expression(value.shape[state.dim]), expression(output.shape[dim])):
                 raise view.fail("broadcasts along the token dimension")
             dims.add(state.at(dim))
     if len(dims) != 1:
@@ -69,8 +69,8 @@ def _require_safe_division(view: NodeView) -> None:
 @rule("alias", "clone", "contiguous", "detach", "_to_copy", "to", "lift_fresh_copy")
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "view_as_real", "view_as_complex")
 def _same(view: NodeView) -> State:
-    """The same entries, in another dtype or memory, or constants of the same shape. Of a complex number's two
-    parts the dimension is the last, after that of the rows.
+    """The same entries in another dtype or memory, or constants of the same shape. The last dimension of a
+    complex number's parts comes after that of the rows.
     """
     rows = view.rows_of()
     if view.name == "view_as_complex" and rows.dim == view.rank() - 1:
@@ -144,19 +144,33 @@ ATTENTIONS = frozenset(("varlen_attention", *DENSE_ATTENTIONS))
 _PERMUTE_ROWS = "fxsplit::permute_rows"
 
 
+def _require_safe_lookup(view: NodeView) -> None:
+    """Raises NotProvedError unless indices of pad rows are those of an input, zeros, which are in range."""
+    indices = [i for a in view.node.args[1:] for i in (a if isinstance(a, list | tuple) else [a])]
+    if not all(_is_an_input(view, index) for index in indices if isinstance(index, fx.Node)):
+        raise view.fail("looks up computed indices, which may be out of range in pad rows")
+
+
+def _is_an_input(view: NodeView, node: fx.Node) -> bool:
+    if view.state(node) is SHARED:
+        return True
+    if node in view.seeds:
+        return not node.meta["val"].is_floating_point()
+    return operation(node) in MOVERS and all(_is_an_input(view, each) for each in node.all_input_nodes)
+
+
 @rule("embedding")
 def _embedding(view: NodeView) -> State:
     """embedding(table, indices): the entry of an index is the table's row of that number."""
     view.require_shared(0)
-    view.require_safe_lookup()
+    _require_safe_lookup(view)
     return Rows(view.rows(1))
 
 
 @rule("index", "_unsafe_index")
 def _index(view: NodeView) -> State:
-    """x[indices]: a shared table looked up by rows of indices, each of which gives its own entries; or rows
-    whose other dimensions are indexed by what is shared, the same entries of each row. Indices into rows
-    would let tokens read one another.
+    """x[indices]: rows of indices into a shared table, each of which gives its own entries; or rows whose
+    other dimensions are indexed by what is shared. Indices into rows would let tokens read one another.
     """
     indices = view.arg(1)
     given = [i for i in indices if i is not None]
@@ -166,7 +180,7 @@ def _index(view: NodeView) -> State:
         return _entries_of_rows(view, indices, given)
     if indices[0] is None or any(not isinstance(view.state(i), Rows) for i in given):
         raise view.fail("gathers with a pattern that is not one lookup a row")
-    view.require_safe_lookup()
+    _require_safe_lookup(view)
     rank = max(i.meta["val"].dim() for i in given)
     rows = {view.state(i).at(view.state(i).dim + rank - i.meta["val"].dim()) for i in given}
     if len(rows) != 1:
@@ -201,16 +215,16 @@ def _index_select(view: NodeView) -> State:
         return Rows(view.rows())
     if dim != 0:
         raise view.fail("gathers with a pattern that is not one lookup a row")
-    view.require_safe_lookup()
+    _require_safe_lookup(view)
     return Rows(view.rows(2))
 
 
 @rule(_PERMUTE_ROWS)
 def _permute_rows(view: NodeView) -> State:
-    """permute_rows(rows, permutation): it permutes the real rows among themselves, for that is what the op
-    promises of a permutation that enters the graph as it is: padding only appends to such a one.
+    """permute_rows(rows, permutation): permutes the real rows among themselves, as the op promises of a
+    permutation that enters the graph as it is: padding only appends to it.
     """
-    if view.rows(0) != 0 or view.rows(1) != 0 or view.arg(1) not in view.analysis.seeds:
+    if view.rows(0) != 0 or view.rows(1) != 0 or view.arg(1) not in view.seeds:
         raise view.fail("takes a permutation of rows that does not enter the graph as it is")
     return Rows(0)
 
@@ -218,19 +232,17 @@ def _permute_rows(view: NodeView) -> State:
 @rule("varlen_attention")
 def _varlen_attention(view: NodeView) -> State:
     """varlen_attention(query, key, value, cu_seqlens, max_seqlen, scale): a row attends to the rows of its
-    own segment. The segments of the unpadded run are there in the padded one, hold real rows only, and are
-    followed by empty ones; so a real row reads the same rows, whatever the bound on the longest segment.
+    segment. The segments of the unpadded run hold real rows only, and are followed by empty ones; so a real
+    row reads the same rows, whatever the bound on the longest segment.
     """
     if [view.state(view.arg(i)) for i in range(3)] != [Rows(0)] * 3:
         raise view.fail("takes query, key and value whose tokens are not their first dimension")
     if view.state(view.arg(3)) is not SEGMENTS:
         raise view.fail("takes cumulative lengths that do not enter the graph as they are")
     tokens = shape_exprs(view.tensor())[0]
-    if not view.analysis.sizes.count_tokens(tokens):
+    if not view.sizes.count_tokens(tokens):
         # Pad rows belong to no segment, and masks keep only the tokens' finite.
-        raise view.fail(
-            f"runs over {tokens} rows, which is not the token count {view.analysis.sizes.token_symbol}"
-        )
+        raise view.fail(f"runs over {tokens} rows, which is not the token count {view.sizes.token_symbol}")
     if isinstance(view.arg(5), fx.Node):
         raise view.fail("takes a computed scale")
     return Rows(0)
@@ -238,10 +250,10 @@ def _varlen_attention(view: NodeView) -> State:
 
 @rule(*DENSE_ATTENTIONS)
 def _dense_attention(view: NodeView) -> State:
-    """(batch, heads, tokens, head_dim): entry b of the result is computed from entry b of query, key, value
-    and mask, so with the tokens of the graph as the batch its first entries come from real ones alone. A mask
-    without a batch, or with a batch of one, is the same for all. Of further results, those that have an entry
-    for each of the batch are such entries too; of others (seeds, offsets) nothing is known.
+    """(batch, heads, tokens, head_dim): entry b of the result comes from entry b of query, key, value and
+    mask, so with the tokens of the graph as the batch its first entries come from real ones alone. A mask
+    without a batch, or of one, is the same for all. Further results are such entries if they have one for
+    each of the batch; of others (seeds, offsets) nothing is known.
     """
     if named(view.node, "dropout_p"):
         raise view.fail("drops entries at random")
@@ -263,7 +275,7 @@ def _dense_attention(view: NodeView) -> State:
 
 def _result_state(view: NodeView, state: Rows, result: Any) -> State:
     counts_rows = isinstance(result, torch.Tensor) and result.dim() > 0
-    if counts_rows and view.analysis.sizes.counts_rows(shape_exprs(result)[0]):
+    if counts_rows and view.sizes.counts_rows(shape_exprs(result)[0]):
         return state
     return Mixed(f"{view.name} gives nothing that is known beside what was attended to")
 
@@ -326,8 +338,7 @@ def _product(view: NodeView, a: State, b: State) -> State:
 @rule("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm")
 def _normalize_trailing(view: NodeView) -> State:
     """layer_norm, rms_norm: (input, normalized_shape, weight, bias, eps): statistics are those of the last
-    dimensions, as many as the shape has, and so each row's own where it lies before them. The statistics that
-    come with the result keep those dimensions, of size 1.
+    dimensions, and so each row's own where it lies before them. Returned statistics keep those dimensions.
     """
     view.require_shared(2, 3)
     if view.rows_of().dim >= view.rank() - len(view.arg(1)):
@@ -345,9 +356,8 @@ def _softmax(view: NodeView) -> State:
 
 @rule("cumsum", "cumprod", "logcumsumexp")
 def _scan(view: NodeView) -> State:
-    """cumsum(x, dim): an entry comes from those up to its own place along `dim`. Along another dimension
-    these are in the entry's own row; along the rows they are in the rows before it, which for a real row are
-    real.
+    """cumsum(x, dim): an entry comes from those up to its place along `dim`: in its own row, or along the
+    rows in those before it, which for a real row are real.
     """
     return Rows(view.rows())
 
@@ -396,9 +406,9 @@ def _convolution(view: NodeView) -> State:
 @rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
 @rule("pixel_shuffle", "pixel_unshuffle")
 def _over_space(view: NodeView) -> State:
-    """Pooling, interpolation and padding of the trailing dimensions: these work on each plane (or line, or
-    volume) of the input alone, and dimension 0 counts planes or groups of them. Indices of maxima count
-    within a plane. Output sizes and scales that follow the token count are refused before any rule is asked.
+    """Pooling, interpolation and padding of the trailing dimensions work on each plane (or line, or volume)
+    alone, and dimension 0 counts planes or groups of them. Indices of maxima count within a plane. Output
+    sizes that follow the token count are refused before.
     """
     view.require_shared(*range(1, len(view.args)))
     if view.rank() < 3:
@@ -409,7 +419,7 @@ def _over_space(view: NodeView) -> State:
 @rule("im2col", "col2im")
 def _blocks_of_images(view: NodeView) -> State:
     """im2col, col2im over (batch, ...): the blocks of entry b are cut from, or added up into, entry b alone.
-    Without a batch dimension 0 is one of channels, which the result joins with the places in a block.
+    Without a batch dimension 0 is one of channels.
     """
     view.require_shared(*range(1, len(view.args)))
     if view.rank() != (4 if view.name == "im2col" else 3):
@@ -420,12 +430,11 @@ def _blocks_of_images(view: NodeView) -> State:
 @rule("native_group_norm")
 def _group_norm(view: NodeView) -> State:
     """native_group_norm(input, weight, bias, N, C, HxW, group, eps): statistics are those of a group of
-    channels of one of N entries. N has to be the size of dimension 0: the operation reads memory as
-    (N, C, HxW) whatever the shape says.
+    channels of one of N entries. N has to be the size of dimension 0: memory is read as (N, C, HxW).
     """
     view.require_shared(1, 2)
     entries, *others = (expression(_size(view, i)) for i in range(3, 7))
-    sizes = view.analysis.sizes
+    sizes = view.sizes
     if any(map(sizes.varies, others)) or not sizes.are_equal(entries, shape_exprs(view.tensor())[0]):
         raise view.fail("normalizes over tokens")
     return _first_dimension(view)
@@ -434,7 +443,7 @@ def _group_norm(view: NodeView) -> State:
 @rule("_native_batch_norm_legit_no_training")
 def _batch_norm(view: NodeView) -> State:
     """(input, weight, bias, running_mean, running_var, ...): a scale and a shift for each channel, dimension
-    1, which are the same for all entries. The statistics of training that it also returns are empty.
+    1, the same for all entries. The returned statistics of training are empty.
     """
     view.require_shared(1, 2, 3, 4)
     if view.rows() == 1:
@@ -467,12 +476,11 @@ MOVERS = frozenset((*RESHAPES, *_VIEWS, *_PARTS))
 @rule(*RESHAPES)
 def _reshape(view: NodeView) -> State:
     """view(x, sizes): entries keep their order in memory, the last dimension running fastest. Rows along
-    `dim` are, in memory, as many blocks as the dimensions before `dim` have entries, times those within it;
+    `dim` are as many blocks in memory as the dimensions before `dim` have entries, times those within it;
     each begins with what the real rows hold. The one dimension of the result that counts tokens falls into
-    those of these blocks that the dimensions before it do not tell apart: none but one, or it was joined with
-    them.
+    the blocks that the dimensions before it do not tell apart: one, unless it was joined with them.
     """
-    rows, sizes = view.rows_of(), view.analysis.sizes
+    rows, sizes = view.rows_of(), view.sizes
     before, after = shape_exprs(view.tensor()), shape_exprs(view.output())
     all_blocks = sympy.Mul(*before[: rows.dim], rows.blocks)
     for dim, size in enumerate(after):
@@ -509,8 +517,8 @@ def _unsqueeze(view: NodeView) -> State:
 
 @rule("squeeze")
 def _squeeze(view: NodeView) -> State:
-    """squeeze(x, dims): dimensions of size 1 less. One whose size is a symbol stays in the trace, and would
-    go in a run where it happens to be 1.
+    """squeeze(x, dims): drops dimensions of size 1. One whose size is a symbol stays in the trace, and would
+    go in a run where it is 1.
     """
     dims = view.arg(1)
     listed = range(view.rank()) if dims is None else [dims] if isinstance(dims, int) else dims
@@ -533,7 +541,7 @@ def _flip(view: NodeView) -> State:
 @rule("roll")
 def _roll(view: NodeView) -> State:
     """roll(x, shifts, dims): entries move along dims, within their row if the rows' is not one. Without dims
-    the tensor is rolled as if it had one dimension.
+    the tensor is rolled as one dimension.
     """
     dims = view.arg(2)
     listed = [dims] if isinstance(dims, int) else dims
@@ -582,9 +590,9 @@ def _unbind(view: NodeView) -> State:
 
 @rule("cat", "stack")
 def _cat(view: NodeView) -> State:
-    """cat(tensors, dim), stack: a row of the result is made of the rows with its number, where the tensors
-    are not joined along the rows themselves. A tensor without rows could have as many only by chance, which
-    the trace would have made a fixed size.
+    """cat(tensors, dim), stack: a row of the result is made of the rows with its number, where tensors are
+    not joined along the rows. A tensor without rows has as many only by chance, where the trace makes a size
+    fixed.
     """
     tensors = view.arg(0)
     states = [view.state(t) for t in tensors]
@@ -613,7 +621,7 @@ def _pad(view: NodeView) -> State:
 @rule(*CONSTRUCTORS)
 def _constructor(view: NodeView) -> State:
     """arange, zeros, full...: an entry is a constant, or for arange start + step times its place; so a longer
-    tensor begins with the shorter one, unless start, step or the constant were made from the count.
+    tensor begins with the shorter one, unless start, step or constant were made from the count.
     """
     dim = view.varying_dim()
     fill = {"full": 1, "new_full": 2, "scalar_tensor": 0}.get(view.name)
@@ -621,7 +629,7 @@ def _constructor(view: NodeView) -> State:
         raise view.fail("fills with a computed value")
     if view.name == "arange":
         start, step = (0, 1) if len(view.node.args) == 1 else (view.arg(0), view.arg(2, 1))
-        if dim is None and view.analysis.reads_token_count(view.node):
+        if dim is None and reads_token_count(view.node, view.sizes):
             raise view.fail("makes values from the token count")
         if dim is not None and (isinstance(start, fx.Node) or start != 0):
             raise view.fail("counts from a start that is not 0")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from fxsplit_encoder._torch.dispatch import OpOverload, has_tag, schema_of
-from fxsplit_encoder._torch.symbols import FloorDiv, Mod, PythonMod
+from fxsplit_encoder._torch.symbols import FloorDiv, Mod, PythonMod, expression_of
+from fxsplit_encoder.compile.rewriting import node_value
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 # The token count is a multiple of the divisor that the trace's guards ask for: `divisor * _GROUPS`.
@@ -149,9 +150,7 @@ class Rows:
 
     dim: int
     blocks: sympy.Expr | int = 1
-    """Number of equal blocks of the dimension, the first entries of each of which are meant: tokens that were
-    joined with an outer dimension.
-    """
+    """Number of equal blocks of the dimension, the first entries of each of which are meant."""
 
     def at(self, dim: int) -> Rows:
         """Returns the same rows along another dimension."""
@@ -183,26 +182,16 @@ def token_dim(value: torch.Tensor, token_symbol: str) -> int | None:
     )
 
 
-class Facts(Protocol):
-    """What a rule may ask of the whole analysis."""
-
-    states: dict[fx.Node, State]
-    seeds: frozenset[fx.Node]
-    sizes: TokenSizes
-
-    def reads_token_count(self, node: fx.Node) -> bool:
-        """Whether a scalar argument depends on a size that padding changes."""
-
-    def looks_up_safely(self, node: fx.Node) -> bool:
-        """Whether the indices of pad rows are in range."""
-
-
 class NodeView:
     """A node as the rules see it: arguments by position, states, shapes."""
 
-    def __init__(self, analysis: Facts, node: fx.Node) -> None:
-        self.analysis = analysis
+    def __init__(
+        self, node: fx.Node, states: Mapping[fx.Node, State], seeds: Collection[fx.Node], sizes: TokenSizes
+    ) -> None:
         self.node = node
+        self.states = states
+        self.seeds = seeds
+        self.sizes = sizes
         self.args = positional(node)
         self.name = operation(node)
 
@@ -213,7 +202,7 @@ class NodeView:
 
     def state(self, argument: Any) -> State:
         """Returns the state of an argument; constants are shared."""
-        return self.analysis.states.get(argument, SHARED) if isinstance(argument, fx.Node) else SHARED
+        return self.states.get(argument, SHARED) if isinstance(argument, fx.Node) else SHARED
 
     def rows_of(self, position: int = 0) -> Rows:
         """Returns the rows of an argument, which must have some; perhaps in several blocks."""
@@ -258,7 +247,7 @@ class NodeView:
     def varying_dim(self) -> int | None:
         """Returns the first dimension of the result whose size padding changes."""
         sizes = enumerate(shape_exprs(self.output()))
-        return next((dim for dim, size in sizes if self.analysis.sizes.varies(size)), None)
+        return next((dim for dim, size in sizes if self.sizes.varies(size)), None)
 
     def require_shared(self, *positions: int) -> None:
         """Raises NotProvedError if one of these arguments depends on the tokens."""
@@ -266,11 +255,6 @@ class NodeView:
             argument = self.arg(position)
             if argument is not None and self.state(argument) is not SHARED:
                 raise NotProvedError(f"argument {position} of {self.name} depends on the tokens")
-
-    def require_safe_lookup(self) -> None:
-        """Raises NotProvedError if pad rows could look up something out of range."""
-        if not self.analysis.looks_up_safely(self.node):
-            raise self.fail("looks up computed indices, which may be out of range in pad rows")
 
     def fail(self, why: str) -> NotProvedError:
         """Returns the error that says why this operation is not known to keep rows apart."""
@@ -328,11 +312,6 @@ def named(node: fx.Node, name: str) -> Any:
     return node.kwargs.get(name)
 
 
-def indices_of(node: fx.Node) -> Sequence[Any]:
-    """Returns the indices of a lookup: all arguments after the first."""
-    return [i for a in node.args[1:] for i in (a if isinstance(a, list | tuple) else [a])]
-
-
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a node takes from a random generator."""
     return has_tag(node.target, torch.Tag.nondeterministic_seeded)
@@ -341,3 +320,15 @@ def draws_random_numbers(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether torch tags a node's operation as pointwise."""
     return has_tag(node.target, torch.Tag.pointwise)
+
+
+def scalar_arguments(node: fx.Node) -> list[sympy.Expr]:
+    """Returns the numbers that a node takes from other nodes, as expressions."""
+    values = (node_value(n) for n in node.all_input_nodes)
+    kinds = torch.SymInt | torch.SymFloat | torch.SymBool
+    return [expression_of(value) for value in values if isinstance(value, kinds)]
+
+
+def reads_token_count(node: fx.Node, sizes: TokenSizes) -> bool:
+    """Whether a scalar argument depends on a size that padding changes."""
+    return any(map(sizes.varies, scalar_arguments(node)))

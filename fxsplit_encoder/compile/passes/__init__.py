@@ -27,15 +27,6 @@ from fxsplit_encoder.kernels.products import has_fused_activations
 
 Pass = Callable[[fx.GraphModule], int]
 
-__all__ = [
-    "DEFAULT_PASSES",
-    "PASSES",
-    "default_passes",
-    "expected_width",
-    "pass_rows",
-    "run_passes",
-]
-
 PASSES: Mapping[str, Pass] = {
     "conv_to_linear": conv_to_linear,
     "pad_mlp_width": pad_mlp_width,
@@ -54,10 +45,7 @@ PASSES: Mapping[str, Pass] = {
 _OF_FUSED_KERNELS = "measured_activations"
 """Pays where kernels have activations in their epilogue that torch's have not."""
 
-DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("conv_to_linear",),
-    "cuda": tuple(PASSES),
-}
+DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cuda": tuple(PASSES)}
 """What `passes: auto` stands for, by the type of the device; on others nothing."""
 
 _LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
@@ -88,11 +76,7 @@ def expected_width(width: int, names: Sequence[str] | None, device: torch.device
 
 
 def run_passes(
-    module: fx.GraphModule,
-    names: Sequence[str] | None,
-    device: torch.device,
-    *,
-    invariant: bool = False,
+    module: fx.GraphModule, names: Sequence[str] | None, device: torch.device, *, invariant: bool = False
 ) -> dict[str, int]:
     """Runs passes over a graph, in the order of `PASSES`; returns at how many places each changed it.
 

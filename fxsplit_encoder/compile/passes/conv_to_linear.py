@@ -116,9 +116,7 @@ def _whole_windows(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, list[int]]:
 
 
 def _windows(graph: fx.Graph, source: fx.Node, kernel: list[int]) -> tuple[fx.Node, list[Any]]:
-    """(windows, channels * entries of the kernel), a row for every window; and what a row stands for: the
-    batch, then the windows of each dimension.
-    """
+    """(windows, channels * entries of the kernel), and the sizes of batch and windows, which rows count."""
     batch, channels, *sizes = source.meta["val"].shape
     grid: list[Any] = [size // width for size, width in zip(sizes, kernel, strict=True)]
     count = batch if isinstance(batch, int) else call_function(graph, aten.sym_size.int, source, 0)

@@ -205,9 +205,7 @@ def _with_layout(graph: fx.Graph, source: fx.Node, expected: Tensor) -> fx.Node:
 
 
 def _positions(graph: fx.Graph, biased: _Biased, missing: int) -> fx.Node:
-    """(keys, grid rows + grid columns + missing): a one at the row and one at the column of every key.
-    Computed in place, so that a compiler fuses it into the copy of the keys.
-    """
+    """(keys, grid rows + columns + missing): ones at the row and the column of each key, to be fused."""
     rows, columns = biased.grid
     key = _value(biased.key)
 

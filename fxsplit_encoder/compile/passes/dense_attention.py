@@ -51,7 +51,6 @@ def attends_plainly(node: fx.Node) -> bool:
 
 
 def _is_fast(node: fx.Node) -> bool:
-    """Whether our kernels compute it, and without copies."""
     given = arguments_of(node)
     values = [given[name].meta["val"] for name in ("query", "key", "value")]
     return values[0].dtype in (torch.bfloat16, torch.float16) and all(
@@ -60,9 +59,7 @@ def _is_fast(node: fx.Node) -> bool:
 
 
 def _is_packed(value_BHTD: Tensor) -> bool:
-    """Whether tokens of all sequences are rows of one matrix at one stride. Sizes that vary are not compared:
-    that would add a guard.
-    """
+    """Whether tokens of all sequences are rows of one matrix at one stride, as far as sizes are fixed."""
     tokens, strides = value_BHTD.shape[2], value_BHTD.stride()
     if not all(isinstance(number, int) for number in (*value_BHTD.shape[1:], *strides)):
         return False

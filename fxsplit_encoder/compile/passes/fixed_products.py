@@ -48,13 +48,10 @@ def _product_of(node: fx.Node) -> tuple[Any, Any, Any, str] | None:
         activation = GELU_TANH if node.target is addmm_gelu else NOTHING
     else:
         return None
-    if not of_parameters(matrix) or not (bias is None or _is_vector(bias)):
+    is_vector = bias is None or (is_parameter(bias) and bias.meta["val"].dim() == 1)
+    if not of_parameters(matrix) or not is_vector:
         return None
     return rows, matrix, bias, activation
-
-
-def _is_vector(bias: fx.Node) -> bool:
-    return is_parameter(bias) and bias.meta["val"].dim() == 1
 
 
 def of_parameters(argument: Any) -> bool:

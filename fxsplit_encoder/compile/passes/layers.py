@@ -130,6 +130,6 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def is_only_result(node: fx.Node) -> bool:
-    """Whether what a kernel returns beside the attention has no users."""
+    """Whether what a kernel returns in addition to the attention has no users."""
     read = [user for user in node.users if user.users or user.target is not operator.getitem]
     return all(user.target is operator.getitem and user.args[1] == 0 for user in read)

@@ -92,7 +92,7 @@ def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
 
 
 def _in_turn(gate: fx.Node, up: fx.Node) -> fx.Node:
-    """The rows of two parameters in turn, padded here, so that padded ones need not be kept."""
+    """The rows of two parameters in turn; padded ones are padded here instead, and need not be kept."""
     rows = gate.meta["val"].shape[0]
     sources = [_unpadded(each) for each in (gate, up)]
     return derived_parameter(gate.graph, functools.partial(interleaved, rows=rows), *sources)
@@ -109,7 +109,6 @@ def _unpadded(parameter: fx.Node) -> fx.Node:
 
 
 def _has_choice(node: fx.Node) -> bool:
-    """Whether there is more than one kernel for a layer with this result."""
     value: Any = node.meta["val"]
     return value.dtype in _DTYPES or value.device.type != "cuda"
 

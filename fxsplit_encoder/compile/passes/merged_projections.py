@@ -58,7 +58,6 @@ def merged_projections(module: fx.GraphModule) -> int:
 
 
 def _projections(attention: fx.Node) -> list[Linear]:
-    """The layers that make query, key and value, in the graph's order."""
     given = arguments_of(attention)
     found = {_only_layer(given[name]) for name in ("query", "key", "value")}
     in_order = [node for node in attention.graph.nodes if node in found]
@@ -66,9 +65,7 @@ def _projections(attention: fx.Node) -> list[Linear]:
 
 
 def _only_layer(result: fx.Node) -> fx.Node | None:
-    """The layer that a value is computed from without another product or attention in between; None where
-    there is none, or several, such as a gate and what it gates.
-    """
+    """The only layer behind a value without another product or attention between; None: none or several."""
     found: set[fx.Node] = set()
     seen, waiting = {result}, [result]
     while waiting and len(found) <= 1:

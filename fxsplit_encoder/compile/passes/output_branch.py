@@ -1,4 +1,4 @@
-"""What only the outputs read runs on a branch of the graph, beside the blocks after it."""
+"""What only the outputs read runs on a branch of the graph, parallel to the blocks after it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.distributed import calls_other_ranks
 from fxsplit_encoder.compile.rewriting import cuts_after_host_ops, is_parameter, mark_beside
 
@@ -17,8 +16,8 @@ aten = torch.ops.aten
 def output_branch(module: fx.GraphModule) -> int:
     """Layers between two attentions that nothing but the outputs reads, as Qwen3-VL's deepstack mergers.
 
-    Exact: the same operations on the same values; they become a piece of their own, which runs beside the
-    blocks after it where there are streams, and is waited for where it is read.
+    Exact: the same operations on the same values; they become a piece of their own, which runs parallel to
+    the blocks after it where there are streams, and is waited for where it is read.
     """
     cuts = cuts_after_host_ops(module)
     needed = _behind(cuts)
@@ -32,7 +31,9 @@ def output_branch(module: fx.GraphModule) -> int:
             aside[-1].append(node)
     # Behind the last cut nothing is left to run beside. Ranks have to call one another in one order.
     groups = [
-        nodes for nodes in aside[:-1] if any(map(_is_product, nodes)) and not any(map(_calls_ranks, nodes))
+        nodes
+        for nodes in aside[:-1]
+        if any(map(_is_product, nodes)) and not any(calls_other_ranks(node.target) for node in nodes)
     ]
     for nodes in groups:
         mark_beside(nodes)
@@ -48,10 +49,6 @@ def _behind(cuts: Collection[fx.Node]) -> set[fx.Node]:
             found.add(node)
             waiting += node.all_input_nodes
     return found
-
-
-def _calls_ranks(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and calls_other_ranks(node.target)
 
 
 def _is_product(node: fx.Node) -> bool:

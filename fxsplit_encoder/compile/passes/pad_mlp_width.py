@@ -76,7 +76,7 @@ def pad_mlp_width(module: fx.GraphModule) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """The result of a first layer, or one of its equal parts beside one another."""
+    """The result of a first layer, or one of its equal parts side by side."""
 
     layer: Linear
     part: int
@@ -87,11 +87,9 @@ class _Hidden:
     """What lies between the first and the second layers of an MLP."""
 
     starts: dict[fx.Node, _Start]
-    """Where the hidden values come from."""
     between: list[fx.Node]
     """Elementwise operations and reshapes, in the graph's order."""
     result: Any
-    """What the second layer reads."""
 
     @property
     def layers(self) -> dict[fx.Node, Linear]:

@@ -1,4 +1,4 @@
-"""Stores attention heads at the next multiple of 16, to which kernels round and mask the last columns."""
+"""Stores attention heads at the next multiple of 16: kernels round to it, and mask the last columns."""
 
 from __future__ import annotations
 
@@ -90,8 +90,6 @@ def wide_heads(module: fx.GraphModule) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Root:
-    """A linear layer whose output attention reads as it is."""
-
     linear: Linear
     inputs: dict[int, Piece]
     """By the position among the inputs of attention: 0 to 2."""
@@ -101,15 +99,12 @@ class _Root:
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """A call whose heads are to be made wider."""
-
     node: fx.Node
     heads: int
     width: int
     wide: int
     roots: list[_Root]
     down: Linear
-    """What reads the result."""
 
 
 def _attention(node: fx.Node) -> _Attention | None:
@@ -229,7 +224,7 @@ def _widen(graph: fx.Graph, found: _Attention) -> None:
 
 
 def _widen_root(graph: fx.Graph, root: _Root, tokens: list[int]) -> dict[int, fx.Node]:
-    """Has a layer compute other features, and reads from them what was read; the inputs of attention."""
+    """Makes a layer compute the wide features, and reads them; returns the inputs of attention."""
     linear = root.linear
     pieces = (*root.kept.values(), *root.inputs.values())
     arrange = functools.partial(arrange_heads, pieces=pieces)
