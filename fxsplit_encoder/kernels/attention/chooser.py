@@ -35,9 +35,9 @@ from fxsplit_encoder.kernels.attention.cudnn_varlen import CudnnVarlen
 from fxsplit_encoder.kernels.attention.flash_attn import (
     DenseFlashAttention4,
     FlashAttention4,
+    VllmFlashAttention,
     WholeWaves,
 )
-from fxsplit_encoder.kernels.attention.vllm_flash_attn import VllmFlashAttention
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
 # 400 and 1764 tokens (docs/attention.md).
