@@ -39,7 +39,7 @@ _MODULE = "fxsplit_encoder.kernels.compile_jobs_process"
 # The architecture that the package's compiler names for a capability: of Hopper this is known.
 _TARGETS = {(9, 0): ("sm_90", "sm_90a")}
 
-# Fewer processors are wanted by what this process does meanwhile.
+# This process needs fewer for its own trace.
 _FEWEST_PROCESSORS = 4
 
 # A process imports torch and the package, and compiles for seconds. What is not ready then is compiled here.
@@ -56,7 +56,7 @@ class _Process:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has nothing to do, and may be given something."""
+        """Whether it has no job, and takes one."""
         return not self.jobs and self.child.is_asked
 
     def give(self, job: Job) -> None:
@@ -64,7 +64,7 @@ class _Process:
         self.child.ask(json.dumps(job))
 
     def end(self, seconds: float) -> None:
-        """Lets it do what it was given, for so long at most."""
+        """Waits for its jobs, for so many seconds at most, and ends it."""
         status = self.child.end(seconds if self.jobs else 0)
         if self.jobs and status:
             why = self.child.last_words() or f"status {status}"
@@ -141,7 +141,7 @@ def why_not(device: torch.device) -> str:
 
 
 def warm_up(number: int, device: torch.device) -> None:
-    """Starts so many processes, which import the package meanwhile and wait for what `start` gives them."""
+    """Starts this many processes, which import the package and wait for jobs of `start`."""
     if why_not(device):
         return
     with _lock:
@@ -213,25 +213,25 @@ def _launch(device: torch.device) -> _Process:
 
 
 def is_running() -> bool:
-    """Whether there are processes that nobody has waited for."""
+    """Whether there are processes that `wait` has not waited for."""
     return bool(_processes)
 
 
 def begin_no_more() -> None:
-    """Lets the processes end when they have done what they were given; what is begun later gets others."""
+    """Lets the processes end after their jobs; later jobs get other processes."""
     with _lock:
         for each in _processes:
             each.child.ask_no_more()
 
 
 def is_compiling() -> bool:
-    """Whether processes that nobody has waited for still run, as they do some time after `begin_no_more`."""
+    """Whether those processes still compile, as they do some time after `begin_no_more`."""
     with _lock:
         return any(each.child.status is None for each in _processes)
 
 
 def dismiss() -> None:
-    """Ends the processes that were given nothing."""
+    """Ends the processes without jobs."""
     with _lock:
         for each in [each for each in _processes if not each.jobs]:
             each.end(0)
@@ -239,7 +239,7 @@ def dismiss() -> None:
 
 
 def wait() -> None:
-    """Waits until all that was begun is compiled. What fails is compiled where it is called, as ever."""
+    """Waits until all jobs are done. A kernel whose job fails is compiled when it is called."""
     with _lock:
         begin = time.monotonic()
         while _processes:

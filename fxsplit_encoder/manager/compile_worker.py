@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a process found out."""
+    """The results of a process."""
 
     start: Path
     refused: dict[str, str]
@@ -57,7 +57,7 @@ class CompileWorker:
     """The process, from its start to its end.
 
     Args:
-        generation: whose forwards are compiled. Nothing else may change its tower meanwhile.
+        generation: whose forwards are compiled. Nothing else may change its tower while it runs.
 
     Raises:
         InputError: no other process can make the tower, and why.

@@ -21,7 +21,7 @@ from fxsplit_encoder.kernels import (
     Meter,
     Pin,
     PinGrammar,
-    spoil_memory,
+    poison_memory,
 )
 from fxsplit_encoder.kernels.attention.attention_kernel import AttentionKernel, AttentionShape
 from fxsplit_encoder.kernels.attention.builtin import (
@@ -100,7 +100,7 @@ class AttentionExample(Example[AttentionKernel]):
 
     def result(self, kernel: AttentionKernel) -> Tensor:
         """Of every row inside a segment."""
-        spoil_memory(self.query)
+        poison_memory(self.query)
         return self._attend(kernel, None)[: self.rows]
 
     def timed(self, kernel: AttentionKernel) -> Callable[[], object]:

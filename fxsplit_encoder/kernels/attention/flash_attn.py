@@ -78,7 +78,7 @@ class FlashAttention4(HalfPrecisionKernel):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its next call waits for the processes that compile ahead."""
+        """Whether compile jobs run, for which its next call waits."""
         return compile_jobs.is_running()
 
     def package_problem(self, device: torch.device) -> str | None:
@@ -156,7 +156,7 @@ class DenseFlashAttention4(FlashAttention4):
 #
 # A tile of queries of a head is a block, and a multiprocessor of Hopper holds one block of the large tiles at
 # a time. So 3136 tokens of 16 heads are 272 blocks: two waves of 132 and a third of 8. Cut, 3072 queries fill
-# two waves less 8 blocks, and the other 64 go to smaller tiles beside them.
+# two waves less 8 blocks, and the other 64 go to smaller tiles at the same time.
 
 # Queries of the tile that the package takes for itself on Hopper, by the widest heads that get it
 # (`_tile_size_fwd_sm90` of flash-attn-4 4.0.0b36). Were it another, cuts would be off whole waves, and lose
@@ -222,7 +222,7 @@ class WholeWaves(FlashAttention4):
         if not cut:  # a call that is pinned, or of another size than what was measured
             lengths = (cu_seqlens, cu_seqlens, max_seqlen)
             return self._packed(q, k, v, lengths, scale, into, _OWN)
-        # Made here, so that nothing is allocated beside that this stream could be given while it is in use.
+        # Made here: memory of the side stream could be given to this one while it is in use.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
         first = cu_seqlens.clamp(max=cut)
         rest = torch.empty_like(first)
@@ -279,7 +279,6 @@ def _vllm_version(device: torch.device) -> int:
 
 @functools.cache
 def _vllm_function(version: int) -> tuple[Any, str | None]:
-    """vLLM's function, or why this version of it is not there."""
     package = "vllm.vllm_flash_attn" if "vllm" in sys.modules else _vllm_alias()
     if package is None:
         return None, "vllm is not installed"
