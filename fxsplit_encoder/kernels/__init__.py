@@ -27,7 +27,7 @@ from fxsplit_encoder.kernels.meter import (
     Meter,
     TimeSpent,
     microseconds,
-    spoil_memory,
+    poison_memory,
     timing_without_graphs,
 )
 from fxsplit_encoder.kernels.store import KernelStore, cache_directory, describe_environment
@@ -62,8 +62,8 @@ __all__ = [
     "is_measuring",
     "measuring",
     "microseconds",
+    "poison_memory",
     "round_up",
-    "spoil_memory",
     "timing_without_graphs",
     "works",
 ]

@@ -216,7 +216,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
                     _note_lack_of_memory(each)
 
     def _take(self, device: torch.device, new: Mapping[ShapeT, Measured]) -> None:
-        """Enters what was found. The caller has the lock."""
+        """Adds measurements to the table and the store. The caller holds the lock."""
         self._tables[device].update(new)
         self._nearest.clear()
         self.version += 1

@@ -8,23 +8,20 @@ temporary one, where others could put code: they get directories of this library
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
-from typing import IO
 
 import torch
 
+from fxsplit_encoder.child_process import Child
 from fxsplit_encoder.kernels.kernel import capability, processors
 from fxsplit_encoder.kernels.store import KernelStore, package_version
 
@@ -42,7 +39,7 @@ _MODULE = "fxsplit_encoder.kernels.compile_jobs_process"
 # The architecture that the package's compiler names for a capability: of Hopper this is known.
 _TARGETS = {(9, 0): ("sm_90", "sm_90a")}
 
-# Fewer processors are wanted by what this process does meanwhile.
+# This process needs fewer for its own trace.
 _FEWEST_PROCESSORS = 4
 
 # A process imports torch and the package, and compiles for seconds. What is not ready then is compiled here.
@@ -54,52 +51,31 @@ _asked: set[Job] = set()
 
 @dataclass(slots=True)
 class _Process:
-    popen: subprocess.Popen[str]
-    errors: IO[str]
+    child: Child
     jobs: list[Job] = field(default_factory=list)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has nothing to do, and may be given something."""
-        return not self.jobs and self.popen.stdin is not None
+        """Whether it has no job, and takes one."""
+        return not self.jobs and self.child.is_asked
 
     def give(self, job: Job) -> None:
-        assert self.popen.stdin is not None
         self.jobs.append(job)
-        self.popen.stdin.write(json.dumps(job) + "\n")
-        self.popen.stdin.flush()
-
-    def give_no_more(self) -> None:
-        """Lets it end when it has done what it was given."""
-        if self.popen.stdin is not None:
-            with contextlib.suppress(OSError):  # it has ended
-                self.popen.stdin.close()
-            self.popen.stdin = None
+        self.child.ask(json.dumps(job))
 
     def end(self, seconds: float) -> None:
-        """Lets it do what it was given, for so long at most."""
-        try:
-            self.popen.communicate(timeout=seconds if self.jobs else 0)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.communicate()
-        if self.jobs and self.popen.returncode:
-            self.errors.seek(0)
-            said = self.errors.read().strip().splitlines()
-            why = said[-1] if said else f"status {self.popen.returncode}"
+        """Waits for its jobs, for so many seconds at most, and ends it."""
+        status = self.child.end(seconds if self.jobs else 0)
+        if self.jobs and status:
+            why = self.child.last_words() or f"status {status}"
             logger.warning("not compiled ahead: %s: %s", self.jobs, why)
-        self.errors.close()
-
-    def leave(self) -> None:
-        """Lets it end when it has done what it was given; what it says then goes nowhere."""
-        self.give_no_more()
-        self.errors.close()
+        self.child.close()
 
 
 _processes: list[_Process] = []
 
-_left: list[subprocess.Popen[str]] = []
-"""Those that nobody waits for, until they have ended."""
+_left: list[Child] = []
+"""Abandoned processes that have not ended."""
 
 
 # --- where the packages keep what they compile
@@ -165,7 +141,7 @@ def why_not(device: torch.device) -> str:
 
 
 def warm_up(number: int, device: torch.device) -> None:
-    """Starts so many processes, which import the package meanwhile and wait for what `start` gives them."""
+    """Starts this many processes, which import the package and wait for jobs of `start`."""
     if why_not(device):
         return
     with _lock:
@@ -217,57 +193,45 @@ def leave(jobs: Collection[Job]) -> None:
     logger.warning("compiled ahead in vain, since the graph has other heads: %s", sorted(jobs))
     with _lock:
         _asked.difference_update(jobs)
-        _left[:] = [popen for popen in _left if popen.poll() is None]
+        _left[:] = [child for child in _left if child.status is None]
         for each in [each for each in _processes if each.jobs and {*each.jobs} <= {*jobs}]:
             _processes.remove(each)
-            each.leave()
-            _left.append(each.popen)
+            each.child.close()
+            _left.append(each.child)
 
 
 def _launch(device: torch.device) -> _Process:
     kind, target = _TARGETS[capability(device)]
     environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "CUDA_VISIBLE_DEVICES": "",  # it takes neither memory nor time of the device
         "FLASH_ATTENTION_ARCH": kind,
         "CUTE_DSL_ARCH": target,
         "QUACK_ARCH": kind,
         "FLASH_ATTENTION_NUM_SMS": str(processors(device)),
     }
-    errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-    # -P: nothing is imported from the directory that the process happens to be in.
-    popen = subprocess.Popen(
-        [sys.executable, "-P", "-m", _MODULE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        env=environment,
-        text=True,
-    )
-    return _Process(popen, errors)
+    return _Process(Child(_MODULE, environment=environment))
 
 
 def is_running() -> bool:
-    """Whether there are processes that nobody has waited for."""
+    """Whether there are processes that `wait` has not waited for."""
     return bool(_processes)
 
 
 def begin_no_more() -> None:
-    """Lets the processes end when they have done what they were given; what is begun later gets others."""
+    """Lets the processes end after their jobs; later jobs get other processes."""
     with _lock:
         for each in _processes:
-            each.give_no_more()
+            each.child.ask_no_more()
 
 
 def is_compiling() -> bool:
-    """Whether processes that nobody has waited for still run, as they do some time after `begin_no_more`."""
+    """Whether those processes still compile, as they do some time after `begin_no_more`."""
     with _lock:
-        return any(each.popen.poll() is None for each in _processes)
+        return any(each.child.status is None for each in _processes)
 
 
 def dismiss() -> None:
-    """Ends the processes that were given nothing."""
+    """Ends the processes without jobs."""
     with _lock:
         for each in [each for each in _processes if not each.jobs]:
             each.end(0)
@@ -275,7 +239,7 @@ def dismiss() -> None:
 
 
 def wait() -> None:
-    """Waits until all that was begun is compiled. What fails is compiled where it is called, as ever."""
+    """Waits until all jobs are done. A kernel whose job fails is compiled when it is called."""
     with _lock:
         begin = time.monotonic()
         while _processes:
@@ -284,8 +248,8 @@ def wait() -> None:
 
 
 def _end_all() -> None:
-    for popen in (*(each.popen for each in _processes), *_left):
-        popen.kill()
+    for child in (*(each.child for each in _processes), *_left):
+        child.kill()
 
 
 atexit.register(_end_all)

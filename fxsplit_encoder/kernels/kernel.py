@@ -1,4 +1,4 @@
-"""What a kernel is, and a class of calls that share one, whatever the operation."""
+"""A kernel of an operation, and a class of calls that share one."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class CallShape(ABC):
 
     @abstractmethod
     def kind(self) -> tuple[int | str, ...]:
-        """What has to be the same where one class stands in for another, beside the dtype."""
+        """What, with the dtype, has to be the same where one class stands in for another."""
 
     @abstractmethod
     def extents(self) -> tuple[int, ...]:
-        """The numbers in which classes of one kind differ."""
+        """Numbers in which classes of one kind differ."""
 
     @property
     def is_captured(self) -> bool:

@@ -175,7 +175,7 @@ def _error(kernel: KernelT, example: Example[KernelT], expected: Tensor) -> floa
     return float((out - expected).norm() / expected.norm())
 
 
-def spoil_memory(like: Tensor) -> None:
+def poison_memory(like: Tensor) -> None:
     """Fills memory for a contiguous tensor with NaN and frees it, so that a row that a kernel does not write
     shows.
     """

@@ -1,4 +1,4 @@
-"""Inside the process that compiles a tower for another one, which serves it meanwhile.
+"""Compile a tower in this process for another one, which serves it.
 
     python -m fxsplit_encoder.manager.compile_process DIRECTORY PARENT
 
@@ -222,7 +222,7 @@ def compile_request(generation: Generation, choosers: Choosers, path: Path) -> d
 
 def build_kernels(generation: Generation, choosers: Choosers) -> str:
     """Builds the kernels that captures will compare, as comparing them does. The times that are found here,
-    beside the parent's requests, count for nothing.
+    while the parent serves requests, are not used.
 
     Returns:
         Why not all are built; empty: they are.
@@ -246,7 +246,7 @@ def _tell(done: int, total: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process with its parent, whoever else has inherited the parent's end of the pipe."""
+    """Ends this process with its parent, though another process may hold the parent's end of the pipe."""
     while os.getppid() == parent:
         ready, _, _ = select.select([0], [], [], _LOOK_SECONDS)
         if ready and not os.read(0, 1):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fxsplit_encoder.child_process import Child
 from fxsplit_encoder.errors import CompileError, InputError
 from fxsplit_encoder.manager.compile_process import (
     ANSWER,
@@ -33,13 +30,11 @@ logger = logging.getLogger(__name__)
 
 _MODULE = "fxsplit_encoder.manager.compile_process"
 _POLL_SECONDS = 0.05
-_LAST_WORDS = 400
-"""Characters of what a process that failed said at last."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a process found out."""
+    """The results of a process."""
 
     start: Path
     refused: dict[str, str]
@@ -62,7 +57,7 @@ class CompileWorker:
     """The process, from its start to its end.
 
     Args:
-        generation: whose forwards are compiled. Nothing else may change its tower meanwhile.
+        generation: whose forwards are compiled. Nothing else may change its tower while it runs.
 
     Raises:
         InputError: no other process can make the tower, and why.
@@ -80,42 +75,27 @@ class CompileWorker:
         self.progress: tuple[int, int] = (0, 0)
         try:
             (self.path / REQUEST).write_bytes(request)
-            self._process = self._launch()
+            self._child = self._launch()
         except OSError as error:
             self._directory.cleanup()
             raise InputError(f"no process can be started: {error}") from error
         self._reader = threading.Thread(target=self._read, name="fxsplit-compile-progress", daemon=True)
         self._reader.start()
 
-    def _launch(self) -> subprocess.Popen[str]:
-        environment = {**os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with (self.path / "stderr").open("w", encoding="utf-8") as errors:
-            # -P: nothing is imported from the directory that the process happens to be in. A session of its
-            # own: what it starts is ended with it.
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(self.path), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+    def _launch(self) -> Child:
+        arguments = (str(self.path), str(os.getpid()))
+        return Child(_MODULE, arguments, is_heard=True, own_session=True)
 
     @property
     def pid(self) -> int:
         """The process's id."""
-        return self._process.pid
+        return self._child.pid
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        with contextlib.suppress(ValueError):  # closed by `close`
-            for line in self._process.stdout:
-                words = line.split()
-                if len(words) == 3 and words[0] == PROGRESS:
-                    self.progress = int(words[1]), int(words[2])
+        for line in self._child.lines():
+            words = line.split()
+            if len(words) == 3 and words[0] == PROGRESS:
+                self.progress = int(words[1]), int(words[2])
 
     def wait(self, is_stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Compiled | None:
         """What the process found out, once it has; None: it is not wanted any more.
@@ -124,17 +104,16 @@ class CompileWorker:
             CompileError: it ended without, and how.
             InputError: it could not make the tower, and why.
         """
-        while self._process.poll() is None:
+        while (status := self._child.status) is None:
             if is_stopped():
                 return None
             tell(*self.progress)
             time.sleep(_POLL_SECONDS)
-        status = self._process.returncode
         answer = self.path / ANSWER
         if status == CANNOT_REBUILD:
-            raise InputError(f"another process cannot make it: {self._last_words()}")
+            raise InputError(f"another process cannot make it: {self._child.last_words()}")
         ended = f"the process that compiled ended with status {status}"
-        if said := self._last_words() if status or not answer.exists() else "":
+        if said := self._child.last_words() if status or not answer.exists() else "":
             ended += f": {said}"
         if not answer.exists():
             raise CompileError(ended)
@@ -143,19 +122,10 @@ class CompileWorker:
         problem = not_built.read_text(encoding="utf-8") if not_built.exists() else status and ended
         return Compiled(self.path / START, found["refused"], found["unsaved"], problem or "")
 
-    def _last_words(self) -> str:
-        said = (self.path / "stderr").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return said[-1][-_LAST_WORDS:] if said else ""
-
     def close(self) -> None:
         """Ends the process and all that it started, and removes its files; from any thread, and again."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._child.kill()
+        self._child.end()
         self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._child.close()
         self._directory.cleanup()

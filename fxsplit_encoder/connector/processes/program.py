@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fxsplit_encoder.child_process import start_module
 from fxsplit_encoder.connector.transport.shared_memory import DEFAULT_KEPT_BYTES, DEFAULT_MAX_BYTES
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
@@ -90,19 +91,17 @@ class ProcessOptions:
         return ["--control", str(control), *pairs, *(["--checksums"] if self.checksums else [])]
 
 
-def launch(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> subprocess.Popen[bytes]:
+def launch(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> subprocess.Popen[str]:
     """Start the module of encoder processes; raises InputError where it cannot be started."""
-    executable = options.executable or sys.executable
-    environment = {**os.environ, **options.environment}
-    if not options.executable:
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:
-        # -P: nothing is imported from the directory that the process happens to be in.
-        return subprocess.Popen(
-            [executable, "-P", "-m", MODULE, *arguments],
+        return start_module(
+            MODULE,
+            arguments,
+            options.environment,
+            options.executable,
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
-            env=environment,
         )
     except OSError as error:
+        executable = options.executable or sys.executable
         raise InputError(f"executable: {executable} cannot be started: {error}") from error

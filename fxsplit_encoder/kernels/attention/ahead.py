@@ -1,4 +1,4 @@
-"""Which kernels of a graph's attention are worth compiling before they are called."""
+"""Choose the kernels of a graph's attention that are compiled before they are called."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class _Early:
         self._known = _known_heads(chooser, device)
         self._met: set[Heads] = set()
         self._expected: set[compile_jobs.Job] = set()
-        """Begun for the graph alone, which may turn out to be another."""
+        """Started for the graph alone, which may have other heads in the end."""
 
     def meet(self, query: Tensor) -> None:
-        """Begins what attention with such heads will ask for."""
+        """Starts the jobs that attention with such heads will ask for."""
         dtype, width = query.dtype, query.shape[-1]
         if isinstance(width, int):  # else a symbol
             if (dtype, width) not in self._met:
@@ -71,7 +71,7 @@ class _Early:
         self._expected.difference_update(jobs)
 
     def end(self) -> None:
-        """Says what was begun in vain."""
+        """Abandons the jobs that the graph did not ask for."""
         compile_jobs.leave(self._expected)
 
 
@@ -92,11 +92,11 @@ def compiling_as_traced(device: torch.device, stored_width: Callable[[int], int]
         yield
         return
     early = _Early(chooser, device, stored_width)
-    entered, told = _early.set(early), traced.set(early.meet)
+    entered, token = _early.set(early), traced.set(early.meet)
     try:
         yield
     finally:
-        traced.reset(told)
+        traced.reset(token)
         _early.reset(entered)
         early.end()
 
@@ -137,7 +137,7 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iter
 
 
 def _known_heads(chooser: KernelChooser, device: torch.device) -> set[Heads]:
-    """Those for which times are known, and with them which kernels are compiled."""
+    """Heads whose kernels were measured, and so are compiled."""
     table = chooser.measurements.table(device)
     return {(shape.dtype, shape.head_dim) for shape, found in table.items() if found.microseconds}
 
@@ -147,7 +147,7 @@ def _is_settled(chooser: KernelChooser) -> bool:
 
 
 def _names(chooser: KernelChooser, *, is_dense: bool, is_captured: bool = True) -> list[str]:
-    """Of the kernels that compile a variant of their own; those that cut at whole waves call two of these."""
+    """Kernels that compile a variant of their own; those that cut at whole waves call two of these."""
     return [
         kernel.name
         for kernel in chooser.measurements.kernels

@@ -21,7 +21,7 @@ from fxsplit_encoder.kernels import (
     Meter,
     Pin,
     PinGrammar,
-    spoil_memory,
+    poison_memory,
 )
 from fxsplit_encoder.kernels.attention.attention_kernel import AttentionKernel, AttentionShape
 from fxsplit_encoder.kernels.attention.builtin import (
@@ -35,9 +35,9 @@ from fxsplit_encoder.kernels.attention.cudnn_varlen import CudnnVarlen
 from fxsplit_encoder.kernels.attention.flash_attn import (
     DenseFlashAttention4,
     FlashAttention4,
+    VllmFlashAttention,
     WholeWaves,
 )
-from fxsplit_encoder.kernels.attention.vllm_flash_attn import VllmFlashAttention
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
 # 400 and 1764 tokens (docs/attention.md).
@@ -100,7 +100,7 @@ class AttentionExample(Example[AttentionKernel]):
 
     def result(self, kernel: AttentionKernel) -> Tensor:
         """Of every row inside a segment."""
-        spoil_memory(self.query)
+        poison_memory(self.query)
         return self._attend(kernel, None)[: self.rows]
 
     def timed(self, kernel: AttentionKernel) -> Callable[[], object]:

@@ -70,7 +70,6 @@ class CudnnVarlen(HalfPrecisionKernel):
 
 
 def _plan(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) -> Plan:
-    """This thread's plan for such tensors."""
     query = tensors[0]
     key = (
         query.device,
@@ -93,7 +92,6 @@ def _plan(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) 
 
 
 def _handle(device: torch.device) -> Any:
-    """This thread's, of a device."""
     if device not in _thread.handles:
         cudnn: Any = importlib.import_module("cudnn")
         with torch.cuda.device(device):
@@ -156,7 +154,7 @@ def make_plan(handle: Any, tensors: Sequence[Tensor], segments: int, longest: in
 
 
 def _name_of(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) -> str:
-    """What a plan depends on, beside the device and the versions."""
+    """A digest of all that a plan depends on, except the device and the versions."""
     query = tensors[0]
     strides = [t.stride() for t in tensors]
     what = (str(query.dtype), tuple(query.shape[1:]), segments, longest, scale.hex(), strides)
@@ -165,7 +163,7 @@ def _name_of(tensors: Sequence[Tensor], segments: int, longest: int, scale: floa
 
 @functools.cache
 def _load_libraries(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Has PyTorch load what cuDNN needs for heads so wide, while other threads go on."""
+    """Has PyTorch load cuDNN's libraries for heads of this width, without the interpreter lock."""
     values = torch.zeros(1, 1, 64, head_dim, dtype=dtype, device=device)
     with contextlib.suppress(RuntimeError):  # of a build without cuDNN, or heads that it does not take
         cudnn_attention(values, values, values, None, False, 0.0, False, False)
@@ -189,7 +187,6 @@ def _read(cudnn: Any, handle: Any, name: str, device: torch.device) -> Any | Non
 def _build(
     cudnn: Any, handle: Any, tensors: Sequence[Tensor], segments: int, longest: int, scale: float
 ) -> Any:
-    """As `make_plan` says, described and built."""
     query = tensors[0]
     _, heads, head_dim = query.shape
     values = cudnn.data_type.BFLOAT16 if query.dtype == torch.bfloat16 else cudnn.data_type.HALF

@@ -1,10 +1,14 @@
-"""FlashAttention 4, the package `flash-attn-4`."""
+"""FlashAttention: generation 4 of the package `flash-attn-4`, and vLLM's build of 2 and 3."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
+import types
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +22,7 @@ from fxsplit_encoder.kernels.attention.attention_kernel import (
     Target,
     as_batch,
 )
-from fxsplit_encoder.kernels.kernel import capability, processors
+from fxsplit_encoder.kernels.kernel import capability, find, processors
 
 _HOPPER = 9
 
@@ -74,7 +78,7 @@ class FlashAttention4(HalfPrecisionKernel):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its next call waits for the processes that compile ahead."""
+        """Whether compile jobs run, for which its next call waits."""
         return compile_jobs.is_running()
 
     def package_problem(self, device: torch.device) -> str | None:
@@ -152,7 +156,7 @@ class DenseFlashAttention4(FlashAttention4):
 #
 # A tile of queries of a head is a block, and a multiprocessor of Hopper holds one block of the large tiles at
 # a time. So 3136 tokens of 16 heads are 272 blocks: two waves of 132 and a third of 8. Cut, 3072 queries fill
-# two waves less 8 blocks, and the other 64 go to smaller tiles beside them.
+# two waves less 8 blocks, and the other 64 go to smaller tiles at the same time.
 
 # Queries of the tile that the package takes for itself on Hopper, by the widest heads that get it
 # (`_tile_size_fwd_sm90` of flash-attn-4 4.0.0b36). Were it another, cuts would be off whole waves, and lose
@@ -218,7 +222,7 @@ class WholeWaves(FlashAttention4):
         if not cut:  # a call that is pinned, or of another size than what was measured
             lengths = (cu_seqlens, cu_seqlens, max_seqlen)
             return self._packed(q, k, v, lengths, scale, into, _OWN)
-        # Made here, so that nothing is allocated beside that this stream could be given while it is in use.
+        # Made here: memory of the side stream could be given to this one while it is in use.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
         first = cu_seqlens.clamp(max=cut)
         rest = torch.empty_like(first)
@@ -233,3 +237,66 @@ class WholeWaves(FlashAttention4):
             self._packed(q[cut:], k, v, lengths, scale, out[cut:], self._variant)
         branch.join()
         return out
+
+
+# --- vLLM's build: generation 3 on Hopper, 2 elsewhere
+
+_VLLM_ALIAS = "fxsplit_encoder_vllm_flash_attn"
+
+
+class VllmFlashAttention(HalfPrecisionKernel):
+    """`vllm.vllm_flash_attn`, without importing the rest of vLLM, which changes settings of torch."""
+
+    name = "vllm_flash_attn"
+    architectures = (8, 9)
+
+    def package_problem(self, device: torch.device) -> str | None:
+        """Whether vLLM is installed with the extension that this device needs."""
+        return _vllm_function(_vllm_version(device))[1]
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
+    ) -> Tensor:
+        version = _vllm_version(q.device)
+        result: Tensor = _vllm_function(version)[0](
+            q,
+            k,
+            v,
+            max_seqlen_q=max_seqlen,
+            cu_seqlens_q=cu_seqlens,
+            max_seqlen_k=max_seqlen,
+            cu_seqlens_k=cu_seqlens,
+            softmax_scale=scale,
+            out=into,
+            fa_version=version,
+        )
+        return result if into is None else into
+
+
+def _vllm_version(device: torch.device) -> int:
+    return 3 if capability(device)[0] == 9 else 2
+
+
+@functools.cache
+def _vllm_function(version: int) -> tuple[Any, str | None]:
+    package = "vllm.vllm_flash_attn" if "vllm" in sys.modules else _vllm_alias()
+    if package is None:
+        return None, "vllm is not installed"
+    interface = f"{package}.flash_attn_interface"
+    function, problem = find(interface, "flash_attn_varlen_func")
+    if problem is None and not find(interface, f"FA{version}_AVAILABLE")[0]:
+        problem = (
+            f"vllm has no FlashAttention {version}: {find(interface, f'FA{version}_UNAVAILABLE_REASON')[0]}"
+        )
+    return function, problem
+
+
+def _vllm_alias() -> str | None:
+    """vLLM's directory as a package of another name, so that `vllm` itself is not imported."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    package = types.ModuleType(_VLLM_ALIAS)
+    package.__path__ = [str(Path(spec.submodule_search_locations[0]) / "vllm_flash_attn")]
+    sys.modules[_VLLM_ALIAS] = package
+    return _VLLM_ALIAS

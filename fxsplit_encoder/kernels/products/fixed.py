@@ -105,8 +105,8 @@ def _moved(values: Tensor, offset: int) -> Tensor:
 
 
 def library_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """The layer by cuBLASLt, which is told not to split it along the inner dimension. What has no bias gets
-    one of zeros: only sums go to cuBLASLt, and cuBLAS cannot be told what cuBLASLt can. The GELU is torch's,
+    """Computes the layer by cuBLASLt without splits along the inner dimension. A layer without a bias gets
+    zeros: torch calls cuBLASLt for sums alone, and cuBLAS has no such option. The GELU is torch's,
     after the product: with one in its epilogue cuBLASLt passed every trial and gave other bits at some counts
     of more and other rows, on an H200.
 
@@ -163,8 +163,6 @@ def same_bits(product: Product, layer: Layer, counts: Sequence[int], *, referenc
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a layer."""
-
     by_library: bool
     verified: set[int] = field(default_factory=set)
     """Counts of rows at which the library gives the same bits."""
@@ -245,7 +243,6 @@ class VerifiedProducts:
             return self._known[layer]
 
     def _size(self, layer: Layer, known: _Known, count: int) -> int:
-        """Of how many rows the products are that compute `count` rows."""
         if count in known.verified or count == 0:
             return count
         # What is warmed up will be captured and replayed often; other counts seldom come again.

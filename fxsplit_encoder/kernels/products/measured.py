@@ -27,7 +27,7 @@ from fxsplit_encoder.kernels import (
     Meter,
     PinGrammar,
     compile_jobs,
-    spoil_memory,
+    poison_memory,
 )
 from fxsplit_encoder.kernels.products.kernels import (
     ACTIVATIONS,
@@ -64,7 +64,7 @@ class ProductExample(Example[ProductKernel]):
     def result(self, kernel: ProductKernel) -> Tensor:
         """All rows."""
         features = features_after(self.activation, self.weights[0].shape[0])
-        spoil_memory(self.rows.new_empty(self.rows.shape[0], features))
+        poison_memory(self.rows.new_empty(self.rows.shape[0], features))
         return kernel(self.rows, self.weights[0], self.bias, self.activation)
 
     def timed(self, kernel: ProductKernel) -> Callable[[], object]:

@@ -98,13 +98,13 @@ def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> Non
 def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path) -> None:
     processes.warm_up(2, HOPPER)
     processes.warm_up(2, HOPPER)
-    first, second = (each.popen for each in processes._processes)
+    first, second = (each.child for each in processes._processes)
     processes.start(["one"], 72, torch.bfloat16, HOPPER)
     ahead.dismiss()
-    assert [each.popen for each in processes._processes] == [first]
-    assert second.returncode is not None
+    assert [each.child for each in processes._processes] == [first]
+    assert second.status is not None
     processes.wait()
-    assert done(possible) == ["one-72"] and first.returncode == 0
+    assert done(possible) == ["one-72"] and first.status == 0
     processes.warm_up(1, HOPPER)
     ahead.dismiss()
     assert not processes.is_running()
@@ -199,15 +199,15 @@ def test_what_was_begun_in_vain_is_said_and_not_waited_for(
     processes.wait()
     assert not processes.is_running() and done(possible) == ["one-72"]
     (sleeping,) = processes._left
-    assert sleeping.poll() is None
+    assert sleeping.status is None
     processes._end_all()
-    assert sleeping.wait() != 0
+    assert sleeping.end() != 0
     assert processes.start(["sleeps"], 80, torch.bfloat16, HOPPER) == vain  # it may be asked for after all
     processes.leave(vain)
     processes._end_all()
-    assert [each.wait() != 0 for each in processes._left] == [True]
+    assert [each.end() != 0 for each in processes._left] == [True]
     processes.leave(processes.start(["one"], 80, torch.bfloat16, HOPPER))
-    assert processes._left[-1].wait() == 0 and done(possible) == ["one-72", "one-80"]
+    assert processes._left[-1].end(60) == 0 and done(possible) == ["one-72", "one-80"]
 
 
 # --- which

@@ -22,7 +22,6 @@ from fxsplit_encoder.kernels.attention import (
     attend,
     attend_out,
     flash_attn,
-    vllm_flash_attn,
 )
 from fxsplit_encoder.kernels.attention.builtin import BatchedDense, Masked, PerSegment
 
@@ -117,10 +116,10 @@ def test_a_missing_package_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatc
     for package in ("cudnn", "flash_attn", "triton", "vllm"):  # also where they are installed
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(kernel_module, "find", kernel_module.find.__wrapped__)
-    monkeypatch.setattr(vllm_flash_attn, "find", kernel_module.find)
-    monkeypatch.setattr(vllm_flash_attn, "_function", vllm_flash_attn._function.__wrapped__)
+    monkeypatch.setattr(flash_attn, "find", kernel_module.find)
+    monkeypatch.setattr(flash_attn, "_vllm_function", flash_attn._vllm_function.__wrapped__)
     monkeypatch.setattr(kernel_module, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(vllm_flash_attn, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_attn, "capability", lambda device: (9, 0))
     reason = BY_NAME[name].unavailable_reason(torch.device("cuda", 0)) or ""
     assert "ModuleNotFoundError" in reason or "not installed" in reason
     monkeypatch.setattr(kernel_module, "capability", lambda device: (7, 5))
@@ -204,7 +203,7 @@ def flash_vllm(
         (flash_attn.FlashAttention4((128, 128), probabilities_in_registers=True), flash_4),
         (flash_attn.DenseFlashAttention4(), flash_4),
         (flash_attn.DenseFlashAttention4((128, 128), probabilities_in_registers=True), flash_4),
-        (vllm_flash_attn.VllmFlashAttention(), flash_vllm),
+        (flash_attn.VllmFlashAttention(), flash_vllm),
     ],
     ids=lambda each: each.name if isinstance(each, AttentionKernel) else "",
 )
@@ -213,8 +212,8 @@ def test_packages_get_what_their_functions_take(
 ) -> None:
     assert inspect.isfunction(function)
     monkeypatch.setattr(kernel_module, "find", lambda module, attribute: (function, None))
-    monkeypatch.setattr(vllm_flash_attn, "_function", lambda version: (function, None))
-    monkeypatch.setattr(vllm_flash_attn, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_attn, "_vllm_function", lambda version: (function, None))
+    monkeypatch.setattr(flash_attn, "capability", lambda device: (9, 0))
     lengths: Sequence[int] = [4, 4] if kernel.needs_equal_segments else [3, 0, 4]
     assert_attends(kernel, fused_qkv(sum(lengths)), lengths, 4, 0.3)
 
@@ -231,14 +230,14 @@ def test_vllms_extension_is_found_without_importing_vllm(
     )
     (directory / "extension.py").write_text("number = 3")
     monkeypatch.syspath_prepend(str(tmp_path))
-    vllm_flash_attn._function.cache_clear()
+    flash_attn._vllm_function.cache_clear()
     try:
-        function, problem = vllm_flash_attn._function(3)
+        function, problem = flash_attn._vllm_function(3)
         assert problem is None
         assert function() == 3
-        assert vllm_flash_attn._function(2)[1] == "vllm has no FlashAttention 2: no such file"
+        assert flash_attn._vllm_function(2)[1] == "vllm has no FlashAttention 2: no such file"
     finally:
-        vllm_flash_attn._function.cache_clear()
+        flash_attn._vllm_function.cache_clear()
         kernel_module.find.cache_clear()
-        for name in [name for name in sys.modules if name.startswith(vllm_flash_attn._ALIAS)]:
+        for name in [name for name in sys.modules if name.startswith(flash_attn._VLLM_ALIAS)]:
             monkeypatch.delitem(sys.modules, name)
