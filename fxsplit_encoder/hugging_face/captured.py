@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fxsplit_encoder._torch.dispatch import tree_map_only
+from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
 from fxsplit_encoder._torch.modules import OWN
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
@@ -30,7 +30,6 @@ from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.statistics import ManagerStats
 from fxsplit_encoder.towers.base import first_parameter
-from fxsplit_encoder.towers.options import reads_argument
 
 _MOST_KEYS = 8
 """Sizes of images that are captured for one tower at a time; calls of others go to the tower itself."""
@@ -280,6 +279,41 @@ def is_in_one_place(tower: nn.Module) -> bool:
     """Whether all parameters are on one device; accelerate's offloaded ones are on meta between two calls."""
     devices = {parameter.device for parameter in tower.parameters()}
     return len(devices) == 1 and next(iter(devices)).type != "meta"
+
+
+# --- whether an argument matters
+
+
+class _ArgumentReadError(Exception):
+    """An argument was read."""
+
+
+class _Argument:
+    """In the place of an argument: any use of it is an error."""
+
+    def _raise(self, *args: Any, **kwargs: Any) -> Any:
+        raise _ArgumentReadError
+
+    __getattribute__ = __call__ = __enter__ = _raise
+
+
+_KEPT = {*vars(_Argument), *("__new__", "__init__", "__init_subclass__", "__subclasshook__", "__class__")}
+for _name in {*dir(torch.Tensor), *dir(tuple)} - _KEPT | {"__hash__"}:
+    if _name.startswith("__") and callable(getattr(torch.Tensor, _name, _name)):
+        setattr(_Argument, _name, _Argument.__call__)
+
+
+def reads_argument(call: Callable[[dict[str, Any]], Any], name: str) -> bool:
+    """Whether a forward, `call` with further arguments, uses or refuses an argument, or returns something
+    else.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        plain = tree_leaves(call({}).to_tuple())
+        try:
+            probed = tree_leaves(call({name: _Argument()}).to_tuple())
+        except (_ArgumentReadError, TypeError, ValueError, RuntimeError):
+            return True
+    return len(plain) != len(probed) or not all(map(torch.equal, plain, probed))
 
 
 # --- what encodes a tower's calls

@@ -27,7 +27,7 @@ from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
-from fxsplit_encoder.towers.options import Options, matters, settle
+from fxsplit_encoder.towers.base import Options, matters, settle
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,12 @@
-"""What every wrapped tower does, packed or dense."""
+"""The base class of every adapter, packed or of tiles: a module that is called as the tower itself is."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,67 @@ from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.protocol import scatter_output_slices
-from fxsplit_encoder.towers.options import matters, settle, without_inference_tensors
+
+_IGNORED = frozenset(
+    {
+        *("use_cache", "cache_position", "logits_to_keep", "num_items_in_batch"),
+        *("vision_feature_layer", "vision_feature_layers", "vision_feature_select_strategy"),
+        *("vision_aspect_ratio", "batch_num_images", "output_router_logits"),
+    }
+)
+"""What is meant for a language model, or for the model around a tower, and a tower ignores."""
+
+_OFF = frozenset({"output_attentions", "output_hidden_states", "interpolate_pos_encoding"})
+"""What changes nothing unless it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The keyword arguments of a call, settled."""
+
+    kept: dict[str, Any]
+    """The tower's own inputs that were given by name."""
+    changing: dict[str, Any]
+    """What changes the result."""
+    returns_dict: bool
+    """Whether a tuple is not asked for."""
+
+
+def settle(
+    kwargs: Mapping[str, Any], own_names: Iterable[str], matters: Callable[[str, Any], bool]
+) -> Options:
+    """The keyword arguments of a call without those that change nothing: `matters` tells options that change
+    the result, `own_names` are inputs.
+    """
+    kept, changing = {}, {}
+    for name, value in kwargs.items():
+        if name in own_names:
+            kept[name] = value
+        elif name != "return_dict" and matters(name, value):
+            changing[name] = value
+    return Options(kept, changing, kwargs.get("return_dict") is not False)
+
+
+def matters(name: str, value: Any) -> bool:
+    """Whether an option changes what any tower returns; None is what leaving it out means."""
+    return not (value is None or name in _IGNORED or (name in _OFF and value is False))
+
+
+def without_inference_tensors(values: Any) -> Any:
+    """Copies of inference-mode tensors in tuples and dictionaries: a trace of one kind does not hold for the
+    other.
+    """
+    if isinstance(values, torch.Tensor):
+        if not values.is_inference():
+            return values
+        with torch.inference_mode(False):
+            return values.clone()
+    if isinstance(values, tuple):
+        return tuple(map(without_inference_tensors, values))
+    if isinstance(values, dict):
+        return {name: without_inference_tensors(value) for name, value in values.items()}
+    return values
+
 
 _towers: weakref.WeakValueDictionary[str, WrappedTower] = weakref.WeakValueDictionary()
 _numbers = itertools.count()

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import TAPS, Grid, cosines_and_sines, gives_angles, interpolation
 from fxsplit_encoder.towers.modules.blocks import resample
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.position_embeddings import TAPS, cosines_and_sines, gives_angles, interpolation
 
 
 class Glm4vTower(PackedTower):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fxsplit_encoder._torch.transformers import install_output_hooks
 from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.base import with_own_attention
-from fxsplit_encoder.towers.dense import DenseTower
+from fxsplit_encoder.towers.tiles import DenseTower
 
 _CONFIGURED = ("vision_feature_layer", "vision_feature_select_strategy")
 

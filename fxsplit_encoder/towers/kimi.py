@@ -16,11 +16,10 @@ from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import given_batch
-from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import TAPS, Grid, interpolation
 from fxsplit_encoder.towers.inputs import integer_rows
 from fxsplit_encoder.towers.modules.blocks import merge, resample
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.position_embeddings import TAPS, interpolation
 
 
 class RasterTower(PackedTower):

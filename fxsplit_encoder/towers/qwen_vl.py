@@ -12,9 +12,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import TAPS, Grid, cosines_and_sines, gives_angles, interpolation
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.position_embeddings import TAPS, cosines_and_sines, gives_angles, interpolation
 
 
 class Qwen2VLTower(PackedTower):

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fxsplit_encoder.towers.modules.step3_vision import Step3VisionConfig, Step3VisionModel
-from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
-from fxsplit_encoder.towers.tiles import View
+from fxsplit_encoder.towers.tiles import CropGrid, TiledTower, View, crops_in_a_row, downsampled, square_view
 
 
 class Step3VLTower(TiledTower):

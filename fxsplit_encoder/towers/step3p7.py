@@ -10,10 +10,16 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
-from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.modules.folded import FoldedTable, resized_positions, sides_of
-from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
-from fxsplit_encoder.towers.tiles import View
+from fxsplit_encoder.towers.tiles import (
+    CropGrid,
+    DenseTower,
+    TiledTower,
+    View,
+    crops_in_a_row,
+    downsampled,
+    square_view,
+)
 
 CROP_SIZE = 504
 """Pixels per side of the crops that the model's image processor makes."""

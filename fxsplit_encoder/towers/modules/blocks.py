@@ -92,7 +92,7 @@ def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         table: (entries, hidden).
-        indices, weights: (patches, taps), from `towers.position_embeddings.interpolation`.
+        indices, weights: (patches, taps), from `towers.grid.interpolation`.
     """
     # A sum of lookups, one per tap, is a single pointwise kernel when compiled; a reduction over all taps
     # would first write as many rows per patch.
