@@ -26,15 +26,8 @@ Grid = tuple[int, int, int]
 
 
 def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[Grid]:
-    """The grids of a batch as Python numbers.
-
-    Args:
-        grid_thw: (items, 3) integers: a tensor, an array or nested sequences; a CUDA tensor costs a
-            synchronization.
-        merge_size: patches that merge into one output token along each side.
-
-    Raises:
-        InputError: another shape, or sizes that are not positive multiples of `merge_size`.
+    """The grids of a batch as Python numbers, from (items, 3) integers: a tensor, an array or sequences. One
+    on a device costs a synchronization. InputError for sizes that are not positive multiples of `merge_size`.
     """
     rows = integer_rows(grid_thw, name, 3, "rows of three integers (frames, height, width) in patches")
     grids = [(t, h, w) for t, h, w in rows]
@@ -50,6 +43,12 @@ def _check_grid(grid: Grid, merge_size: int, name: str) -> None:
             f"{name}: expected at least 1 frame and a height and width that are positive multiples of "
             f"the merge size {merge_size} in patches; got {grid}"
         )
+
+
+def patch_sizes(config: Any) -> dict[str, int]:
+    """Two arguments of `PackedTower`, from a configuration of the Qwen line or of GLM."""
+    features = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return {"merge_size": config.spatial_merge_size, "patch_features": features}
 
 
 def count_patches(grids: Sequence[Grid]) -> int:
@@ -158,6 +157,27 @@ TAPS: dict[Mode, int] = {"bilinear": 4, "bicubic": 16}
 _KEYS_A = np.float32(-0.75)
 
 
+def table_columns(mode: Mode) -> dict[str, tuple[int, torch.dtype]]:
+    """The `metadata_columns` of `table_metadata`."""
+    return {
+        "position_ids": (2, torch.int64),
+        "interp_indices": (TAPS[mode], torch.int32),
+        "interp_weights": (TAPS[mode], torch.float32),
+    }
+
+
+def table_metadata(
+    grids: Sequence[Grid], table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
+) -> dict[str, Tensor]:
+    """Positions for a rotary embedding, and taps into a learned position table, as of `interpolation`."""
+    indices, weights = interpolation(grids, table, merge_size, align_corners, mode)
+    return {
+        "position_ids": positions(grids, merge_size),
+        "interp_indices": indices,
+        "interp_weights": weights,
+    }
+
+
 def interpolation(
     grids: Sequence[Grid], table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
 ) -> tuple[Tensor, Tensor]:
@@ -230,18 +250,14 @@ def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def gives_angles(rotary: nn.Module) -> bool:
-    """Whether a rotary embedding makes angles of positions, as before transformers 5.17; later ones make
-    cosines and sines.
-    """
+    """Whether a rotary embedding makes angles, as before transformers 5.17, not cosines and sines."""
     return len(inspect.signature(rotary.forward).parameters) == 1
 
 
 def cosines_and_sines(
     rotary: Any, hidden: Tensor, position_ids: Tensor, *, from_angles: bool
 ) -> tuple[Tensor, Tensor]:
-    """(patches, head_dim) each, from (patches, 2) positions. Before 5.17 (`from_angles`) each is for both
-    halves of a head.
-    """
+    """(patches, head_dim) each, from (patches, 2) positions; `from_angles` as of `gives_angles`."""
     if not from_angles:
         return rotary(hidden, position_ids)  # type: ignore[no-any-return]
     angles = rotary(position_ids)

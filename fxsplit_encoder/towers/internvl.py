@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ class InternVLTower(DenseTower):
     """
 
     model: Any
-    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    modalities: Sequence[str] = ("image", "video")
     has_plain_blocks = True
 
     def __init__(self, model: nn.Module) -> None:

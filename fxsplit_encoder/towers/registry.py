@@ -35,9 +35,7 @@ class DenseTowerSpec:
     """Columns of the output."""
 
     output: str | Callable[[Any], torch.Tensor] = "last_hidden_state"
-    """Where the features (images, rows, hidden_size) are in what the module returns: an attribute's name, or
-    a function of it.
-    """
+    """The features (images, rows, hidden_size) of the module's output: an attribute, or a function of it."""
 
     rows: slice = field(default_factory=lambda: slice(None))
     """The rows of each image's features that are kept: `slice(1, None)` drops a class token."""
@@ -93,11 +91,15 @@ class GenericTower(DenseTower):
             input_name=spec.input_name,
         )
         self.spec = spec
-        self.modalities = (spec.modality,)  # type: ignore[misc]  # of the class elsewhere
+        self.modalities = (spec.modality,)
         self.declares_padding = True  # a spec says that images are encoded one by one
         self.attends_with_mask = spec.attends_with_mask
         self.has_plain_blocks = spec.has_plain_blocks
-        _prepare_hugging_face(tower)
+        if is_hugging_face(tower):
+            from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
+
+            use_dense_attention(tower)
+            install_output_hooks(tower)
 
     def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
         """What the spec says."""
@@ -109,15 +111,6 @@ class GenericTower(DenseTower):
         output = self.spec.output
         features: Tensor = output(result) if callable(output) else getattr(result, output)
         return features[:, self.spec.rows]
-
-
-def _prepare_hugging_face(tower: nn.Module) -> None:
-    """Chooses attention where a module is Hugging Face's."""
-    if is_hugging_face(tower):
-        from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
-
-        use_dense_attention(tower)
-        install_output_hooks(tower)
 
 
 # Class name of the tower -> module and class of its adapter. By name, so that no model family is imported
@@ -134,8 +127,8 @@ _ADAPTERS = {
     "Llama4VisionModel": ("llama4", "Llama4Tower"),
     "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
     "Qwen2_5_VisionTransformerPretrainedModel": ("qwen_vl", "Qwen25VLTower"),
-    "Qwen3_5MoeVisionModel": ("qwen_vl", "Qwen35Tower"),
-    "Qwen3_5VisionModel": ("qwen_vl", "Qwen35Tower"),
+    "Qwen3_5MoeVisionModel": ("qwen_vl", "Qwen3VLTower"),
+    "Qwen3_5VisionModel": ("qwen_vl", "Qwen3VLTower"),
     "Qwen3VLMoeVisionModel": ("qwen_vl", "Qwen3VLTower"),
     "Qwen3VLVisionModel": ("qwen_vl", "Qwen3VLTower"),
     "Step3VisionModel": ("step3_vl", "Step3VLTower"),

@@ -7,7 +7,7 @@ never attend to one another. Tiles of another size are another path, captured ap
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -24,13 +24,12 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.protocol import (
     BudgetDeclaration,
-    EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphPathConfig,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
 )
-from fxsplit_encoder.towers.base import VIDEOS, WrappedTower, given_batch
+from fxsplit_encoder.towers.base import VIDEOS, WrappedTower
 from fxsplit_encoder.towers.grid import cumulative_lengths
 from fxsplit_encoder.towers.inputs import (
     MOST_PLANNED_ITEMS,
@@ -66,8 +65,7 @@ class View:
 
 
 class TileTower(WrappedTower):
-    """A tower of tiles behind the manager's protocol, and still a module with the tower's own forward. An
-    adapter gives `encode`, `tiles`, and the facts of items that the protocol asks for.
+    """The common part of both. A subclass gives `encode`, `tiles`, and what the protocol asks of items.
 
     Args:
         tower: the vision tower, whose parameters determine device and dtype.
@@ -76,7 +74,6 @@ class TileTower(WrappedTower):
         children: as of `WrappedTower`.
     """
 
-    modalities: ClassVar[tuple[str, ...]] = ("image",)
     attends_with_mask: bool = False
     """Whether `scaled_dot_product_attention` gets a mask or a bias of each tile's own."""
     max_tiles: ClassVar[int]
@@ -135,9 +132,7 @@ class TileTower(WrappedTower):
 
     @abstractmethod
     def tiles(self, mm_kwargs: dict[str, Any], path: str) -> list[Tensor]:
-        """The tiles of a batch on a path; InputError where inputs contradict one another or have another
-        shape.
-        """
+        """The tiles of a batch on a path; InputError for contradicting inputs or another shape."""
 
     # --- the module
 
@@ -164,25 +159,14 @@ class TileTower(WrappedTower):
         """Always "image"."""
         return "image"
 
-    def get_max_frames_per_video(self) -> int:
-        """1: there are no videos."""
-        return 1
-
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         """The output tokens of one tile, and those of the largest batch worth capturing."""
         tokens = self.first_view.tokens
         return tokens, tokens * self.max_tiles
 
-    def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: str = "default",
-        axis_keys: tuple[Hashable, ...] | None = None,
-    ) -> EncoderCudaGraphCaptureInputs:
+    def capture_values(
+        self, path: str, token_budget: int, frames: int, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """As many whole tiles as a budget holds; InputError if it holds none."""
         self._tables.refresh()
         view = self.views[path]
@@ -193,8 +177,7 @@ class TileTower(WrappedTower):
                 f"{field}: {token_budget} has no room for a tile of {type(self.tower).__name__}; expected "
                 f"multiples of its {view.tokens} output tokens"
             )
-        pixels = example_values((count, *view.shape), device, dtype)
-        return EncoderCudaGraphCaptureInputs({view.input_name: pixels})
+        return {view.input_name: example_values((count, *view.shape), device, dtype)}
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
@@ -241,6 +224,11 @@ VIDEO_COUNTS = "video_num_patches"
 class DenseTower(TileTower):
     """A tower of tiles of one size. An adapter gives `features`, and `call` where that is not the tower's own
     forward. Attention stays torch's dense one, which is faster for equal segments.
+
+    `mm_kwargs` hold the tiles of all images, `pixel_values` (tiles, channels, height, width), and
+    `num_patches` or `image_num_patches`, the tiles of every image; without it every tile is an image. Frames
+    of videos are tiles too, in `pixel_values_videos`: (videos, frames, channels, height, width), a list of
+    (frames, ...), or one tensor with `video_num_patches`. Items are the images, then the videos.
 
     Args:
         tower: the vision tower, whose parameters determine device and dtype.
@@ -295,9 +283,7 @@ class DenseTower(TileTower):
         return self.encode(pixel_values, "default") if self.returns_rows else self.call(pixel_values)
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
-        """(tiles * tokens_per_tile, out_hidden_size) from tiles; InputError for an output of other sizes than
-        declared.
-        """
+        """(tiles * tokens_per_tile, out_hidden_size) from tiles; InputError for other sizes than declared."""
         features = self.features(tiles)
         expected = (self.tokens_per_tile, self.out_hidden_size)
         if features.dim() != 3 or tuple(features.shape[1:]) != expected:
@@ -318,9 +304,7 @@ class DenseTower(TileTower):
         return self.max_tiles if "video" in self.modalities else 1
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """Tiles and output tokens of every item; tiles may be missing. InputError if the inputs contradict
-        one another.
-        """
+        """Tiles and output tokens of every item; tiles may be missing. InputError if inputs disagree."""
         counts = self._planned_counts(mm_kwargs)
         return [
             EncoderItemSpec(input_size=count, output_tokens=count * self.tokens_per_tile)
@@ -409,21 +393,21 @@ def _counts(name: str, given: Any, total: int) -> list[int]:
     if given is None:
         return [1] * total
     expected = f"tile counts of at least 1 that add up to its {total} tiles"
-    if number_of(given) > total:
-        raise InputError(f"{name}: expected {expected}; got {number_of(given)} counts")
-    counts = [count for (count,) in integer_rows(given, name, 1, expected)]
-    if any(count < 1 for count in counts) or sum(counts) != total:
-        raise InputError(f"{name}: expected {expected}; got {shown(counts)}")
-    return counts
+    return _positive_counts(name, given, expected, total, range(total, total + 1))
 
 
 def _planned(name: str, given: Any, most: int) -> list[int]:
     """The tiles of every item of a plan, `most` in all."""
     expected = f"at most {MOST_PLANNED_ITEMS} tile counts of at least 1, of {most} tiles in all"
-    if number_of(given) > MOST_PLANNED_ITEMS:
+    return _positive_counts(name, given, expected, MOST_PLANNED_ITEMS, range(most + 1))
+
+
+def _positive_counts(name: str, given: Any, expected: str, most: int, totals: range) -> list[int]:
+    """At most `most` positive integers that add up to one of `totals`, else InputError."""
+    if number_of(given) > most:
         raise InputError(f"{name}: expected {expected}; got {number_of(given)} counts")
     counts = [count for (count,) in integer_rows(given, name, 1, expected)]
-    if any(count < 1 for count in counts) or sum(counts) > most:
+    if any(count < 1 for count in counts) or sum(counts) not in totals:
         raise InputError(f"{name}: expected {expected}; got {shown(counts)}")
     return counts
 
@@ -432,24 +416,21 @@ def _planned(name: str, given: Any, most: int) -> list[int]:
 #
 # Without it a budget would count tiles (rows of the batch) there, and output tokens in the manager.
 
-_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "tiles(Tensor pixel_values, int tokens_per_tile, int max_tiles, bool declared=False) -> Tensor[]"
-)
-
 
 def _copy(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int, declared: bool = False) -> list[Tensor]:
     """Under other backends: an op may not return its own input."""
     return [pixel_values.clone()]
 
 
-_library.impl("tiles", _copy, "CompositeExplicitAutograd")
-
-
 def _fake(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int, declared: bool = False) -> list[Tensor]:
     return [torch.empty_like(pixel_values)]
 
 
+_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "tiles(Tensor pixel_values, int tokens_per_tile, int max_tiles, bool declared=False) -> Tensor[]"
+)
+_library.impl("tiles", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("fxsplit::tiles", _fake, lib=_library)
 
 tiles = torch.ops.fxsplit.tiles.default
@@ -457,19 +438,17 @@ tiles = torch.ops.fxsplit.tiles.default
 register_host_op(
     tiles,
     HostOp(
-        run=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: [pixel_values],
-        declares_padding=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: declared,
+        run=lambda pixels, tokens, most, declared=False: [pixels],
+        declares_padding=lambda pixels, tokens, most, declared=False: declared,
         budgets=BudgetDeclaration(
-            rows_per_output_token=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: Fraction(
-                1, tokens_per_tile
-            ),
-            budget_range=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: (
-                tokens_per_tile,
-                tokens_per_tile * max_tiles,
-            ),
+            rows_per_output_token=lambda pixels, tokens, most, declared=False: Fraction(1, tokens),
+            budget_range=lambda pixels, tokens, most, declared=False: (tokens, tokens * most),
         ),
     ),
 )
+
+
+# --- two views
 
 
 CropGrid = tuple[int, int]
@@ -477,14 +456,16 @@ CropGrid = tuple[int, int]
 
 
 class TiledTower(TileTower):
-    """A tower with two views behind the manager's protocol, and still a module with the tower's own forward.
+    """A tower that sees an image whole, on the path "global", and as crops of another size, on "local". An
+    image's rows are put together after the replays.
 
     Every image has one tile in "global" and any number in "local". `mm_kwargs` holds the whole images, and
     the crops of all in one tensor or one entry an image, which may be None, empty or a tile of zeros. An
-    adapter gives `count_key`, `crop_grids`, `select_grids`, `encode`, and where an image is more than its
-    tiles' rows `num_tokens` and `assemble`.
+    adapter gives `count_key` and `encode`; `crop_grids` and `select_grids` where crops are no row, and
+    `num_tokens` and `assemble` where an image is more than its tiles' rows.
     """
 
+    assembles = True
     max_tiles: ClassVar[int] = 8
     count_key: ClassVar[str]
     """Where `mm_kwargs` hold the number of crops of every image."""
@@ -503,13 +484,19 @@ class TiledTower(TileTower):
 
     # --- what an adapter gives
 
-    @abstractmethod
     def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
-        """The crops of every image."""
+        """The crops of every image; here in a row, by their number, and none where it is left out."""
+        counts = mm_kwargs.get(self.count_key)
+        if counts is not None:
+            rows = read_counts(counts, self.count_key, 1)
+            return [(count, 1) if count else (0, 0) for (count,) in rows]
+        name = self.first_view.input_name
+        return [(0, 0)] * sum(part.shape[0] for part in pixel_parts(mm_kwargs.get(name), name))
 
-    @abstractmethod
     def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The inputs that describe how the images `indices` are cropped."""
+        grids = self.crop_grids(mm_kwargs)
+        return {self.count_key: [grids[i][0] for i in indices]}
 
     def num_tokens(self, crops: CropGrid) -> int:
         """Rows of an image's embedding."""
@@ -564,35 +551,24 @@ class TiledTower(TileTower):
             selected[self.views[path].input_name] = one_or_several(parts)
         return selected
 
-    def postprocess_encoder_output(
-        self,
-        outputs: dict[str, Tensor],
-        indices: list[int],
-        per_item_out_tokens: list[int],
-        dest: dict[int, Tensor] | list[Tensor | None],
-        clone: bool = False,
-        batch_mm_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Puts every image together from its rows on the two paths, always in a copy; InputError without
-        `batch_mm_kwargs`, which hold the number of crops.
-        """
-        grids = self.crop_grids(given_batch(batch_mm_kwargs))
+    def assembled(
+        self, outputs: dict[str, Tensor], mm_kwargs: dict[str, Any], clone: bool
+    ) -> Iterator[Tensor]:
+        """The images from their rows on both paths, always in a copy."""
         whole = outputs["global"]
         crop = outputs.get("local", whole[:0])
-        start = 0
         tokens = {path: view.tokens for path, view in self.views.items()}
-        for number, (index, grid) in enumerate(zip(indices, grids, strict=True)):
+        start = 0
+        for number, grid in enumerate(self.crop_grids(mm_kwargs)):
             end = start + grid[0] * grid[1] * tokens["local"]
             rows = whole[number * tokens["global"] : (number + 1) * tokens["global"]]
-            dest[index] = self.assemble(rows, crop[start:end], grid)
+            yield self.assemble(rows, crop[start:end], grid)
             start = end
 
     # --- inputs
 
     def tiles(self, mm_kwargs: dict[str, Any], path: str) -> list[Tensor]:
-        """The tiles of a view, in one tensor or several; InputError for another number or shape than the
-        images have.
-        """
+        """The tiles of a view; InputError for another number or shape than the images have."""
         return self._tiles_of(mm_kwargs, path, self._read_grids(mm_kwargs))
 
     def _read_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
@@ -620,8 +596,10 @@ class TiledTower(TileTower):
             present = [part for part in given if part is not None]
         tiles = pixel_parts(present, view.input_name)
         if expected == 0 and (path == "local" or not tiles):
-            if tiles and mm_kwargs.get(self.count_key) is None:
-                self._check_unused(tiles, view.input_name)
+            if mm_kwargs.get(self.count_key) is None and any(part.shape[0] for part in tiles):
+                raise InputError(
+                    f"{self.count_key}: expected the crops of every image in {view.input_name}; got None"
+                )
             like = tiles[0] if tiles else torch.empty(0, dtype=torch.float32, device="cpu")
             return [like.new_empty(0, *view.shape)]
         if path == "local":
@@ -634,11 +612,6 @@ class TiledTower(TileTower):
                 f"{view.shape[-1]} pixels"
             )
         return tiles
-
-    def _check_unused(self, crops: Sequence[Tensor], name: str) -> None:
-        """Raises InputError for crops that are assigned to no image."""
-        if any(part.shape[0] for part in crops):
-            raise InputError(f"{self.count_key}: expected the crops of every image in {name}; got None")
 
 
 def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
@@ -664,16 +637,6 @@ def _real_crops(given: Any, parts: Sequence[Tensor], counts: Sequence[int]) -> l
         if total == starts[-1]:
             return rows_of(parts, starts, [image for image, count in enumerate(counts) if count])
     return [part for part in parts if part.shape[0]]
-
-
-def crops_in_a_row(mm_kwargs: dict[str, Any], name: str, whole_name: str) -> list[CropGrid]:
-    """The crops of every image where only their number matters; `name` is where `mm_kwargs` holds it, and
-    without it no image has any.
-    """
-    counts = mm_kwargs.get(name)
-    if counts is not None:
-        return [(count, 1) if count else (0, 0) for (count,) in read_counts(counts, name, 1)]
-    return [(0, 0)] * sum(part.shape[0] for part in pixel_parts(mm_kwargs.get(whole_name), whole_name))
 
 
 def square_view(input_name: str, size: int, patches: int, tokens: int) -> View:

@@ -54,12 +54,7 @@ class SamConfig:
 
 
 class SamVisionModel(nn.Module):
-    """Square images to a feature map of a quarter of the patch grid's side.
-
-    Args:
-        config: sizes.
-        sizes: pixels per side of the images that it will see; multiples of four patches.
-    """
+    """Square images to a feature map of a quarter of the patch grid's side. `sizes` are in pixels."""
 
     def __init__(self, config: SamConfig, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -115,13 +110,7 @@ class _ChannelNorm(nn.LayerNorm):
 
 
 class _Block(nn.Module):
-    """Attention and MLP, each after a layer norm.
-
-    Args:
-        window_size: patches a side of a window; None: the whole grid is one.
-        side: of the grid whose relative positions are stored.
-        sides: of the grids that it will see.
-    """
+    """Attention and MLP, each after a layer norm. Without `window_size` the whole grid is one window."""
 
     def __init__(self, config: SamConfig, window_size: int | None, side: int, sides: Sequence[int]) -> None:
         super().__init__()
@@ -156,14 +145,8 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention over a square grid with decomposed relative positions.
-
-    The score of a query and a key gets a term for the distance of their rows and one for that of their
-    columns, each the product of the query with that distance's embedding.
-
-    Args:
-        side: of the grid whose relative positions are stored.
-        sides: of the grids that it will see.
+    """Attention over a square grid with decomposed relative positions: the score of a query and a key gets a
+    term for the distance of their rows and one for their columns, the query times its embedding.
     """
 
     def __init__(self, config: SamConfig, side: int, sides: Sequence[int]) -> None:
@@ -216,12 +199,7 @@ class ClipConfig:
 
 
 class ClipEncoder(nn.Module):
-    """A feature map to tokens: a class token, then the positions row by row.
-
-    Args:
-        config: sizes.
-        sides: of the feature maps that it will see.
-    """
+    """A feature map to tokens: a class token, then the positions row by row. `sides` are of maps."""
 
     def __init__(self, config: ClipConfig, sides: Sequence[int]) -> None:
         super().__init__()
@@ -293,13 +271,10 @@ class DeepseekOcrConfig:
 
 
 class DeepseekOcrVisionModel(nn.Module):
-    """Square tiles to rows in the language model's width.
+    """Square tiles to rows in the language model's width; InputError for sizes that do not fit together.
 
-    The checkpoint's learned rows that stand between them, `image_newline` and `view_seperator` (sic), are
-    parameters here too; the adapter that assembles an image inserts them.
-
-    Raises:
-        InputError: the sizes do not fit together.
+    The checkpoint's learned rows between them, `image_newline` and `view_seperator` (sic), are parameters
+    here too; the adapter that assembles an image inserts them.
     """
 
     def __init__(self, config: DeepseekOcrConfig | None = None) -> None:
@@ -316,13 +291,8 @@ class DeepseekOcrVisionModel(nn.Module):
         self._tables = FoldedTables(self)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """(tiles, 3, size, size) to (tiles, side * side, out_hidden_size), row by row.
-
-        `size` is the configuration's `base_size` or `image_size`; `side` is 16 for 1024 pixels and 10 for
-        640.
-
-        Raises:
-            InputError: tiles of another shape.
+        """(tiles, 3, size, size) to (tiles, side * side, out_hidden_size), row by row. `size` is `base_size`
+        or `image_size`, else InputError; `side` is 16 for 1024 pixels and 10 for 640.
         """
         check_tiles(pixel_values, (self.config.base_size, self.config.image_size))
         if not torch.compiler.is_compiling():
@@ -333,11 +303,7 @@ class DeepseekOcrVisionModel(nn.Module):
         return rows
 
     def load_checkpoint(self, tensors: Mapping[str, Tensor]) -> None:
-        """Loads the tensors of a published checkpoint; those of the language model are left out.
-
-        Raises:
-            InputError: tensors of the encoder are missing.
-        """
+        """Loads a published checkpoint, without language model; InputError if tensors are missing."""
         expected = self.state_dict().keys()
         found = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         missing = sorted(expected - found.keys())
