@@ -30,7 +30,7 @@ from fxsplit_encoder.models.eager import EagerTower, as_tensors, max_error, rms_
 from fxsplit_encoder.models.family import Family
 from fxsplit_encoder.models.prepare import EncoderInputs, Preparation, find_files, load_inputs
 from fxsplit_encoder.planning import Plan
-from fxsplit_encoder.towers.dense import DenseTower
+from fxsplit_encoder.towers.tiles import DenseTower
 
 FLOAT32_TOLERANCE = 1e-4
 """The largest difference of a value from eager's, in float32."""

@@ -1,13 +1,14 @@
-"""Calls of a tower: from its forward's arguments to an adapter's inputs, and from encoded items to its
-output.
+"""The calls of a tower: from its forward's arguments to an adapter's inputs, and from encoded items to its
+output. The class of calls is looked up by the name of the tower's class.
 """
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,14 @@ class Call:
     inputs: dict[str, Any]
     """Pixels and what describes them."""
     items: int = 1
-    """How many images or videos it counts as."""
-    key: Hashable = ()
-    """What tells the adapter that serves it from others of the same tower."""
+    """Images or videos."""
+    key: Any = ()
+    """Calls of one tower with equal keys share an adapter."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What encoded items make of a tower's output."""
+    """The part of a tower's output that encoded items make."""
 
     fields: dict[str, Any]
     layers: dict[int, Tensor] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Made:
 
 
 class Calls(ABC):
-    """How towers of one kind are called.
+    """The calls of one kind of towers.
 
     Args:
         twin: a linked copy of the tower, whose modules an adapter may change.
@@ -51,7 +52,7 @@ class Calls(ABC):
     """
 
     input_names: Sequence[str]
-    """What the forward calls its inputs, in order; all else are options."""
+    """The forward's names of its inputs, in order; all else are options."""
 
     makes_layers: ClassVar[bool] = False
     """Whether hidden states can be captured."""
@@ -67,20 +68,18 @@ class Calls(ABC):
 
     @property
     def num_states(self) -> int:
-        """The hidden states of the tower: what goes into the first layer, and what each returns."""
+        """Hidden states of the tower: the input of the first layer, and each layer's output."""
         return int(self.twin.config.num_hidden_layers) + 1
 
     @staticmethod
     def num_items(given: Mapping[str, Any]) -> int:
-        """How many images or videos a call has, for statistics of those that the tower itself serves."""
+        """Images or videos of a call, for statistics of those that the tower itself serves."""
         return 1
 
     @property
     @abstractmethod
     def expected_keys(self) -> Sequence[Hashable]:
-        """The keys that the tower's configuration is for, captured at the first call and by a warm-up; others
-        if they recur.
-        """
+        """The keys of the configuration, captured at the first call or a warm-up; others if they recur."""
 
     @abstractmethod
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
@@ -89,7 +88,7 @@ class Calls(ABC):
         """
 
     @abstractmethod
-    def example(self, key: Hashable) -> dict[str, Any]:
+    def example(self, key: Any) -> dict[str, Any]:
         """Arguments of a small call of the tower itself, whose output shows the fields of all."""
 
     def makes(self, what: str | int, example: Any) -> bool:
@@ -97,10 +96,8 @@ class Calls(ABC):
         return isinstance(what, int) and self.makes_layers
 
     @abstractmethod
-    def adapter(self, key: Hashable, example: Any) -> Any:
-        """The adapter for calls of this key; `example` is the tower's output of the example, on the meta
-        device.
-        """
+    def adapter(self, key: Any, example: Any) -> Any:
+        """The adapter for calls of this key; `example` is the tower's output of it, on the meta device."""
 
     @abstractmethod
     def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
@@ -108,11 +105,11 @@ class Calls(ABC):
 
     @abstractmethod
     def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The same as arguments of the adapter's forward."""
+        """The arguments of the adapter's forward from its `mm_kwargs`."""
 
     @abstractmethod
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
-        """What the encoded items make of the output."""
+        """The fields and layers that the encoded items hold."""
 
 
 def asked_for(
@@ -129,7 +126,7 @@ def asked_for(
     return fields, {name: value for name, value in changing.items() if name not in _PENDING}
 
 
-def is_pixels(value: Any, dims: int | None = None) -> bool:
+def is_pixels(value: Any, dims: int | None = None) -> TypeGuard[Tensor]:
     """Whether an input has pixels to encode: a tensor with data."""
     return (
         isinstance(value, torch.Tensor)
@@ -137,3 +134,48 @@ def is_pixels(value: Any, dims: int | None = None) -> bool:
         and value.numel() > 0
         and dims in (None, value.dim())
     )
+
+
+# --- classes of towers
+
+# By name, so that neither a model family nor an adapter is imported before it is used.
+_CALLS = {
+    "CLIPVisionModel": ("dense_calls", "DenseCalls"),
+    "CLIPVisionTransformer": ("dense_calls", "DenseCalls"),
+    "DINOv3ViTModel": ("dense_calls", "DenseCalls"),
+    "Dinov2Model": ("dense_calls", "DenseCalls"),
+    "Dinov2WithRegistersModel": ("dense_calls", "DenseCalls"),
+    "Glm4vMoeVisionModel": ("packed_calls", "GridCalls"),
+    "Glm4vVisionModel": ("packed_calls", "GridCalls"),
+    "Idefics3VisionTransformer": ("dense_calls", "Idefics3Calls"),
+    "InternVLVisionModel": ("dense_calls", "DenseCalls"),
+    "Kimi_K25VisionModel": ("packed_calls", "GridCalls"),
+    "Llama4VisionModel": ("dense_calls", "Llama4Calls"),
+    "PixtralVisionModel": ("packed_calls", "PixtralCalls"),
+    "Qwen2VisionTransformerPretrainedModel": ("packed_calls", "GridCalls"),
+    "Qwen2_5_VisionTransformerPretrainedModel": ("packed_calls", "GridCalls"),
+    "Qwen3VLMoeVisionModel": ("packed_calls", "GridCalls"),
+    "Qwen3VLVisionModel": ("packed_calls", "GridCalls"),
+    "Qwen3_5MoeVisionModel": ("packed_calls", "GridCalls"),
+    "Qwen3_5VisionModel": ("packed_calls", "GridCalls"),
+    "Siglip2VisionModel": ("dense_calls", "Siglip2Calls"),
+    "Siglip2VisionTransformer": ("dense_calls", "Siglip2Calls"),
+    "SiglipVisionModel": ("dense_calls", "DenseCalls"),
+    "SiglipVisionTransformer": ("dense_calls", "DenseCalls"),
+    "SmolVLMVisionTransformer": ("dense_calls", "Idefics3Calls"),
+    "Step3p7VisionModel": ("dense_calls", "Step3p7Calls"),
+}
+
+
+def served_towers() -> list[str]:
+    """The class names of the towers that `accelerate` serves."""
+    return sorted(_CALLS)
+
+
+def calls_of(module: nn.Module) -> Any:
+    """The class of `Calls` for a tower; None: it is no tower that is known."""
+    name = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _CALLS), None)
+    if name is None:
+        return None
+    file, kind = _CALLS[name]
+    return getattr(importlib.import_module(f"fxsplit_encoder.hugging_face.{file}"), kind)

@@ -1,4 +1,4 @@
-"""What a tower was captured as: its adapters and runners, for as long as the tower stays what it is."""
+"""The captures of a tower: an adapter and a runner for each key of its calls, until the tower changes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import types
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fxsplit_encoder._torch.dispatch import tree_map_only
+from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
 from fxsplit_encoder._torch.structure import OWN, Structure
 from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
 from fxsplit_encoder._torch.transformers import remove_output_hooks
@@ -23,13 +23,11 @@ from fxsplit_encoder.backend import warmup
 from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.hugging_face.calls import Call, Calls, Reads
-from fxsplit_encoder.hugging_face.find import calls_of
+from fxsplit_encoder.hugging_face.calls import Call, Reads, calls_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats
 from fxsplit_encoder.towers.base import first_parameter
-from fxsplit_encoder.towers.options import reads_argument
 
 _MOST_KEYS = 8
 """Sizes of images that are captured for one tower at a time; calls of others go to the tower itself."""
@@ -38,14 +36,14 @@ _MOST_SEEN = 256
 """Sizes whose last calls, and arguments whose effect is known of one tower."""
 
 _PAYS = 64
-"""Calls for which a capture is worth making. Where one that took another's place gives way before, the next
+"""Calls for which a capture is worth making. Where one that took another's place was used less, the next
 waits twice as long.
 """
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How towers are served."""
+    """The arguments of `accelerate`."""
 
     config: EncoderConfig
     compiles: bool
@@ -54,25 +52,23 @@ class Settings:
 
 @dataclass
 class Served:
-    """What serves the calls of one key."""
+    """The captures of one key."""
 
     adapter: Any
-    runner: Runner
+    runner: ManagerRunner | CompiledRunner
     example: Any
     """The tower's output of a small call, on the meta device."""
     empty: dict[str, Any]
     """Empty values like its fields, on the tower's device."""
     uses: int = 0
     last: int = 0
-    """The number of the call that used it last."""
+    """The number of its last call."""
     took_place: bool = False
-    """Whether another key gave way to it."""
+    """Whether another key's captures were released for it."""
 
 
 class CapturedTower:
-    """A tower's captures, which hold for its modules and for its parameters' device and dtype. `reads` as of
-    `Calls`.
-    """
+    """A tower's captures, valid for its modules and its parameters' device and dtype."""
 
     def __init__(self, tower: nn.Module, reads: Reads, settings: Settings) -> None:
         self.settings = settings
@@ -87,12 +83,12 @@ class CapturedTower:
         self._lock = threading.RLock()
         self._calls, self._next, self._wait = 0, 0, 1
         self._seen: Recent[Hashable, deque[int]] = Recent(_MOST_SEEN)
-        """The numbers of the last calls of keys that are not served."""
+        """The numbers of the last calls of keys without captures."""
         self._matters: Recent[str, bool] = Recent(_MOST_SEEN)
-        """Arguments, and whether the tower reads them."""
-        self.calls: Calls | None = None
+        """Whether the tower reads an argument."""
+        self.calls: Any = None
         self.refusal: tuple[MissReason, str] | None = None
-        """Why nothing is captured, in one word and in a few."""
+        """Why nothing is captured, as a reason and in words."""
         if not is_in_one_place(tower):
             self.refusal = (MissReason.OFFLOADED, "its parameters are not all on one device")
         elif (foreign := foreign_code(tower, self._structure)) is not None:
@@ -106,7 +102,7 @@ class CapturedTower:
 
     @property
     def device(self) -> torch.device:
-        """That of the parameters."""
+        """The device of the parameters."""
         return self._placement[0]
 
     @property
@@ -125,10 +121,9 @@ class CapturedTower:
     # --- serving
 
     def serves(self, call: Call, *, at_once: bool = False) -> bool:
-        """Whether a call is served: images of other sizes than the tower's own have to recur, and where all
-        places are taken, more recently than the least recently used size.
+        """Whether a call is served. Images of other sizes than the tower's own have to recur; where
+        `_MOST_KEYS` are captured, more recently than the least recently used size.
         """
-        assert self.calls is not None
         self._calls += 1
         served = self._served.get(call.key)
         if served is not None:
@@ -149,9 +144,7 @@ class CapturedTower:
             )
 
     def of(self, key: Hashable) -> Served:
-        """What serves calls of a key, made now if it is the first, by one thread. `Runner.prepare` comes
-        before its `run`.
-        """
+        """The captures of a key, made by the first thread that asks; its runner needs `prepare` first."""
         served = self._served.get(key)
         if served is None:
             with self._lock:
@@ -166,7 +159,7 @@ class CapturedTower:
         return served
 
     def _give_way(self) -> None:
-        """Gives up the captures of the key that was used least recently, and their memory."""
+        """Release the captures of the least recently used key."""
         key = min(self._served, key=lambda key: self._served[key].last)
         served = self._served.pop(key)
         served.runner.clear()
@@ -178,12 +171,9 @@ class CapturedTower:
         self._next = self._calls + self._wait
 
     def reads_argument(self, name: str) -> bool:
-        """Whether small calls show that the tower's forward reads an argument; models pass on what is for
-        others.
-        """
+        """Whether small calls show that the tower's forward reads an argument; models pass on others too."""
         matters: bool | None = self._matters.get(name)
         if matters is None:
-            assert self.calls is not None
             with self._lock:
                 call, twin = self._example(self.calls.expected_keys[0])
                 self._matters[name] = matters = reads_argument(lambda given: twin(**call, **given), name)
@@ -191,12 +181,10 @@ class CapturedTower:
 
     def _example(self, key: Hashable) -> tuple[dict[str, Any], nn.Module]:
         """The arguments of a small call, and a new copy of the tower, since this may install hooks."""
-        assert self.calls is not None
         call = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self.calls.example(key))
         return {**call, "return_dict": True}, _twin(self._tower)
 
     def _make(self, key: Hashable) -> Served:
-        assert self.calls is not None
         call, twin = self._example(key)
         with torch.inference_mode(False), torch.no_grad():
             output = twin(**{**call, "output_hidden_states": True})
@@ -204,12 +192,9 @@ class CapturedTower:
         example = type(output)(**{n: _on_meta(value) for n, value in output.items()})
         adapter = self.calls.adapter(key, example)
         config = self.settings.config
-        runner: Runner = (
-            CompiledRunner(adapter, config, self.calls.arguments)
-            if self.settings.compiles
-            else ManagerRunner(adapter, config)
-        )
-        return Served(adapter, runner, example, empty)
+        if self.settings.compiles:
+            return Served(adapter, CompiledRunner(adapter, config, self.calls.arguments), example, empty)
+        return Served(adapter, ManagerRunner(adapter, config), example, empty)
 
     def stats(self) -> list[ManagerStats]:
         """What each runner served; where there are several, captures are told apart by the key."""
@@ -281,34 +266,44 @@ def is_in_one_place(tower: nn.Module) -> bool:
     return len(devices) == 1 and next(iter(devices)).type != "meta"
 
 
+# --- whether an argument matters
+
+
+class _ArgumentReadError(Exception):
+    """An argument was read."""
+
+
+class _Argument:
+    """In the place of an argument: any use of it is an error."""
+
+    def _raise(self, *args: Any, **kwargs: Any) -> Any:
+        raise _ArgumentReadError
+
+    __getattribute__ = __call__ = __enter__ = _raise
+
+
+_KEPT = {*vars(_Argument), *("__new__", "__init__", "__init_subclass__", "__subclasshook__", "__class__")}
+for _name in {*dir(torch.Tensor), *dir(tuple)} - _KEPT | {"__hash__"}:
+    if _name.startswith("__") and callable(getattr(torch.Tensor, _name, _name)):
+        setattr(_Argument, _name, _Argument.__call__)
+
+
+def reads_argument(call: Callable[[dict[str, Any]], Any], name: str) -> bool:
+    """Whether a forward, `call` with further arguments, reads or refuses one, or its result changes."""
+    with torch.inference_mode(False), torch.no_grad():
+        plain = tree_leaves(call({}).to_tuple())
+        try:
+            probed = tree_leaves(call({name: _Argument()}).to_tuple())
+        except (_ArgumentReadError, TypeError, ValueError, RuntimeError):
+            return True
+    return len(plain) != len(probed) or not all(map(torch.equal, plain, probed))
+
+
 # --- what encodes a tower's calls
 
 
-class Runner(Protocol):
-    """Encodes what an adapter takes."""
-
-    @property
-    def run(self) -> Callable[[dict[str, Any]], list[Tensor]]:
-        """Encodes every item to its rows, (output tokens, hidden), in memory of their own."""
-
-    def prepare(self) -> None:
-        """Makes what `run` needs, once."""
-
-    def capture(self) -> None:
-        """Compiles and captures whatever is not yet."""
-
-    def stats(self) -> ManagerStats:
-        """What was served so far."""
-
-    def refresh(self) -> None:
-        """As `fxsplit_encoder.refresh`."""
-
-    def clear(self) -> None:
-        """Gives all memory back."""
-
-
 class ManagerRunner:
-    """A tower's adapter in a manager, which captures when it is used first."""
+    """An adapter in a manager. `run` encodes every item to its own tensor, (output tokens, hidden)."""
 
     def __init__(self, adapter: Any, config: EncoderConfig) -> None:
         self.manager = EncoderCudaGraphManager(adapter, config)
@@ -316,7 +311,7 @@ class ManagerRunner:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Captures, in the first thread that comes."""
+        """Captures once, whatever thread asks."""
         if not self.manager.is_captured():
             with self._lock:
                 if not self.manager.is_captured():  # no other thread has done it
@@ -338,8 +333,10 @@ class ManagerRunner:
 
 
 class CompiledRunner:
-    """An adapter behind `torch.compile(backend="encoder_cg")`, where a call is one batch. `arguments` makes
-    those of its forward from `mm_kwargs`.
+    """An adapter behind `torch.compile(backend="encoder_cg")`; a call of `run` is one batch.
+
+    Args:
+        arguments: makes those of the adapter's forward from `mm_kwargs`.
     """
 
     def __init__(
@@ -362,7 +359,6 @@ class CompiledRunner:
         """Held in the first call, which compiles."""
 
     def _run(self, inputs: dict[str, Any]) -> list[Tensor]:
-        """Encodes all items in one call."""
         specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
         with self._first, torch.inference_mode(False), torch.no_grad():
             rows = self._compiled(*self._arguments(inputs))  # type: ignore[no-untyped-call]
@@ -375,7 +371,7 @@ class CompiledRunner:
         return [items[index] for index in range(len(specs))]
 
     def prepare(self) -> None:
-        """Nothing: the first call compiles."""
+        """Does nothing: the first call compiles."""
 
     def capture(self) -> None:
         """As `warmup`."""
@@ -391,4 +387,4 @@ class CompiledRunner:
         refresh_compiled(self._compiled)
 
     def clear(self) -> None:
-        """Nothing: what was compiled is released with the adapter."""
+        """Does nothing: what was compiled is released with the adapter."""

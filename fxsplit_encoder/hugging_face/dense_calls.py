@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,12 @@ from torch import Tensor
 from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, is_pixels
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.towers.dense import DenseTower
-from fxsplit_encoder.towers.generic import DenseTowerSpec
 from fxsplit_encoder.towers.idefics3 import Idefics3Tower
 from fxsplit_encoder.towers.inputs import integer_rows
-from fxsplit_encoder.towers.registry import wrap
+from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap
 from fxsplit_encoder.towers.siglip2 import Siglip2Tower
 from fxsplit_encoder.towers.step3p7 import CROP_SIZE, Step3p7Tiles
+from fxsplit_encoder.towers.tiles import DenseTower
 
 _INTERPOLATES = "interpolate_pos_encoding"
 
@@ -72,12 +71,10 @@ class DenseCalls(Calls):
             return MissReason.OPTIONS
         if not is_pixels(pixels, 4):
             return MissReason.UNSUPPORTED_INPUT
-        assert isinstance(pixels, torch.Tensor)
         return Call({self.input_names[0]: pixels}, key=DenseKey(tuple(pixels.shape[1:]), interpolates))
 
-    def example(self, key: Hashable) -> dict[str, Any]:
+    def example(self, key: Any) -> dict[str, Any]:
         """One image of zeros."""
-        assert isinstance(key, DenseKey)
         parameter = next(self.twin.parameters())
         pixels = torch.zeros(1, *key.shape, device=parameter.device, dtype=parameter.dtype)
         return {self.input_names[0]: pixels, **self._options(key)}
@@ -86,9 +83,8 @@ class DenseCalls(Calls):
         options = {_INTERPOLATES: True} if key.interpolates else {}
         return {**options, "output_hidden_states": True} if self.layers else options
 
-    def adapter(self, key: Hashable, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> DenseTower:
         """By a declaration: the rows of every part follow one another for each image."""
-        assert isinstance(key, DenseKey)
         parts = self.parts(example)
         channels, height, width = key.shape
         spec = DenseTowerSpec(
@@ -168,7 +164,7 @@ class Llama4Calls(DenseCalls):
             return MissReason.UNSUPPORTED_INPUT
         return call
 
-    def adapter(self, key: Hashable, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> DenseTower:
         """The adapter of the class, which computes without complex numbers."""
         adapter = wrap(self.twin)
         assert isinstance(adapter, DenseTower)
@@ -190,17 +186,13 @@ class Step3p7Calls(DenseCalls):
         """The tiles, if they are square."""
         call = super().read(given, options)
         if isinstance(call, Call):
-            assert isinstance(call.key, DenseKey)
             _, height, width = call.key.shape
             if height != width or call.key.interpolates:
                 return MissReason.UNSUPPORTED_INPUT
         return call
 
-    def adapter(self, key: Hashable, example: Any) -> DenseTower:
-        """The adapter of the class for tiles of this size, with modules of its own, since it stores tables in
-        them.
-        """
-        assert isinstance(key, DenseKey)
+    def adapter(self, key: Any, example: Any) -> DenseTower:
+        """The adapter of the class, on a copy of the modules, since it stores tables in them."""
         return Step3p7Tiles(linked_copy(self.twin), key.shape[-1])
 
 
@@ -216,9 +208,8 @@ class Idefics3Calls(DenseCalls):
             return MissReason.UNSUPPORTED_INPUT
         return super().read(given, options)
 
-    def adapter(self, key: Hashable, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> DenseTower:
         """The adapter of the class, for images of this size."""
-        assert isinstance(key, DenseKey)
         layers = [part.layer for part in self.parts(example)]
         _, height, width = key.shape
         return Idefics3Tower(self.twin, height, width, layers)
@@ -242,7 +233,6 @@ class Siglip2Calls(DenseCalls):
         pixels, mask, shapes = (given.get(name) for name in self.input_names)
         if not is_pixels(pixels, 3) or not isinstance(mask, torch.Tensor) or shapes is None:
             return MissReason.UNSUPPORTED_INPUT
-        assert isinstance(pixels, torch.Tensor)
         read = integer_rows(shapes, "spatial_shapes", 2, "rows of two integers, in patches")
         count, patches, _ = pixels.shape
         fits = all(h > 0 and w > 0 and h * w <= patches for h, w in read)
@@ -251,9 +241,8 @@ class Siglip2Calls(DenseCalls):
         inputs = {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": read}
         return Call(inputs, key=DenseKey((patches,)))
 
-    def example(self, key: Hashable) -> dict[str, Any]:
+    def example(self, key: Any) -> dict[str, Any]:
         """One image, of one row of patches."""
-        assert isinstance(key, DenseKey)
         (patches,) = key.shape
         config, parameter = self.twin.config, next(self.twin.parameters())
         columns = config.num_channels * config.patch_size**2
@@ -263,9 +252,8 @@ class Siglip2Calls(DenseCalls):
             "spatial_shapes": torch.tensor([[1, patches]], device="cpu"),
         }
 
-    def adapter(self, key: Hashable, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> DenseTower:
         """The adapter of the class, for so many patches."""
-        assert isinstance(key, DenseKey)
         return Siglip2Tower(self.twin, key.shape[0])
 
     def parts(self, example: Any) -> list[Part]:

@@ -1,4 +1,4 @@
-"""Accelerating a model of transformers in place, and undoing it."""
+"""Finds the vision towers of a model of transformers, accelerates them in place, and undoes it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from fxsplit_encoder._torch.dynamo import original_module
 from fxsplit_encoder._torch.transformers import INNER_FORWARD, device_hook
 from fxsplit_encoder.backend.entry import check_applies
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.errors import InputError, UnsupportedTowerError
+from fxsplit_encoder.hugging_face.calls import calls_of, served_towers
 from fxsplit_encoder.hugging_face.captured import Settings
-from fxsplit_encoder.hugging_face.find import find_towers
-from fxsplit_encoder.hugging_face.served import ServedTower
+from fxsplit_encoder.hugging_face.served import FoundTower, ServedTower
 from fxsplit_encoder.messages import shown
+from fxsplit_encoder.towers.base import WrappedTower
 
 Model = TypeVar("Model")
 Config = EncoderConfig | Mapping[str, Any] | str | os.PathLike[str]
+
+_LAYERS = ("vision_feature_layer", "vision_feature_layers")
 
 _FORWARD = "forward"
 """Where a module has a forward of its own."""
@@ -47,7 +50,7 @@ def accelerate(model: Model, config: Config | None = None, *, compile: bool = Fa
         UnsupportedTowerError: none of its towers is known.
         ConfigError: a setting is wrong.
     """
-    settings = Settings(_read_config(config), compile)
+    settings = Settings(EncoderConfig.from_options({} if config is None else {"config": config}), compile)
     if compile:
         check_applies(settings.config)
     towers = find_towers(model)
@@ -63,9 +66,7 @@ def accelerate(model: Model, config: Config | None = None, *, compile: bool = Fa
 
 
 def restore(model: Model) -> Model:
-    """Undoes `accelerate`, if it was done, and frees the memory of captures. Returns the model; InputError if
-    it is none.
-    """
+    """Undoes `accelerate` and frees its captures. Returns the model; InputError if it is none."""
     for module, served in served_towers_of(model):
         for name in (_FORWARD, INNER_FORWARD):
             if vars(module).get(name) is served:
@@ -78,14 +79,8 @@ def served_towers_of(model: Any) -> list[tuple[nn.Module, ServedTower]]:
     """The towers of a model that are accelerated; InputError if it is no model."""
     if not isinstance(model, nn.Module):
         raise InputError(f"restore: expected a model of transformers; got {shown(model)}")
-    return list(_walk(original_module(model)))
-
-
-def _walk(model: nn.Module) -> Iterator[tuple[nn.Module, ServedTower]]:
-    for module in model.modules():
-        served = _served_by(module)
-        if served is not None:
-            yield module, served
+    pairs = ((module, _served_by(module)) for module in original_module(model).modules())
+    return [(module, served) for module, served in pairs if served is not None]
 
 
 def _served_by(module: nn.Module) -> ServedTower | None:
@@ -101,15 +96,9 @@ def _slot(module: nn.Module) -> str:
 def _previous(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that a module has for itself there; None: its class's."""
     previous = vars(module).get(_slot(module))
-    return None if previous is None or _is_class_forward(previous, module) else previous
-
-
-def _is_class_forward(forward: Any, module: nn.Module) -> bool:
-    return (
-        isinstance(forward, types.MethodType)
-        and forward.__self__ is module
-        and forward.__func__ is type(module).forward
-    )
+    if isinstance(previous, types.MethodType) and previous.__self__ is module:
+        return None if previous.__func__ is type(module).forward else previous
+    return previous
 
 
 def _put_back(module: nn.Module, name: str, served: ServedTower) -> None:
@@ -121,5 +110,47 @@ def _put_back(module: nn.Module, name: str, served: ServedTower) -> None:
         setattr(module, name, served.previous)
 
 
-def _read_config(config: Config | None) -> EncoderConfig:
-    return EncoderConfig.from_options({} if config is None else {"config": config})
+# --- the towers of a model
+
+
+def find_towers(model: Any) -> list[FoundTower]:
+    """The towers of a model that can be served, each once; InputError for what is no module or is wrapped,
+    UnsupportedTowerError if there is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"accelerate: expected a model of transformers; got {shown(model)}")
+    model = original_module(model)
+    for name, module in model.named_modules():
+        if isinstance(module, WrappedTower):
+            raise InputError(
+                f"accelerate: expected a model as it was loaded; got one whose {name or 'tower'} is wrapped; "
+                "put the tower itself back, which is its attribute `tower`"
+            )
+    found = list(_find(model, "", model))
+    if not found:
+        raise UnsupportedTowerError(
+            f"accelerate: {type(model).__name__} has no vision tower that is known; expected one of "
+            f"{', '.join(served_towers())}. Wrap another by wrap(tower, DenseTowerSpec(...)), or by its own "
+            "adapter, for EncoderCudaGraphManager or torch.compile(backend='encoder_cg')"
+        )
+    return found
+
+
+def _find(module: nn.Module, name: str, owner: nn.Module) -> Iterator[FoundTower]:
+    """The towers below a module, nearest first; `owner` is the last module that names layers to read."""
+    if calls_of(module) is not None:
+        yield FoundTower(name, module, () if owner is module else _layers_of(owner))
+        return
+    if _layers_of(module):
+        owner = module
+    for key, child in module.named_children():
+        yield from _find(child, f"{name}.{key}" if name else key, owner)
+
+
+def _layers_of(owner: nn.Module) -> tuple[int, ...]:
+    config = getattr(owner, "config", None)
+    for name in _LAYERS:
+        layers = getattr(config, name, None)
+        if layers is not None:
+            return (layers,) if isinstance(layers, int) else tuple(layers)
+    return ()

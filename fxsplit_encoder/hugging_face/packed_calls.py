@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,7 @@ class GridCalls(Calls):
         return max(1, number_of(given.get("grid_thw")))
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
-        """The patches, and the grids as numbers, which are read once: on a device that costs a
-        synchronization.
-        """
+        """The patches, and the grids as numbers; reading them from a device costs a synchronization."""
         if options:
             return MissReason.OPTIONS
         name, grid_name = self.input_names
@@ -48,11 +46,11 @@ class GridCalls(Calls):
         read = self._adapter.read_grids(grids, grid_name)
         return Call({"pixel_values": patches, "image_grid_thw": read}, len(read))
 
-    def example(self, key: Hashable) -> dict[str, Any]:
+    def example(self, key: Any) -> dict[str, Any]:
         """One small image."""
         return dict(zip(self.input_names, self._adapter.example_inputs(), strict=True))
 
-    def adapter(self, key: Hashable, example: Any) -> PackedTower:
+    def adapter(self, key: Any, example: Any) -> PackedTower:
         """The adapter of the tower's class."""
         return self._adapter
 
@@ -100,7 +98,6 @@ class PixtralCalls(Calls):
         pixels, sizes = given.get("pixel_values"), given.get("image_sizes")
         if not is_pixels(pixels, 4):
             return MissReason.UNSUPPORTED_INPUT
-        assert isinstance(pixels, torch.Tensor)
         count, _, height, width = pixels.shape
         if sizes is None:
             read = [(height, width)] * count
@@ -114,14 +111,14 @@ class PixtralCalls(Calls):
         grids = [(1, min(h, height) // side, min(w, width) // side) for h, w in read]
         return Call({"pixel_values": pixels, "image_grid_thw": grids}, count)
 
-    def example(self, key: Hashable) -> dict[str, Any]:
+    def example(self, key: Any) -> dict[str, Any]:
         """One image of 2 x 2 patches."""
         config, parameter = self.twin.config, next(self.twin.parameters())
         shape = (1, config.num_channels, 2 * config.patch_size, 2 * config.patch_size)
         pixels = torch.zeros(shape, device=parameter.device, dtype=parameter.dtype)
         return {"pixel_values": pixels}
 
-    def adapter(self, key: Hashable, example: Any) -> PixtralTower:
+    def adapter(self, key: Any, example: Any) -> PixtralTower:
         """The adapter of the class, for the layers that the model reads."""
         return PixtralTower(self.twin, self.captured_layers)
 

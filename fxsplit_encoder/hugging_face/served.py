@@ -1,4 +1,4 @@
-"""The forward that stands in the place of a tower's own."""
+"""Replaces a tower's own forward by one that serves its calls from captures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,21 +22,20 @@ from fxsplit_encoder._torch.modes import foreign_around
 from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.errors import InputError, WeightsLayoutError
-from fxsplit_encoder.hugging_face.calls import Made, Reads, asked_for
+from fxsplit_encoder.hugging_face.calls import Made, Reads, asked_for, calls_of
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
-from fxsplit_encoder.hugging_face.find import FoundTower, calls_of
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
-from fxsplit_encoder.towers.options import Options, matters, settle
+from fxsplit_encoder.towers.base import Options, matters, needs_gradients, settle
 
 logger = logging.getLogger(__name__)
 
 _EXACT_ATTENTION = frozenset({None, "eager", "sdpa", "flex_attention"})
-"""Attention that computes what ours does, beside every flash attention."""
+"""Attention that computes what ours does, besides every flash attention."""
 
 _OUTPUT: Reads = frozenset({"last_hidden_state", "pooler_output"})
-"""What a model is taken to read of a tower, before it is known."""
+"""The fields that a model is assumed to read of a tower, before it is known."""
 
 _MOST_LOGGED = 64
 
@@ -46,7 +46,7 @@ _by_number: weakref.WeakValueDictionary[int, ServedTower] = weakref.WeakValueDic
 
 @contextlib.contextmanager
 def capturing_at_once() -> Iterator[None]:
-    """Inside, whatever a tower is called with is captured before the call is served."""
+    """Inside, every call of a tower is captured before it is served."""
     _warming.on = True
     try:
         yield
@@ -54,11 +54,22 @@ def capturing_at_once() -> Iterator[None]:
         _warming.on = False
 
 
+@dataclass(frozen=True)
+class FoundTower:
+    """A tower in a model."""
+
+    name: str
+    """Where it is, with dots; empty if it is the model itself."""
+    module: nn.Module
+    layers: tuple[int, ...]
+    """The layers whose hidden states the model around it reads, as its configuration says."""
+
+
 class ServedTower:
-    """Encodes a tower's calls by captures; others by the forward that was there before it, counted by reason.
+    """Serves a tower's calls from captures; others by the previous forward, counted by reason.
 
     Captures are made of a copy of the tower's modules on the same parameters. A copy or a pickle of the tower
-    has the forward that was there before.
+    has the previous forward.
     """
 
     def __init__(self, found: FoundTower, settings: Settings, previous: Callable[..., Any] | None) -> None:
@@ -70,7 +81,7 @@ class ServedTower:
         self._reads: Reads = frozenset(found.layers)
         """Layers and fields that the model reads; empty: the output."""
         self.previous = previous
-        """The forward that the module had for itself; None: its class's."""
+        """The module's own previous forward; None: its class's."""
         self._defaults = {
             name: parameter.default
             for name, parameter in inspect.signature(self.own_forward).parameters.items()
@@ -80,7 +91,7 @@ class ServedTower:
         self._past: list[ManagerStats] = []
         self._lock = threading.RLock()
         self._logged: Recent[str, bool] = Recent(_MOST_LOGGED)
-        self._captured = self._capture()
+        self._captured = CapturedTower(self._module, self._reads, self.settings)
         functools.update_wrapper(self, self.own_forward)
         _by_number[self.number] = self
 
@@ -110,11 +121,11 @@ class ServedTower:
 
     @property
     def own_forward(self) -> Callable[..., Any]:
-        """The forward that was there before."""
+        """The previous forward."""
         return self.previous or types.MethodType(type(self._module).forward, self._module)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls it."""
+        """Calls the previous forward."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         # By the class: Dynamo does not trace a method that is bound here, as `own_forward` does.
@@ -123,11 +134,8 @@ class ServedTower:
     # --- one call
 
     def _serve(self, given: dict[str, Any], *, now: bool = False) -> Any:
-        """The output of a call with these arguments, or why captures do not serve it. `now`: whether one of a
-        size that has not recurred is captured too.
-
-        Raises:
-            WeightsLayoutError: the captures were for parameters of other layouts, and are given up.
+        """The output of a call, or why captures do not serve it. `now`: a size that is new is captured too.
+        WeightsLayoutError if parameters have another layout, after the captures were released.
         """
         reason = self._condition(given)
         if reason is not None:
@@ -143,9 +151,10 @@ class ServedTower:
             }
             selected = None
             if "hidden_states" in fields:
-                selected = selected_hidden_states(self._asked_states(given))
+                asked = given.get("output_hidden_states")
+                config: Any = self._module.config
+                selected = selected_hidden_states(config.output_hidden_states if asked is None else asked)
                 captured = self._reading(captured, selected)
-            assert captured.calls is not None
             call = captured.calls.read(options.kept, changing)
             if isinstance(call, MissReason):
                 self._warn_of_miss(call, changing)
@@ -161,9 +170,8 @@ class ServedTower:
             self._again(captured, error)
             raise
         except InputError as error:
-            self._tell(logging.WARNING, f"{self.name}: encoded without a capture: {error}", "inputs")
+            self._warn_once(str(error), "inputs")
             return MissReason.UNSUPPORTED_INPUT
-        assert captured.calls is not None
         whole = functools.cache(functools.partial(self._compute, given))
         made = captured.calls.make(call, items, served.example)
         values = _values(
@@ -173,21 +181,21 @@ class ServedTower:
         return output if _returns_dict(options, given, self._module.config) else output.to_tuple()
 
     def _condition(self, given: Mapping[str, Any]) -> MissReason | None:
-        """Why the tower itself serves every call that is made as this one is."""
+        """Why a call cannot be served, whatever was captured."""
         module = self._module
         if (found := foreign_around()) is not None:
-            self._tell(logging.WARNING, f"{self.name}: encoded without captures: there is {found}")
+            self._warn_once(f"there is {found}")
             return MissReason.FOREIGN_CODE
-        if torch.is_grad_enabled() and _needs_gradients(module, given):
+        if torch.is_grad_enabled() and needs_gradients(given.values(), module):
             return MissReason.GRADIENTS
         implementation = attention_implementation(getattr(module, "config", None))
         if implementation not in _EXACT_ATTENTION and "flash" not in str(implementation):
-            self._tell(logging.WARNING, f"{self.name}: encoded without captures: {implementation} attention")
+            self._warn_once(f"{implementation} attention")
             return MissReason.FOREIGN_CODE
         return None
 
     def _matters(self, captured: CapturedTower, name: str, value: Any) -> bool:
-        """Whether an argument is one that the tower's forward reads, at another value than its default."""
+        """Whether the tower's forward reads an argument, and its value is not the default."""
         default = self._defaults.get(name, inspect.Parameter.empty)
         is_default = isinstance(value, bool | int | float | str) and type(value) is type(default)
         return not (is_default and value == default) and captured.reads_argument(name)
@@ -196,17 +204,12 @@ class ServedTower:
         what = f"{', '.join(map(repr, changing))} changes the output; call it without"
         if reason != MissReason.OPTIONS:
             what = "captures take whole images of the shapes that the tower's configuration is for"
-        self._tell(logging.WARNING, f"{self.name}: encoded without captures: {reason}: {what}")
+        self._warn_once(f"{reason}: {what}")
 
     # --- what the model reads
 
-    def _asked_states(self, given: Mapping[str, Any]) -> Any:
-        asked = given.get("output_hidden_states")
-        config: Any = self._module.config
-        return config.output_hidden_states if asked is None else asked
-
     def _reading(self, captured: CapturedTower, selected: list[int] | None) -> CapturedTower:
-        """What captures the layers too that a call names."""
+        """Captures that also make the layers that a call selects."""
         calls = captured.calls
         if selected is None or calls is None or not calls.makes_layers:
             return captured
@@ -218,7 +221,7 @@ class ServedTower:
         return self._current()
 
     def _learn(self, captured: CapturedTower, what: Iterable[int | str]) -> None:
-        """From the next call on, captures make this too."""
+        """Has captures make this too, from the next call on."""
         with self._lock:
             known = self._reads or (_OUTPUT if captured.has_captures else frozenset())
             self._reads = known.union(what)
@@ -233,7 +236,6 @@ class ServedTower:
         return output.hidden_states[what] if isinstance(what, int) else getattr(output, what)
 
     def _compute(self, given: dict[str, Any]) -> Any:
-        """The tower's own output, for fields that captures do not make."""
         self._refuse_own_forward(MissReason.UNCAPTURED_OUTPUT)
         self.record_miss(MissReason.UNCAPTURED_OUTPUT, self._num_items(given))
         with torch.no_grad(), torch.autocast(self._captured.device.type, enabled=False):
@@ -249,11 +251,8 @@ class ServedTower:
 
     # --- what is captured
 
-    def _capture(self) -> CapturedTower:
-        return CapturedTower(self._module, self._reads, self.settings)
-
     def _current(self) -> CapturedTower:
-        """What the tower is captured as now: where modules, dtype or device have changed, anew."""
+        """The captures, made anew where modules, dtype or device have changed."""
         captured = self._captured
         if not captured.is_current():
             return self._again(captured, "the tower has changed")
@@ -267,7 +266,7 @@ class ServedTower:
                 if captured.has_captures:
                     logger.log(level, "%s: captures are given up, for new ones: %s", self.name, why)
                 self._release()
-                self._captured = self._capture()
+                self._captured = CapturedTower(self._module, self._reads, self.settings)
             return self._captured
 
     def _release(self) -> None:
@@ -280,13 +279,13 @@ class ServedTower:
         if refusal is None and (found := captured.in_training()) is not None:
             refusal = MissReason.TRAINING, f"{found} is in training mode"
         if refusal is not None:
-            self._tell(logging.WARNING, f"{self.name}: encoded without captures: {refusal[1]}")
+            self._warn_once(refusal[1])
             return refusal[0]
         # On the device that the tower is on now: it may have been built on the meta device.
         return MissReason.AUTOCAST if torch.is_autocast_enabled(captured.device.type) else None
 
     def warm(self) -> None:
-        """Captures what calls that the configuration is for need."""
+        """Captures the keys that the configuration names."""
         captured = self._current()
         if captured.calls is None:
             self._refused(captured)
@@ -300,7 +299,7 @@ class ServedTower:
             self._captured.refresh()
 
     def close(self) -> None:
-        """Gives the memory back; from now on this is the forward that was there before."""
+        """Releases the captures; from now on this is the previous forward."""
         with self._lock:
             self.active = False
             self._release()
@@ -317,11 +316,11 @@ class ServedTower:
         captured = self._captured.stats() if self.active else []
         return ManagerStats.total([self._statistics.snapshot(), *self._past, *captured])
 
-    def _tell(self, level: int, message: str, key: str | None = None) -> None:
-        """Logs a message once, or one of those with this key."""
-        if self._logged.get(key or message) is None:
-            self._logged[key or message] = True
-            logger.log(level, "%s", message)
+    def _warn_once(self, why: str, key: str | None = None) -> None:
+        """Logs once that calls are served by the previous forward; once for all reasons of one key."""
+        if self._logged.get(key or why) is None:
+            self._logged[key or why] = True
+            logger.warning("%s: encoded without captures: %s", self.name, why)
 
 
 def _values(
@@ -356,11 +355,6 @@ def _returns_dict(options: Options, given: Mapping[str, Any], config: Any) -> bo
     if given.get("return_dict") is None:
         return getattr(config, "return_dict", True) is not False
     return options.returns_dict
-
-
-def _needs_gradients(module: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-    return any(tensor.requires_grad for tensor in (*tensors, *module.parameters()))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

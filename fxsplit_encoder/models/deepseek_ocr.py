@@ -19,9 +19,12 @@ from fxsplit_encoder.models.family import (
 )
 from fxsplit_encoder.models.prepare import HALF, Normalization, Preparation, Prepared, ProcessorSettings
 from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, view_sizes
-from fxsplit_encoder.towers.modules.clip_encoder import ClipConfig
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
-from fxsplit_encoder.towers.modules.sam import SamConfig
+from fxsplit_encoder.towers.modules.deepseek_encoder import (
+    ClipConfig,
+    DeepseekOcrConfig,
+    DeepseekOcrVisionModel,
+    SamConfig,
+)
 
 _BICUBIC = Image.Resampling.BICUBIC
 # Pixels a side: images up to it have no crops, and modes up to it that have no crops stretch images.

@@ -12,9 +12,8 @@ from torch import nn
 
 from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.towers.deepseek_ocr import DeepseekOcrTower
-from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.tiled import TiledTower
+from fxsplit_encoder.towers.tiles import DenseTower, TiledTower
 
 DEMO_MODEL = "qwen3-vl-8b"
 _INITIALIZER_RANGE = 0.02

@@ -13,7 +13,7 @@ from torch import Tensor
 from fxsplit_encoder.models.family import Settings, vision_settings
 from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared, processed
 from fxsplit_encoder.towers.base import VIDEOS
-from fxsplit_encoder.towers.dense import VIDEO_COUNTS
+from fxsplit_encoder.towers.tiles import VIDEO_COUNTS
 
 Grid = tuple[int, int]
 """(columns, rows)."""

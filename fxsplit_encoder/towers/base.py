@@ -1,11 +1,13 @@
-"""What every wrapped tower does, packed or dense."""
+"""The base class of every adapter, packed or of tiles: a module that is called as the tower itself is."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -17,8 +19,7 @@ from fxsplit_encoder._torch.tensors import share_names, tensors_of
 from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.protocol import scatter_output_slices
-from fxsplit_encoder.towers.options import matters, settle, without_inference_tensors
+from fxsplit_encoder.protocol import EncoderCudaGraphCaptureInputs, scatter_output_slices
 
 _towers: weakref.WeakValueDictionary[str, WrappedTower] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -45,15 +46,24 @@ class WrappedTower(nn.Module):
     """Whether padding is taken to leave real rows alone without a proof."""
 
     has_plain_blocks: bool = False
-    """Whether every block takes tensors, numbers and names alone and returns one tensor, so that
-    torch.compile may trace one of them for all that are equal."""
+    """Whether all blocks take tensors, numbers and names and return one tensor: equal ones are traced once"""
 
     deepstack_levels: int = 0
     """How many further outputs follow the main one along the hidden dimension, each as wide as it."""
 
     returns_rows: bool = False
-    """Whether the forward returns the packed rows of `encoder_cudagraph_forward` in place of the tower's own
-    output."""
+    """Whether the forward returns `encoder_cudagraph_forward`'s packed rows, not the tower's output."""
+
+    assembles: ClassVar[bool] = False
+    """Whether an item's embedding is not simply its rows of the output, but made by `assembled`."""
+
+    modalities: Sequence[str] = ("image",)
+
+    max_frames_per_video: int = 1
+    """Frames of the longest video that a budget holds."""
+
+    out_hidden_size: int
+    """Columns of the output."""
 
     input_names: Sequence[str]
     """What the tower's own forward calls its inputs; its other arguments are options."""
@@ -97,9 +107,7 @@ class WrappedTower(nn.Module):
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the forward with the arguments that a trace is to see. This frame is not compiled, since
-        every set of options, and inference mode, would be another trace.
-        """
+        """Calls the forward. Not compiled: options and inference mode would each be another trace."""
         call = _settle(self, args, kwargs)
         if call.eager is not None:
             return _call_uncompiled(self, args, kwargs, call.eager)
@@ -145,11 +153,35 @@ class WrappedTower(nn.Module):
         return dtype
 
     def trace_plain_blocks_once(self) -> None:
-        """Has Dynamo trace one of the equal blocks for all, for a forward that uses only the results of its
-        blocks.
-        """
+        """Has Dynamo trace one of the equal blocks, for a forward that uses only results of blocks."""
         if self.has_plain_blocks and not self.tower.training and torch.compiler.is_dynamo_compiling():
             trace_equal_blocks_once(self.registered_name, self.blocks_as_traced)
+
+    # --- the manager's protocol
+
+    def get_max_frames_per_video(self) -> int:
+        """The most frames that one video may have; 1: there are no videos."""
+        return self.max_frames_per_video
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: tuple[Hashable, ...] | None = None,
+    ) -> EncoderCudaGraphCaptureInputs:
+        """Tensors that fill a budget, with contents that the forward can run on."""
+        frames = max_batch_size + max_frames_per_batch
+        return EncoderCudaGraphCaptureInputs(self.capture_values(path, token_budget, frames, device, dtype))
+
+    @abstractmethod
+    def capture_values(
+        self, path: str, token_budget: int, frames: int, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """The tensors of a capture on a path, for at most so many images and frames."""
 
     def postprocess_encoder_output(
         self,
@@ -160,8 +192,20 @@ class WrappedTower(nn.Module):
         clone: bool = False,
         batch_mm_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Hands every item its rows of the output."""
-        scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
+        """Hands every item its rows of the output, or what `assembled` makes of them."""
+        if not self.assembles:
+            scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
+            return
+        if batch_mm_kwargs is None:
+            raise InputError("batch_mm_kwargs: expected the inputs of the batch; got None")
+        for index, rows in zip(indices, self.assembled(outputs, batch_mm_kwargs, clone), strict=True):
+            dest[index] = rows
+
+    def assembled(
+        self, outputs: dict[str, Tensor], mm_kwargs: dict[str, Any], clone: bool
+    ) -> Iterable[Tensor]:
+        """The embeddings of a batch, item by item, where `assembles`; `clone`: in memory of their own."""
+        raise NotImplementedError
 
     def refuse_videos(self, mm_kwargs: dict[str, Any]) -> None:
         """For a tower that takes images only: raises InputError if there are videos."""
@@ -169,18 +213,68 @@ class WrappedTower(nn.Module):
             raise InputError(f"{VIDEOS}: {type(self).__name__} takes images only; leave it out")
 
 
-def given_batch(batch_mm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """The inputs of the batch, for a tower whose output alone does not tell items apart; InputError without
-    them.
-    """
-    if batch_mm_kwargs is None:
-        raise InputError("batch_mm_kwargs: expected the inputs of the batch; got None")
-    return batch_mm_kwargs
-
-
 def is_hugging_face(tower: nn.Module) -> bool:
     """Whether a configuration may choose a tower's attention; one without needs no transformers."""
     return any(hasattr(module, "config") for module in tower.modules())
+
+
+# --- a call, and the options that change what it returns
+
+_IGNORED = frozenset(
+    {
+        *("use_cache", "cache_position", "logits_to_keep", "num_items_in_batch"),
+        *("vision_feature_layer", "vision_feature_layers", "vision_feature_select_strategy"),
+        *("vision_aspect_ratio", "batch_num_images", "output_router_logits"),
+    }
+)
+"""What is meant for a language model, or for the model around a tower, and a tower ignores."""
+
+_OFF = frozenset({"output_attentions", "output_hidden_states", "interpolate_pos_encoding"})
+"""What changes nothing unless it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The keyword arguments of a call, settled."""
+
+    kept: dict[str, Any]
+    """The tower's own inputs that were given by name."""
+    changing: dict[str, Any]
+    """What changes the result."""
+    returns_dict: bool
+    """Whether a tuple is not asked for."""
+
+
+def settle(
+    kwargs: Mapping[str, Any], own_names: Iterable[str], matters: Callable[[str, Any], bool]
+) -> Options:
+    """Splits the keyword arguments of a call into inputs (`own_names`) and options that change the result."""
+    kept, changing = {}, {}
+    for name, value in kwargs.items():
+        if name in own_names:
+            kept[name] = value
+        elif name != "return_dict" and matters(name, value):
+            changing[name] = value
+    return Options(kept, changing, kwargs.get("return_dict") is not False)
+
+
+def matters(name: str, value: Any) -> bool:
+    """Whether an option changes what any tower returns; None is what leaving it out means."""
+    return not (value is None or name in _IGNORED or (name in _OFF and value is False))
+
+
+def without_inference_tensors(values: Any) -> Any:
+    """Copies inference-mode tensors in tuples and dictionaries, which would need a trace of their own."""
+    if isinstance(values, torch.Tensor):
+        if not values.is_inference():
+            return values
+        with torch.inference_mode(False):
+            return values.clone()
+    if isinstance(values, tuple):
+        return tuple(map(without_inference_tensors, values))
+    if isinstance(values, dict):
+        return {name: without_inference_tensors(value) for name, value in values.items()}
+    return values
 
 
 class _Call(NamedTuple):
@@ -202,7 +296,7 @@ def _settle(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _Call(args, kwargs, options.returns_dict, MissReason.OPTIONS)
     if foreign_around() is not None:
         return _Call(args, kwargs, options.returns_dict, MissReason.FOREIGN_CODE)
-    if torch.is_grad_enabled() and _needs_gradients([*args, *options.kept.values()], module.parameters()):
+    if torch.is_grad_enabled() and needs_gradients([*args, *options.kept.values()], module):
         return _Call(*module.traced_inputs(args, options.kept), options.returns_dict, runs_as_it_is=True)
     args, kept = without_inference_tensors((args, options.kept))
     # To ask takes a twentieth of the time of entering both modes.
@@ -229,9 +323,10 @@ def _as_tuple(output: Any) -> Any:
     return output.to_tuple() if hasattr(output, "to_tuple") else output
 
 
-def _needs_gradients(inputs: Iterable[Any], parameters: Iterable[nn.Parameter]) -> bool:
+def needs_gradients(inputs: Iterable[Any], module: nn.Module) -> bool:
+    """Whether gradients are asked of any of the inputs or of the parameters of a module."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    return any(tensor.requires_grad for tensor in (*tensors, *parameters))
+    return any(tensor.requires_grad for tensor in (*tensors, *module.parameters()))
 
 
 def with_own_attention(module: nn.Module) -> nn.Module:
@@ -270,9 +365,7 @@ def registered_tower(name: str) -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def trace_equal_blocks_once(tower_name: str, as_traced: str) -> bool:
-    """Replaces the equal blocks of a tower by ops in Dynamo's trace; whether it did. Dynamo guards the
-    arguments.
-    """
+    """Whether it replaced the equal blocks of a tower by ops in a trace. Dynamo guards the arguments."""
     from fxsplit_encoder.compile.blocks import begin_blocks
 
     return begin_blocks(registered_tower(tower_name).tower)

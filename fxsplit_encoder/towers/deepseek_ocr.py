@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
-from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, read_counts, square_view
-from fxsplit_encoder.towers.tiles import View
+from fxsplit_encoder.towers.tiles import CropGrid, TiledTower, View, read_counts, square_view
 
 
 class DeepseekOcrTower(TiledTower):

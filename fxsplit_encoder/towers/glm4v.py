@@ -1,6 +1,4 @@
-"""GLM-4.1V's vision tower, also GLM-4.5V's and 4.6V's: a resampled position table, patches merged by
-convolution.
-"""
+"""GLM-4.1V's, 4.5V's and 4.6V's vision tower: a resampled position table, patches merged by convolution."""
 
 from __future__ import annotations
 
@@ -13,49 +11,32 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import Grid, cosines_and_sines, gives_angles
 from fxsplit_encoder.towers.modules.blocks import resample
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.position_embeddings import TAPS, cosines_and_sines, gives_angles, interpolation
 
 
 class Glm4vTower(PackedTower):
-    """Wraps `Glm4vVisionModel` and `Glm4vMoeVisionModel`. The taps of the position table come from the host,
-    and a video may also be one grid of several frames.
-    """
+    """Wraps `Glm4vVisionModel` and `Glm4vMoeVisionModel`. A video may also be one grid of several frames."""
 
     has_plain_blocks = True
     frames_are_independent = True
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
-        "position_ids": (2, torch.int64),
-        "interp_indices": (TAPS["bicubic"], torch.int32),
-        "interp_weights": (TAPS["bicubic"], torch.float32),
-    }
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = grids_of.table_columns("bicubic")
     # Their processor takes 2 frames per second of at most 300 seconds, and merges them in pairs.
     max_frames_per_video: int = 300
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
-        super().__init__(
-            tower,
-            merge_size=config.spatial_merge_size,
-            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
-            out_hidden_size=config.out_hidden_size,
-        )
+        super().__init__(tower, out_hidden_size=config.out_hidden_size, **grids_of.patch_sizes(config))
         side = config.image_size // config.patch_size
         self.table_shape = (side, side)
         self.from_angles = gives_angles(self.tower.rotary_pos_emb)
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, and taps into the learned position table."""
-        indices, weights = interpolation(
+        return grids_of.table_metadata(
             grids, self.table_shape, self.merge_size, align_corners=False, mode="bicubic"
         )
-        return {
-            "position_ids": grids_of.positions(grids, self.merge_size),
-            "interp_indices": indices,
-            "interp_weights": weights,
-        }
 
     def core(
         self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]
@@ -78,9 +59,7 @@ class Glm4vTower(PackedTower):
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=tower.merger(hidden))
 
     def _downsample(self, hidden: Tensor) -> Tensor:
-        """(tokens, out_hidden_size): the tower's convolution over the patches of a token, as a matrix
-        product.
-        """
+        """(tokens, out_hidden_size): the tower's convolution over a token's patches, as a matrix product."""
         convolution: Any = self.tower.downsample
         width = hidden.shape[-1]
         # In two steps: so a trace knows every size but the first.

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
-from fxsplit_encoder.towers.dense import DenseTower
+from fxsplit_encoder.towers.tiles import DenseTower
 
 
 class Idefics3Tower(DenseTower):

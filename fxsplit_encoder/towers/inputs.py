@@ -56,9 +56,7 @@ def check_given(mm_kwargs: Mapping[str, Any], names: Iterable[str], tower: str) 
 
 
 def pixel_parts(value: Any, name: str, check: Callable[[Any, str], None] | None = None) -> list[Tensor]:
-    """The tensors of an input of pixels, one or a list; None are none. `check` raises InputError for a wrong
-    part.
-    """
+    """The tensors of an input of pixels: one, a list or None. `check` raises InputError for a wrong part."""
     if value is None:
         return []
     parts = value if isinstance(value, list | tuple) else (value,)
@@ -99,11 +97,8 @@ def one_or_several(parts: list[Tensor]) -> Tensor | list[Tensor]:
 
 
 def rows_of(tensors: Sequence[Tensor], starts: Sequence[int], items: Sequence[int]) -> list[Tensor]:
-    """Views of the rows of some items, one for each run of neighbors.
-
-    Args:
-        tensors: the rows of all items, one tensor after another.
-        starts: the first row of every item, and the number of rows.
+    """Views of the rows of some items, one for each run of neighbors. `tensors` hold the rows of all items in
+    order; `starts` are the first row of every item, then the number of rows.
     """
     spans: list[list[int]] = []
     for item in items:
@@ -218,12 +213,8 @@ def _refuse(value: Any, name: str, expected: str) -> NoReturn:
 
 
 class PixelValues:
-    """Normalizes uint8 pixels on a device to the values that the processor computes on the host.
-
-    Args:
-        values: (channels, 256), see `ImagePreparer.values`.
-        dtype: of the result.
-        device: where pixels are.
+    """Normalizes uint8 pixels on a device to the values that the processor computes on the host: (channels,
+    256) `values`, see `ImagePreparer.values`.
     """
 
     def __init__(self, values: NDArray[np.float32], dtype: torch.dtype, device: torch.device) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import install_output_hooks
 from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.base import with_own_attention
-from fxsplit_encoder.towers.dense import DenseTower
+from fxsplit_encoder.towers.tiles import DenseTower
 
 _CONFIGURED = ("vision_feature_layer", "vision_feature_select_strategy")
 
@@ -21,7 +22,7 @@ class InternVLTower(DenseTower):
     """
 
     model: Any
-    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    modalities: Sequence[str] = ("image", "video")
     has_plain_blocks = True
 
     def __init__(self, model: nn.Module) -> None:

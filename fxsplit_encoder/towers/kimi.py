@@ -15,12 +15,10 @@ from fxsplit_encoder.errors import InputError, UnsupportedTowerError
 from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.base import given_batch
 from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.inputs import integer_rows
 from fxsplit_encoder.towers.modules.blocks import merge, resample
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.position_embeddings import TAPS, interpolation
 
 
 class RasterTower(PackedTower):
@@ -30,9 +28,7 @@ class RasterTower(PackedTower):
 
     has_plain_blocks = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
-        "position_ids": (2, torch.int64),
-        "interp_indices": (TAPS["bicubic"], torch.int32),
-        "interp_weights": (TAPS["bicubic"], torch.float32),
+        **grids_of.table_columns("bicubic"),
         "merge_permutation": (0, torch.int64),
     }
 
@@ -58,15 +54,10 @@ class RasterTower(PackedTower):
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, taps into the learned position table, and the merge order."""
-        indices, weights = interpolation(
+        table = grids_of.table_metadata(
             grids, self.table_shape, merge_size=1, align_corners=False, mode="bicubic"
         )
-        return {
-            "position_ids": grids_of.positions(grids, merge_size=1),
-            "interp_indices": indices,
-            "interp_weights": weights,
-            "merge_permutation": grids_of.merge_permutation(grids, self.merge_size),
-        }
+        return {**table, "merge_permutation": grids_of.merge_permutation(grids, self.merge_size)}
 
     def example_inputs(self) -> tuple[Tensor, Tensor]:
         """Patches and the grid of one image of the smallest budget's size."""
@@ -142,6 +133,7 @@ class KimiK25Tower(RasterTower):
         "frame_index": (0, torch.int64),
     }
     input_names: Sequence[str] = ("pixel_values", "grid_thw")
+    assembles = True
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
@@ -217,22 +209,10 @@ class KimiK25Tower(RasterTower):
         tokens = h * w // self.rows_per_token
         return EncoderItemSpec(t * h * w, tokens, {"default": t * tokens})
 
-    def postprocess_encoder_output(
-        self,
-        outputs: dict[str, Tensor],
-        indices: list[int],
-        per_item_out_tokens: list[int],
-        dest: dict[int, Tensor] | list[Tensor | None],
-        clone: bool = False,
-        batch_mm_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Hands every item the mean of its rows over its frames; InputError without `batch_mm_kwargs`, which
-        count them.
-        """
-        grids = self.item_grids(given_batch(batch_mm_kwargs))
-        pooled = mean_frames(outputs["default"], grids, self.rows_per_token)
-        for index, embedding in zip(indices, pooled, strict=True):
-            dest[index] = embedding.clone() if clone else embedding
+    def assembled(self, outputs: dict[str, Tensor], mm_kwargs: dict[str, Any], clone: bool) -> list[Tensor]:
+        """The mean of every item's rows over its frames."""
+        pooled = mean_frames(outputs["default"], self.item_grids(mm_kwargs), self.rows_per_token)
+        return [rows.clone() for rows in pooled] if clone else pooled
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -249,9 +229,7 @@ def _pool_frames(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def mean_frames(tokens: Tensor, grids: Sequence[Grid], rows_per_token: int) -> list[Tensor]:
-    """Output tokens of every item from (tokens of all frames or more, ...): views for images, means for
-    clips.
-    """
+    """Output tokens of every item from (tokens of all frames, ...): views of images, means of clips."""
     counts = [t * h * w // rows_per_token for t, h, w in grids]
     items = torch.split(tokens[: sum(counts)], counts)
     return [

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import llama4_angles
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.inputs import integer_rows, number_of, pixel_parts
+from fxsplit_encoder.towers.modules.blocks import rotate_pairs
+from fxsplit_encoder.towers.tiles import DenseTower
 
 
 class Llama4Tower(DenseTower):
@@ -47,9 +48,7 @@ class Llama4Tower(DenseTower):
         return self.multi_modal_projector(features) if self.projects else features
 
     def image_counts(self, mm_kwargs: dict[str, Any]) -> Any:
-        """The tiles of every image, else by its `aspect_ratios` (rows, columns), with one more for several
-        tiles.
-        """
+        """The tiles of every image, else by its `aspect_ratios` (rows, columns), one more for several."""
         counts, ratios = super().image_counts(mm_kwargs), mm_kwargs.get("aspect_ratios")
         if counts is not None or ratios is None:
             return counts
@@ -63,9 +62,7 @@ class Llama4Tower(DenseTower):
 
 
 def _use_real_rotary(tower: Any) -> None:
-    """Replaces rotary embedding and attention by equal ones without complex numbers, which Inductor has no
-    kernels for.
-    """
+    """Replaces rotary embedding and attention by ones without complex numbers, for Inductor."""
     if isinstance(tower.rotary_embedding, _RealRotaryEmbedding):
         return
     tower.rotary_embedding = _RealRotaryEmbedding(tower.rotary_embedding, tower.device)
@@ -105,13 +102,7 @@ class _RealAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         projected = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (x.view(*x.shape[:-1], -1, self.head_dim) for x in projected)
-        q, k = _rotate(q, freqs_ci), _rotate(k, freqs_ci)
+        cos, sin = freqs_ci.unbind(0)
+        q, k = rotate_pairs(q, cos, sin), rotate_pairs(k, cos, sin)
         attended = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.o_proj(attended.transpose(1, 2).flatten(2)), None
-
-
-def _rotate(x_BTHD: Tensor, table: Tensor) -> Tensor:
-    even, odd = x_BTHD.float().view(*x_BTHD.shape[:-1], -1, 2).unbind(-1)
-    cos, sin = table.unbind(0)
-    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    return rotated.flatten(-2).type_as(x_BTHD)

@@ -1,51 +1,72 @@
-"""Towers that encode a packed sequence of patches described by a grid: the common part of their adapters."""
+"""Adapters of towers that encode a packed sequence of patches described by grids.
+
+Inputs are what Hugging Face's processors make: `pixel_values` (patches, features) with `image_grid_thw`
+(images, 3), and `pixel_values_videos` with `video_grid_thw`. Items are the images, then the videos.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dynamo import Marks, mark_dynamic, mark_static, mark_unbacked
 from fxsplit_encoder._torch.staging import mark_immutable, to_device
+from fxsplit_encoder.caching import read_once
 from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens, segment_capacity
 from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import (
     BudgetDeclaration,
-    EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
 )
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.base import is_hugging_face, registered_tower
+from fxsplit_encoder.towers import inputs
+from fxsplit_encoder.towers.base import WrappedTower, is_hugging_face, registered_tower
 from fxsplit_encoder.towers.grid import Grid
-from fxsplit_encoder.towers.inputs import check_integers, one_or_several
-from fxsplit_encoder.towers.packed_items import PackedItems
+from fxsplit_encoder.towers.inputs import MOST_PLANNED_ITEMS, MOST_ROWS, number_of, one_or_several
+
+_EMBEDDINGS = ("image_embeds", "video_embeds")
 
 # What items are asked for.
 _ASKED = ("get_encoder_cudagraph_item_specs", "item_modalities", "item_frames", "item_segments")
 
 
-class PackedTower(PackedItems):
+class PackedTower(WrappedTower):
     """A packed tower behind the manager's protocol, and still a module with the tower's own forward.
 
     Attention of a Hugging Face module is set to `fxsplit::varlen_attention`; other modules call
-    `kernels.attention.varlen_attention`. An adapter gives `metadata_columns`, `metadata` and the
-    numbers below; `segment_inputs` and `segment_lengths`, or its own `core`, where segments are no frames or
-    the forward makes metadata itself.
+    `kernels.attention.varlen_attention`. An adapter gives `metadata_columns`, `metadata` and the numbers
+    below; `segment_inputs` and `segment_lengths`, or its own `core`, where segments are no frames or the
+    forward makes metadata itself.
+
+    Args:
+        merge_size: patches that merge into one output token along each side.
+        patch_features: columns of a flattened patch.
+        out_hidden_size: columns of the output.
     """
 
+    input_keys: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("pixel_values", "image_grid_thw"),
+        ("pixel_values_videos", "video_grid_thw"),
+    )
+    """The processor's names of patches and grids: images', then videos' if the tower takes any."""
+    input_names: Sequence[str] = ("hidden_states", "grid_thw")
+    """Patches and grids, the tower's own forward's names."""
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
     """Name, columns and dtype of every per-patch metadata tensor; 0 columns: a vector, (patches,)."""
     segment_inputs: ClassVar[dict[str, int]] = {"cu_seqlens": 1}
     """Every input of cumulative lengths, "cu_seqlens" the last, and how many of its segments take the place
     of one frame: a capture for 8 frames holds 8 times as many."""
-    input_names: Sequence[str] = ("hidden_states", "grid_thw")
-    """What the tower's own forward calls the patches and the grids."""
     max_frames_per_video: int = 384
     """Grid frames of the longest video: 768 frames, which the processors merge in pairs."""
     frames_are_independent: ClassVar[bool] = False
@@ -55,7 +76,6 @@ class PackedTower(PackedItems):
     """The smallest item worth a budget of its own: 256 x 256 pixels."""
     max_budget: ClassVar[int] = 4096
     """The largest batch worth capturing; on one H200 the exact shape is as fast from about 800 tokens on."""
-
     modalities: Sequence[str] = ("image", "video")
     """What captures serve. Leave "video" out where tokens of videos are pruned by their content, so that
     their number is not known before they are encoded; nothing is captured for them then."""
@@ -63,13 +83,17 @@ class PackedTower(PackedItems):
     def __init__(
         self, tower: nn.Module, *, merge_size: int, patch_features: int, out_hidden_size: int
     ) -> None:
-        super().__init__(tower, merge_size=merge_size, patch_features=patch_features)
+        super().__init__(tower)
+        self.merge_size = merge_size
+        self.rows_per_token: int = merge_size**2
+        self.patch_features = patch_features
         self.out_hidden_size = out_hidden_size
+        self._known_requests = _KnownRequests()
         self._device_metadata = DeviceMetadata()
+        # A derived class may have methods of its own that look at more than grids.
         self._items_are_grids = all(
             getattr(type(self), name) is getattr(PackedTower, name) for name in _ASKED
         )
-        """Whether items are as grids say: a derived class may have methods of its own that look at more."""
         if is_hugging_face(tower):
             from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
 
@@ -81,22 +105,22 @@ class PackedTower(PackedItems):
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Per-patch metadata of a batch on the CPU: (patches, columns) for each of `metadata_columns`."""
 
+    def read_grids(self, grids: Any, name: str) -> list[Grid]:
+        """A batch's grids as numbers; raises InputError for grids that this tower does not take."""
+        return grids_of.read_grids(grids, self.merge_size, name)
+
     def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
         """The patches of every segment of a batch, for each of `segment_inputs`: its frames."""
         return {"cu_seqlens": grids_of.frame_lengths(grids)}
 
     def num_segments(self, grid: Grid) -> dict[str, int]:
-        """Segments of an item for each of `segment_inputs`. An adapter with `segment_lengths` may override
-        it.
-        """
+        """Segments of an item for each of `segment_inputs`. Override it where that is faster to compute."""
         if type(self).segment_lengths is PackedTower.segment_lengths:
             return {"cu_seqlens": grid[0]}
         return {name: len(lengths) for name, lengths in self.segment_lengths([grid]).items()}
 
     def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
-        """The tower's forward after its host metadata; `metadata`: the per-patch tensors, then cumulative
-        lengths.
-        """
+        """The tower's forward after its host metadata: per-patch tensors, then other cumulative lengths."""
         # The patch count bounds every segment, whatever the batch.
         return self.tower(
             pixel_values, None, cu_seqlens=cu_seqlens, max_seqlen=pixel_values.shape[0], **metadata
@@ -106,6 +130,111 @@ class PackedTower(PackedItems):
         """(output tokens, out_hidden_size) from the tower's own output type."""
         features: Tensor = output.pooler_output
         return features
+
+    def item_spec(self, grid: Grid) -> EncoderItemSpec:
+        """The patches and output tokens of an item."""
+        t, h, w = grid
+        return EncoderItemSpec(input_size=t * h * w, output_tokens=t * h * w // self.rows_per_token)
+
+    # --- reading a batch
+
+    def read_request(self, mm_kwargs: dict[str, Any], *, planned: bool = False) -> _Request:
+        """The grids and the patches of a batch. Grids are read once and compared with the rows of patches;
+        for a plan (`planned`) patches may be missing.
+
+        Raises:
+            InputError: an input is missing or wrong, grids do not describe the patches, or items are not
+                pixels.
+        """
+        request: _Request = read_once(self, mm_kwargs, functools.partial(self._look_up, mm_kwargs))
+        if request.described.missing is not None and not planned:
+            key, grid_key = request.described.missing
+            raise InputError(
+                f"{key}: expected the patches that {grid_key} describes; got 0 rows, it is missing"
+            )
+        return request
+
+    def _look_up(self, mm_kwargs: dict[str, Any]) -> _Request:
+        seen = _look(mm_kwargs, self.input_keys)
+        if seen is None:
+            return self._read_request(mm_kwargs)
+        described = self._known_requests.get(seen.key)
+        if described is None:
+            try:
+                described = self._read_request(seen.inputs).described
+            except InputError:
+                return self._read_request(mm_kwargs)  # says what is wrong with what was given
+            if len(self._known_requests) >= _KEPT:
+                self._known_requests.clear()
+            self._known_requests[seen.key] = described
+        return _Request(described, seen.patches, True)
+
+    def _read_request(self, mm_kwargs: dict[str, Any]) -> _Request:
+        if len(self.input_keys) == 1:
+            self.refuse_videos(mm_kwargs)
+        for key in _EMBEDDINGS:
+            if mm_kwargs.get(key) is not None:
+                raise InputError(
+                    f"{key}: these are embeddings already, expected pixels; leave them out and encode the "
+                    "other items"
+                )
+        inputs.check_given(mm_kwargs, itertools.chain(*self.input_keys), type(self).__name__)
+        grids: list[Grid] = []
+        counts: list[int] = []
+        patches: list[Tensor] = []
+        missing = None
+        for key, grid_key in self.input_keys:
+            given = mm_kwargs.get(key)
+            own: list[Grid] = []
+            if mm_kwargs.get(grid_key) is not None:
+                parts = inputs.pixel_parts(given, key, self.check_patches)
+                rows = None if given is None else sum(part.shape[0] for part in parts)
+                claim = f"{key}: {grid_key} describes"
+                own = self.grids_of_rows(mm_kwargs[grid_key], grid_key, rows, claim)
+                patches += parts
+                if missing is None and given is None:
+                    missing = key, grid_key
+            grids += own
+            counts.append(len(own))
+        for key, grid_key in self.input_keys:
+            if mm_kwargs.get(key) is not None and mm_kwargs.get(grid_key) is None:
+                raise InputError(f"{grid_key}: expected the grids of {key}; got None; pass both or neither")
+        return _Request(_Described(tuple(grids), counts[0], missing), patches, False)
+
+    def check_patches(self, patches: Any, name: str) -> None:
+        """Raises InputError unless patches are a tensor of (patches, features), in any shape of features."""
+        inputs.check_pixels(patches, name)
+        shape = patches.shape
+        if len(shape) < 2 or math.prod(shape[1:]) != self.patch_features:
+            raise InputError(
+                f"{name}: expected (patches, {self.patch_features}); got {tuple(shape)}; "
+                "pass the flattened patches that the tower's image processor makes"
+            )
+
+    def grids_of_rows(self, grids: Any, name: str, rows: int | None, claim: str) -> list[Grid]:
+        """The grids that describe `rows` rows of patches (None: any number, for a plan), else InputError.
+        `name` is where they were found, `claim` how a message begins that goes on with what they describe.
+        """
+        capacity = MOST_PLANNED_ITEMS if rows is None else rows // self.rows_per_token
+        if number_of(grids) > capacity:
+            got = "a plan without pixels has capacity" if rows is None else f"got {rows} rows, capacity"
+            raise InputError(f"{claim} {number_of(grids)} items; {got} for {capacity} at most")
+        result = self.read_grids(grids, name)
+        patches = grids_of.count_patches(result)
+        if patches > MOST_ROWS and rows is None:
+            raise InputError(f"{claim} {patches} patches; a batch has {MOST_ROWS} at most")
+        if patches != rows and rows is not None:
+            raise InputError(f"{claim} {patches} patches; got {rows} rows")
+        return result
+
+    def item_grids(self, mm_kwargs: dict[str, Any]) -> Sequence[Grid]:
+        """The grids of a batch, images' then videos'; raises as `read_request`."""
+        return self.read_request(mm_kwargs, planned=True).described.grids
+
+    def flat_patches(self, patches: Sequence[Tensor]) -> list[Tensor]:
+        """(patches, features) of every tensor of a request; one without rows if there is none."""
+        flat = [part.flatten(1) if part.dim() > 2 else part for part in patches]
+        return flat or [torch.zeros(0, self.patch_features, dtype=torch.float32, device="cpu")]
 
     # --- the module
 
@@ -122,10 +251,11 @@ class PackedTower(PackedItems):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Aliases of patches and grids, marked for Dynamo as of varying sizes, so that one trace serves every
-        batch.
+        batch. Raises InputError for other inputs; grids are checked when read.
         """
         patches, grid = self.own_inputs(args, kwargs)
-        self.check_own_inputs(patches, grid)
+        self.check_patches(patches, self.input_names[0])
+        inputs.check_integers(grid, self.input_names[1])
         if patches.shape[0] > 1:
             patches = _PATCHES.on_alias(patches)
         if grid.dim() == 2 and grid.shape[0] > 0:
@@ -145,12 +275,6 @@ class PackedTower(PackedItems):
         output = self.core(hidden_states, metadata.pop("cu_seqlens"), metadata)
         return self.packed_output(output) if self.returns_rows else output
 
-    def check_own_inputs(self, patches: Any, grids: Any) -> None:
-        """Raises InputError for inputs that `forward` does not take; grids are checked when read."""
-        names = self.input_names
-        self.check_patches(patches, names[0])
-        check_integers(grids, names[1])
-
     @property
     def metadata_names(self) -> list[str]:
         """The names of all host metadata: per patch, then cumulative lengths."""
@@ -158,15 +282,14 @@ class PackedTower(PackedItems):
 
     def host_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """All host metadata of a batch at its true size, on the CPU."""
-        return {**self.metadata(grids), **self._cumulative_lengths(grids)}
+        return {**self.metadata(grids), **self.cumulative_lengths(grids)}
 
     def kept_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """The same, immutable and kept for batches that recur: per patch on the device, cumulative lengths on
-        the CPU.
-        """
-        return self._device_metadata.of(tuple(grids), self.device, self.metadata, self._cumulative_lengths)
+        """The same, immutable and kept for recurring batches; per patch on the device."""
+        return self._device_metadata.of(tuple(grids), self)
 
-    def _cumulative_lengths(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+    def cumulative_lengths(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """(segments + 1,) int32 on the CPU for each of `segment_inputs`."""
         lengths = self.segment_lengths(grids)
         return {
             name: torch.from_numpy(grids_of.cumulative_lengths(lengths[name])) for name in self.segment_inputs
@@ -189,55 +312,76 @@ class PackedTower(PackedItems):
             max_frames_per_video=self.max_frames_per_video,
         )
 
-    def get_max_frames_per_video(self) -> int:
-        """The most frames that one video may have."""
-        return self.max_frames_per_video
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        """ "video" if there are videos, else "image"."""
+        return "video" if mm_kwargs.get("video_grid_thw") is not None else "image"
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         """The smallest and the largest useful budget, in output tokens."""
         return self.min_item_tokens, self.max_budget
 
-    def described_items(self, mm_kwargs: dict[str, Any]) -> Hashable | None:
-        """A key equal for batches whose item specs, modalities, frames and segments are equal; None: they
-        have to be asked. Raises InputError as `read_request`.
-        """
-        request = self.read_request(mm_kwargs, planned=True)
-        return request.described if request.is_known and self._items_are_grids else None
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        """Patches and output tokens of every item; patches may be missing. Raises as `read_request`."""
+        return [self.item_spec(grid) for grid in self.item_grids(mm_kwargs)]
+
+    def item_modalities(self, mm_kwargs: dict[str, Any]) -> list[str]:
+        """ "image" or "video" for every item."""
+        return [
+            modality
+            for modality, (_, key) in zip(("image", "video"), self.input_keys, strict=False)
+            if mm_kwargs.get(key) is not None
+            for _ in range(len(mm_kwargs[key]))
+        ]
+
+    def item_frames(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        """The grid frames of every item; an image has one."""
+        return [t for t, _, _ in self.item_grids(mm_kwargs)]
 
     def item_segments(self, mm_kwargs: dict[str, Any]) -> list[int]:
-        """Attention segments of every item: its frames, or more where another input of cumulative lengths
-        needs them.
-        """
+        """Attention segments of every item, in frames: the most of any input of cumulative lengths."""
         return [
             max(-(-count // self.segment_inputs[name]) for name, count in self.num_segments(grid).items())
             for grid in self.item_grids(mm_kwargs)
         ]
 
-    def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: str = "default",
-        axis_keys: tuple[Hashable, ...] | None = None,
-    ) -> EncoderCudaGraphCaptureInputs:
-        """Tensors that fill a budget, with contents that the forward can run on."""
+    def described_items(self, mm_kwargs: dict[str, Any]) -> Hashable | None:
+        """A key equal for batches whose items have equal specs, modalities, frames and segments, or None."""
+        request = self.read_request(mm_kwargs, planned=True)
+        return request.described if request.is_known and self._items_are_grids else None
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        """The batch of some items, in the order of `indices`."""
+        described, patches, _ = self.read_request(mm_kwargs)
+        grids, num_images = described.grids, described.num_images
+        starts = grids_of.cumulative_lengths([t * h * w for t, h, w in grids]).tolist()
+        pixels = self.flat_patches(patches)
+        images = list(itertools.takewhile(lambda index: index < num_images, indices))
+        videos = indices[len(images) :]
+        if min(videos, default=num_images) < num_images:
+            # In an order that the keys cannot tell; a video is an image of frames.
+            images, videos = indices, []
+        selected: dict[str, Any] = {}
+        for items, (key, grid_key) in zip((images, videos), self.input_keys, strict=False):
+            if items:
+                selected[key] = one_or_several(inputs.rows_of(pixels, starts, items))
+                selected[grid_key] = [grids[index] for index in items]
+        return selected
+
+    def capture_values(
+        self, path: str, token_budget: int, frames: int, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Pixels and metadata of one image of the budget's size, with room for the segments of many."""
         rows = token_budget * self.rows_per_token
-        dummy: list[Grid] = [(1, self.merge_size, rows // self.merge_size)]
-        values = self.metadata(dummy)
-        # Only the number of frames has a limit in `max_batch_size` and `max_frames_per_batch`.
+        values = self.metadata([(1, self.merge_size, rows // self.merge_size)])
         only_frames = max(self.segment_inputs.values()) == 1
-        most = max_batch_size + max_frames_per_batch if only_frames else token_budget
-        segments = segment_capacity(token_budget, most)
+        segments = segment_capacity(token_budget, frames if only_frames else token_budget)
         for name, factor in self.segment_inputs.items():
             capacity = factor * (segments + 1)
             values[name] = full_cu_seqlens(capacity, rows, 1 if factor == 1 else capacity)
         pixels = example_values((rows, self.patch_features), device, dtype)
         # Copies: replays write to these tensors, and metadata may be what a cache of frames holds.
         moved = {name: value.to(device=device, copy=True) for name, value in values.items()}
-        return EncoderCudaGraphCaptureInputs({"pixel_values": pixels, **moved})
+        return {"pixel_values": pixels, **moved}
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
@@ -256,12 +400,12 @@ class PackedTower(PackedItems):
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
         """The same features without a capture."""
         buffers = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0)
-        inputs = {
+        values = {
             name: (value if isinstance(value, torch.Tensor) else torch.cat(list(value))).to(self.device)
             for name, value in buffers.values.items()
             if value is not None
         }
-        return self.encoder_cudagraph_forward(inputs)
+        return self.encoder_cudagraph_forward(values)
 
 
 def _mark_patches(patches: Tensor) -> None:
@@ -278,78 +422,97 @@ def _mark_grids(grids: Tensor) -> None:
 _PATCHES, _GRIDS = Marks(_mark_patches), Marks(_mark_grids)
 
 
-# --- `fxsplit::vision_metadata`: a tower's host metadata as one opaque op.
+# --- what was read of requests
 #
-# A graph that contains it compiles once for every grid: the sizes of its outputs follow from the number of
-# patches, and what it reads on the host stays out of the trace.
+# Inputs may change between requests without a trace, so the key is made anew of each: the numbers in its
+# grids, and the shapes and dtypes of patches, whose values are not read.
+
+# Requests that are kept, and the most items and tensors of patches of one. Choices: a service sees few sizes.
+_KEPT = 1024
+_MOST_ITEMS = 64
+
+_ONLY_INTEGERS = {int}
 
 
-def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    """Per-patch metadata, then cumulative lengths (segments + 1) on the CPU; all immutable."""
-    tower = registered_tower(tower_name)
-    metadata = tower.kept_metadata(_read_grids(tower, pixel_values, grid_thw))
-    return [metadata[name] for name in tower.metadata_names]
+@dataclass(frozen=True, eq=False, slots=True)
+class _Described:
+    """The items of a request: the same object for all requests that are read alike."""
+
+    grids: tuple[Grid, ...]
+    """Of the images, then of the videos."""
+    num_images: int
+    missing: tuple[str, str] | None
+    """The names of patches that were not given, and of their grids; None: all were."""
 
 
-def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    """Implements the op: cumulative lengths padded by empty segments to a length that the patches determine.
-    Makes new tensors, which a compiler may write to.
-    """
-    tower, rows = registered_tower(tower_name), pixel_values.shape[0]
-    metadata = tower.host_metadata(_read_grids(tower, pixel_values, grid_thw))
-    for name in tower.segment_inputs:
-        padded = metadata[name].new_full((rows // tower.rows_per_token + 1,), rows)
-        padded[: metadata[name].shape[0]] = metadata[name]
-        metadata[name] = padded
-    kept = [metadata[name] for name in tower.metadata_names]
-    moved = [to_device(tensor, pixel_values.device) for tensor in kept]
-    return [new.clone() if new is old else new for new, old in zip(moved, kept, strict=True)]
+class _Request(NamedTuple):
+    """A batch whose inputs agree."""
+
+    described: _Described
+    patches: list[Tensor]
+    """As they were given; their rows follow one another. Empty where a plan is made without any."""
+    is_known: bool
+    """Whether another request of the same grids, and of patches alike, gets the same `described`."""
 
 
-def _read_grids(tower: PackedTower, pixel_values: Tensor, grid_thw: Tensor) -> Sequence[Grid]:
-    name = tower.input_names[1]
-    return tower.grids_of_rows(grid_thw, name, pixel_values.shape[0], f"{name}: describes")
+class _KnownRequests(dict[Hashable, _Described]):
+    """What was read, by `_Look.key`."""
+
+    def __reduce__(self) -> tuple[type[_KnownRequests], tuple[()]]:
+        return _KnownRequests, ()  # copies, also those for other processes, know of none
 
 
-_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("vision_metadata(Tensor pixel_values, Tensor grid_thw, str tower) -> Tensor[]")
-_library.impl("vision_metadata", _padded_metadata, "CompositeExplicitAutograd")
+class _Look(NamedTuple):
+    """A consistent snapshot of a request's inputs, which may change at any time."""
+
+    key: Hashable
+    """Requests of equal keys are read alike."""
+    patches: list[Tensor]
+    inputs: dict[str, Any]
+    """The inputs, with the grids that the key has."""
 
 
-def _fake(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    tower = registered_tower(tower_name)
-    rows = pixel_values.shape[0]
-    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-        ((rows, columns) if columns else (rows,), dtype) for columns, dtype in tower.metadata_columns.values()
-    ]
-    shapes += [((rows // tower.rows_per_token + 1,), torch.int32)] * len(tower.segment_inputs)
-    return [torch.empty(shape, dtype=dtype, device=pixel_values.device) for shape, dtype in shapes]
+def _look(mm_kwargs: dict[str, Any], input_keys: Sequence[tuple[str, str]]) -> _Look | None:
+    """Makes the key of a request; None: it holds something other than `input_keys`, and has to be read."""
+    entries: list[Hashable] = []
+    patches: list[Tensor] = []
+    kept: dict[str, Any] = {}
+    seen = 0
+    for key, grid_key in input_keys:
+        seen += (key in mm_kwargs) + (grid_key in mm_kwargs)
+        parts, grids = mm_kwargs.get(key), mm_kwargs.get(grid_key)
+        if parts is not None:
+            kept[key] = several = list(parts) if isinstance(parts, list | tuple) else [parts]
+            entries.append(key)
+            for part in several:
+                if type(part) is not Tensor or part.is_nested:
+                    return None
+                entries.append((part.shape, part.dtype, part.device, part.layout))
+            patches += several
+        if grids is not None:
+            if (numbers := _numbers_of(grids)) is None:
+                return None
+            entries.append((grid_key, numbers))
+            kept[grid_key] = numbers
+    if seen != len(mm_kwargs) or not kept or len(patches) > _MOST_ITEMS:
+        return None
+    return _Look(tuple(entries), patches, kept)
 
 
-torch.library.register_fake("fxsplit::vision_metadata", _fake, lib=_library)
-
-
-vision_metadata = torch.ops.fxsplit.vision_metadata.default
-
-register_host_op(
-    vision_metadata,
-    HostOp(
-        run=exact_metadata,
-        budgets=BudgetDeclaration(
-            rows_per_output_token=lambda pixels, grid, name: registered_tower(name).rows_per_token,
-            budget_range=lambda pixels, grid, name: _budget_range(registered_tower(name)),
-            segment_factors=lambda pixels, grid, name: _segment_factors(registered_tower(name)),
-        ),
-    ),
-)
-
-
-def _budget_range(tower: PackedTower) -> tuple[int, int]:
-    return tower.get_encoder_cudagraph_budget_range(None)
-
-
-def _segment_factors(tower: PackedTower) -> list[int]:
-    return [tower.segment_inputs.get(name, 1) for name in tower.metadata_names]
+def _numbers_of(grids: Any) -> tuple[tuple[int, ...], ...] | None:
+    """A few grids as Python's numbers; None: they are many, or something else."""
+    if type(grids) is Tensor:
+        is_plain = grids.dtype in inputs.INTEGERS and not (grids.is_nested or grids.is_meta)
+        if not is_plain or grids.layout != torch.strided or grids.dim() != 2:
+            return None
+        return tuple(map(tuple, grids.tolist())) if 0 < grids.numel() <= 3 * _MOST_ITEMS else None
+    if type(grids) is not list or not 0 < len(grids) <= _MOST_ITEMS:
+        return None
+    for row in grids:
+        # True and 1.0 are equal to 1, and no integers.
+        if type(row) is not tuple or not 0 < len(row) <= 3 or set(map(type, row)) != _ONLY_INTEGERS:
+            return None
+    return tuple(grids)
 
 
 # --- metadata of recent batches
@@ -369,27 +532,20 @@ class DeviceMetadata:
         self._kept: dict[tuple[torch.device, tuple[Grid, ...]], dict[str, Tensor]] = {}
         self._patches = 0
 
-    def of(
-        self,
-        grids: tuple[Grid, ...],
-        device: torch.device,
-        per_patch: Callable[[Sequence[Grid]], dict[str, Tensor]],
-        lengths: Callable[[Sequence[Grid]], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:
-        """All metadata of a batch; of a large batch it is not kept, and lies on the CPU.
-
-        Args:
-            per_patch: computes the metadata of every patch, on the CPU.
-            lengths: computes the cumulative lengths of segments, which stay on the host.
-        """
+    def of(self, grids: tuple[Grid, ...], tower: PackedTower) -> dict[str, Tensor]:
+        """All metadata of a batch; of a large batch it is not kept, and lies on the CPU."""
+        device = tower.device
         kept = self._kept.pop((device, grids), None)
         if kept is None:
             patches = grids_of.count_patches(grids)
             if patches > _MOST_PATCHES:
-                return {**per_patch(grids), **lengths(grids)}
+                return tower.host_metadata(grids)
             with torch.inference_mode(False):  # others may need these tensors outside it
-                moved = {name: to_device(value, device) for name, value in per_patch(grids).items()}
-                kept = {name: mark_immutable(value) for name, value in {**moved, **lengths(grids)}.items()}
+                moved = {name: to_device(value, device) for name, value in tower.metadata(grids).items()}
+                kept = {
+                    name: mark_immutable(value)
+                    for name, value in {**moved, **tower.cumulative_lengths(grids)}.items()
+                }
             self._patches += patches
             while self._patches > _KEPT_PATCHES:
                 oldest = next(iter(self._kept))
@@ -397,3 +553,70 @@ class DeviceMetadata:
                 del self._kept[oldest]
         self._kept[device, grids] = kept
         return kept
+
+
+# --- `fxsplit::vision_metadata`: a tower's host metadata as one opaque op.
+#
+# A graph that contains it compiles once for every grid: the sizes of its outputs follow from the number of
+# patches, and what it reads on the host stays out of the trace.
+
+
+def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
+    """Per-patch metadata, then cumulative lengths (segments + 1) on the CPU; all immutable."""
+    tower = registered_tower(tower_name)
+    metadata = tower.kept_metadata(_read_grids(tower, pixel_values, grid_thw))
+    return [metadata[name] for name in tower.metadata_names]
+
+
+def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
+    """New tensors; cumulative lengths are padded by empty segments to a length that the patches determine."""
+    tower, rows = registered_tower(tower_name), pixel_values.shape[0]
+    metadata = tower.host_metadata(_read_grids(tower, pixel_values, grid_thw))
+    for name in tower.segment_inputs:
+        padded = metadata[name].new_full((rows // tower.rows_per_token + 1,), rows)
+        padded[: metadata[name].shape[0]] = metadata[name]
+        metadata[name] = padded
+    kept = [metadata[name] for name in tower.metadata_names]
+    moved = [to_device(tensor, pixel_values.device) for tensor in kept]
+    return [new.clone() if new is old else new for new, old in zip(moved, kept, strict=True)]
+
+
+def _read_grids(tower: PackedTower, pixel_values: Tensor, grid_thw: Tensor) -> Sequence[Grid]:
+    name = tower.input_names[1]
+    return tower.grids_of_rows(grid_thw, name, pixel_values.shape[0], f"{name}: describes")
+
+
+def _fake(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
+    tower, rows = registered_tower(tower_name), pixel_values.shape[0]
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((rows, columns) if columns else (rows,), dtype) for columns, dtype in tower.metadata_columns.values()
+    ]
+    shapes += [((rows // tower.rows_per_token + 1,), torch.int32)] * len(tower.segment_inputs)
+    return [torch.empty(shape, dtype=dtype, device=pixel_values.device) for shape, dtype in shapes]
+
+
+def _segment_factors(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[int]:
+    tower = registered_tower(tower_name)
+    return [tower.segment_inputs.get(name, 1) for name in tower.metadata_names]
+
+
+_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("vision_metadata(Tensor pixel_values, Tensor grid_thw, str tower) -> Tensor[]")
+_library.impl("vision_metadata", _padded_metadata, "CompositeExplicitAutograd")
+torch.library.register_fake("fxsplit::vision_metadata", _fake, lib=_library)
+
+vision_metadata = torch.ops.fxsplit.vision_metadata.default
+
+register_host_op(
+    vision_metadata,
+    HostOp(
+        run=exact_metadata,
+        budgets=BudgetDeclaration(
+            rows_per_output_token=lambda pixels, grid, name: registered_tower(name).rows_per_token,
+            budget_range=lambda pixels, grid, name: registered_tower(name).get_encoder_cudagraph_budget_range(
+                None
+            ),
+            segment_factors=_segment_factors,
+        ),
+    ),
+)

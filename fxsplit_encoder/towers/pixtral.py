@@ -48,9 +48,7 @@ class PixtralTower(PackedTower):
             self.grid_side = config.image_size // config.patch_size
 
     def patches(self, image: Tensor) -> Tensor:
-        """(patches, features) of an image (channels, height, width), row by row, as the convolution's weights
-        lie.
-        """
+        """(patches, features) of an image (channels, height, width), row by row, as the weights lie."""
         channels, height, width = image.shape
         side = self.patch_size
         cut = image.view(channels, height // side, side, width // side, side)

@@ -12,9 +12,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.compile.rewriting import permute_rows
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import Grid, cosines_and_sines, gives_angles
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.position_embeddings import TAPS, cosines_and_sines, gives_angles, interpolation
 
 
 class Qwen2VLTower(PackedTower):
@@ -26,13 +25,8 @@ class Qwen2VLTower(PackedTower):
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
-        super().__init__(
-            tower,
-            merge_size=config.spatial_merge_size,
-            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
-            # `embed_dim` is the width of its blocks.
-            out_hidden_size=config.hidden_size,
-        )
+        # `embed_dim` is the width of its blocks.
+        super().__init__(tower, out_hidden_size=config.hidden_size, **grids_of.patch_sizes(config))
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding."""
@@ -60,12 +54,7 @@ class Qwen25VLTower(PackedTower):
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
-        super().__init__(
-            tower,
-            merge_size=config.spatial_merge_size,
-            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
-            out_hidden_size=config.out_hidden_size,
-        )
+        super().__init__(tower, out_hidden_size=config.out_hidden_size, **grids_of.patch_sizes(config))
         self.window: int = config.window_size // config.patch_size // config.spatial_merge_size
         """Output tokens along a window's side."""
         self.full_attention = frozenset(config.fullatt_block_indexes)
@@ -120,26 +109,19 @@ class Qwen25VLTower(PackedTower):
 
 
 class Qwen3VLTower(PackedTower):
-    """Wraps `Qwen3VLVisionModel` and `Qwen3VLMoeVisionModel`. An embedding is (output tokens, out_hidden_size
-    * (1 + deepstack levels)): the main output, then every level.
+    """Wraps the towers of Qwen3-VL and, without deepstack, of Qwen3.5. An embedding is (output tokens,
+    out_hidden_size * (1 + deepstack levels)): the main output, then every level.
     """
 
     has_plain_blocks = True
     frames_are_independent = True
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
-        "position_ids": (2, torch.int64),
-        "interp_indices": (TAPS["bilinear"], torch.int32),
-        "interp_weights": (TAPS["bilinear"], torch.float32),
-    }
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = grids_of.table_columns("bilinear")
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
         levels = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
         super().__init__(
-            tower,
-            merge_size=config.spatial_merge_size,
-            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
-            out_hidden_size=config.out_hidden_size * levels,
+            tower, out_hidden_size=config.out_hidden_size * levels, **grids_of.patch_sizes(config)
         )
         self.deepstack_levels = levels - 1
         side: Any = tower.num_grid_per_side
@@ -148,21 +130,12 @@ class Qwen3VLTower(PackedTower):
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, and taps into the learned position table."""
-        indices, weights = interpolation(
+        return grids_of.table_metadata(
             grids, self.table_shape, self.merge_size, self.align_corners, mode="bilinear"
         )
-        return {
-            "position_ids": grids_of.positions(grids, self.merge_size),
-            "interp_indices": indices,
-            "interp_weights": weights,
-        }
 
     def packed_output(self, output: Any) -> Tensor:
         """The main output, then every deepstack level, along the hidden dimension."""
+        if not self.deepstack_levels:
+            return super().packed_output(output)
         return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
-
-
-class Qwen35Tower(Qwen3VLTower):
-    """Wraps `Qwen3_5VisionModel` and `Qwen3_5MoeVisionModel`: Qwen3-VL's tower without deepstack."""
-
-    packed_output = PackedTower.packed_output

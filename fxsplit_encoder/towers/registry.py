@@ -1,16 +1,117 @@
-"""Which adapter wraps which Hugging Face class."""
+"""Wraps a tower: by the adapter of its class, or by a `DenseTowerSpec`."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fxsplit_encoder.errors import MissingExtraError, UnsupportedTowerError
-from fxsplit_encoder.towers.dense import DenseTower
-from fxsplit_encoder.towers.generic import DenseTowerSpec
+from fxsplit_encoder._torch.transformers import install_output_hooks
+from fxsplit_encoder.errors import InputError, MissingExtraError, UnsupportedTowerError
+from fxsplit_encoder.messages import shown
+from fxsplit_encoder.towers.base import is_hugging_face
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.tiled import TiledTower
+from fxsplit_encoder.towers.tiles import DenseTower, TiledTower
+
+
+@dataclass(frozen=True)
+class DenseTowerSpec:
+    """What `wrap(module, spec)` must know of a module that encodes a batch of images of one size, or of audio
+    of one length. Attention of Hugging Face modules is set to "sdpa"; others are split at torch's
+    `scaled_dot_product_attention`.
+    """
+
+    image_shape: tuple[int, ...]
+    """Channels, height and width of an image; mel bins and frames of a piece of audio."""
+
+    tokens_per_image: int
+    """Rows of output that an image gives, without those that `rows` drops."""
+
+    hidden_size: int
+    """Columns of the output."""
+
+    output: str | Callable[[Any], torch.Tensor] = "last_hidden_state"
+    """The features (images, rows, hidden_size) of the module's output: an attribute, or a function of it."""
+
+    rows: slice = field(default_factory=lambda: slice(None))
+    """The rows of each image's features that are kept: `slice(1, None)` drops a class token."""
+
+    input_name: str = "pixel_values"
+    """The images' key in `mm_kwargs`, and the name of the module's first argument."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the module's forward, such as `{"output_hidden_states": True}`."""
+
+    attends_with_mask: bool = False
+    """Whether attention gets a mask or a bias of each image's own. Behind `torch.compile` a single image is
+    then traced apart on torch before 2.13, which fails without this.
+    """
+
+    modality: Literal["image", "audio"] = "image"
+    """What an image is, if not one."""
+
+    has_plain_blocks: bool = False
+    """Whether every block in a `ModuleList` takes tensors, numbers and names alone and returns one tensor.
+    `torch.compile` traces one of the equal ones for all then.
+    """
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "image_shape": self.image_shape,
+            "tokens_per_image": self.tokens_per_image,
+            "hidden_size": self.hidden_size,
+        }
+        dimensions = {"image": 3, "audio": 2}.get(self.modality)
+        if dimensions is None:
+            raise InputError(f"DenseTowerSpec.modality: expected image or audio; got {shown(self.modality)}")
+        for name, value in sizes.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(number < 1 for number in numbers) or (
+                name == "image_shape" and len(numbers) != dimensions
+            ):
+                raise InputError(
+                    f"DenseTowerSpec.{name}: expected positive sizes, for an image three, for audio two; got "
+                    f"{value}"
+                )
+
+
+class GenericTower(DenseTower):
+    """Wraps a module by its `DenseTowerSpec`; called, it is that module."""
+
+    def __init__(self, tower: nn.Module, spec: DenseTowerSpec) -> None:
+        super().__init__(
+            tower,
+            tile_shape=spec.image_shape,
+            tokens_per_tile=spec.tokens_per_image,
+            out_hidden_size=spec.hidden_size,
+            input_name=spec.input_name,
+        )
+        self.spec = spec
+        self.modalities = (spec.modality,)
+        self.declares_padding = True  # a spec says that images are encoded one by one
+        self.attends_with_mask = spec.attends_with_mask
+        self.has_plain_blocks = spec.has_plain_blocks
+        if is_hugging_face(tower):
+            from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
+
+            use_dense_attention(tower)
+            install_output_hooks(tower)
+
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        """What the spec says."""
+        return self.spec.modality
+
+    def features(self, tiles: Tensor) -> Tensor:
+        """The features that the spec points at."""
+        result = self.tower(tiles, **self.spec.options)
+        output = self.spec.output
+        features: Tensor = output(result) if callable(output) else getattr(result, output)
+        return features[:, self.spec.rows]
+
 
 # Class name of the tower -> module and class of its adapter. By name, so that no model family is imported
 # before it is used.
@@ -26,8 +127,8 @@ _ADAPTERS = {
     "Llama4VisionModel": ("llama4", "Llama4Tower"),
     "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
     "Qwen2_5_VisionTransformerPretrainedModel": ("qwen_vl", "Qwen25VLTower"),
-    "Qwen3_5MoeVisionModel": ("qwen_vl", "Qwen35Tower"),
-    "Qwen3_5VisionModel": ("qwen_vl", "Qwen35Tower"),
+    "Qwen3_5MoeVisionModel": ("qwen_vl", "Qwen3VLTower"),
+    "Qwen3_5VisionModel": ("qwen_vl", "Qwen3VLTower"),
     "Qwen3VLMoeVisionModel": ("qwen_vl", "Qwen3VLTower"),
     "Qwen3VLVisionModel": ("qwen_vl", "Qwen3VLTower"),
     "Step3VisionModel": ("step3_vl", "Step3VLTower"),
@@ -56,8 +157,6 @@ def wrap(tower: nn.Module, spec: DenseTowerSpec | None = None) -> PackedTower | 
         MissingExtraError: transformers is not installed.
     """
     if spec is not None:
-        from fxsplit_encoder.towers.generic import GenericTower
-
         return GenericTower(tower, spec)
     name = next((c.__name__ for c in type(tower).__mro__ if c.__name__ in _ADAPTERS), None)
     if name is None:

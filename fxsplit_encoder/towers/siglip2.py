@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
-from fxsplit_encoder.towers.dense import DenseTower
+from fxsplit_encoder.towers.tiles import DenseTower
 
 _MOST_SHAPES = 512
 

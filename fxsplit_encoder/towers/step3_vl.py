@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from fxsplit_encoder.towers.modules.step3_vision import Step3VisionConfig, Step3VisionModel
-from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
-from fxsplit_encoder.towers.tiles import View
+from fxsplit_encoder.towers.tiles import TiledTower, View, downsampled, square_view
 
 
 class Step3VLTower(TiledTower):
@@ -28,15 +27,6 @@ class Step3VLTower(TiledTower):
             crop=_view("patch_pixel_values", config.crop_size, config),
             out_hidden_size=config.out_hidden_size,
         )
-
-    def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
-        """The crops of every image, in a row."""
-        return crops_in_a_row(mm_kwargs, self.count_key, self.views["global"].input_name)
-
-    def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-        """`num_patches` of some images."""
-        grids = self.crop_grids(mm_kwargs)
-        return {self.count_key: [grids[i][0] for i in indices]}
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """The features of tiles."""

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
-from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.modules.folded import FoldedTable, resized_positions, sides_of
-from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
-from fxsplit_encoder.towers.tiles import View
+from fxsplit_encoder.towers.tiles import (
+    DenseTower,
+    TiledTower,
+    View,
+    downsampled,
+    square_view,
+)
 
 CROP_SIZE = 504
 """Pixels per side of the crops that the model's image processor makes."""
@@ -55,15 +59,6 @@ class Step3p7Tower(TiledTower):
         self.rotations = FoldedTable("tower.rotary_emb.inv_freq", self._rotation, sides)
         self.fold_tables()
 
-    def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
-        """The crops of every image, in a row."""
-        return crops_in_a_row(mm_kwargs, self.count_key, self.views["global"].input_name)
-
-    def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-        """`num_local_patches` of some images."""
-        grids = self.crop_grids(mm_kwargs)
-        return {self.count_key: [grids[i][0] for i in indices]}
-
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """The features of tiles, projected where there is a projector."""
         features = self.plain_features(tiles)
@@ -71,9 +66,7 @@ class Step3p7Tower(TiledTower):
         return rows
 
     def forward(self, pixel_values: Tensor) -> Any:
-        """The vision model's forward and output; tiles of other sizes than the two folded ones go through it
-        itself.
-        """
+        """The vision model's forward and output; only tiles of the two folded sizes use tables."""
         side = pixel_values.shape[-1] // self.tower.config.patch_size
         if side not in self.positions.sides or pixel_values.shape[-1] != pixel_values.shape[-2]:
             return self.tower(pixel_values)
@@ -104,9 +97,7 @@ class Step3p7Tower(TiledTower):
 
 
 class Step3p7Tiles(DenseTower):
-    """Wraps `Step3p7VisionModel` for tiles of one size. An embedding is (tokens, 4 * hidden_size), not
-    projected.
-    """
+    """Wraps `Step3p7VisionModel` for tiles of one size: (tokens, 4 * hidden_size), not projected."""
 
     has_plain_blocks = True
 

@@ -75,9 +75,12 @@ def test_tiles_are_given_as_the_processor_gives_them() -> None:
 
 @torch.no_grad()
 def test_pages_are_whole_and_in_crops() -> None:
-    from fxsplit_encoder.towers.modules.clip_encoder import ClipConfig
-    from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
-    from fxsplit_encoder.towers.modules.sam import SamConfig
+    from fxsplit_encoder.towers.modules.deepseek_encoder import (
+        ClipConfig,
+        DeepseekOcrConfig,
+        DeepseekOcrVisionModel,
+        SamConfig,
+    )
 
     sam = SamConfig(
         hidden_size=16,

@@ -675,13 +675,23 @@ def test_rule_7_results_survive_later_replays(mode: str, managers: Any, make_bat
     assert all(torch.equal(item, kept) for item, kept in zip(again, copies, strict=True))
 
 
+def views_without_a_copy(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def collect(batch: Any, outputs: Any, tokens: Any, results: Any, selected: Any) -> None:
+        indices = list(batch.indices)
+        runner._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
+        if runner.config.debug:
+            runner.pool.handed_out.add(results[index] for index in indices)
+
+    monkeypatch.setattr(runner, "_collect", collect)
+
+
 def test_rule_7_a_view_of_the_output_would_not_survive(
     make_manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for debug in (False, True):
         manager = make_manager(mode="full", debug=debug)
         manager.capture()
-        monkeypatch.setattr(manager._serving.runner, "_own", lambda *args: None)
+        views_without_a_copy(manager._serving.runner, monkeypatch)
         (item,) = manager.execute(make_batch([(1, 4, 4)]))
         kept = item.clone()
         if debug:

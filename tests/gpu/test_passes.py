@@ -13,9 +13,12 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import measure_ms
 from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.models.random import demo_tower, draw_weights
-from fxsplit_encoder.towers.modules.clip_encoder import ClipConfig
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
-from fxsplit_encoder.towers.modules.sam import SamConfig
+from fxsplit_encoder.towers.modules.deepseek_encoder import (
+    ClipConfig,
+    DeepseekOcrConfig,
+    DeepseekOcrVisionModel,
+    SamConfig,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from fxsplit_encoder.models.eager import as_tensors, rms_error, share_weights
 from fxsplit_encoder.models.random import demo_tower, random_inputs
 from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.tiled import TiledTower
+from fxsplit_encoder.towers.tiles import TiledTower
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ import transformers
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.hugging_face.find import find_towers, served_towers
+from fxsplit_encoder.hugging_face.calls import served_towers
+from fxsplit_encoder.hugging_face.lifecycle import find_towers
 
 from .models import MODELS, TOWER
 

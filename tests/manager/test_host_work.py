@@ -50,7 +50,7 @@ def manager(make_captured: Any) -> Iterator[Any]:
 def computed(tiny_towers: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the tower computes host metadata."""
     counts: Counter[str] = Counter()
-    for name in ("metadata", "_cumulative_lengths"):
+    for name in ("metadata", "cumulative_lengths"):
         real = getattr(tiny_towers.wrapped, name)
 
         def counted(grids: Any, name: str = name, real: Any = real) -> Any:
@@ -102,14 +102,14 @@ def test_metadata_of_a_size_that_came_before_is_not_computed_again(
     monkeypatch.setattr(tiny_towers.wrapped, "_device_metadata", packed.DeviceMetadata())
     grids = [(1, 10, 4), (1, 4, 10)]
     manager.execute(make_batch(grids, seed=1))
-    assert computed == {"metadata": 1, "_cumulative_lengths": 1}
+    assert computed == {"metadata": 1, "cumulative_lengths": 1}
     padded = static_inputs._extended.cache_info().misses
     for seed in range(3):
         manager.execute(make_batch(grids, seed=seed))
-    assert computed == {"metadata": 1, "_cumulative_lengths": 1}
+    assert computed == {"metadata": 1, "cumulative_lengths": 1}
     assert static_inputs._extended.cache_info().misses == padded
     manager.execute(make_batch(grids[::-1]))
-    assert computed == {"metadata": 2, "_cumulative_lengths": 2}
+    assert computed == {"metadata": 2, "cumulative_lengths": 2}
 
 
 def test_metadata_of_many_sizes_is_forgotten_the_least_recently_used_first(

@@ -7,9 +7,12 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.modules.clip_encoder import ClipConfig
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
-from fxsplit_encoder.towers.modules.sam import SamConfig
+from fxsplit_encoder.towers.modules.deepseek_encoder import (
+    ClipConfig,
+    DeepseekOcrConfig,
+    DeepseekOcrVisionModel,
+    SamConfig,
+)
 
 from .deepseek_ocr_reference import CONFIG, make_family, make_inputs, make_model
 from .two_views import Family, ServedViewTests, TwoViewTests, assert_items

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
-from fxsplit_encoder.towers.dense import DenseTower, tiles
+from fxsplit_encoder.towers.tiles import DenseTower, tiles
 
 from .conformance import Case, assert_compiled_once, assert_modes_agree
 from .dense_models import SHAPE, PlainTower, assert_close, random_tiles

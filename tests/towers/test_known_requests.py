@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.random import demo_tower
-from fxsplit_encoder.towers import packed_items
+from fxsplit_encoder.towers import packed
 from fxsplit_encoder.towers.qwen_vl import Qwen3VLTower
 
 
@@ -119,7 +119,7 @@ def test_the_same_items_are_described_by_the_same_object(tower: Any) -> None:
 def test_what_nobody_looked_at_has_to_be_read(tower: Any) -> None:
     inputs = request_of(tower, torch.tensor([[1, 4, 6]]))
     assert tower.described_items({**inputs, "second_per_grid_ts": [1.0]}) is None
-    many = packed_items._MOST_ITEMS + 1
+    many = packed._MOST_ITEMS + 1
     assert tower.described_items(request_of(tower, torch.tensor([[1, 2, 2]] * many), 4 * many)) is None
     parameter = {**inputs, "pixel_values": torch.nn.Parameter(inputs["pixel_values"])}
     assert tower.described_items(parameter) is None
@@ -139,15 +139,15 @@ def test_a_copy_knows_of_none(tower: Any) -> None:
     inputs = request_of(tower, torch.tensor([[1, 4, 6]]))
     described = tower.described_items(inputs)
     for copied in (copy.deepcopy(tower), pickle.loads(pickle.dumps(tower))):
-        assert copied._known_requests._known == {}
+        assert copied._known_requests == {}
         assert copied.described_items(inputs) not in (described, None)
     assert tower.described_items(inputs) is described
 
 
 def test_of_too_many_requests_all_are_forgotten(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_items, "_KEPT", 3)
+    monkeypatch.setattr(packed, "_KEPT", 3)
     tower = copy.deepcopy(tower)
     for height in (2, 4, 6, 8, 10, 2):
         inputs = request_of(tower, torch.tensor([[1, height, 2]]), 2 * height)
         assert tower.item_grids(inputs) == ((1, height, 2),)
-        assert len(tower._known_requests._known) <= 3
+        assert len(tower._known_requests) <= 3

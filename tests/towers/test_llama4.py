@@ -13,7 +13,8 @@ from transformers.models.llama4.modeling_llama4 import (
 )
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.towers.llama4 import _RealRotaryEmbedding, _rotate
+from fxsplit_encoder.towers.llama4 import _RealRotaryEmbedding
+from fxsplit_encoder.towers.modules.blocks import rotate_pairs
 
 from .dense_models import SHAPE, assert_close, random_tiles
 from .random_weights import randomize
@@ -50,8 +51,8 @@ def test_the_real_rotation_is_the_complex_one(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, 17, 2, 16, generator=generator).to(dtype) for _ in range(2))
     expected = vision_apply_rotary_emb(query, key, rotary(query))
-    table = _RealRotaryEmbedding(rotary, torch.device("cpu"))(query)
-    assert_close([_rotate(query, table), _rotate(key, table)], expected, 1e-6)
+    cos, sin = _RealRotaryEmbedding(rotary, torch.device("cpu"))(query)
+    assert_close([rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin)], expected, 1e-6)
     assert (expected[0] - query).abs().max() > 0.5
 
 

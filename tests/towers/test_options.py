@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.towers.options import matters, settle, without_inference_tensors
+from fxsplit_encoder.towers.base import matters, settle, without_inference_tensors
 
 PIXELS, GRIDS = torch.ones(1), torch.ones(1, dtype=torch.int64)
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import vision_utils
 
-from fxsplit_encoder.towers.modules.blocks import resample
-from fxsplit_encoder.towers.position_embeddings import (
+from fxsplit_encoder.towers.grid import (
     TAPS,
     cosines_and_sines,
     frame_interpolation,
     gives_angles,
     interpolation,
 )
+from fxsplit_encoder.towers.modules.blocks import resample
 
 Grids = list[tuple[int, int, int]]
 sides = st.integers(1, 70)

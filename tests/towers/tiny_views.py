@@ -8,9 +8,7 @@ from torch import nn
 from transformers.models.step3p7.configuration_step3p7 import Step3p7Config, Step3p7VisionConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Model, Step3p7VisionModel
 
-from fxsplit_encoder.towers.modules.clip_encoder import ClipConfig
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrConfig
-from fxsplit_encoder.towers.modules.sam import SamConfig
+from fxsplit_encoder.towers.modules.deepseek_encoder import ClipConfig, DeepseekOcrConfig, SamConfig
 from fxsplit_encoder.towers.modules.step3_vision import Step3VisionConfig
 
 from .tiny_text import text_config

@@ -60,16 +60,9 @@ class QuickGeluMLP(nn.Module):
 
 
 def tokens_with_class(features: Tensor, class_embedding: Tensor, positions: Tensor, count: int) -> Tensor:
-    """A feature map row by row after class tokens, all with their positions.
+    """(images, count + side * side, hidden): equal class tokens, then a feature map row by row.
 
-    Args:
-        features: (images, hidden, side, side).
-        class_embedding: (hidden,) or (1, hidden).
-        positions: (1 + side * side, hidden), the class token's first.
-        count: how many equal class tokens.
-
-    Returns:
-        (images, count + side * side, hidden).
+    `features` are (images, hidden, side, side), `positions` (1 + side * side, hidden), first the class's.
     """
     first = (class_embedding + positions[:1]).expand(count, -1)
     patches = F.pad(features.flatten(2).transpose(1, 2), (0, 0, count, 0))
@@ -87,12 +80,15 @@ def check_tiles(pixel_values: Tensor, sizes: Sequence[int]) -> None:
         )
 
 
-def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """The positions of every patch, (patches, hidden), at the weights' precision.
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns every pair of neighboring channels of (..., head_dim) by an angle, in float32."""
+    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
 
-    Args:
-        table: (entries, hidden).
-        indices, weights: (patches, taps), from `towers.position_embeddings.interpolation`.
+
+def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """(patches, hidden) at the weights' precision, from a table (entries, hidden) and the taps of
+    `towers.grid.interpolation`, (patches, taps).
     """
     # A sum of lookups, one per tap, is a single pointwise kernel when compiled; a reduction over all taps
     # would first write as many rows per patch.
@@ -103,10 +99,6 @@ def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
 
 
 def merge(hidden: Tensor, permutation: Tensor, rows_per_token: int) -> Tensor:
-    """Brings rows together by output token: (patches, hidden) to (tokens, rows_per_token, hidden).
-
-    Args:
-        permutation: (patches,), from `towers.grid.merge_permutation`.
-    """
+    """(patches, hidden) to (tokens, rows_per_token, hidden), in the order of `merge_permutation`."""
     rows: Tensor = permute_rows(hidden, permutation)
     return rows.view(-1, rows_per_token, hidden.shape[-1])

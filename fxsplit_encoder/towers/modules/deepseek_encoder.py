@@ -6,17 +6,243 @@ tensors load as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.modules.blocks import check_tiles
-from fxsplit_encoder.towers.modules.clip_encoder import ClipConfig, ClipEncoder
-from fxsplit_encoder.towers.modules.folded import FoldedTables, sides_of
-from fxsplit_encoder.towers.modules.sam import SamConfig, SamVisionModel
+from fxsplit_encoder.towers.modules.blocks import (
+    FusedAttention,
+    Layers,
+    QuickGeluMLP,
+    check_tiles,
+    tokens_with_class,
+)
+from fxsplit_encoder.towers.modules.folded import (
+    FoldedTable,
+    FoldedTables,
+    relative_positions,
+    resized_grid,
+    resized_positions,
+    sides_of,
+)
+
+
+@dataclass(frozen=True)
+class SamConfig:
+    """Sizes; by default those of SAM ViT-B in DeepSeek-OCR."""
+
+    image_size: int = 1024
+    """Pixels a side of the images whose positions are stored; others are interpolated."""
+    patch_size: int = 16
+    hidden_size: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    mlp_size: int = 3072
+    window_size: int = 14
+    """Patches a side of an attention window."""
+    global_layers: tuple[int, ...] = (2, 5, 8, 11)
+    """The blocks that attend over the whole grid."""
+    neck_channels: int = 256
+    downsample_channels: tuple[int, int] = (512, 1024)
+    """Channels of the two convolutions that each halve the grid."""
+    layer_norm_eps: float = 1e-6
+
+
+class SamVisionModel(nn.Module):
+    """Square images to a feature map of a quarter of the patch grid's side. `sizes` are in pixels."""
+
+    def __init__(self, config: SamConfig, sizes: Sequence[int]) -> None:
+        super().__init__()
+        side = config.image_size // config.patch_size
+        sides = sides_of(sizes, config.patch_size)
+        self.patch_embed = _PatchEmbedding(config)
+        self.pos_embed = nn.Parameter(torch.zeros(1, side, side, config.hidden_size))
+        self.positions = FoldedTable("pos_embed", _resized_positions, sides)
+        self.blocks = nn.ModuleList(
+            _Block(config, None if i in config.global_layers else config.window_size, side, sides)
+            for i in range(config.num_layers)
+        )
+        channels = config.neck_channels
+        self.neck = nn.Sequential(
+            nn.Conv2d(config.hidden_size, channels, 1, bias=False),
+            _ChannelNorm(channels, eps=config.layer_norm_eps),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            _ChannelNorm(channels, eps=config.layer_norm_eps),
+        )
+        half, quarter = config.downsample_channels
+        self.net_2 = nn.Conv2d(channels, half, 3, stride=2, padding=1, bias=False)
+        self.net_3 = nn.Conv2d(half, quarter, 3, stride=2, padding=1, bias=False)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """(images, 3, size, size) to (images, channels, side / 4, side / 4), `side` in patches."""
+        x_NHWC = self.patch_embed(pixel_values)
+        x_NHWC = x_NHWC + self.positions(x_NHWC.shape[1])
+        for block in self.blocks:
+            x_NHWC = block(x_NHWC)
+        features: Tensor = self.net_3(self.net_2(self.neck(x_NHWC.permute(0, 3, 1, 2))))
+        return features
+
+
+def _resized_positions(table: Tensor, side: int) -> Tensor:
+    return resized_grid(table[0], side, "bicubic", antialias=True)
+
+
+class _PatchEmbedding(nn.Module):
+    def __init__(self, config: SamConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        x_NHWC: Tensor = self.proj(pixel_values).permute(0, 2, 3, 1)
+        return x_NHWC
+
+
+class _ChannelNorm(nn.LayerNorm):
+    """Layer normalization over the channels of (images, channels, height, width)."""
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return super().forward(x_NCHW.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class _Block(nn.Module):
+    """Attention and MLP, each after a layer norm. Without `window_size` the whole grid is one window."""
+
+    def __init__(self, config: SamConfig, window_size: int | None, side: int, sides: Sequence[int]) -> None:
+        super().__init__()
+        self.window_size = window_size
+        self.norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        if window_size is None:
+            self.attn = _Attention(config, side, sides)
+        else:
+            self.attn = _Attention(config, window_size, [window_size])
+        self.norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = _MLP(config)
+
+    def forward(self, x_NHWC: Tensor) -> Tensor:
+        attended = self._attend(self.norm1(x_NHWC))
+        x_NHWC = x_NHWC + attended
+        y_NHWC: Tensor = x_NHWC + self.mlp(self.norm2(x_NHWC))
+        return y_NHWC
+
+    def _attend(self, x_NHWC: Tensor) -> Tensor:
+        if self.window_size is None:
+            attended: Tensor = self.attn(x_NHWC)
+            return attended
+        side, window = x_NHWC.shape[1], self.window_size
+        # The grid is padded at its end; pad positions take part in the attention, as when it was trained.
+        per_side = -(-side // window)
+        missing = per_side * window - side
+        padded = F.pad(x_NHWC, (0, 0, 0, missing, 0, missing))
+        cut = padded.reshape(-1, per_side, window, per_side, window, padded.shape[-1]).transpose(2, 3)
+        windows: Tensor = self.attn(cut.flatten(0, 2))
+        joined = windows.view(-1, *cut.shape[1:]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return joined[:, :side, :side]
+
+
+class _Attention(nn.Module):
+    """Attention over a square grid with decomposed relative positions: the score of a query and a key gets a
+    term for the distance of their rows and one for their columns, the query times its embedding.
+    """
+
+    def __init__(self, config: SamConfig, side: int, sides: Sequence[int]) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        head_dim = config.hidden_size // config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.rel_pos_h = nn.Parameter(torch.zeros(2 * side - 1, head_dim))
+        self.rel_pos_w = nn.Parameter(torch.zeros(2 * side - 1, head_dim))
+        self.row_distances = FoldedTable("rel_pos_h", relative_positions, sides)
+        self.column_distances = FoldedTable("rel_pos_w", relative_positions, sides)
+
+    def forward(self, x_NHWC: Tensor) -> Tensor:
+        side = x_NHWC.shape[1]
+        qkv = torch.unflatten(self.qkv(x_NHWC.flatten(1, 2)), -1, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        grid = torch.unflatten(q, 2, (side, side))
+        rows = torch.einsum("nayxc,ykc->nayxk", grid, self.row_distances(side))
+        columns = torch.einsum("nayxc,xkc->nayxk", grid, self.column_distances(side))
+        bias = (rows[..., :, None] + columns[..., None, :]).flatten(4, 5).flatten(2, 3)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        y_NHWC: Tensor = torch.unflatten(self.proj(attended.transpose(1, 2).flatten(2)), 1, (side, side))
+        return y_NHWC
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: SamConfig) -> None:
+        super().__init__()
+        self.lin1 = nn.Linear(config.hidden_size, config.mlp_size)
+        self.lin2 = nn.Linear(config.mlp_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lin2(F.gelu(self.lin1(x)))
+        return y
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """Sizes; by default those of CLIP ViT-L/14."""
+
+    image_size: int = 224
+    """With `patch_size`: the grid whose positions are stored; others are interpolated."""
+    patch_size: int = 14
+    hidden_size: int = 1024
+    num_layers: int = 24
+    num_heads: int = 16
+    mlp_size: int = 4096
+    layer_norm_eps: float = 1e-5
+
+
+class ClipEncoder(nn.Module):
+    """A feature map to tokens: a class token, then the positions row by row. `sides` are of maps."""
+
+    def __init__(self, config: ClipConfig, sides: Sequence[int]) -> None:
+        super().__init__()
+        self.embeddings = _Embeddings(config, sides)
+        self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)  # sic
+        self.transformer = Layers(lambda: _Layer(config), config.num_layers)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(images, hidden_size, side, side) to (images, 1 + side * side, hidden_size)."""
+        tokens: Tensor = self.transformer(self.pre_layrnorm(self.embeddings(features)))
+        return tokens
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, config: ClipConfig, sides: Sequence[int]) -> None:
+        super().__init__()
+        grid_side = config.image_size // config.patch_size
+        self.class_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+        # CLIP's own patch embedding is in the checkpoint; the features take its place.
+        self.patch_embedding = nn.Conv2d(
+            3, config.hidden_size, config.patch_size, stride=config.patch_size, bias=False
+        )
+        self.position_embedding = nn.Embedding(1 + grid_side**2, config.hidden_size)
+        resize = functools.partial(resized_positions, mode="bicubic", leading=1, antialias=True)
+        self.positions = FoldedTable("position_embedding.weight", resize, sides)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return tokens_with_class(features, self.class_embedding, self.positions(features.shape[-1]), 1)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: ClipConfig) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.self_attn = FusedAttention(config.hidden_size, config.num_heads)
+        self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = QuickGeluMLP(config.hidden_size, config.mlp_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.layer_norm1(x))
+        y: Tensor = x + self.mlp(self.layer_norm2(x))
+        return y
+
 
 # SAM's two strided convolutions each halve the grid.
 _PATCHES_PER_FEATURE = 4
@@ -45,13 +271,10 @@ class DeepseekOcrConfig:
 
 
 class DeepseekOcrVisionModel(nn.Module):
-    """Square tiles to rows in the language model's width.
+    """Square tiles to rows in the language model's width; InputError for sizes that do not fit together.
 
-    The checkpoint's learned rows that stand between them, `image_newline` and `view_seperator` (sic), are
-    parameters here too; the adapter that assembles an image inserts them.
-
-    Raises:
-        InputError: the sizes do not fit together.
+    The checkpoint's learned rows between them, `image_newline` and `view_seperator` (sic), are parameters
+    here too; the adapter that assembles an image inserts them.
     """
 
     def __init__(self, config: DeepseekOcrConfig | None = None) -> None:
@@ -68,13 +291,8 @@ class DeepseekOcrVisionModel(nn.Module):
         self._tables = FoldedTables(self)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """(tiles, 3, size, size) to (tiles, side * side, out_hidden_size), row by row.
-
-        `size` is the configuration's `base_size` or `image_size`; `side` is 16 for 1024 pixels and 10 for
-        640.
-
-        Raises:
-            InputError: tiles of another shape.
+        """(tiles, 3, size, size) to (tiles, side * side, out_hidden_size), row by row. `size` is `base_size`
+        or `image_size`, else InputError; `side` is 16 for 1024 pixels and 10 for 640.
         """
         check_tiles(pixel_values, (self.config.base_size, self.config.image_size))
         if not torch.compiler.is_compiling():
@@ -85,11 +303,7 @@ class DeepseekOcrVisionModel(nn.Module):
         return rows
 
     def load_checkpoint(self, tensors: Mapping[str, Tensor]) -> None:
-        """Loads the tensors of a published checkpoint; those of the language model are left out.
-
-        Raises:
-            InputError: tensors of the encoder are missing.
-        """
+        """Loads a published checkpoint, without language model; InputError if tensors are missing."""
         expected = self.state_dict().keys()
         found = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         missing = sorted(expected - found.keys())

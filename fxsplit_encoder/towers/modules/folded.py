@@ -67,10 +67,7 @@ class FoldedTables:
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
-        """Brings the tables up to date with their parameters; about a microsecond for one that is.
-
-        A traced or captured forward must find them so: it leaves them as they are.
-        """
+        """Updates tables whose parameters have changed. Call it outside a traced or captured forward."""
         if not self._tables:
             return
         parameters = [attrgetter(table.source)(parent) for parent, table in self._tables]
@@ -105,14 +102,8 @@ def _table(compute: Callable[[Tensor, int], Tensor], side: int, parameter: Tenso
 
 
 def relative_positions(distances: Tensor, side: int) -> Tensor:
-    """Embeddings of the distance between every two positions along an axis (ViTDet, arXiv 2203.16527).
-
-    Args:
-        distances: (2 L - 1, channels) for the distances -(L - 1) to L - 1 of the trained length L.
-        side: positions along the axis; other distances are linearly interpolated.
-
-    Returns:
-        (side, side, channels): entry (q, k) belongs to the distance q - k.
+    """(side, side, channels): entry (q, k) is the embedding of the distance q - k along an axis (ViTDet,
+    arXiv 2203.16527). `distances` are (2 L - 1, channels), from -(L - 1) to L - 1; others are interpolated.
     """
     length = 2 * side - 1
     if distances.shape[0] != length:
@@ -133,14 +124,7 @@ def resized_grid(table: Tensor, side: int, mode: str, *, antialias: bool) -> Ten
 
 
 def resized_positions(table: Tensor, side: int, mode: str, *, leading: int, antialias: bool) -> Tensor:
-    """The same for a flat table whose first `leading` rows (class tokens) are no positions of the grid.
-
-    Args:
-        table: (leading + side' * side', channels).
-
-    Returns:
-        (leading + side * side, channels).
-    """
+    """`resized_grid` of a flat table (leading + side * side, channels), whose first rows are class tokens."""
     old_side = round((table.shape[0] - leading) ** 0.5)
     grid = resized_grid(table[leading:].view(old_side, old_side, -1), side, mode, antialias=antialias)
     return torch.cat((table[:leading], grid.flatten(0, 1)))

@@ -15,17 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.kernels.attention import varlen_attention
-from fxsplit_encoder.towers.modules.blocks import merge, resample
+from fxsplit_encoder.towers.modules.blocks import merge, resample, rotate_pairs
 
 _ROTARY_BASE = 10000.0
 
 
 @dataclass(frozen=True)
 class KimiVLVisionConfig:
-    """The sizes of the tower and its projector, under the names of the checkpoint's `vision_config`.
-
-    The defaults are those of Kimi-VL-A3B: MoonViT-SO-400M.
-    """
+    """Sizes under the names of the checkpoint's `vision_config`; by default those of Kimi-VL-A3B."""
 
     hidden_size: int = 1152
     num_hidden_layers: int = 27
@@ -94,7 +91,8 @@ class _Block(nn.Module):
     def _attention(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor) -> Tensor:
         rows = hidden.shape[0]
         query, key, value = self.wqkv(hidden).view(rows, 3, self.num_heads, self.head_dim).unbind(1)
-        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
+        cos, sin = rotary[0][:, None], rotary[1][:, None]
+        query, key = rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin)
         # The patch count bounds every segment, whatever the batch.
         out = varlen_attention(query, key, value, cu_seqlens, rows, self.head_dim**-0.5)
         result: Tensor = self.wo(out.view(rows, -1))
@@ -136,10 +134,7 @@ class _Projector(nn.Module):
 
 
 class KimiVLVisionModel(nn.Module):
-    """MoonViT and Kimi-VL's projector.
-
-    Its forward takes what follows from the image sizes as tensors; `wrap` gives a module that computes them.
-    """
+    """MoonViT and Kimi-VL's projector. `wrap` computes what its forward takes beside pixels."""
 
     def __init__(self, config: KimiVLVisionConfig) -> None:
         super().__init__()
@@ -178,18 +173,9 @@ class KimiVLVisionModel(nn.Module):
 
 
 def _rotary(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every patch's angles, (patches, head_dim / 2): the column's and the row's by turns,
-    one of each a frequency.
-    """
+    """Cosines and sines (patches, head_dim / 2): for each frequency the column's, then the row's."""
     steps = torch.arange(0, head_dim, 4, dtype=torch.float32, device=position_ids.device)
     frequencies = 1.0 / _ROTARY_BASE ** (steps / head_dim)
     rows, columns = position_ids.float().unbind(1)
     angles = torch.stack([columns[:, None] * frequencies, rows[:, None] * frequencies], dim=-1).flatten(1)
     return angles.cos(), angles.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns every pair of neighboring channels of (patches, heads, head_dim) by its angle."""
-    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)

@@ -63,13 +63,8 @@ class Step3VisionModel(nn.Module):
         self._tables = FoldedTables(self)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """(tiles, 3, size, size) to (tiles, tokens, out_hidden_size), row by row.
-
-        `size` is the configuration's `image_size` or `crop_size`; a tile of 728 pixels makes 169 rows, one of
-        504 pixels 81.
-
-        Raises:
-            InputError: tiles of another shape.
+        """(tiles, 3, size, size) to (tiles, tokens, out_hidden_size), row by row. `size` is `image_size` or
+        `crop_size`, else InputError; a tile of 728 pixels makes 169 rows, one of 504 pixels 81.
         """
         check_tiles(pixel_values, (self.config.image_size, self.config.crop_size))
         if not torch.compiler.is_compiling():
