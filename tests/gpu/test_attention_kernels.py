@@ -254,7 +254,9 @@ def measurements(tmp_path: Path) -> Iterator[Measurements]:
 
 
 @pytest.mark.alone
-def test_measuring_chooses_per_class_and_says_what_it_found(measurements: Measurements) -> None:
+def test_measuring_chooses_per_class_and_says_what_it_found(
+    measurements: Measurements, tmp_path: Path
+) -> None:
     chooser = KernelChooser(measurements=measurements)
     device = torch.device("cuda", torch.cuda.current_device())
     query = projection(4096, 72)[0]
@@ -269,7 +271,7 @@ def test_measuring_chooses_per_class_and_says_what_it_found(measurements: Measur
         assert {"torch_flash", "batched_dense"} <= each.microseconds.keys(), each.rejected
         assert all(0.5 < microseconds < 1e5 for microseconds in each.microseconds.values())
         assert each.microseconds[each.chosen] <= min(each.microseconds.values()) / 0.95
-    other = Measurements(cache=measurements._cache)
+    other = Measurements().keep(tmp_path)
     assert other.table(device) == {k: v for k, v in measurements.table(device).items() if v.microseconds}
 
 
