@@ -33,8 +33,8 @@ from fxsplit_encoder.capture.inputs import (
 )
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
-from fxsplit_encoder.compile.program import StepBranches
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.pauses import pause, run_capture

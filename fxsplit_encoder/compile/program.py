@@ -7,22 +7,23 @@ a `BoundProgram`, whose inputs have names.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.device import Branch
 from fxsplit_encoder._torch.staging import to_device
+from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
-from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.sizes import Size, SymbolValues, holds_for_capture
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
+
+if TYPE_CHECKING:  # its module imports sympy, which no replay needs
+    from fxsplit_encoder.compile.padding import PaddingReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,51 +120,6 @@ class Bindings:
                 slots[slot] = value
         for slot in step.frees:
             slots[slot] = None
-
-
-class StepBranches:
-    """Runs marked steps on a sibling stream, which a CUDA graph has as a branch.
-
-    The program keeps what such a step reads and writes until a step that `joins` has run (`with_frees`); call
-    `join` after the last step, before a result is read.
-
-    Args:
-        device: of the program. Without CUDA steps run where they stand.
-        active: whether steps may run there: no branch outlives the graph that it begins in.
-    """
-
-    def __init__(self, device: torch.device, *, active: bool = True) -> None:
-        self._device = device
-        self._active = active
-        self._branch: Branch | None = None
-        self._open = False
-
-    def placed(self, step: Step) -> Callable[..., Any]:
-        """Returns what to call in place of `step.call`, with the same arguments."""
-        call = step.call
-        if not self._active:
-            return call
-        if step.beside:
-            return functools.partial(self._beside, step)
-        return functools.partial(self._behind, call) if step.joins and self._open else call
-
-    def join(self) -> None:
-        """Makes what is enqueued from now on wait for all steps on the sibling stream."""
-        if self._branch is not None and self._open:
-            self._branch.join()
-        self._open = False
-
-    def _beside(self, step: Step, *args: Any, **kwargs: Any) -> Any:
-        if self._branch is None:  # made here, where the stream of the capture is current
-            self._branch = Branch(self._device, "steps")
-        self._branch.fork()
-        self._open = True
-        with self._branch:
-            return step.call(*args, **kwargs)
-
-    def _behind(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.join()
-        return call(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

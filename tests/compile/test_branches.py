@@ -9,7 +9,7 @@ import torch
 
 from fxsplit_encoder.compile import Step
 from fxsplit_encoder.compile import program as steps
-from fxsplit_encoder.compile.program import StepBranches
+from fxsplit_encoder.compile.branches import StepBranches
 
 CPU = torch.device("cpu")
 

@@ -181,7 +181,7 @@ for setting in sys.argv[1:]:
 """
 LIGHT = {"config", "errors", "integrations", "integrations.vllm", "messages", "planning", "protocol"}
 LIGHT |= {"caching", "settings_model", "version"}
-COMPILING = {"_torch", "attention", "kernels", "pauses"}
+COMPILING = {"_torch", "child_process", "kernels", "pauses"}
 
 
 def test_a_process_that_makes_no_manager_imports_little(tmp_path: Path) -> None:
