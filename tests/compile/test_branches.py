@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxsplit_encoder.compile import Step
-from fxsplit_encoder.compile import program as steps
+from fxsplit_encoder.compile import branches as steps
 from fxsplit_encoder.compile.branches import StepBranches
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.compile import program as program_steps
+from fxsplit_encoder.compile import branches as program_steps
 from fxsplit_encoder.compile.build import slots_in
 
 from .test_passes import tower
