@@ -22,7 +22,7 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CaptureError, FxSplitError, ReplayError
+from fxsplit_encoder.errors import CaptureError, ReplayError
 from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.products import ProductChooser
@@ -358,12 +358,12 @@ class CapturedProgram(ABC):
                 continue
             checks = self._checks
             are_checked = checks is None or not (checks.are_always_due or checks.is_due(self))
+            outputs = None
             try:
                 outputs = captured.replay(debug=self.scope.config.debug, parameters_are_checked=are_checked)
-            except (FxSplitError, RuntimeError):  # what was found is there until it is mended
-                if checks is not None:
+            finally:  # whatever was raised, by a break too: what moved has perhaps not been looked at
+                if outputs is None and checks is not None:
                     checks.all_are_due()
-                raise
             as_planned = budget and size == planned.budget
             return outputs, planned if as_planned else PathPlan(planned.tokens, size), budget
         planned = planned._replace(
