@@ -15,8 +15,8 @@ _SETTINGS = {
 
 @contextlib.contextmanager
 def split_k_forbidden(dtype: torch.dtype) -> Iterator[None]:
-    """Forbids cuBLASLt to split products of 16 bits along their inner dimension, where this torch can say so;
-    cuBLAS's own raise RuntimeError then. The setting holds for the whole process.
+    """Forbids cuBLASLt to split products of 16 bits along their inner dimension, if this torch can, in the
+    whole process; cuBLAS's own raise RuntimeError then.
     """
     matmul, name = torch.backends.cuda.matmul, _SETTINGS.get(dtype)
     if name is None or not hasattr(matmul, f"{name}_split_k"):

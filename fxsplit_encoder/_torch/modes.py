@@ -17,7 +17,7 @@ _BEFORE, _AFTER = _modules._global_forward_pre_hooks, _modules._global_forward_h
 
 
 def foreign_around() -> str | None:
-    """Returns what would not see the operations of a replay, or None. Takes a quarter of a microsecond."""
+    """Returns a mode, hooks or a transform that would not see a replay's operations, or None."""
     if _BEFORE or _AFTER:
         return "hooks for all modules"
     if transform_level() is not None:

@@ -45,9 +45,7 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 
 def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """Returns a host tensor in another dtype, in pinned memory where asked for; the same one if it is so
-    already. The calling thread alone makes the copy.
-    """
+    """Returns a host tensor in a dtype, and in pinned memory if asked for, by the calling thread alone."""
     if tensor.is_cuda or (tensor.dtype == dtype and (tensor.is_pinned() or not is_pinned)):
         return tensor
     target = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=is_pinned)

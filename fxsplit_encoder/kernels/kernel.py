@@ -18,7 +18,7 @@ class CallShape(ABC):
     """One call of an operation; rounded, the class of calls that share a kernel. JSON keeps its fields."""
 
     operation: ClassVar[str]
-    """What is computed: also the setting that pins kernels of it."""
+    """Also the name of the setting that pins kernels."""
 
     device: torch.device
     dtype: torch.dtype
@@ -81,13 +81,13 @@ class Kernel(ABC, Generic[ShapeT]):
         """Whether its next call waits for what other processes compile."""
         return False
 
-    @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Why it cannot run on this device, by its architecture or for a missing package; None: it can."""
+        return None
 
-    @abstractmethod
     def supports(self, shape: ShapeT) -> bool:
         """Whether it computes this shape, where it is available."""
+        return True
 
 
 class CudaKernel(Kernel[ShapeT]):
@@ -156,10 +156,13 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_IMPORT_ERRORS = (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError)
+
+
 @functools.cache
 def find(module: str, attribute: str) -> tuple[Any, str | None]:
     """An attribute of an optional package, or why it is not there."""
     try:
         return getattr(importlib.import_module(module), attribute), None
-    except Exception as error:  # a package that is there but broken is as good as missing
+    except _IMPORT_ERRORS as error:  # a package that is there but broken is as good as missing
         return None, f"cannot import {module}.{attribute}: {type(error).__name__}: {error}"

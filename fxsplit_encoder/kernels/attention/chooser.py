@@ -12,17 +12,6 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import (
-    AUTO,
-    Chooser,
-    Example,
-    KernelMeasurements,
-    KernelStore,
-    Meter,
-    Pin,
-    PinGrammar,
-    poison_memory,
-)
 from fxsplit_encoder.kernels.attention.attention_kernel import AttentionKernel, AttentionShape
 from fxsplit_encoder.kernels.attention.builtin import (
     BatchedDense,
@@ -38,6 +27,9 @@ from fxsplit_encoder.kernels.attention.flash_attn import (
     VllmFlashAttention,
     WholeWaves,
 )
+from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, Pin, PinGrammar
+from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
+from fxsplit_encoder.kernels.store import KernelStore
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
 # 400 and 1764 tokens (docs/attention.md).
@@ -75,7 +67,7 @@ class AttentionMeter(Meter[AttentionShape, AttentionKernel]):
         return make_examples(shape)
 
     def calls(self, shape: AttentionShape) -> Sequence[tuple[object, ...]]:
-        """By their segments: those that are known to be equal are also segments that are known."""
+        """By their segments: known equal segments are known segments too."""
         return [(replace(shape, equal=False), *lengths) for lengths in example_lengths(shape)]
 
 
@@ -93,20 +85,18 @@ class AttentionExample(Example[AttentionKernel]):
     is_captured: bool
 
     def expected(self) -> Tensor:
-        """Of every row inside a segment, one segment at a time."""
+        """The rows inside segments, one segment at a time."""
         query, key, value = (tensor.float() for tensor in (self.query, self.key, self.value))
         out = _reference(query, key, value, self.cu_seqlens, self.max_seqlen, self.scale)
         return out[: self.rows]
 
     def result(self, kernel: AttentionKernel) -> Tensor:
-        """Of every row inside a segment."""
+        """The rows inside segments."""
         poison_memory(self.query)
         return self._attend(kernel, None)[: self.rows]
 
     def timed(self, kernel: AttentionKernel) -> Callable[[], object]:
-        """Eager attention gets a result tensor, as between captured graphs, which a kernel may have to copy
-        to.
-        """
+        """The call, with a result tensor if it is eager, as between captured graphs."""
         out = None if self.is_captured else self.query.new_empty(self.query.shape)
         return lambda: self._attend(kernel, out)
 
@@ -117,8 +107,7 @@ class AttentionExample(Example[AttentionKernel]):
 
 def example_lengths(shape: AttentionShape) -> list[list[int]]:
     """Lists of segments of this shape. If the host knows them, one: the longest, and others that share the
-    rest. If captured, two: as many of the longest as fit, then empty ones; and equal ones with rows left
-    over.
+    rest. If captured, two: as many of the longest as fit, then empty ones; and equal ones with rows left.
     """
     if shape.equal:
         return [[shape.longest] * shape.segments]
@@ -166,7 +155,7 @@ _HOST_US = 50.0
 
 
 class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
-    """What is known of every class of calls of attention, on every device."""
+    """Measurements of every class of calls of attention, on every device."""
 
     def __init__(
         self,
@@ -187,11 +176,8 @@ MEASUREMENTS = Measurements().keep()
 
 
 class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
-    """Chooses the kernel of every call of attention: the pinned one, else the fastest that was measured.
-
-    Args:
-        attention: the setting of that name, see `parse_attention`, which raises ConfigError.
-        invariant: whether one kernel attends everywhere; then the setting is a kernel's name or `auto`.
+    """Chooses the kernel of every call of attention: the one that the setting `attention` pins, else the
+    fastest that was measured; if `invariant`, one for all calls.
     """
 
     current: ClassVar[ContextVar[KernelChooser]]
@@ -208,8 +194,8 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
 
     def check(self, device: torch.device) -> None:
-        """Checks that every pinned kernel works on a device, and by one algorithm where `invariant` is set;
-        ConfigError says which does not, and why.
+        """Checks that every pinned kernel works on a device, and if `invariant` by one algorithm, or raises
+        ConfigError.
         """
         super().check(device)
         pinned = {pin.kernel for pin in self.pins} - {AUTO}
@@ -237,9 +223,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         return (self.only(shape),) if self.invariant else super().ranking(shape)
 
     def only(self, shape: AttentionShape) -> AttentionKernel:
-        """The kernel of every call with heads like these, where `invariant` is set; ConfigError if there is
-        none.
-        """
+        """The kernel of every call with such heads if `invariant`; ConfigError if there is none."""
         heads = (shape.device, shape.dtype, shape.heads, shape.head_dim)
         if heads not in self._by_heads:
             pinned = next((pin.kernel for pin in self.pins if pin.kernel != AUTO), None)
@@ -250,15 +234,15 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 
     @property
     def chosen(self) -> list[str]:
-        """The kernels that `only` has chosen so far, each with what it attends to."""
+        """The kernels that `only` has chosen so far, each with its heads."""
         return sorted(
             f"{heads}x{head_dim} {str(dtype).removeprefix('torch.')}: {kernel.name}"
             for (_, dtype, heads, head_dim), kernel in self._by_heads.items()
         )
 
     def estimate(self, shape: AttentionShape, lengths: Sequence[int]) -> float | None:
-        """Microseconds of the chosen kernel for known segments: those of the nearest class, scaled by the
-        pairs of tokens that attend to each other; None: nothing was measured.
+        """Microseconds of the chosen kernel for known segments: the nearest class's, scaled by the pairs of
+        tokens that attend to each other; None: nothing was measured.
         """
         found = self.measurements.find(shape)
         if found is None:
@@ -309,9 +293,7 @@ _GRAMMAR: PinGrammar[AttentionShape] = PinGrammar(
 
 
 def parse_attention(attention: str | Mapping[str, str]) -> tuple[Pin[AttentionShape], ...]:
-    """The pins of the setting `attention`, the first of which that holds counts; ConfigError names what is
-    unknown.
-    """
+    """The pins of the setting `attention`, the first of which that holds counts, or ConfigError."""
     return _GRAMMAR.parse(attention)
 
 
@@ -327,12 +309,8 @@ _PREFERRED = frozenset(("flash_attn_4",))
 def invariant_kernel(
     kernels: Sequence[AttentionKernel], shape: AttentionShape, pinned: str | None = None
 ) -> AttentionKernel:
-    """The best kernel that attends to heads of this kind by one algorithm, whatever the segments; ConfigError
-    says why there is none.
-
-    Args:
-        shape: of which the device, the dtype and the heads count, so that all calls of a tower get the same.
-        pinned: the name of the only one that will do; None: any.
+    """The best kernel, or the one `pinned`, that attends to the heads of a shape by one algorithm, whatever
+    the segments; ConfigError says why there is none.
     """
     reasons = []
     for kernel in _in_order(kernels):
@@ -357,7 +335,6 @@ def invariant_names(kernels: Sequence[AttentionKernel], device: torch.device) ->
 
 
 def _in_order(kernels: Sequence[AttentionKernel]) -> list[AttentionKernel]:
-    """The kernels in order of preference: elsewhere what comes first is what others have to beat."""
     return sorted(kernels, key=lambda kernel: kernel.name not in _PREFERRED)
 
 

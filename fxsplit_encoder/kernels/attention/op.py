@@ -19,7 +19,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention.chooser import current_chooser
 
 traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encoder_traced", default=None)
-"""Is called with the query of every `varlen_attention` that is traced, (tokens, heads, head_dim)."""
+"""Called with the query of every traced `varlen_attention`, (tokens, heads, head_dim)."""
 
 # --- what the ops run
 
@@ -27,10 +27,8 @@ traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encode
 def attend(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """Attention within each segment of a packed sequence; arguments as of `AttentionKernel.__call__`.
-
-    Returns (tokens, heads, head_dim), contiguous; rows outside every segment are undefined. InputError for a
-    query of other dimensions.
+    """Attention within each segment of a packed sequence, as `AttentionKernel.__call__`: (tokens, heads,
+    head_dim), contiguous. InputError for a query of other dimensions.
     """
     _check_rank(query_THD)
     with on_device(query_THD.device):
@@ -84,12 +82,8 @@ def _check_rank(query: Tensor) -> None:
 
 
 def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale: float) -> Tensor:
-    """Attention within each entry of a batch; (batch, heads, tokens, head_dim), stored token by token.
-
-    Args:
-        query_BHTD, key_BHTD, value_BHTD: (batch, heads, tokens, head_dim), of the same size; copied if not
-            stored token by token.
-        scale: factor of the logits.
+    """Attention within each entry of a batch: (batch, heads, tokens, head_dim), stored token by token; inputs
+    that are not are copied.
     """
     batch, heads, tokens, head_dim = query_BHTD.shape
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BHTD, value_BHTD))
@@ -101,8 +95,8 @@ def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale
 
 
 class _EqualLengths:
-    """Cumulative lengths 0, tokens, 2 * tokens and so on. Graphs hold their addresses, so every batch has a
-    part of one tensor, and what was made stays: twice the largest, in all.
+    """Cumulative lengths 0, tokens, 2 * tokens and so on: parts of tensors that are kept, since graphs hold
+    their addresses.
     """
 
     def __init__(self) -> None:
@@ -181,13 +175,7 @@ def _fake_dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
 torch.library.register_fake("fxsplit::dense_attention", _fake_dense, lib=_library)
 
 
-def _fake_out(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int, scale: float, *, out: Tensor
-) -> Tensor:
-    return out
-
-
-torch.library.register_fake("fxsplit::varlen_attention.out", _fake_out, lib=_library)
+torch.library.register_fake("fxsplit::varlen_attention.out", lambda *args, out: out, lib=_library)
 
 
 def _fake_backward(
