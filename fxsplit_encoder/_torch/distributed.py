@@ -15,9 +15,7 @@ _COLLECTIVE = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard of a `DTensor`, or the value of a collective's result, which have no address;
-    `DTensor.to_local` makes a new tensor at each call.
-    """
+    """Returns this rank's shard of a `DTensor`, without a new tensor, or a collective's value."""
     inner = getattr(tensor, "_local_tensor", None)
     if inner is None:
         inner = getattr(tensor, "elem", None)

@@ -7,7 +7,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,36 +20,11 @@ current_compile_id = CompileContext.current_compile_id
 _WRAPPED = ("compiler_fn", "__wrapped__", "_torchdynamo_orig_backend")
 
 
-# torch.compile's documentation tells users of these, but no public module has them. A size that may be 1 must
-# be unbacked, or a trace is specialized to it.
-
-
-def mark_dynamic(tensor: Tensor, dims: int | list[int]) -> None:
-    """Makes sizes vary: a trace that makes one a constant is an error."""
-    from torch._dynamo import mark_dynamic
-
-    mark_dynamic(tensor, dims)
-
-
 def maybe_mark_dynamic(tensor: Tensor, dims: int | list[int]) -> None:
-    """Lets sizes vary."""
+    """Lets sizes vary. torch.compile's documentation names this function, which no public module has."""
     from torch._dynamo import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, dims)
-
-
-def mark_static(tensor: Tensor, dims: int | list[int]) -> None:
-    """Keeps sizes constant."""
-    from torch._dynamo import mark_static
-
-    mark_static(tensor, dims)
-
-
-def mark_unbacked(tensor: Tensor, dim: int) -> None:
-    """Makes a size vary that a trace may not look at."""
-    from torch._dynamo.decorators import mark_unbacked
-
-    mark_unbacked(tensor, dim)
 
 
 def is_traced() -> bool:
@@ -60,16 +35,16 @@ def is_traced() -> bool:
 
 
 class Marks:
-    """Marks of sizes for one tensor after another, written by functions above."""
+    """Marks the first size of tensors as one that varies, and the others as constant. The first may become
+    constant ("maybe") or is an error then ("dynamic"); a trace may not look at one that is "unbacked".
+    """
 
-    def __init__(self, write: Callable[[Tensor], None]) -> None:
-        self._write = write
+    def __init__(self, first: Literal["dynamic", "maybe", "unbacked"]) -> None:
+        self._first = first
         self._written: dict[int, dict[str, Any]] = {}
 
     def on_alias(self, tensor: Tensor) -> Tensor:
-        """Returns an alias with the marks; torch's functions are slow, so those of the first of each rank are
-        copied.
-        """
+        """Returns an alias with the marks, which are copied from the first tensor of each rank."""
         alias = tensor.view_as(tensor)
         if type(alias) is not Tensor:  # theirs are on what a subclass is made of, too
             self._write(alias)
@@ -81,6 +56,14 @@ class Marks:
         else:
             vars(alias).update(written)
         return alias
+
+    def _write(self, tensor: Tensor) -> None:
+        from torch._dynamo import mark_dynamic, mark_static, maybe_mark_dynamic
+        from torch._dynamo.decorators import mark_unbacked
+
+        marks = {"dynamic": mark_dynamic, "maybe": maybe_mark_dynamic, "unbacked": mark_unbacked}
+        marks[self._first](tensor, 0)
+        mark_static(tensor, list(range(1, tensor.dim())))
 
 
 def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:

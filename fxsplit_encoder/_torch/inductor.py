@@ -90,7 +90,6 @@ class PersistentRows(InductorChoices):
 
 
 def _is_ordered(features: Any) -> bool:
-    """Whether rows have to be reduced in blocks of a given size."""
     asked = (getattr(features, name, None) for name in _BLOCKS)
     return any(block is not None and block() is not None for block in asked)
 

@@ -116,7 +116,6 @@ def _name_sources(bundle: Any) -> None:
 
 
 def _has_its_libraries(compiled: Any) -> bool:
-    """Whether a graph's kernels were linked with the libraries of this process."""
     expected = getattr(compiled, "extern_libs_key", None)
     if expected is None:  # torch before 2.13
         return True

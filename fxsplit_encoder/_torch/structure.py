@@ -77,11 +77,8 @@ Fact = tuple[str, str]
 
 
 class Structure:
-    """Classes, hooks, own forwards of a tower's modules, and plain values that their code reads.
-
-    Args:
-        tower: the outermost module. Modules that it holds without being their parent are part of it.
-        is_around: whether the outermost module's hooks and forward run around captures, and so may change.
+    """Classes, hooks, own forwards of a tower's modules, and plain values that their code reads. Hooks and
+    forward of the outermost may change if they run around captures (`is_around`).
     """
 
     def __init__(self, tower: nn.Module, *, is_around: bool = False) -> None:

@@ -76,9 +76,7 @@ def share_names(module: nn.Module, owner: nn.Module) -> None:
 
 
 def linked_copy(module: nn.Module) -> nn.Module:
-    """Copies a tree of modules, without own `forward`s, onto the tree's own dictionaries of parameters and
-    buffers: replaced tensors are the copy's too.
-    """
+    """Copies a tree of modules, without own `forward`s, that shares its dictionaries of tensors."""
     return _linked(module, {})
 
 

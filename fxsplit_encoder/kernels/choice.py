@@ -1,8 +1,6 @@
 """Choose the kernel of a call: measured for each class of calls at warm-up, or pinned.
 
-`KernelMeasurements` holds one operation's results for the process; a `Chooser` adds a configuration's pins.
-Kernels are timed inside `measuring()` only, and never while a CUDA graph is captured; elsewhere the nearest
-measured class decides, else torch's own kernel.
+Kernels are timed inside `measuring()` alone; elsewhere the nearest measured class decides, else torch's own.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self
 import torch
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.kernel import KernelT, ShapeT, distance, is_same_kind, works
+from fxsplit_encoder.kernels.kernel import KernelT, ShapeT, distance, works
 from fxsplit_encoder.kernels.meter import Measured, Meter, TimeSpent
 from fxsplit_encoder.kernels.store import KernelStore, describe_host
 from fxsplit_encoder.messages import nearest
@@ -78,12 +76,7 @@ def collecting(found: Unmeasured) -> Iterator[None]:
 
 
 class KernelMeasurements(Generic[ShapeT, KernelT]):
-    """Measurements of every class of calls of one operation, on every device.
-
-    Args:
-        kernels: candidates, in order of preference where nothing was measured.
-        store: makes the store of a device; None: nothing is kept for other processes.
-    """
+    """Measurements of one operation by class of calls and device; `kernels` are in order of preference."""
 
     def __init__(
         self,
@@ -110,7 +103,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return self
 
     def keep_nothing_new(self, device: torch.device) -> None:
-        """Loads what is kept of a device, and keeps nothing more for other processes."""
+        """Loads the store of a device, and keeps nothing more."""
         self._table(device)
         self._store = None
 
@@ -142,8 +135,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         if rounded not in self._nearest:
             if len(self._nearest) >= MOST_CALLS:
                 self._nearest.clear()
-            others = [other for other in table if is_same_kind(other, rounded) and table[other].microseconds]
-            nearest = min(others, key=lambda other: distance(other, rounded), default=None)
+            nearest = next(iter(self._neighbors(rounded)), None)
             if nearest is not None and distance(nearest, rounded) > _FARTHEST:
                 nearest = None
             self._nearest[rounded] = nearest
@@ -229,12 +221,17 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         beaten = self._beaten(shape, candidates)
         return [kernel for kernel in candidates if kernel.name not in beaten]
 
+    def _neighbors(self, shape: ShapeT) -> list[ShapeT]:
+        """Measured classes of one kind with this, the nearest first."""
+        kind, table = (shape.dtype, shape.kind()), self._table(shape.device)
+        others = [o for o, found in table.items() if found.microseconds and (o.dtype, o.kind()) == kind]
+        return sorted(others, key=lambda other: distance(other, shape))
+
     def _beaten(self, shape: ShapeT, candidates: Sequence[KernelT]) -> dict[str, str]:
         """The candidates that a class nearby shows not to be the fastest, and why; never the first."""
         table, beaten = self._table(shape.device), dict[str, str]()
         later = {kernel.name for kernel in candidates[1:]}
-        others = [other for other in table if is_same_kind(other, shape) and table[other].microseconds]
-        for other in sorted(others, key=lambda other: distance(other, shape)):
+        for other in self._neighbors(shape):
             times = table[other].microseconds
             # Of two kernels, one may take as long as there and the other longer by all that there is more.
             limit = min(times.values()) * _BEATEN * 2.0 ** distance(other, shape)
@@ -391,7 +388,6 @@ class PinGrammar(Generic[ShapeT]):
     kernels: tuple[str, ...]
     words: Mapping[str, Callable[[ShapeT], bool]]
     numbers: tuple[str, ...]
-    """Attributes of a call that are compared."""
 
     def parse(self, value: str | Mapping[str, str]) -> tuple[Pin[ShapeT], ...]:
         """The pins of a setting, the first of which that holds counts; ConfigError names unknown words."""
@@ -433,8 +429,7 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
 
 # --- reports
 
-_LONGEST = 160
-"""Characters of a reason."""
+_LONGEST_REASON = 160
 
 
 class KernelReport(NamedTuple):
@@ -442,22 +437,19 @@ class KernelReport(NamedTuple):
 
     name: str
     unavailable: str | None
-    """Why it cannot run on the device; None: it can."""
     chosen: tuple[str, ...]
     failed: str | None = None
     """What it raises there, of `failing`."""
 
 
 class ClassReport(NamedTuple):
-    """One class of calls that was measured."""
+    """A measured class of calls: microseconds by kernel, and why others may not be chosen."""
 
     shape: str
     chosen: str
     pinned: bool
     microseconds: Mapping[str, float]
-    """Of one call, by the kernel's name."""
     rejected: Mapping[str, str]
-    """Why the other candidates may not be chosen."""
 
 
 class OperationReport(NamedTuple):
@@ -471,7 +463,7 @@ def failing(table: Mapping[Any, Measured]) -> dict[str, str]:
     """Errors by name of the kernels that worked for no class of a kind, as those that cannot be built do."""
     working = {(name, s.dtype, s.kind()) for s, found in table.items() for name in found.microseconds}
     return {
-        name: textwrap.shorten(found.rejected[name], _LONGEST, placeholder="...")
+        name: textwrap.shorten(found.rejected[name], _LONGEST_REASON, placeholder="...")
         for s, found in table.items()
         for name in found.failed
         if (name, s.dtype, s.kind()) not in working

@@ -1,8 +1,7 @@
 """Compile variants of FlashAttention 4 and QuACK in other processes, while this one traces.
 
-The packages compile a variant for seconds when it is first called. With their cache on disk that can be done
-before, on other cores and without a device; the first call loads it. Their own directories lie in the
-temporary one, where others could put code: they get directories of this library's (`package_store`).
+The packages compile a variant for seconds when it is first called; with their cache on disk, a call loads it.
+Their own directories are temporary ones, where others could put code: they get others (`package_store`).
 """
 
 from __future__ import annotations
@@ -89,9 +88,7 @@ def package_store(name: str) -> KernelStore:
 
 
 def keep_flash_attention() -> str:
-    """Switches on the cache of `flash-attn-4` on disk, for this process and its children, before it is
-    imported. The user's values of its two variables stay. Returns why it stays off, or "".
-    """
+    """Switches on the cache of `flash-attn-4` on disk before its import; returns why it stays off, or ""."""
     if (imported := sys.modules.get(FLASH_CACHE)) is not None:
         is_on = imported.CUTE_DSL_CACHE_ENABLED
         return "" if is_on else "flash-attn-4 was imported before with its cache off"
@@ -149,9 +146,7 @@ def jobs_of(names: Iterable[str], variant: Variant, dtype: torch.dtype) -> list[
 def start(
     names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device, *, apart: bool = True
 ) -> list[Job]:
-    """Starts to compile kernels for such heads, or products, and returns the new jobs; each in a process of
-    its own, or one after the other if not `apart`.
-    """
+    """Starts to compile kernels for such heads or products, if `apart` each in a process; the new jobs."""
     begun: list[Job] = []
     if reason := why_not(device):
         logger.debug("kernels are compiled when they are called: %s", reason)
@@ -177,9 +172,7 @@ def start(
 
 
 def leave(jobs: Collection[Job]) -> None:
-    """Abandons these compile jobs; their processes exit on their own, since one that is killed may leave half
-    a file.
-    """
+    """Abandons these jobs; their processes exit on their own: one that is killed may leave half a file."""
     if not jobs:
         return
     logger.warning("compiled ahead in vain, since the graph has other heads: %s", sorted(jobs))

@@ -2,9 +2,8 @@
 
     python -m fxsplit_encoder.kernels.compile_jobs_process < jobs
 
-A job is a line such as `["flash_attn_4", 72, "bfloat16"]` or `["quack_128x192", "gelu", "bfloat16"]`. The
-process ends with the input, or with the first job that fails. It needs no device: the packages take their
-target from the environment, and tensors are fake.
+A job is a line such as `["flash_attn_4", 72, "bfloat16"]` or `["quack_128x192", "gelu", "bfloat16"]`; one
+that fails ends the process. The target is in the environment, and tensors are fake: no device is needed.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ class _Compiled(Exception):
 
 @contextlib.contextmanager
 def compiling_alone() -> Iterator[None]:
-    """Ends a call of QuACK once its kernel is compiled, where it asks the device next; RuntimeError if the
-    call did not come that far.
-    """
+    """Ends a call of QuACK once it has compiled its kernel and asks for the device, else RuntimeError."""
     host = import_module(_QUACK_HOST)
 
     def stop(*_: Any) -> None:

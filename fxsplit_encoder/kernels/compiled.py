@@ -39,9 +39,7 @@ def compiled_kernels() -> dict[str, bytes]:
 
 
 def restore_kernels(files: Mapping[str, bytes]) -> None:
-    """Writes the files of `compiled_kernels` where the compilers look for them; ValueError for another path,
-    before anything is written.
-    """
+    """Writes the files of `compiled_kernels` to the caches; ValueError for another path, before any write."""
     groups: dict[str, dict[str, bytes]] = {"triton": {}, "flash_attn_4": {}, "cudnn": {}, "quack": {}}
     for name, content in files.items():
         path = PurePosixPath(name)

@@ -46,19 +46,16 @@ class CallShape(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """Its fields, without the device."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {"dtype": dtype, **{name: getattr(self, name) for name in _own_fields(type(self))}}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "device"}
+        return {**values, "dtype": str(self.dtype).removeprefix("torch.")}
 
     @classmethod
     def from_json(cls, values: dict[str, Any], device: torch.device) -> Self:
         """The class with these fields; TypeError, KeyError or AttributeError for others."""
-        own = {name: values[name] for name in _own_fields(cls)}
+        own = {
+            field.name: values[field.name] for field in fields(cls) if field.name not in ("device", "dtype")
+        }
         return cls(device, getattr(torch, values["dtype"]), **own)
-
-
-@functools.cache
-def _own_fields(shape: type[CallShape]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(shape) if field.name not in ("device", "dtype"))
 
 
 ShapeT = TypeVar("ShapeT", bound=CallShape)
@@ -123,11 +120,6 @@ def works(kernel: Kernel[ShapeT], shape: ShapeT) -> bool:
     if shape.is_captured and not kernel.capturable and shape.device.type == "cuda":
         return False
     return kernel.supports(shape) and kernel.unavailable_reason(shape.device) is None
-
-
-def is_same_kind(shape: CallShape, other: CallShape) -> bool:
-    """Whether one class may stand in for the other."""
-    return shape.dtype == other.dtype and shape.kind() == other.kind()
 
 
 def distance(shape: CallShape, other: CallShape) -> float:

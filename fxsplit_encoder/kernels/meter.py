@@ -43,15 +43,13 @@ _CALLS_BEHIND_A_WAIT = 8
 
 _without_graphs: ContextVar[bool] = ContextVar("fxsplit_encoder_timing_without_graphs", default=False)
 
-Timer = Callable[[Callable[[], object], CallShape], float]
-
 
 @dataclass(slots=True)
 class Measured:
     """What was found for one class of calls."""
 
     microseconds: dict[str, float] = field(default_factory=dict)
-    """Of a call, by the kernel's name; those that are accurate."""
+    """Of a call, by the name of an accurate kernel."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Why the other candidates cannot be chosen."""
     failed: list[str] = field(default_factory=list)
@@ -91,7 +89,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
     tolerance: ClassVar[float] = 1.1
     """Allowed error, as a multiple of that of the first accurate candidate."""
 
-    def __init__(self, timer: Timer | None = None) -> None:
+    def __init__(self, timer: Callable[[Callable[[], object], CallShape], float] | None = None) -> None:
         self.timer = microseconds if timer is None else timer
         self._found: dict[tuple[object, ...], float] = {}
         """Errors and times that are known, by kernel and call: classes may have a call in common."""
@@ -110,9 +108,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
 
     @torch.no_grad()
     def measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
-        """Errors and times of all kernels on random values; what a kernel raises rejects it. Kernels that
-        wait for other processes come last, but for the first, the reference.
-        """
+        """Errors and times of all kernels on random values; an error that one raises rejects it."""
         logger.debug("%s: references for the comparison of kernels", shape)
         calls = self.calls(shape)
         wanted = {("time", kernel.name, call) for kernel in kernels for call in calls}
@@ -131,6 +127,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         fastest = float("inf")
         rounding = torch.finfo(shape.dtype).eps
         limit = _FIRST_ROUNDINGS * rounding
+        # The first is the reference; of the others those come last that wait for other processes.
         for kernel in [*kernels[:1], *sorted(kernels[1:], key=lambda kernel: kernel.is_awaited)]:
             logger.debug("%s: %s is checked", shape, kernel.name)
             times: list[float] = []

@@ -1,8 +1,6 @@
-"""Keep on disk what was measured or compiled, for processes with the same GPU and versions.
+"""Store measurements, a file an operation, and compiled kernels for processes with the same GPU and versions.
 
-`KernelStore` is a directory of `cache_directory` that no other user can write, named by the environment for
-which its files hold. Measurements (a table an operation) and plans of cuDNN are its files; FlashAttention 4
-and QuACK write files of their own into such directories (`kernels.compile_jobs`).
+A `KernelStore` is a directory that no other user can write, named by the environment for which it holds.
 """
 
 from __future__ import annotations
@@ -97,16 +95,9 @@ def digest_of(environment: Mapping[str, Any]) -> str:
 
 
 class KernelStore:
-    """Files of one kind that hold for one environment. Several processes may read and write them.
+    """Files of one kind for one environment, a JSON object, that several processes may read and write."""
 
-    Args:
-        kind: the directory's name in `root`.
-        environment: what the files depend on, as JSON has it.
-        root: `cache_directory()` if None.
-    """
-
-    most_files = 1024
-    """In a directory. A plan of cuDNN takes some 92 kB, and a service may meet any number of shapes."""
+    most_files = 1024  # a plan of cuDNN takes some 92 kB, and a service may meet any number of shapes
 
     def __init__(self, kind: str, environment: Mapping[str, Any], root: Path | None = None) -> None:
         self.environment = json.loads(json.dumps(environment))
@@ -114,7 +105,7 @@ class KernelStore:
 
     @property
     def problem(self) -> str:
-        """Why a package that locks its files may not use the directory, which is made if missing; or ""."""
+        """Why a package that locks its files may not use the directory, or "". The directory is made."""
         try:
             import fcntl
 
@@ -209,9 +200,7 @@ def table_of(
 
 
 def write_atomic(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Replaces a file in a directory that exists: a reader finds the old content or all of the new. With
-    `durable` the content is on disk before that. OSError: it cannot be written, and is as it was.
-    """
+    """Replaces a file at once, after the content is on disk if `durable`. OSError leaves the old."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.name)
     try:
         with open(descriptor, "wb") as file:

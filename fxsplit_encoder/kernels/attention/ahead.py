@@ -32,9 +32,8 @@ def warm_up(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def compiling_as_traced(device: torch.device, stored_width: Callable[[int], int]) -> Iterator[None]:
-    """Starts the compile jobs that `compile_ahead` will ask for, without batches, while packed attention is
-    traced. `stored_width` maps a width of heads to that in the graph; jobs for widths that the graph turns
-    out not to have are abandoned at the end.
+    """Starts jobs of `compile_ahead` while attention is traced, and abandons those for other heads than the
+    graph's, to whose width of heads `stored_width` maps a traced one.
     """
     chooser = current_chooser()
     if _expected.get() is not None or _is_settled(chooser) or compile_jobs.why_not(device):
@@ -78,9 +77,7 @@ def heads_of(nodes: Iterable[fx.Node]) -> dict[Heads, bool]:
 
 
 def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iterable[Heads] = ()) -> None:
-    """Starts to compile the kernels that will be compared for the attention among some nodes, and for the
-    `eager` heads of the tower's own forward, which passes may store wider in the graph.
-    """
+    """Starts to compile the kernels to compare for nodes, and for `eager` heads of the tower's forward."""
     chooser = current_chooser()
     if _is_settled(chooser) or compile_jobs.why_not(device):
         return

@@ -1,7 +1,6 @@
 """Kernels of packed attention, and the shapes of their calls.
 
-Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments. A kernel writes
-each row that lies inside a segment and leaves the rest undefined (see `capture.inputs`).
+Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class AttentionShape(CallShape):
     """Whether all segments have `longest` tokens; if not `host_lengths`, they are the entries of a batch."""
 
     def rounded(self, *, own_tokens: bool = False) -> AttentionShape:
-        """The class: numbers rounded up to a power of two, or halfway to it where the call is captured. A
-        captured batch keeps the length of its sequences, and `own_tokens` the tokens.
-        """
+        """The class: numbers rounded up, but not `own_tokens` nor the length of a captured batch."""
         longest, segments = (
             round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
         )
@@ -115,17 +112,14 @@ class AttentionKernel(Kernel[AttentionShape]):
         scale: float,
         out_THD: Tensor | None = None,
     ) -> Tensor:
-        """Attends.
+        """Attends; returns `out_THD` or a new contiguous tensor, undefined in rows outside every segment.
 
         Args:
             query_THD, key_THD, value_THD: (tokens, heads, head_dim); any strides whose last is 1.
             cu_seqlens: (segments + 1,) int32 on the same device, rising from 0; segments may be empty.
             max_seqlen: an upper bound of the longest segment, in tokens.
             scale: factor of the logits.
-            out_THD: where to write; has at least `tokens` rows and keeps the later ones.
-
-        Returns:
-            `out_THD`, or a new contiguous tensor. Rows outside every segment are undefined.
+            out_THD: has at least `tokens` rows and keeps the later ones.
         """
         target = out_THD
         if out_THD is not None and out_THD.shape[0] != query_THD.shape[0]:

@@ -131,11 +131,7 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Te
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
         if end > start:
             # Copied: where a segment lies in the sequence must not show in what BLAS makes of it.
-            q, k, v = (_aligned(x[start:end]) for x in (query, key, value))
+            segment = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in segment)
             out[start:end] = F.scaled_dot_product_attention(q, k, v, scale=scale).squeeze(0).transpose(0, 1)
     return out
-
-
-def _aligned(segment_THD: Tensor) -> Tensor:
-    """(1, heads, tokens, head_dim), in memory of its own."""
-    return segment_THD.transpose(0, 1).unsqueeze(0).clone(memory_format=torch.contiguous_format)

@@ -63,8 +63,19 @@ class AttentionMeter(Meter[AttentionShape, AttentionKernel]):
     """Compares attention kernels on the device."""
 
     def examples(self, shape: AttentionShape) -> Sequence[AttentionExample]:
-        """One for every list of `example_lengths`."""
-        return make_examples(shape)
+        """Random values, as a fused projection lays them out, for every list of `example_lengths`."""
+        made = []
+        # Of its own, so that measuring does not change the random numbers of the program.
+        generator = torch.Generator(shape.device).manual_seed(0)
+        for lengths in example_lengths(shape):
+            size = (shape.tokens, 3, shape.heads, shape.head_dim)
+            qkv = torch.randn(size, dtype=shape.dtype, device=shape.device, generator=generator)
+            boundaries = [0, *itertools.accumulate(lengths)]
+            cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=shape.device)
+            query, key, value = qkv.unbind(1)
+            values = (query, key, value, cu_seqlens, shape.longest, shape.head_dim**-0.5)
+            made.append(AttentionExample(*values, boundaries[-1], shape.is_captured))
+        return made
 
     def calls(self, shape: AttentionShape) -> Sequence[tuple[object, ...]]:
         """By their segments: known equal segments are known segments too."""
@@ -106,9 +117,7 @@ class AttentionExample(Example[AttentionKernel]):
 
 
 def example_lengths(shape: AttentionShape) -> list[list[int]]:
-    """Lists of segments of this shape. If the host knows them, one: the longest, and others that share the
-    rest. If captured, two: as many of the longest as fit, then empty ones; and equal ones with rows left.
-    """
+    """Lists of segments of this shape: one if known, two if captured, full and spread over the rows."""
     if shape.equal:
         return [[shape.longest] * shape.segments]
     if shape.host_lengths:
@@ -127,23 +136,6 @@ def _share(tokens: int, segments: int) -> list[int]:
 def pairs(lengths: list[int]) -> int:
     """Pairs of tokens that attend to each other, to which the work is proportional."""
     return sum(length**2 for length in lengths)
-
-
-def make_examples(shape: AttentionShape) -> list[AttentionExample]:
-    """Random values, as a fused projection lays them out, for every list of `example_lengths`."""
-    made = []
-    # Of its own, so that measuring does not change the random numbers of the program.
-    generator = torch.Generator(shape.device).manual_seed(0)
-    for lengths in example_lengths(shape):
-        size = (shape.tokens, 3, shape.heads, shape.head_dim)
-        qkv = torch.randn(size, dtype=shape.dtype, device=shape.device, generator=generator)
-        boundaries = [0, *itertools.accumulate(lengths)]
-        cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=shape.device)
-        query, key, value = qkv.unbind(1)
-        scale = shape.head_dim**-0.5
-        values = (query, key, value, cu_seqlens, shape.longest, scale)
-        made.append(AttentionExample(*values, boundaries[-1], shape.is_captured))
-    return made
 
 
 # --- the choice
@@ -172,13 +164,10 @@ class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
 
 
 MEASUREMENTS = Measurements().keep()
-"""Those of this process."""
 
 
 class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
-    """Chooses the kernel of every call of attention: the one that the setting `attention` pins, else the
-    fastest that was measured; if `invariant`, one for all calls.
-    """
+    """Chooses the kernel of each call by the setting `attention`, or by time; one for all if `invariant`."""
 
     current: ClassVar[ContextVar[KernelChooser]]
 
@@ -194,20 +183,18 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
 
     def check(self, device: torch.device) -> None:
-        """Checks that every pinned kernel works on a device, and if `invariant` by one algorithm, or raises
-        ConfigError.
-        """
+        """Checks that pinned kernels work on a device, by one algorithm if `invariant`, or ConfigError."""
         super().check(device)
-        pinned = {pin.kernel for pin in self.pins} - {AUTO}
-        allowed = {*invariant_names(self.measurements.kernels, device)} if self.invariant else pinned
-        if not pinned <= allowed:
-            raise ConfigError(
-                *(
-                    f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
-                    f"allowed: {', '.join((AUTO, *sorted(allowed)))}"
-                    for name in sorted(pinned - allowed)
-                )
-            )
+        if not self.invariant:
+            return
+        allowed = sorted(invariant_names(self.measurements.kernels, device))
+        problems = [
+            f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
+            f"allowed: {', '.join((AUTO, *allowed))}"
+            for name in sorted({pin.kernel for pin in self.pins} - {AUTO, *allowed})
+        ]
+        if problems:
+            raise ConfigError(*problems)
 
     def of(
         self, query_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, equal: bool = False
@@ -241,9 +228,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         )
 
     def estimate(self, shape: AttentionShape, lengths: Sequence[int]) -> float | None:
-        """Microseconds of the chosen kernel for known segments: the nearest class's, scaled by the pairs of
-        tokens that attend to each other; None: nothing was measured.
-        """
+        """Microseconds of the chosen kernel for known segments, scaled from the nearest class, or None."""
         found = self.measurements.find(shape)
         if found is None:
             return None
@@ -292,9 +277,8 @@ _GRAMMAR: PinGrammar[AttentionShape] = PinGrammar(
 )
 
 
-def parse_attention(attention: str | Mapping[str, str]) -> tuple[Pin[AttentionShape], ...]:
-    """The pins of the setting `attention`, the first of which that holds counts, or ConfigError."""
-    return _GRAMMAR.parse(attention)
+parse_attention: Callable[[str | Mapping[str, str]], tuple[Pin[AttentionShape], ...]] = _GRAMMAR.parse
+"""The pins of the setting `attention`, the first of which that holds counts, or ConfigError."""
 
 
 # --- invariant mode
@@ -303,15 +287,13 @@ def parse_attention(attention: str | Mapping[str, str]) -> tuple[Pin[AttentionSh
 # on that segment alone, which rules out kernels that choose tiles by the longest segment or split the keys.
 
 # The fastest of them at long segments, by the measurements of docs/attention.md; then as they are listed.
-_PREFERRED = frozenset(("flash_attn_4",))
+_PREFERRED = "flash_attn_4"
 
 
 def invariant_kernel(
     kernels: Sequence[AttentionKernel], shape: AttentionShape, pinned: str | None = None
 ) -> AttentionKernel:
-    """The best kernel, or the one `pinned`, that attends to the heads of a shape by one algorithm, whatever
-    the segments; ConfigError says why there is none.
-    """
+    """The best kernel, or that `pinned`, that attends to a shape's heads by one algorithm, or ConfigError."""
     reasons = []
     for kernel in _in_order(kernels):
         if pinned not in (None, kernel.name):
@@ -335,7 +317,7 @@ def invariant_names(kernels: Sequence[AttentionKernel], device: torch.device) ->
 
 
 def _in_order(kernels: Sequence[AttentionKernel]) -> list[AttentionKernel]:
-    return sorted(kernels, key=lambda kernel: kernel.name not in _PREFERRED)
+    return sorted(kernels, key=lambda kernel: kernel.name != _PREFERRED)
 
 
 def _why_not(kernel: AttentionKernel, shape: AttentionShape) -> str | None:

@@ -1,7 +1,6 @@
 """cuDNN over a packed sequence, through its Python front end.
 
-It takes (segments, heads, longest, head_dim) whose segments begin at ragged offsets, in elements. Offsets and
-lengths are device tensors, so a captured call may see other segments at every replay.
+Segments begin at ragged offsets. Offsets and lengths are device tensors, so they may change between replays.
 """
 
 from __future__ import annotations
@@ -143,7 +142,6 @@ def _errors_of(cudnn: Any) -> tuple[type[Exception], ...]:
 
 
 def _name_of(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) -> str:
-    """A digest of what a plan depends on, without device and versions."""
     query = tensors[0]
     strides = [t.stride() for t in tensors]
     what = (str(query.dtype), tuple(query.shape[1:]), segments, longest, scale.hex(), strides)
@@ -158,7 +156,6 @@ def _load_libraries(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def _read(cudnn: Any, handle: Any, name: str, device: torch.device) -> Any | None:
-    """A stored plan, ready to run, or None."""
     content = PLAN_FILES.read(name, device)
     if content is None:
         return None
@@ -286,4 +283,3 @@ class PlanFiles:
 
 
 PLAN_FILES = PlanFiles()
-"""Those of this process."""

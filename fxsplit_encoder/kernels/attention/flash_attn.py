@@ -178,8 +178,7 @@ def rows_of_whole_waves(rows: int, heads: int, tile_rows: int, processors: int) 
 
 class WholeWaves(FlashAttention4):
     """The queries that fill whole waves by the package's own tiles, the rest by a smaller `tile` on a side
-    stream, a branch of a CUDA graph. The cut follows from the rows of the call, which queries exist is read
-    on the device. Only for one segment: waves of several cannot be counted ahead.
+    stream. Only for one segment: waves of several cannot be counted ahead.
     """
 
     depends_on_tokens = True

@@ -1,7 +1,6 @@
 """Our op behind Hugging Face's attention interface, called once per layer by packed towers.
 
-Transformers calls only implementations with "flash" in their names so, with cumulative lengths; any other is
-called once per image, split on the host.
+Only an implementation with "flash" in its name gets cumulative lengths; others are called once per image.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def hugging_face_attention(
     cu_seq_lens_q: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attends by Hugging Face's signature: (batch, heads, tokens, head_dim) in, (batch, tokens, heads,
-    head_dim) out.
+    """Attends: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out.
 
     Args:
         cu_seq_lens_q: (segments + 1,) int32 cumulative lengths of a batch of 1; None: "sdpa" of the batch.

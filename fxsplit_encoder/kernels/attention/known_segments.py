@@ -1,7 +1,6 @@
 """Attention over segments whose lengths the host knows, each run of them by its own kernel.
 
-Where attention runs eagerly, at the exact shape and between the graphs of a piecewise capture, equal segments
-may go to a dense kernel as a batch, if that was measured to be faster than the packed one for all.
+Equal segments go to a dense kernel as a batch, if that was measured to be faster than a packed one for all.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ class KnownSegments:
         return run if run is not None and (run.start, run.end) == (0, query.shape[0]) else None
 
     def _plan(self, query: Tensor) -> list[_Run]:
-        """The runs, planned by the first layer of a batch."""
         if self._runs is None:
-            self._runs = _Planner(self, query, current_chooser()).plan()
+            batch = (self.cu_seqlens, self.boundaries, self.lengths)
+            self._runs = _Planner(*batch, query, current_chooser()).plan()
         return self._runs
 
 
@@ -83,15 +82,15 @@ class _Run:
     longest: int
 
 
+@dataclass(frozen=True, slots=True)
 class _Planner:
     """Shares the segments of one batch among kernels. Spans are the first segment and one past the last."""
 
-    def __init__(self, known: KnownSegments, query: Tensor, chooser: KernelChooser) -> None:
-        self.cu_seqlens = known.cu_seqlens
-        self.boundaries = known.boundaries
-        self.lengths = known.lengths
-        self.query = query
-        self.chooser = chooser
+    cu_seqlens: Tensor
+    boundaries: Sequence[int]
+    lengths: Sequence[int]
+    query: Tensor
+    chooser: KernelChooser
 
     def plan(self) -> list[_Run]:
         everything = (0, len(self.lengths))
@@ -114,7 +113,6 @@ class _Planner:
         return spans
 
     def _between(self, spans: list[Span]) -> list[Span]:
-        """The spans around increasing spans, where there are rows."""
         edges = [0, *itertools.chain.from_iterable(spans), len(self.lengths)]
         return [
             (first, last)

@@ -1,7 +1,6 @@
 """A FlashAttention forward for packed segments in Triton. Imported only where Triton is installed.
 
-The grid has a program for every tile of queries that there can be, whatever the segments: a loose bound of
-the longest segment, and empty segments, cost no more than programs that end at once.
+The grid has a program for every tile of queries that there can be, whatever the segments.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one kernel 
     BLOCK_N: tl.constexpr,
     BOUNDARIES: tl.constexpr,
 ):
-    """One tile of BLOCK_M queries of one head. `scale` includes log2(e). Tiles past a segment do nothing.
-
-    A head is split in LOW and HIGH columns (HIGH may be 0), powers of two: 72 costs 80 columns, not 128.
-    """
+    """One tile of BLOCK_M queries of one head, in LOW and HIGH columns; `scale` includes log2(e)."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     segment = _segment_of(tile, cu_seqlens, segments, BLOCK_M, BOUNDARIES)

@@ -2,14 +2,10 @@
 
     rows (M, K) @ matrix (K, N) + bias (N,), then nothing or the tanh form of GELU  ->  (M, N)
 
-On a CPU the rows are cut into blocks of one size, the last of which is filled up, so that BLAS sees the same
-shape every time. On CUDA cuBLASLt multiplies where it was seen to give the same bits, and our own kernel, of
-one tile (`products.triton_kernels`), where it was not.
-
-A library chooses its algorithm by the number of rows; which add in the same order is not documented. So
-before a layer multiplies at some count of rows, that count is tried on random rows (`VerifiedProducts`).
-Counts that were not tried are filled up to one that was. Whether a layer is the library's at all follows from
-a fixed list of counts: processes on the same device with the same libraries decide alike.
+On a CPU the rows are cut into zero-padded blocks of one size. On CUDA cuBLASLt multiplies where it gives the
+same bits, and our own kernel, of one tile, where it does not. cuBLASLt chooses its algorithm by the number of
+rows, so each count is tried on random rows before it is used; others are padded to one that was tried. Which
+layers are the library's follows from a fixed list of counts: equal processes decide alike.
 """
 
 from __future__ import annotations
@@ -25,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder._torch.cublas import split_k_forbidden
+from fxsplit_encoder._torch.modes import split_k_forbidden
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.kernels import is_measuring
+from fxsplit_encoder.kernels.kernel import round_up
 
 NOTHING = ""
 GELU_TANH = "gelu_tanh"
@@ -96,14 +93,11 @@ def activated(values: Tensor, activation: str) -> Tensor:
 
 
 def _moved(values: Tensor, offset: int) -> Tensor:
-    """A copy of a vector, `offset` bytes from the start of its own memory."""
     return torch.cat([values.new_zeros(offset // values.element_size()), values])
 
 
 def library_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Computes the layer by cuBLASLt without splits along the inner dimension; RuntimeError if it takes this
-    layer only split.
-    """
+    """Computes the layer by cuBLASLt without splits along the inner dimension, or raises RuntimeError."""
     # torch calls cuBLASLt for sums alone. The GELU is torch's: with one in its epilogue cuBLASLt passed every
     # trial and gave other bits at some counts of more and other rows, on an H200.
     added = bias if bias is not None else _zeros(matrix.shape[1], rows.dtype, rows.device)
@@ -130,9 +124,7 @@ _DISTINCT = 1021
 
 
 def same_bits(product: Product, layer: Layer, counts: Sequence[int], *, reference_rows: int) -> bool:
-    """Whether a product gives every row the same bits among each of these counts of rows, at any place, as
-    among `reference_rows`.
-    """
+    """Whether every row gets the same bits among each of these counts of rows as among `reference_rows`."""
     rows, matrix, bias = layer.sample(_DISTINCT)
 
     def computed(count: int, first: int) -> tuple[Tensor, Tensor]:
@@ -163,12 +155,8 @@ class _Known:
 
 
 class VerifiedProducts:
-    """Computes linear layers on CUDA.
-
-    Args:
-        library: a product whose algorithm may depend on the number of rows.
-        own: one whose algorithm does not.
-        counts: numbers of rows at which every layer is tried, increasing.
+    """Computes linear layers on CUDA by a `library` whose algorithm may depend on the number of rows, if it
+    agrees at `counts` of them, or by our `own` product.
     """
 
     def __init__(self, library: Product, own: Product, counts: Sequence[int] = COUNTS) -> None:
@@ -179,9 +167,7 @@ class VerifiedProducts:
         self._lock = threading.RLock()
 
     def __call__(self, rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        """The layer, (M, N). CaptureError: a CUDA graph is being captured, and the layer has not run before;
-        torch.OutOfMemoryError: there is no memory to try it.
-        """
+        """The layer, (M, N); CaptureError if it has not run before a capture, or torch.OutOfMemoryError."""
         rows = _aligned(rows)
         layer = Layer.of(rows, matrix, bias, activation)
         count = rows.shape[0]
@@ -202,18 +188,15 @@ class VerifiedProducts:
 
     def describe(self, device: torch.device) -> list[str]:
         """A line for the library's layers on a device together, and one for every other layer."""
-        known = {layer: each for layer, each in self._known.items() if layer.device == device}
-        taken = [each for each in known.values() if each.by_library]
-        lines = []
+        known = [(layer, each) for layer, each in self._known.items() if layer.device == device]
+        taken = [each.verified for _, each in known if each.by_library]
+        others = [layer for layer, each in known if not each.by_library]
+        lines = [f"product {each}: by our own kernel: cuBLAS's bits depend on the rows" for each in others]
         if taken:
-            counts = len(set.union(*(each.verified for each in taken)))
-            lines.append(
-                f"products: {len(taken)} layers by cuBLAS, with equal bits at {counts} counts of rows"
-            )
-        others = [layer for layer, each in known.items() if not each.by_library]
-        return lines + [
-            f"product {each}: by our own kernel: cuBLAS's bits depend on the rows" for each in others
-        ]
+            counts = len(set.union(*taken))
+            text = f"products: {len(taken)} layers by cuBLAS, with equal bits at {counts} counts of rows"
+            lines.insert(0, text)
+        return lines
 
     def choices(self, device: torch.device) -> list[str]:
         """For each layer on a device whether it is the library's: the same on every rank."""
@@ -233,7 +216,7 @@ class VerifiedProducts:
         if count in known.verified or count == 0:
             return count
         # What is warmed up will be captured and replayed often; other counts seldom come again.
-        wanted = count if is_measuring() else _rounded(count)
+        wanted = count if is_measuring() else max(COUNTS[0], round_up(count, halfway=True))
         with self._lock:
             tried = known.verified | known.refused
             if wanted not in tried and not _is_capturing(layer.device):
@@ -262,12 +245,6 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def _rounded(count: int) -> int:
-    """The next power of two, or three quarters of it."""
-    power = max(16, 1 << (count - 1).bit_length())
-    return power * 3 // 4 if count <= power * 3 // 4 and power > 16 else power
-
-
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -286,12 +263,10 @@ def _own_kernel(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: s
 
 
 PRODUCTS = VerifiedProducts(library_product, _own_kernel)
-"""Those on the GPUs of this process."""
 
 
 @functools.cache
 def _block_rows(layer: Layer) -> int:
-    """1 where a row's place in a block shows in its bits."""
     verified = same_bits(cpu_product, layer, [BLOCK_ROWS], reference_rows=BLOCK_ROWS)
     return BLOCK_ROWS if verified else 1
 

@@ -1,7 +1,6 @@
 """`fxsplit::linear`: a linear layer and its activation, by the kernel that measured fastest.
 
-`ProductChooser` chooses by `ProductMeter`'s times, for every number of rows that is captured. Shape suffixes:
-M rows, K features of the input, N features of the output.
+Shape suffixes: M rows, K features of the input, N features of the output.
 """
 
 from __future__ import annotations
@@ -138,9 +137,7 @@ def has_fused_activations(capability: tuple[int, int]) -> bool:
 
 
 class Quack(CudaKernel[ProductShape], ProductKernel):
-    """QuACK's products for Hopper (the package `quack-kernels`); the bias and the activation are the epilogue
-    of each tile of so many `columns`.
-    """
+    """QuACK's products for Hopper (`quack-kernels`), with bias and activation as epilogue of a tile."""
 
     architectures = (9,)
     module: ClassVar[str] = "quack.gemm_interface"
@@ -277,7 +274,6 @@ def _copies(weight: Tensor) -> int:
 Measurements = KernelMeasurements[ProductShape, ProductKernel]
 
 MEASUREMENTS: Measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter()).keep()
-"""Those of this process."""
 
 _GRAMMAR: PinGrammar[ProductShape] = PinGrammar(
     ProductShape.operation,
@@ -291,9 +287,7 @@ _GRAMMAR: PinGrammar[ProductShape] = PinGrammar(
 
 
 class ProductChooser(Chooser[ProductShape, ProductKernel]):
-    """Chooses the kernel of every linear layer: the one that the setting `products` pins, else the fastest
-    that was measured. ConfigError: an unknown kernel or condition is named.
-    """
+    """Chooses the kernel of each linear layer: that of the setting `products`, or the fastest."""
 
     current: ClassVar[ContextVar[ProductChooser]]
 
@@ -310,15 +304,8 @@ class ProductChooser(Chooser[ProductShape, ProductKernel]):
 
 def shape_of(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductShape:
     """The shape of a call."""
-    return ProductShape(
-        rows.device,
-        rows.dtype,
-        rows=rows.shape[0],
-        in_features=weight.shape[1],
-        out_features=weight.shape[0],
-        bias=bias is not None,
-        activation=activation,
-    )
+    sizes = (rows.shape[0], weight.shape[1], weight.shape[0])
+    return ProductShape(rows.device, rows.dtype, *sizes, bias is not None, activation)
 
 
 _of_process = ProductChooser()
@@ -329,9 +316,7 @@ current_product_chooser: Callable[[], ProductChooser] = ProductChooser.current.g
 
 
 def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
-    """`activation(rows @ weight.T + bias)` for rows of any strides; InputError for sizes that do not fit or
-    another activation.
-    """
+    """`activation(rows @ weight.T + bias)`; InputError for sizes that do not fit or another activation."""
     _check(rows_MK, weight_NK, bias_N, activation)
     rows = rows_MK if rows_MK.stride(1) == 1 else rows_MK.contiguous()
     weight = weight_NK.contiguous()
@@ -375,9 +360,7 @@ linear = torch.ops.fxsplit.linear.default
 
 
 def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
-    """Starts to compile the kernels that will be compared for the layers among some nodes; none where a
-    setting chooses, or times of such layers are known.
-    """
+    """Starts to compile the kernels to compare for the layers among nodes, unless pinned or measured."""
     chooser = current_product_chooser()
     if device.type != "cuda" or any(pin.kernel != AUTO for pin in chooser.pins):
         return
