@@ -13,9 +13,7 @@ from torch import Tensor
 
 
 def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:
-    """Resets a graph whose `capture_end` raised, and ends the allocator's recording to its pool `memory`, of
-    which `uses` was the `use_count` before the capture.
-    """
+    """Resets a graph whose `capture_end` raised, and its pool, whose `use_count` was `uses` before."""
     # Up to torch 2.13 the graph keeps its hold on the pool (https://github.com/pytorch/pytorch/pull/190348).
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # it does not record where only the graph could not be made

@@ -19,9 +19,8 @@ def to_aten(
     example_inputs: Sequence[Any],
     compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Calls `compile_graph` with the ATen graph of a module, without gradients, whose weights become inputs;
-    returns its result wrapped in the aliases and writes to inputs that AOT took out. `torch.export` has no
-    such wrapper, and takes no fake tensors.
+    """Calls `compile_graph` with the ATen graph of a module, without gradients; returns its result wrapped in
+    the aliases and writes to inputs that AOT took out, which `torch.export` does not.
     """
     from torch._dynamo.backends.common import aot_autograd
 

@@ -65,10 +65,8 @@ def wait_on_device(seconds: float) -> None:
 
 
 class Branch:
-    """A sibling of the current stream for a `purpose`; without CUDA there is none.
-
-    The caller of `fork` keeps what the sibling reads and writes allocated until `join`: the allocator would
-    reuse freed memory on the main stream. Memory of the sibling's own may be read after `join`.
+    """A sibling of the current stream for a `purpose`; without CUDA there is none. The caller of `fork` keeps
+    what the sibling reads and writes allocated until `join`: the allocator would reuse it on the main stream.
     """
 
     def __init__(self, device: torch.device, purpose: str) -> None:

@@ -113,14 +113,13 @@ def owners_of(compiled: Callable[..., Any]) -> list[Any]:
 
 
 def drop_guards_on(paths: Collection[str], attribute: str, constants: str) -> None:
-    """Removes guards of the current trace that the caller checks itself: those on submodules of one module
-    and what they hold, and on an attribute of that module.
+    """Removes guards of the current trace that the caller checks itself.
 
     Args:
-        paths: the dotted names of all submodules of which the trace has read `attribute`; if it has read
-            that of others, or does not tell, all guards stay.
+        paths: the dotted names of all submodules of which the trace has read `attribute`, whose guards go; if
+            it has read that of others, or does not tell, all stay.
         constants: an attribute with an object whose own attributes are compared by identity; its guards stay
-            if the trace has read what lies deeper.
+            if the trace has read deeper.
     """
     context = TracingContext.try_get()
     guards = None if context is None else context.guards_context.dynamo_guards

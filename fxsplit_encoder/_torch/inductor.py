@@ -1,7 +1,4 @@
-"""Inductor: compiles a graph of ATen operations for symbolic sizes. Importing this loads Inductor.
-
-The public `torch.compile` and `torch._inductor.standalone_compile` trace again and wrap every graph.
-"""
+"""Inductor: compiles a graph of ATen operations for symbolic sizes. Importing this loads Inductor."""
 
 from __future__ import annotations
 

@@ -77,9 +77,7 @@ Fact = tuple[str, str]
 
 
 class Structure:
-    """Classes, hooks, own forwards of a tower's modules, and plain values that their code reads. Hooks and
-    forward of the outermost may change if they run around captures (`is_around`).
-    """
+    """Classes, hooks, forwards and read values of a tower; the outermost module's vary if `is_around`."""
 
     def __init__(self, tower: nn.Module, *, is_around: bool = False) -> None:
         self._tower = tower
