@@ -24,6 +24,7 @@ from fxsplit_encoder.compile.passes import expected_width
 from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler, start_compile_workers
 from fxsplit_encoder.compile.program import BoundProgram, Program, bind
 from fxsplit_encoder.errors import CompileError, FxSplitError, UntraceableError
+from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.attention import ahead
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
         with ahead.compiling_as_traced(device, lambda width: expected_width(width, options.passes, device)):
             yield
     finally:
-        ahead.dismiss()
+        compile_jobs.dismiss()
 
 
 @no_default_device()

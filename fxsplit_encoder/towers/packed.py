@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.dynamo import Marks, mark_dynamic, mark_static, mark_unbacked
+from fxsplit_encoder._torch.dynamo import Marks
 from fxsplit_encoder._torch.staging import mark_immutable, to_device
 from fxsplit_encoder.caching import read_once
 from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens, segment_capacity
@@ -408,18 +408,8 @@ class PackedTower(WrappedTower):
         return self.encoder_cudagraph_forward(values)
 
 
-def _mark_patches(patches: Tensor) -> None:
-    mark_dynamic(patches, 0)
-    mark_static(patches, list(range(1, patches.dim())))
-
-
-def _mark_grids(grids: Tensor) -> None:
-    # One image is a size like any other: a backed size of 1 would be specialized.
-    mark_unbacked(grids, 0)
-    mark_static(grids, 1)
-
-
-_PATCHES, _GRIDS = Marks(_mark_patches), Marks(_mark_grids)
+# One image is a size like any other: a backed size of 1 would be specialized.
+_PATCHES, _GRIDS = Marks("dynamic"), Marks("unbacked")
 
 
 # --- what was read of requests

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from fxsplit_encoder._torch.dispatch import check
-from fxsplit_encoder._torch.dynamo import Marks, mark_static, mark_unbacked, maybe_mark_dynamic
+from fxsplit_encoder._torch.dynamo import Marks
 from fxsplit_encoder.capture.inputs import example_values
 from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
@@ -204,18 +204,8 @@ def _check_tiles(tiles: Any, name: str, dimensions: int) -> None:
         raise InputError(f"{name}: expected ({expected}); got {tuple(tiles.shape)}")
 
 
-def _mark_tiles(tiles: Tensor) -> None:
-    # One tile is a number of tiles like any other: a backed size of 1 would be specialized.
-    mark_unbacked(tiles, 0)
-    mark_static(tiles, list(range(1, tiles.dim())))
-
-
-def _mark_more_tiles(tiles: Tensor) -> None:
-    maybe_mark_dynamic(tiles, 0)
-    mark_static(tiles, list(range(1, tiles.dim())))
-
-
-_TILES, _ONE_TILE_APART = Marks(_mark_tiles), Marks(_mark_more_tiles)
+# One tile is a number of tiles like any other: a backed size of 1 would be specialized.
+_TILES, _ONE_TILE_APART = Marks("unbacked"), Marks("maybe")
 
 
 VIDEO_COUNTS = "video_num_patches"
