@@ -22,6 +22,7 @@ from fxsplit_encoder.manager.path_forward import with_contents
 from fxsplit_encoder.manager.start import load_programs
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
 from fxsplit_encoder.pauses import StoppedError, pausing_by
+from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 
@@ -41,7 +42,7 @@ def check_that_steps_will_do(config: EncoderConfig) -> None:
             "wait: expected True with data_parallel, whose ranks share their costs in the order of their "
             "calls; got False. Call capture() on every rank, or capture from a start_file"
         )
-    if config.invariant:
+    if not InvariantPolicy.of(config).own_forward_may_serve:
         raise InputError(
             "wait: expected True with invariant, since the first captures, of the tower's own forward, "
             "have other bits than the next; got False. Call capture(), with a start_file to be sooner"

@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.tower import postprocess_of, select_items
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
+from fxsplit_encoder.runtime import CaptureScope
 from fxsplit_encoder.runtime.statistics import Statistics
 
 
@@ -22,26 +21,24 @@ class BatchRunner:
     """Runs batches of one tower, one at a time.
 
     Args:
-        config: with `debug` every rule is checked at every replay, with `invariant` no batch runs through the
-            tower's own forward.
+        scope: its configuration, of which `debug` checks every rule at every replay, and its pool.
     """
 
     def __init__(
         self,
         tower: SupportsEncoderCudaGraph,
         paths: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
-        pool: GraphPool,
+        scope: CaptureScope,
         statistics: Statistics,
-        config: EncoderConfig,
         *,
         num_axes: int,
         max_items: int,
     ) -> None:
         self.tower = tower
         self.paths = paths
-        self.pool = pool
+        self.scope = scope
+        self.pool = scope.pool
         self.statistics = statistics
-        self.config = config
         self.num_axes = num_axes
         self.max_items = max_items
         self.in_inference_mode = False
@@ -107,7 +104,7 @@ class BatchRunner:
         return list(map(results.__getitem__, range(plan.num_items))), served
 
     def _allowed(self, planned: PathPlan) -> PathPlan:
-        if self.config.invariant and planned.reason not in BY_THE_TOWER:
+        if not self.scope.policy.own_forward_may_serve and planned.reason not in BY_THE_TOWER:
             return planned._replace(eager=False)
         return planned
 
@@ -115,7 +112,7 @@ class BatchRunner:
         self, name: str, keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
     ) -> tuple[Tensor, PathPlan]:
         """A path at axis keys of which nothing was captured: the tower does not list them."""
-        if self.config.invariant:
+        if not self.scope.policy.own_forward_may_serve:
             raise InputError(
                 f"invariant: path {name}: nothing is compiled for axis keys {keys}, and the tower's own "
                 "forward gives other bits; expected keys that the tower lists as capture axes"
@@ -143,5 +140,5 @@ class BatchRunner:
         for index in indices:
             if (item := results[index]).untyped_storage().data_ptr() in storages:
                 results[index] = item.clone()
-        if self.config.debug:
+        if self.scope.config.debug:
             self.pool.handed_out.add(results[index] for index in indices)

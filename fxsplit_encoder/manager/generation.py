@@ -141,9 +141,8 @@ class Generation:
         self.runner = BatchRunner(
             tower,
             self.paths_by_key,
-            pool,
+            self.scope,
             statistics,
-            config,
             num_axes=len(axes),
             max_items=limits.max_items_per_batch,
         )

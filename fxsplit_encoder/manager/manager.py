@@ -160,7 +160,8 @@ class EncoderCudaGraphManager:
     def reports(self) -> list[str]:
         """What was dropped or runs in another way than asked, and why."""
         notes = [note for path in self.paths_by_key.values() for note in path.notes]
-        kept = _invariant_kernels(self.kernels, self.device) if self.config.invariant else ()
+        one_kernel = self._serving.scope.policy.one_attention_kernel
+        kept = _invariant_kernels(self.kernels, self.device) if one_kernel else ()
         return [*self._lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
 
     @property
@@ -208,7 +209,7 @@ class EncoderCudaGraphManager:
             wanted = self._lifecycle.prepare()
             self._lifecycle.own.captures.capture(wanted, progress)
             self._lifecycle.switch()
-            if self.data_parallel is not None and self.config.invariant:
+            if self.data_parallel is not None and self._serving.scope.policy.one_attention_kernel:
                 self.data_parallel.check_same(
                     "invariant: kernels", _invariant_choices(self.kernels, self.device)
                 )

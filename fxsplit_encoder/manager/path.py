@@ -88,7 +88,7 @@ class EncoderPath(CapturedProgram):
         refusal = self.scope.not_compiled or self.forward.compile(progress, refusals)
         if refusal is None:
             return
-        if self.scope.config.invariant:
+        if not self.scope.policy.own_forward_may_serve:
             raise ConfigError(f"invariant: {self.label}: the tower's own code would run: {refusal}")
         self.note(f"{self.label}: {refusal}")
 
@@ -145,7 +145,7 @@ class EncoderPath(CapturedProgram):
             self.measured = self.expected.forward
             return
         self.measured = measure_forward(self.forward, self.budgets)
-        if self.scope.config.invariant:  # nothing may take the tower's own forward, however fast
+        if not self.scope.policy.own_forward_may_serve:  # however fast it is
             self.measured = replace(self.measured, eager=())
         # While a capture is open torch frees none of the blocks that it keeps for later.
         torch.cuda.empty_cache()
@@ -209,7 +209,7 @@ class EncoderPath(CapturedProgram):
         `invariant` an item for which they do not hold runs twice in one batch, where they may.
         """
         output = self._run_program(values)
-        if output is None and self.scope.config.invariant and self.program is not None:
+        if output is None and self.scope.policy.repeats_single_items and self.program is not None:
             output = self._run_twice(mm_kwargs)
         return ([output], True) if output is not None else (self.run_eager(mm_kwargs), False)
 
@@ -244,7 +244,7 @@ class EncoderPath(CapturedProgram):
             InputError: the tower has no such forward (vLLM's protocol has one that does nothing), or
                 `invariant` is set.
         """
-        if self.scope.config.invariant:
+        if not self.scope.policy.own_forward_may_serve:
             raise InputError(
                 f"invariant: {self.label}: the compiled program does not take this batch, and the tower's "
                 "own forward gives other bits; call compile() or capture() first, encode the items apart, or "

@@ -38,6 +38,7 @@ from fxsplit_encoder.kernels.attention.flash_attn import (
     VllmFlashAttention,
     WholeWaves,
 )
+from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
 # 400 and 1764 tokens (docs/attention.md).
@@ -191,7 +192,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 
     Args:
         attention: the setting of that name, see `parse_attention`, which raises ConfigError.
-        invariant: whether one kernel attends everywhere; then the setting is a kernel's name or `auto`.
+        policy: whether one kernel attends everywhere; then the setting is a kernel's name or `auto`.
     """
 
     current: ClassVar[ContextVar[KernelChooser]]
@@ -201,10 +202,10 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         attention: str | Mapping[str, str] = AUTO,
         measurements: Measurements = MEASUREMENTS,
         *,
-        invariant: bool = False,
+        policy: InvariantPolicy = BATCH_DEPENDENT,
     ) -> None:
         super().__init__(parse_attention(attention), measurements)
-        self.invariant = invariant
+        self.policy = policy
         self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
 
     def check(self, device: torch.device) -> None:
@@ -213,7 +214,9 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         """
         super().check(device)
         pinned = {pin.kernel for pin in self.pins} - {AUTO}
-        allowed = {*invariant_names(self.measurements.kernels, device)} if self.invariant else pinned
+        allowed = pinned
+        if self.policy.one_attention_kernel:
+            allowed = {*invariant_names(self.measurements.kernels, device)}
         if not pinned <= allowed:
             raise ConfigError(
                 *(
@@ -234,7 +237,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 
     def ranking(self, shape: AttentionShape) -> tuple[AttentionKernel, ...]:
         """The kernels that may compute this shape, the chosen one first; at least one."""
-        return (self.only(shape),) if self.invariant else super().ranking(shape)
+        return (self.only(shape),) if self.policy.one_attention_kernel else super().ranking(shape)
 
     def only(self, shape: AttentionShape) -> AttentionKernel:
         """The kernel of every call with heads like these, where `invariant` is set; ConfigError if there is
