@@ -19,6 +19,7 @@ from fxsplit_encoder.compile import CompileOptions, Program, compile_graph
 from fxsplit_encoder.compile.blocks import LiveWeights, end_blocks, takes_blocks
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, ConfigError, InputError
+from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,10 @@ def _compiled(
         )
     config = EncoderConfig.from_options(options or {})
     check_applies(config)
+    compile_options = CompileOptions.of(config)
+    policy = compile_options.policy
     if _needs_gradients(example_inputs):
-        if config.invariant:
+        if not policy.own_forward_may_serve:
             raise ConfigError(
                 "invariant: a call with gradients enabled runs the module's own code, whose bits depend on "
                 "the batch; call under torch.no_grad() or torch.inference_mode()"
@@ -74,7 +77,6 @@ def _compiled(
             "graphs; call under torch.no_grad() or torch.inference_mode()"
         )
         return module.forward
-    compile_options = CompileOptions.of(config)
     if config.mode == "breakable":
         compile_options = replace(compile_options, piece_compiler="eager")
 
@@ -87,11 +89,11 @@ def _compiled(
         raise  # the second is how AOT asks Dynamo to trace again
     except CompileError as error:
         _trace_without_blocks(error)
-        _refuse_eager(config, error)
+        _refuse_eager(policy, error)
         _warn_once(f"encoder_cg: a graph runs eagerly because it cannot be split: {error}")
     except Exception as error:
         _trace_without_blocks(error)
-        _refuse_eager(config, error)
+        _refuse_eager(policy, error)
         # Whatever Dynamo hands over must give eager's results, so no failure of ours may end a forward.
         logger.exception("compiling a graph failed")
         _warn_once(
@@ -100,9 +102,9 @@ def _compiled(
     return module.forward
 
 
-def _refuse_eager(config: EncoderConfig, error: Exception) -> None:
+def _refuse_eager(policy: InvariantPolicy, error: Exception) -> None:
     """Raises ConfigError where a graph may not run eagerly."""
-    if config.invariant:
+    if not policy.own_forward_may_serve:
         raise ConfigError(
             f"invariant: a graph does not compile, and run eagerly its bits depend on the batch: {error}"
         ) from error

@@ -54,10 +54,10 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
     mark_cuts(module, targets)
     own_heads = heads_of(module.graph.nodes)
-    report = run_passes(module, options.passes, device, invariant=options.invariant)
+    report = run_passes(module, options.passes, device, options.policy)
     compile_ahead(module.graph.nodes, device, eager=own_heads)
     compile_products_ahead(module.graph.nodes, device)
-    if options.invariant:
+    if options.policy.one_order_of_sums:
         check_rows(module, device, options.piece_compiler)
     if options.observe is not None:
         options.observe(module)
@@ -82,7 +82,7 @@ def _assemble(
     slots = Slots()
     for node in (*inputs, *graph.constants, *derived):
         slots.of(node)
-    cache = PieceCache(piece_compiler(options.piece_compiler, device, invariant=options.invariant))
+    cache = PieceCache(piece_compiler(options.piece_compiler, device, options.policy))
     steps = with_joins(make_steps(graph.parts, slots, cache, options))
     outputs = tuple(slots.argument(a) for a in graph.output_args)
     kept = {*slots_in(outputs), *(slots.of(n) for n in (*graph.placeholders, *graph.constants))}
@@ -91,7 +91,7 @@ def _assemble(
     fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
     region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
     report = region.prove(assumptions_of(inputs))
-    if options.invariant:
+    if options.policy.one_order_of_sums:
         check_proof(report, token_symbol)
     hosts = ((host_op(part.node.target), part.node) for part in graph.parts if isinstance(part, Cut))
     if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):

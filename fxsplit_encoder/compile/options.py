@@ -17,6 +17,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.dispatch import DENSE_ATTENTION_KERNELS, OpOverload
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
 
 if TYPE_CHECKING:
     from torch import fx
@@ -40,8 +41,8 @@ class CompileOptions:
     requires_tokens: bool = False
     """Whether to refuse a graph without a token symbol before anything is compiled."""
 
-    invariant: bool = False
-    """Whether an item's bits may not depend on what else is encoded, see `EncoderConfig.invariant`."""
+    policy: InvariantPolicy = BATCH_DEPENDENT
+    """What `EncoderConfig.invariant` allows."""
     is_known: bool = False
     """Whether pieces are expected in Inductor's cache, so that no compile workers are started."""
 
@@ -49,7 +50,8 @@ class CompileOptions:
     def of(cls, config: EncoderConfig) -> CompileOptions:
         """Returns the options of a configuration."""
         passes = None if config.passes == "auto" else config.passes
-        return cls(config.splitting_ops, config.piece_compiler, passes=passes, invariant=config.invariant)
+        policy = InvariantPolicy.of(config)
+        return cls(config.splitting_ops, config.piece_compiler, passes=passes, policy=policy)
 
     def report(self, done: int, num_pieces: int = 1) -> None:
         """Reports the number of phases and pieces that are done."""

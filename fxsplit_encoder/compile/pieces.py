@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from fxsplit_encoder._torch.aot import fake_mode_of, make_fx
 from fxsplit_encoder.compile.padding.states import is_pointwise, operation
 from fxsplit_encoder.compile.sizes import layout
+from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
 
 PieceCompiler = "Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Sequence[Any]]]"
 
@@ -147,14 +148,14 @@ def start_compile_workers() -> None:
 
 
 def piece_compiler(
-    name: str | Callable[..., Any], device: torch.device, *, invariant: bool = False
+    name: str | Callable[..., Any], device: torch.device, policy: InvariantPolicy = BATCH_DEPENDENT
 ) -> Callable[..., Callable[..., Any]]:
     """Returns the compiler of a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
     if callable(name):
         return name
     if name == "auto":
         name = "inductor" if device.type == "cuda" else "eager"
-    if not invariant:
+    if not policy.one_order_of_sums:
         return PIECE_COMPILERS[name]
     if name == "inductor":
         return functools.partial(compile_inductor, invariant=True)

@@ -26,6 +26,7 @@ from fxsplit_encoder.hugging_face.calls import Made, Reads, asked_for, calls_of
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.towers.base import Options, matters, needs_gradients, settle
 
@@ -75,6 +76,7 @@ class ServedTower:
     def __init__(self, found: FoundTower, settings: Settings, previous: Callable[..., Any] | None) -> None:
         self.name = found.name
         self.settings = settings
+        self._policy = InvariantPolicy.of(settings.config)
         self.active = True
         self.number = next(_numbers)
         self._module = found.module
@@ -160,8 +162,9 @@ class ServedTower:
                 self._warn_of_miss(call, changing)
                 return call
             is_warming = getattr(_warming, "on", False)
-            # With `invariant` no call may wait for others of its size in the tower's own forward.
-            if not captured.serves(call, at_once=is_warming or now or self.settings.config.invariant):
+            # A call may wait for others of its size in the tower's own forward, if that may serve it.
+            at_once = is_warming or now or not self._policy.own_forward_may_serve
+            if not captured.serves(call, at_once=at_once):
                 return MissReason.NEW_SHAPE
             served = captured.of(call.key)
             (served.runner.capture if is_warming else served.runner.prepare)()
@@ -243,7 +246,7 @@ class ServedTower:
 
     def _refuse_own_forward(self, reason: MissReason) -> None:
         """Raises InputError where the tower's own forward may not serve a call."""
-        if self.settings.config.invariant:
+        if not self._policy.own_forward_may_serve:
             raise InputError(
                 f"invariant: {self.name}: only the model's own forward serves this call ({reason}), and its "
                 "bits depend on the batch; call it otherwise (docs/invariant.md), or leave invariant out"

@@ -29,6 +29,7 @@ from fxsplit_encoder.kernels.products import ProductChooser
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
+from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
@@ -487,7 +488,7 @@ class Choosers:
     @classmethod
     def of(cls, config: EncoderConfig) -> Self:
         """Makes the choosers of a configuration; ConfigError for an unknown kernel or condition."""
-        attention = KernelChooser(config.attention, invariant=config.invariant)
+        attention = KernelChooser(config.attention, policy=InvariantPolicy.of(config))
         return cls(attention, ProductChooser(config.products))
 
     def check(self, device: torch.device) -> None:

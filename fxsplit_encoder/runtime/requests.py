@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from fxsplit_encoder.capture import (
 from fxsplit_encoder.capture.inputs import is_cumulative
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, WeightsLayoutError
+from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import Bindings, NamedRegion
@@ -237,6 +239,11 @@ class CaptureScope:
     """Whether attention kernels that were not compared yet are compared before captures."""
     weight_checks: WeightChecks | None = None
     """Which replays check the parameters that they read; None: none does, since the owner has."""
+
+    @cached_property
+    def policy(self) -> InvariantPolicy:
+        """What `invariant` allows, of the configuration."""
+        return InvariantPolicy.of(self.config)
 
     @property
     def measured(self) -> bool:

@@ -24,6 +24,7 @@ from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.wide_heads import stored_width, wide_heads
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.products import has_fused_activations
+from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
 
 Pass = Callable[[fx.GraphModule], int]
 
@@ -55,13 +56,14 @@ _LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
 _FIXED_BEFORE = "output_branch"
 
 
-def default_passes(device: torch.device, *, invariant: bool = False) -> tuple[str, ...]:
-    """Returns the passes of `passes: auto` on a device; `invariant`: none that chooses by measurement."""
+def default_passes(device: torch.device, policy: InvariantPolicy = BATCH_DEPENDENT) -> tuple[str, ...]:
+    """Returns the passes of `passes: auto` on a device: with one order of sums none that measures."""
     names = DEFAULT_PASSES.get(device.type, ())
     if device.type != "cuda":
         return names
     capability = torch.cuda.get_device_capability(device)
-    left_out = set() if has_fused_activations(capability) and not invariant else {_OF_FUSED_KERNELS}
+    may_measure = has_fused_activations(capability) and not policy.one_order_of_sums
+    left_out = set() if may_measure else {_OF_FUSED_KERNELS}
     return tuple(
         name for name in names if name not in left_out and capability >= _LEAST_CAPABILITY.get(name, (0, 0))
     )
@@ -76,24 +78,27 @@ def expected_width(width: int, names: Sequence[str] | None, device: torch.device
 
 
 def run_passes(
-    module: fx.GraphModule, names: Sequence[str] | None, device: torch.device, *, invariant: bool = False
+    module: fx.GraphModule,
+    names: Sequence[str] | None,
+    device: torch.device,
+    policy: InvariantPolicy = BATCH_DEPENDENT,
 ) -> dict[str, int]:
     """Runs passes over a graph, in the order of `PASSES`; returns at how many places each changed it.
 
     Args:
         names: of `PASSES`; None: those that pay on this device.
         device: that of the graph.
-        invariant: whether products and attention are to add in one order whatever the rows.
+        policy: whether products and attention are to add in one order whatever the rows.
 
     Raises:
         ConfigError: there is no such pass.
     """
-    chosen = default_passes(device, invariant=invariant) if names is None else names
+    chosen = default_passes(device, policy) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
         raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
     due: dict[str, Pass] = {}
     for name, run in PASSES.items():
-        if invariant and name == _FIXED_BEFORE:
+        if policy.one_order_of_sums and name == _FIXED_BEFORE:
             due["fixed_products"] = fixed_products
         if name in chosen:
             due[name] = run

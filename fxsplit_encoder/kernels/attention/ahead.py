@@ -100,7 +100,7 @@ def _known_heads(chooser: KernelChooser, device: torch.device) -> set[Heads]:
 
 
 def _is_settled(chooser: KernelChooser) -> bool:
-    return chooser.invariant or any(pin.kernel != AUTO for pin in chooser.pins)
+    return chooser.policy.one_attention_kernel or any(pin.kernel != AUTO for pin in chooser.pins)
 
 
 def _names(chooser: KernelChooser, *, is_dense: bool, is_captured: bool = True) -> list[str]:

@@ -30,6 +30,7 @@ from fxsplit_encoder.kernels.attention.flash_attn import (
 from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, Pin, PinGrammar
 from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import KernelStore
+from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
 # 400 and 1764 tokens (docs/attention.md).
@@ -167,7 +168,7 @@ MEASUREMENTS = Measurements().keep()
 
 
 class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
-    """Chooses the kernel of each call by the setting `attention`, or by time; one for all if `invariant`."""
+    """Chooses the kernel of each call by the setting `attention`, or by time; one for all if `policy` asks."""
 
     current: ClassVar[ContextVar[KernelChooser]]
 
@@ -176,16 +177,16 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         attention: str | Mapping[str, str] = AUTO,
         measurements: Measurements = MEASUREMENTS,
         *,
-        invariant: bool = False,
+        policy: InvariantPolicy = BATCH_DEPENDENT,
     ) -> None:
         super().__init__(parse_attention(attention), measurements)
-        self.invariant = invariant
+        self.policy = policy
         self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
 
     def check(self, device: torch.device) -> None:
         """Checks that pinned kernels work on a device, by one algorithm if `invariant`, or ConfigError."""
         super().check(device)
-        if not self.invariant:
+        if not self.policy.one_attention_kernel:
             return
         allowed = sorted(invariant_names(self.measurements.kernels, device))
         problems = [
@@ -207,7 +208,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 
     def ranking(self, shape: AttentionShape) -> tuple[AttentionKernel, ...]:
         """The kernels that may compute this shape, the chosen one first; at least one."""
-        return (self.only(shape),) if self.invariant else super().ranking(shape)
+        return (self.only(shape),) if self.policy.one_attention_kernel else super().ranking(shape)
 
     def only(self, shape: AttentionShape) -> AttentionKernel:
         """The kernel of every call with such heads if `invariant`; ConfigError if there is none."""

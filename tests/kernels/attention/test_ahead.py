@@ -26,6 +26,7 @@ from fxsplit_encoder.kernels.attention import (
     varlen_attention,
 )
 from fxsplit_encoder.kernels.attention.chooser import Measurements
+from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
 
 from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
 
@@ -310,7 +311,7 @@ def test_heads_whose_width_varies_are_left_out() -> None:
     assert ahead.heads_of([varies, node(varlen_attention, 80)]) == {(torch.bfloat16, 80): False}
 
 
-@pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(invariant=True)])
+@pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(policy=InvariantPolicy(True))])
 def test_nothing_is_compiled_where_nothing_is_compared(settled: KernelChooser, begun: Begun) -> None:
     with choosing(settled):
         ahead.warm_up(HOPPER)
