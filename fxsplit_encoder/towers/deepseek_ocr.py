@@ -14,15 +14,13 @@ from fxsplit_encoder.towers.tiles import CropGrid, TiledTower, View, read_counts
 
 
 class DeepseekOcrTower(TiledTower):
-    """Wraps `DeepseekOcrVisionModel`.
+    """Wraps `DeepseekOcrVisionModel`. `mm_kwargs`: `pixel_values` (images, 3, base_size, base_size);
+    `images_spatial_crop` (images, 2), columns and rows of crops, (1, 1) for none; `images_crop` (crops, 3,
+    image_size, image_size) of all images, row by row.
 
-    `mm_kwargs`: `pixel_values` (images, 3, base_size, base_size); `images_spatial_crop` (images, 2), columns
-    and rows of crops, (1, 1) for none; `images_crop` (crops, 3, image_size, image_size) of all images, row by
-    row.
-
-    With s = base_size / 64 and c = image_size / 64 an embedding is: its crops' features as one grid of (c
-    rows) x (c columns) with a newline after every row; the whole image's s x s with a newline after every
-    row; the view separator. (c rows)(c columns + 1) + s (s + 1) + 1 rows, without crops the latter two.
+    With s = base_size / 64 and c = image_size / 64 an embedding is its crops' features as one grid of (c
+    rows) x (c columns), the whole image's s x s, both with a newline after every row, and the view separator:
+    (c rows)(c columns + 1) + s (s + 1) + 1 rows, without crops s (s + 1) + 1.
     """
 
     attends_with_mask = True  # SAM's relative positions
