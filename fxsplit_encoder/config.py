@@ -266,9 +266,7 @@ class EncoderConfig(Settings):
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
-        """The configuration in the YAML file at `path`; an empty file gives the defaults. ConfigError if it
-        cannot be read, is not YAML (with line and column), or holds bad settings.
-        """
+        """The configuration in a YAML file, else ConfigError; an empty file gives the defaults."""
         try:
             return cls._from_mapping(read_settings(path))
         except ConfigError as error:

@@ -106,12 +106,8 @@ class WeightsMovedError(ReplayError):
 
 
 class ConnectorError(FxSplitError, RuntimeError):
-    """Media of one request were not encoded; other requests are not concerned.
-
-    Args:
-        message: what happened.
-        kind: one of `fxsplit_encoder.connector.FAILURE_KINDS`, by which failures are counted.
-        retryable: whether the same request may succeed if it is submitted again.
+    """Media of one request were not encoded; other requests are not concerned. `kind` is one of
+    `fxsplit_encoder.connector.FAILURE_KINDS`, by which failures are counted.
     """
 
     def __init__(self, message: str, kind: str, retryable: bool) -> None:

@@ -67,7 +67,6 @@ class EncoderCudaGraphConfig:
     buffer_keys: list[str]
     """Names of the tensors that a capture reads."""
     out_hidden_size: int
-    """Columns of the encoder's output."""
     padding_logics: dict[str, EncoderCudaGraphPaddingLogic] = field(default_factory=dict)
     """How a buffer is filled if not by copying into the first rows and clearing the others."""
     max_frames_per_video: int = 1
@@ -110,9 +109,9 @@ class EncoderCudaGraphReplayBuffers:
     """The values of one replay."""
 
     values: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]
-    """What is copied into each captured buffer, at most as many rows: a tensor, where one of no dimensions
-    fills the buffer, or several one after the other. None keeps the contents, and a buffer with those of the
-    capture may be left out."""
+    """Copied into each captured buffer, at most as many rows: a tensor, of which one without dimensions fills
+    the buffer, or several one after the other. None keeps the contents; one with those of the capture may be
+    left out."""
 
 
 class Replayable(Protocol):
@@ -127,11 +126,9 @@ class BudgetGraphMetadata:
     """One captured budget of one path."""
 
     token_budget: int
-    """Output tokens that it has room for."""
     max_batch_size: int
-    """Items that it has room for."""
     max_frames_per_batch: int
-    """Video frames that it has room for."""
+    """These three: the most output tokens, items and video frames of a replay."""
     graph: Replayable
     input_buffers: dict[str, torch.Tensor]
     """The tensors that the forward reads, owned by this capture."""
@@ -164,9 +161,7 @@ class SupportsEncoderCudaGraph(Protocol):
         """Frames of the longest video that this tower encodes."""
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
-        """Output tokens of the smallest item, and of the largest batch that is worth capturing; `vllm_config`
-        is the serving engine's configuration or None.
-        """
+        """Output tokens of the smallest item, and of the largest batch worth capturing."""
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         """The size of every item of a batch, in order."""

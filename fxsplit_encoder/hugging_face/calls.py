@@ -105,9 +105,7 @@ class Calls(ABC):
 def asked_for(
     given: Mapping[str, Any], changing: Mapping[str, Any], tower_config: Any
 ) -> tuple[set[str], dict[str, Any]]:
-    """The further fields of the output that a call asks for by its arguments `given`, else by the tower's
-    configuration; and the options of `changing` that change other fields.
-    """
+    """Fields of the output that arguments or the configuration add; `changing` without their options."""
     fields = set()
     for option, name in _PENDING.items():
         asked = given.get(option)

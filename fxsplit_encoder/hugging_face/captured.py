@@ -56,7 +56,7 @@ class Served:
     example: Any
     """The tower's output of a small call, on the meta device."""
     empty: dict[str, Any]
-    """Empty values like its fields, on the tower's device."""
+    """Empty values like the fields of the output, on the tower's device."""
     uses: int = 0
     last: int = 0
     """The number of its last call."""
@@ -194,7 +194,7 @@ class CapturedTower:
         return Served(adapter, ManagerRunner(adapter, config), example, empty)
 
     def stats(self) -> list[ManagerStats]:
-        """The statistics of each runner; captures of several are named by their keys."""
+        """The statistics of each runner; captures of several have their keys."""
         with self._lock:
             many = len(self._served) > 1
             parts = {key: served.runner.stats() for key, served in self._served.items()}

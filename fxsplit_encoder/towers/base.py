@@ -228,9 +228,7 @@ _OFF = frozenset({"output_attentions", "output_hidden_states", "interpolate_pos_
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The keyword arguments of a call: inputs by name, options that change the result, and whether the output
-    is no tuple.
-    """
+    """Inputs that a call has by name, options that change the result, and whether the output is no tuple."""
 
     kept: dict[str, Any]
     changing: dict[str, Any]

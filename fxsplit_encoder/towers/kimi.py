@@ -70,9 +70,7 @@ class RasterTower(PackedTower):
 
 
 class KimiVLTower(RasterTower):
-    """Wraps `KimiVLVisionModel`: `pixel_values` (patches, 3, patch_size, patch_size) in raster order and
-    `image_grid_hws` (images, 2) in patches. An embedding is (output tokens, text_hidden_size).
-    """
+    """Wraps `KimiVLVisionModel`; `image_grid_hws` are (images, 2), embeddings (tokens, text_hidden_size)."""
 
     input_names: Sequence[str] = ("pixel_values", "image_grid_hws")
     input_keys: ClassVar[tuple[tuple[str, str], ...]] = (("pixel_values", "image_grid_hws"),)

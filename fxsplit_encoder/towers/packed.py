@@ -243,9 +243,7 @@ class PackedTower(WrappedTower):
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Aliases of patches and grids, marked for Dynamo as of varying sizes: one trace serves every batch.
-        InputError for other inputs; grids are checked when read.
-        """
+        """Aliases of patches and grids, marked as of varying sizes for Dynamo; InputError for others."""
         patches, grid = self.own_inputs(args, kwargs)
         self.check_patches(patches, self.input_names[0])
         inputs.check_integers(grid, self.input_names[1])

@@ -102,25 +102,19 @@ class GenericTower(DenseTower):
 
 
 # The file and the adapter of a tower's class, by name: a model family is imported when it is used.
+_QWEN3 = ("Qwen3_5MoeVisionModel", "Qwen3_5VisionModel", "Qwen3VLMoeVisionModel", "Qwen3VLVisionModel")
 _ADAPTERS = {
     "DeepseekOcrVisionModel": ("deepseek_ocr", "DeepseekOcrTower"),
-    "Glm4vMoeVisionModel": ("glm4v", "Glm4vTower"),
-    "Glm4vVisionModel": ("glm4v", "Glm4vTower"),
-    "InternVLForConditionalGeneration": ("internvl", "InternVLTower"),
-    "InternVLModel": ("internvl", "InternVLTower"),
+    **dict.fromkeys(("Glm4vMoeVisionModel", "Glm4vVisionModel"), ("glm4v", "Glm4vTower")),
+    **dict.fromkeys(("InternVLForConditionalGeneration", "InternVLModel"), ("internvl", "InternVLTower")),
     "KimiVLVisionModel": ("kimi", "KimiVLTower"),
     "Kimi_K25VisionModel": ("kimi", "KimiK25Tower"),
-    "Llama4ForConditionalGeneration": ("llama4", "Llama4Tower"),
-    "Llama4VisionModel": ("llama4", "Llama4Tower"),
+    **dict.fromkeys(("Llama4ForConditionalGeneration", "Llama4VisionModel"), ("llama4", "Llama4Tower")),
     "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
     "Qwen2_5_VisionTransformerPretrainedModel": ("qwen_vl", "Qwen25VLTower"),
-    "Qwen3_5MoeVisionModel": ("qwen_vl", "Qwen3VLTower"),
-    "Qwen3_5VisionModel": ("qwen_vl", "Qwen3VLTower"),
-    "Qwen3VLMoeVisionModel": ("qwen_vl", "Qwen3VLTower"),
-    "Qwen3VLVisionModel": ("qwen_vl", "Qwen3VLTower"),
+    **dict.fromkeys(_QWEN3, ("qwen_vl", "Qwen3VLTower")),
     "Step3VisionModel": ("step3_vl", "Step3VLTower"),
-    "Step3p7Model": ("step3p7", "Step3p7Tower"),
-    "Step3p7VisionModel": ("step3p7", "Step3p7Tower"),
+    **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ("step3p7", "Step3p7Tower")),
 }
 
 

@@ -57,9 +57,7 @@ class Siglip2Tower(DenseTower):
         return torch.cat([hidden, self._pooled(hidden, mask)[:, None]], dim=1) if self.pools else hidden
 
     def _positions(self, places: Tensor) -> Tensor:
-        """(tiles, patches, hidden_size): the position table resized to each image's shape as by the tower
-        itself, along each axis with the weights of a triangle, wider where the shape is smaller.
-        """
+        """(tiles, patches, hidden_size): the position table, resized to each shape as by the tower."""
         embeddings = self.tower.embeddings
         table, side = embeddings.position_embedding.weight, embeddings.position_embedding_size
         high, low = places.float().chunk(2, dim=-1)

@@ -111,5 +111,4 @@ class Step3p7Tiles(DenseTower):
 
 
 def _view(input_name: str, size: int, patch_size: int) -> View:
-    side = size // patch_size
-    return square_view(input_name, size, side**2, downsampled(downsampled(side)) ** 2)
+    return square_view(input_name, size, patch_size, downsampled(downsampled(size // patch_size)) ** 2)

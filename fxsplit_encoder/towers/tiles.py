@@ -89,9 +89,7 @@ class TileTower(WrappedTower):
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An alias of the tiles, marked for Dynamo as of varying number: one trace serves every batch. Also
-        folds tables. Sizes of tiles are checked by the tower.
-        """
+        """An alias of the tiles, marked for Dynamo as of varying number; also folds tables."""
         self._tables.refresh()
         name = self.first_view.input_name
         if name in kwargs:
@@ -265,9 +263,7 @@ class DenseTower(TileTower):
     # --- the module
 
     def forward(self, pixel_values: Tensor) -> Any:
-        """The wrapped module's own forward and output. A call of the module takes its options too; with those
-        that change the output, the wrapped module itself runs.
-        """
+        """The wrapped module's own forward; a call with options that change the output runs that module."""
         if torch.compiler.is_compiling():
             # InternVL's reshape to -1 divides by the number of tiles.
             check(pixel_values.shape[0] > 0)  # type: ignore[no-untyped-call]
@@ -627,9 +623,9 @@ def _real_crops(given: Any, parts: Sequence[Tensor], counts: Sequence[int]) -> l
     return [part for part in parts if part.shape[0]]
 
 
-def square_view(input_name: str, size: int, patches: int, tokens: int) -> View:
-    """Square tiles of three channels, `size` pixels per side, whose `patches` attend to one another."""
-    return View(input_name, (3, size, size), tokens, input_size=patches)
+def square_view(input_name: str, size: int, patch_size: int, tokens: int) -> View:
+    """Square tiles of three channels, `size` pixels per side, whose patches attend to one another."""
+    return View(input_name, (3, size, size), tokens, input_size=(size // patch_size) ** 2)
 
 
 def downsampled(side: int) -> int:
