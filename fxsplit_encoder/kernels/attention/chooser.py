@@ -168,7 +168,7 @@ MEASUREMENTS = Measurements().keep()
 
 
 class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
-    """Chooses the kernel of each call by the setting `attention`, or by time; one for all if `policy` asks."""
+    """Chooses the kernel of each call by the setting `attention`, or by time; or one for all by `policy`."""
 
     current: ClassVar[ContextVar[KernelChooser]]
 
