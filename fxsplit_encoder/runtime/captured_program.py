@@ -33,7 +33,7 @@ from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
-from fxsplit_encoder.runtime.unpadded_replays import UnpaddedReplays
+from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import NamedRegion
@@ -116,7 +116,7 @@ class CapturedProgram(ABC):
             agree=scope.agree or bool,
             compares_kernels=scope.compares_kernels,
         )
-        self.unpadded = UnpaddedReplays(
+        self.unpadded = UnpaddedCaptures(
             self._request_of_count, scope, attention_ms=lambda tokens: self.measured.attention_ms(tokens)
         )
 
@@ -136,7 +136,7 @@ class CapturedProgram(ABC):
 
     @property
     def recurring_counts(self) -> str | None:
-        """When token counts are captured without padding: "hits", "cost" (`UnpaddedReplays`); None: never."""
+        """When token counts are captured unpadded: "hits", "cost" (`UnpaddedCaptures`); None: never."""
         if self.mode == "none":
             return None
         if self.mode == "exact" or self.padding_refused:
@@ -451,7 +451,7 @@ class CapturedProgram(ABC):
         """Returns a plan as captures without padding serve it now."""
         if planned.skipped:
             return planned
-        if planned.tokens in self.unpadded.captures:
+        if planned.tokens in self.unpadded:
             return PathPlan(planned.tokens, planned.tokens)
         return planned if planned.budget is not None else planned._replace(reason=self.miss_reason(planned))
 

@@ -66,7 +66,7 @@ class CaptureSet:
     @property
     def num_captured(self) -> int:
         """Captures that are kept, those without padding included."""
-        return sum(len(each.captured) + len(each.unpadded.captures.sizes) for each in self.programs.values())
+        return sum(len(each.captured) + len(each.unpadded.sizes) for each in self.programs.values())
 
     def capture(
         self,
@@ -120,7 +120,7 @@ class CaptureSet:
     def record_unpadded(self, statistics: Statistics) -> None:
         """Updates the captures without padding that statistics show."""
         for program in self.programs.values():
-            if program.unpadded.captures.sizes:
+            if program.unpadded.sizes:
                 statistics.record_capture(program.key(0), "exact", program.unpadded.num_bytes)
             else:
                 statistics.record_release(program.key(0))
