@@ -1,4 +1,4 @@
-"""What of a traced graph is captured: its program at any token count, its budgets, and its parameters."""
+"""The forward of a traced graph: its program at any token count, its budgets, and its parameters."""
 
 from __future__ import annotations
 
@@ -38,11 +38,6 @@ from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
 _LADDER_OF_UNKNOWN_RANGE = tuple(generate_budgets(1, 16384))
 
 
-def region_of(program: Program) -> NamedRegion:
-    """The region of a graph, whose inputs have no names but those of their slots."""
-    return NamedRegion(program, {entry.slot: f"input {entry.slot}" for entry in program.region_inputs})
-
-
 def sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
     """Returns the sizes of a call other than the token count."""
     return tuple(bindings.symbols[symbol] for symbol in program.region_symbols)
@@ -50,7 +45,7 @@ def sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ProgramBudgets:
-    """What a configuration and the host ops of a program, which know its tower, tell of its budgets."""
+    """The budgets that a configuration and the host ops of a program give."""
 
     tokens: tuple[int, ...]
     """The budgets, in output tokens."""
@@ -109,11 +104,8 @@ class ProgramBudgets:
 
 
 class ProgramForward:
-    """A program as it runs for calls that differ in the token count alone.
-
-    Args:
-        region: of the program.
-        bindings: of one of these calls, whose parameters captures are bound to.
+    """A program for calls that differ in the token count alone; `bindings` of one of them hold the
+    parameters.
     """
 
     def __init__(self, region: NamedRegion, budgets: ProgramBudgets, bindings: Bindings) -> None:
@@ -136,7 +128,7 @@ class ProgramForward:
         return None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
+        """Makes a capture request of so many output tokens over `shared` inputs.
 
         Raises:
             CaptureError: the trace does not hold for so many.
@@ -218,8 +210,8 @@ class CallParameters:
         """Whether the last two calls had the same tensors, at the same addresses if they looked."""
 
     def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
-        """The weights of blocks now, after all parameters have been looked at. Captures read them by address
-        (capture rule 6).
+        """Checks all parameters and returns the weights of blocks. Captures read them by address (capture
+        rule 6).
 
         Raises:
             WeightsLayoutError: one has another layout than it was compiled for, or was removed.
@@ -274,7 +266,7 @@ class CallParameters:
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What returns the items at these indices, without Python for each of them."""
+    """A getter of the items at these indices, without Python for each of them."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda items: [items[index] for index in indices]

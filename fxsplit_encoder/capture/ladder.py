@@ -77,7 +77,7 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class KnownBudget:
-    """What another ladder of the same forward measured of a budget."""
+    """A budget as another ladder of the same forward measured it."""
 
     costs: MeasuredCosts
     mode: str | None
@@ -100,7 +100,7 @@ class BudgetLadder:
         request: makes the capture request of a budget; its tensors become the capture's own.
         mode: "auto", "full", "piecewise" or "breakable".
         measured: whether every way of running is timed, to choose by it; only on a device.
-        attention_ms: what attention takes over one segment as long as a budget, as far as it is known.
+        attention_ms: milliseconds of attention over one segment as long as a budget, as far as it is known.
         agree: for a forward with collectives: whether every rank says yes, so that all capture the same.
         compares_kernels: whether attention kernels are compared before a capture, where they were not.
     """
@@ -137,8 +137,7 @@ class BudgetLadder:
         self.in_inference_mode = False
         """Whether a tower's own code is timed in inference mode, in which it will run."""
         self._capture_ms: list[float] = []
-        self._is_warm = False
-        """Whether the forward has run: another size needs one warm-up only."""
+        self._is_warm = False  # whether the forward has run: another size needs one warm-up only
         self._bound_by_host: tuple[int, MeasuredRun] | None = None
         """The largest budget at which the host bounds a tower's own code, and its run."""
         self._known: dict[int, KnownBudget] = {}
@@ -151,7 +150,6 @@ class BudgetLadder:
 
     def capture(self, budget: int) -> CapturedForward | None:
         """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9).
-
         Pauses between timed runs, those before a capture, and the capture.
         """
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
@@ -175,9 +173,7 @@ class BudgetLadder:
         return time.perf_counter() - self._compared.seconds - seconds_paused()
 
     def run(self, budget: int) -> None:
-        """Runs what `capture` would run on a device of a budget that is not known; see
-        `CaptureRequest.run`.
-        """
+        """Runs, to know their kernels, what `capture` would run on a device of a budget that is not known."""
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:
@@ -186,10 +182,8 @@ class BudgetLadder:
             logger.info("budget %d cannot be run ahead: %s", budget, error)
 
     def expect(self, known: Mapping[int, KnownBudget], capture_ms: float) -> None:
-        """Takes over what another ladder of the same forward measured on a device of this kind; `clear` keeps
-        it.
-
-        Such budgets are captured as they were there, without timing; `capture_ms` is the other's.
+        """Takes measurements of another ladder of the same forward, made on a device of this kind; `clear`
+        keeps them. Such budgets are captured as they were there, without timing.
         """
         self._known = dict(known)
         self._capture_ms = [capture_ms] if known else []
@@ -202,11 +196,6 @@ class BudgetLadder:
                 mode = self.captured[budget].mode if budget in self.captured else None
                 found[budget] = KnownBudget(costs, mode)
         return found
-
-    def captures_of(self, budget: int) -> list[CapturedForward]:
-        """All captures of one budget."""
-        both = (self.captured, self.captured_single_segment)
-        return [captures[budget] for captures in both if budget in captures]
 
     def best(self, budget: int, num_segments: int | None) -> CapturedForward:
         """The capture of a captured budget for a batch of so many segments (None: unknown)."""
@@ -293,9 +282,6 @@ class BudgetLadder:
     def _agreed_request(self, budget: int) -> CaptureRequest:
         """Makes the request before any rank runs its forward, in which others would wait for a rank that has
         none.
-
-        Raises:
-            CaptureError: this rank or another has none of this size.
         """
         try:
             request = self._request(budget)
@@ -307,7 +293,6 @@ class BudgetLadder:
         return request
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
-        """Captures in every possible mode, measures, and keeps the cheapest."""
         exact = self._exact_run(budget, request)
         pause()
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
@@ -375,7 +360,6 @@ class BudgetLadder:
             single.release()
 
     def _record_single_segment(self, budget: int, request: CaptureRequest) -> CapturedForward | None:
-        """A full graph for one segment; None, with a warning, where there is none."""
         try:
             if request.single_segment is None:
                 raise CaptureError("the forward tells no segments")

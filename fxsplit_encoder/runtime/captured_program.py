@@ -55,19 +55,13 @@ class CapturableForward(Protocol):
         """Whether padding is taken to leave real rows alone without a proof."""
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
-
-        Raises:
-            CaptureError: there is none of this size.
-        """
+        """Makes a capture request of so many output tokens over `shared` inputs, or CaptureError."""
 
     def is_always_full(self, tokens: int) -> bool:
         """Whether only batches that fill a budget of so many output tokens take it."""
 
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """Returns how a new capture changes the results of a batch, which does not fill it unless it is
-        always full; None: it does not, or there is no such batch.
-        """
+        """Returns how a new capture changes the results of a batch that may take it; None: it does not."""
 
 
 Served: TypeAlias = tuple[Sequence[Any], PathPlan, int | None]
@@ -130,7 +124,7 @@ class CapturedProgram(ABC):
 
     @property
     def padding_refused(self) -> bool:
-        """Whether nothing is padded: a program is not proved to keep its rows apart, nor declared to."""
+        """Whether nothing is padded: the rows are not proved to stay apart, nor declared to."""
         region = self.forward.region
         return region is not None and not (self.forward.declares_padding or region.program.padding.proved)
 
@@ -145,10 +139,8 @@ class CapturedProgram(ABC):
         return "cost" if by_cost else None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
-
-        Raises:
-            CaptureError: the forward cannot be captured, or has none of this size.
+        """Makes a capture request of so many output tokens over `shared` inputs; CaptureError where the
+        forward cannot be captured, or has none of this size.
         """
         region = self.forward.region
         if region is not None and (refusal := region.program.padding.capture_refusal):
@@ -167,7 +159,6 @@ class CapturedProgram(ABC):
         return request
 
     def _request_of_count(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes the request of a capture without padding."""
         request = self.request(tokens, shared)
         body = request.body
         if self.padding_refused and isinstance(body, ProgramBody):
@@ -193,9 +184,12 @@ class CapturedProgram(ABC):
         is_new = budget not in self.captured
         self.ladder.capture(budget)
         if is_new and not (self.padding_proved or self.forward.declares_padding):
-            for captured in self.ladder.captures_of(budget):
-                captured.must_be_full = self.forward.is_always_full(budget)
-        if is_new and budget in self.captured and self._must_compare():
+            for captures in (self.captured, self.ladder.captured_single_segment):
+                if budget in captures:
+                    captures[budget].must_be_full = self.forward.is_always_full(budget)
+        # Where nothing says that padding leaves rows alone, always; where the tower says so, with `debug`.
+        compares = not self.padding_proved and (self.scope.config.debug or not self.forward.declares_padding)
+        if is_new and budget in self.captured and compares:
             pause()
             change = self.forward.padding_change(self.captured[budget], budget)
             if not (self.scope.agree or bool)(change is None):
@@ -212,10 +206,6 @@ class CapturedProgram(ABC):
     def tokens_held(self, budget: int) -> int:
         """Output tokens that the capture of a budget has room for."""
         return budget
-
-    def _must_compare(self) -> bool:
-        # Where nothing says that padding leaves rows alone, always; where the tower says so, with `debug`.
-        return not self.padding_proved and (self.scope.config.debug or not self.forward.declares_padding)
 
     def drop(self, budget: int, reason: str) -> None:
         """Releases the captures of one budget."""
@@ -290,7 +280,8 @@ class CapturedProgram(ABC):
         self, planned: PathPlan, *, capture_now: bool = False
     ) -> list[tuple[int, BudgetLadder, int]]:
         """Returns captures that may serve a planned batch, the best first: (budget, 0 without padding; the
-        ladder that holds it; its size). With `capture_now` the batch's own count is captured at once if ever.
+        ladder that holds it; its size). With `capture_now` the batch's own count is captured at once if
+        ever.
         """
         found: list[tuple[int, BudgetLadder, int]] = []
         by = self.recurring_counts
@@ -329,10 +320,8 @@ class CapturedProgram(ABC):
         in_inference_mode: bool = False,
     ) -> Served:
         """Runs a planned batch: loads and replays the best capture; without one that takes it, at the exact
-        shape, or else through the tower's own code, `in_inference_mode` if told so. The caller has the pool.
-
-        Raises:
-            WeightsMovedError: a capture reads parameters that are elsewhere now.
+        shape, or else through the tower's own code, with `in_inference_mode` in that mode. The caller
+        holds the pool. WeightsMovedError where a capture reads parameters that are elsewhere now.
         """
         captures = self.captures_for(planned, capture_now=capture_now) if may_replay else ()
         values, rows, exceeded = None, None, False
@@ -439,8 +428,6 @@ class CapturedProgram(ABC):
         rows: int | None,
         batch: Any,
     ) -> bool:
-        """Whether an unpadded capture serves a batch; one on trial has to beat the exact shape."""
-
         def replay() -> None:
             captured.load(values, rows)
             captured.replay()
@@ -469,7 +456,7 @@ class CapturedProgram(ABC):
 
 
 def _read_bytes(captures: Sequence[CapturedForward]) -> dict[int, int]:
-    """What some captures read of the memory of static inputs: address -> bytes."""
+    """Bytes of the static inputs that captures read, by address."""
     read: dict[int, int] = {}
     for captured in captures:
         for buffer in captured.inputs.buffers.values():
@@ -479,7 +466,7 @@ def _read_bytes(captures: Sequence[CapturedForward]) -> dict[int, int]:
 
 @dataclass
 class Choosers:
-    """The kernels of one configuration's calls, of every operation that has several."""
+    """The kernel choosers of one configuration, one for each operation."""
 
     attention: KernelChooser = field(default_factory=KernelChooser)
     products: ProductChooser = field(default_factory=ProductChooser)
@@ -515,5 +502,5 @@ class Choosers:
 
     @cached_property
     def all(self) -> tuple[Chooser[Any, Any], ...]:
-        """Of every operation."""
+        """Every chooser."""
         return self.attention, self.products

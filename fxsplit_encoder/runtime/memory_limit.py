@@ -18,7 +18,7 @@ from fxsplit_encoder.runtime.statistics import Statistics
 
 
 class CaptureSet:
-    """The captures of one owner: those of several programs over one pool.
+    """The captures of several programs over one pool, of one owner.
 
     Args:
         config: its `max_graph_bytes` limits the memory of captures and their static inputs.
@@ -144,8 +144,8 @@ class CaptureSet:
         return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.max_bytes}"
 
     def _drop_least_useful(self) -> list[tuple[Hashable, int]]:
-        """Drops the budgets that gain least for their bytes and releases the rest; returns these, largest
-        first. A pool frees its memory as a whole, so they have to be captured again.
+        """Drops the budgets that gain least for their bytes and releases the rest, to be captured again,
+        since a pool frees its memory as a whole; returns these, largest first.
         """
         assert self.max_bytes is not None
         # Bytes are not the same on all ranks: there one budget is dropped at a time.
@@ -177,10 +177,8 @@ class CaptureSet:
 def least_useful(
     costs: PathCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
 ) -> tuple[int, float]:
-    """Returns the budget that gains least for its bytes, and that gain.
-
-    The gain of a budget is what all sizes up to the largest budget, each as likely as another, would cost
-    more without it.
+    """Returns the budget that gains least for its bytes, and that gain: how much more all sizes up to the
+    largest budget, each as likely as another, would cost without it.
 
     Args:
         costs: of the path. Where nothing was measured, the exact shape counts as a few hundred tokens more

@@ -1,8 +1,7 @@
-"""What a forward gives to be captured at one size: a program, or a tower's own code as it is."""
+"""The capture request of a forward at one size: of a program, or of a tower's own code."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +26,6 @@ from fxsplit_encoder.errors import CaptureError, WeightsLayoutError
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import Bindings, NamedRegion
-
-logger = logging.getLogger(__name__)
 
 PaddingLogics: TypeAlias = Mapping[str, Callable[[Tensor, Tensor], None]]
 """By name, how a tower fills an input of a capture (first) from a value (second) itself."""
@@ -107,12 +104,11 @@ def request_of_module(
     splitting_ops: tuple[str, ...],
     padding_logics: PaddingLogics,
 ) -> CaptureRequest:
-    """Makes the request of a forward that is captured as it is.
+    """Makes the request of a forward that is captured as it is, and in mode "breakable" breaks at
+    `splitting_ops`.
 
     Args:
-        growing: the inputs whose rows depend on the size, which every batch fills. Others may be constants,
-            which a tower need not give again.
-        splitting_ops: where it breaks in mode "breakable".
+        growing: the inputs whose rows depend on the size, which every batch fills; others may be constants.
     """
     own = (
         StaticBuffer(name, tensor, 0, padding_logics.get(name), may_be_left_out=name not in growing)
@@ -167,11 +163,8 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def check_replacements(
     layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
 ) -> None:
-    """Raises WeightsLayoutError unless new weights have the layouts that a program was compiled for.
-
-    Args:
-        layouts, values: of the old weights (None: no weight), and those in the same places now.
-        what_to_do: a sentence for the message.
+    """Raises WeightsLayoutError, with `what_to_do`, unless new weights have the layouts (None: no weight)
+    that a program was compiled for.
     """
     for expected, value in zip(layouts, values, strict=True):
         if expected is None:
@@ -189,16 +182,9 @@ def check_replacements(
             )
 
 
-def warn_of_new_captures(reason: object) -> None:
-    """Warns that everything is captured again."""
-    logger.warning("capturing again: %s", reason)
-
-
 class WeightChecks:
-    """Tells which replays check the addresses of the parameters that they read.
-
-    Args:
-        seconds: between two checks of a path; 0: each of its replays.
+    """Decides which replays check the addresses of parameters: once in `seconds` for each path; 0: each
+    replay.
     """
 
     def __init__(self, seconds: float) -> None:

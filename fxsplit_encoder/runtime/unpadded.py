@@ -93,8 +93,7 @@ class UnpaddedCaptures:
         self._attention_ms = attention_ms
         self._generations: list[BudgetLadder] = []
         self._last_use: dict[BudgetLadder, int] = {}
-        self._stream: torch.cuda.Stream | None = None
-        """For all generations, which never capture at once."""
+        self._stream: torch.cuda.Stream | None = None  # for all generations, which never capture at once
         self._held: dict[int, BudgetLadder] = {}
         self._uses: OrderedDict[int, float] = OrderedDict()
         self._clock = 0
@@ -102,8 +101,7 @@ class UnpaddedCaptures:
         self._costs = PathCosts()
         self._replay_curve = CostCurve(())
         self._capture_ms = 0.0
-        self._weights: Recent[PathPlan, float] = Recent(_KEPT_WEIGHTS)
-        """By plan, of which a service sees few."""
+        self._weights: Recent[PathPlan, float] = Recent(_KEPT_WEIGHTS)  # by plan, of which a service sees few
 
     def use_costs(self, costs: PathCosts, capture_ms: float) -> None:
         """Sets the costs of replays, of other runs and of a capture, for `by_cost`."""
@@ -134,8 +132,8 @@ class UnpaddedCaptures:
 
         Args:
             weight: added to the uses of a size that is not captured.
-            on_trial: whether the caller compares a new capture with the batch in hand, by `keeps`; if not,
-                it is compared here, on a single segment.
+            on_trial: whether `keeps` compares a new capture with the batch in hand; if not, it is compared
+                here, on a single segment.
         """
         self._clock += 1
         ladder = self._held.get(tokens)
@@ -146,11 +144,8 @@ class UnpaddedCaptures:
         return ladder
 
     def keeps(self, tokens: int, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
-        """Returns whether the capture of a size serves; one on trial is first timed against the exact shape.
-
-        Args:
-            tokens: a size that is captured.
-            replay, exact: the batch in hand, by either.
+        """Returns whether the capture of a size serves the batch in hand; one on trial is first timed, by
+        `replay`, against the exact shape.
         """
         if tokens not in self.on_trial:
             return True
@@ -294,7 +289,6 @@ class UnpaddedCaptures:
             self._release(ladder)
 
     def _open_generation(self) -> BudgetLadder:
-        """The newest generation, or a new one if that is full."""
         newest = self._generations[-1] if self._generations else None
         if newest is None or len(newest.captured) >= max(1, self.max_captures // _GENERATIONS):
             base = self._pool
