@@ -201,7 +201,6 @@ class BudgetDispatcher:
         return self.programs[key]
 
     def _warn_of_no_padding(self) -> None:
-        """Names, once, the node and the line of code for which calls are not padded."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -242,9 +241,7 @@ class BudgetDispatcher:
     def _capture_smallest(
         self, program: CapturedProgram, bindings: Bindings, tokens: int, segments: int
     ) -> bool:
-        """Captures the smallest budget with capacity for a call, unless the exact shape is as fast; returns
-        whether a budget had capacity for its tokens and not for its segments.
-        """
+        """Captures the smallest budget for a call; whether one had room for its tokens, not its segments."""
         too_small = False
         if program.mode == "exact" or program.padding_refused:
             return too_small
@@ -311,9 +308,7 @@ class BudgetDispatcher:
 
 
 class CallProgram(CapturedProgram):
-    """The program with its captures for calls of the same sizes other than the token count; a batch is the
-    bindings of a call.
-    """
+    """The program with its captures for calls of equal other sizes; a batch is the bindings of a call."""
 
     forward: ProgramForward
 
@@ -400,10 +395,8 @@ def own_outputs(outputs: Sequence[Output], replayed: Sequence[Any], bindings: Bi
 
 
 def stats_of_compiled(compiled: Callable[..., Any]) -> ManagerStats:
-    """Counts of all graphs of a compiled module or function; each call is an item.
-
-    Calls that a wrapped tower's own forward served are misses among them. Calls that Dynamo ran without this
-    backend are not counted: it does not see them.
+    """Counts of all graphs of a compiled module or function, each call an item; calls that a wrapped tower's
+    own forward served are misses. Dynamo's calls without this backend are not counted.
     """
     stats = ManagerStats.total(dispatcher.stats() for dispatcher in _dispatchers_of(compiled))
     calls: Counter[MissReason] = Counter(getattr(original_module(compiled), "eager_calls", ()))

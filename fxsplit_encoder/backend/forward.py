@@ -58,9 +58,7 @@ class ProgramBudgets:
 
     @classmethod
     def of(cls, program: Program, config: EncoderConfig, bindings: Bindings) -> ProgramBudgets:
-        """Asks a program's host ops, with the arguments that `bindings` hold; ConfigError where the smallest
-        budget has no capacity for an image.
-        """
+        """Asks a program's host ops; ConfigError where the smallest budget has no capacity for an image."""
         rows_per_token: int | Fraction = 1
         inferred = _LADDER_OF_UNKNOWN_RANGE
         segment_factors: dict[int, int] = {}
@@ -104,9 +102,7 @@ class ProgramBudgets:
 
 
 class ProgramForward:
-    """A program for calls that differ in the token count alone; `bindings` of one of them hold the
-    parameters.
-    """
+    """A program for calls that differ in the token count; `bindings` of one hold the parameters."""
 
     def __init__(self, region: NamedRegion, budgets: ProgramBudgets, bindings: Bindings) -> None:
         self.region = region
@@ -128,11 +124,8 @@ class ProgramForward:
         return None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens over `shared` inputs.
-
-        Raises:
-            CaptureError: the trace does not hold for so many.
-            CaptureMemoryError: the device's memory does not hold its inputs; none was made.
+        """Makes a capture request of so many output tokens over `shared` inputs; CaptureError where the trace
+        does not hold for so many, or, before any is made, memory does not hold them.
         """
         program, rows = self.region.program, self.budgets.rows(tokens)
         bindings = self._template.copy()
@@ -184,11 +177,8 @@ _WHAT_TO_DO = "Compile the module again after torch._dynamo.reset()"
 
 
 class CallParameters:
-    """Parameters of a program: those among the arguments of a call, and the weights of blocks.
-
-    Args:
-        weights: of blocks, which a call is not given.
-        seconds: between two looks at them; 0: every call looks.
+    """Parameters of a program: those among the arguments of a call, and the `weights` of blocks, looked at
+    once in `seconds` (0: at every call).
     """
 
     def __init__(self, program: Program, weights: LiveWeights, seconds: float) -> None:
@@ -210,12 +200,8 @@ class CallParameters:
         """Whether the last two calls had the same tensors, at the same addresses if they looked."""
 
     def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
-        """Checks all parameters and returns the weights of blocks. Captures read them by address (capture
-        rule 6).
-
-        Raises:
-            WeightsLayoutError: one has another layout than it was compiled for, or was removed.
-            InputError: a block has changed.
+        """Checks all parameters and returns the weights of blocks (capture rule 6). WeightsLayoutError where
+        one has another layout than it was compiled for; InputError where a block has changed.
         """
         given = self._given_of(args)
         self.have_moved = False

@@ -108,11 +108,7 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class SegmentedCapture:
-    """Records a forward as a list of callables, each the replay of a CUDA graph or an eager step.
-
-    Inside its context, every call goes through `captured` or `eager`. Their results lie at fixed addresses as
-    long as this object lives.
-    """
+    """Records calls as a list of callables, each the replay of a CUDA graph or an eager step."""
 
     def __init__(self, pool: GraphPool, live: LiveSegments | None = None) -> None:
         self.pool = pool
@@ -153,9 +149,7 @@ class SegmentedCapture:
         return result
 
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
-        """Ends the graph, runs `first` (`call` without one) and returns its result; replays run `call`, which
-        owns its outputs. CaptureError if the current stream is not the captured one.
-        """
+        """Ends the graph, runs `first` or `call`, which replays run, and returns its result."""
         self._check_stream()
         self._end_graph()
         result = (first or call)()
@@ -172,12 +166,7 @@ class SegmentedCapture:
     def break_at_attention(
         self, args: tuple[Tensor, Tensor, Tensor, Tensor, int, float], *, masked: bool
     ) -> Tensor:
-        """Breaks at an attention over the real rows; returns its result, in a buffer that it owns.
-
-        Args:
-            args: those of `fxsplit::varlen_attention`.
-            masked: whether pad rows are set to zero; else later steps keep them finite.
-        """
+        """Breaks at `varlen_attention` over the real rows, with zero pad rows if `masked`."""
         buffers, live = self._attention_buffers, self.live  # a step that held this object would be a cycle
         query, key, value, cu_seqlens = (self.pool.hold(tensor) for tensor in args[:4])
         max_seqlen, scale = args[4:]
@@ -261,7 +250,6 @@ class SegmentedCapture:
         self.num_graphs += 1
 
     def _abandon(self) -> None:
-        """Ends an open capture after an exception, on the stream on which its graph began."""
         with self.pool.on_stream(), contextlib.suppress(RuntimeError):
             self._end_graph()
         self.release()
@@ -274,16 +262,15 @@ class SegmentedCapture:
 class BreakableCUDAGraphCapture(SegmentedCapture):
     """Captures the ops inside its context, without gradients, and replays them.
 
-    Results of captured ops keep their addresses as long as they are referred to, those of breaks lie in
-    buffers that they keep alive. Warm the code up before. One context may be open in a thread; another thread
-    waits to open its own. A function compiled by `torch.compile` runs eagerly inside.
+    Results of captured ops keep their addresses as long as they are referred to. Warm the code up before. One
+    context may be open in a thread; another thread waits to open its own. A function compiled by
+    `torch.compile` runs eagerly inside.
 
     Args:
         pool: the memory; None: a new pool on the current CUDA device, or on the CPU.
         splitting_ops: names of ops that break.
         breaks: False: nothing breaks (mode "full").
-        live: the segments of a padded batch, for eager attention; rows outside every segment of
-            `fxsplit::varlen_attention` are then zero. None: nothing is padded.
+        live: the segments of a padded batch, for eager attention; rows outside of them are then zero.
         is_alone: whether to refuse collectives where there are other ranks, which may not capture the same.
     """
 
@@ -347,7 +334,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         return super().break_at(function, args, kwargs)
 
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
-        """Breaks the graph, see `SegmentedCapture.eager`, and begins the next one."""
+        """As `SegmentedCapture.eager`, and begins the next graph."""
         self._in_break = self._failed = True
         try:
             result = super().eager(call, first)
@@ -571,9 +558,7 @@ class RecordedBreak:
         self._kept: list[_Kept] = []
 
     def first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the function and returns its results at their fixed addresses; CaptureError if it returned
-        something else than a break may.
-        """
+        """Calls the function; returns its results at fixed addresses, or raises CaptureError."""
         leaves, self._structure = tree_flatten(self._function(*args, **kwargs))
         fixed: dict[int, tuple[Any, _Kept]] = {}
         for leaf in leaves:

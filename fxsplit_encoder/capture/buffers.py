@@ -7,11 +7,10 @@ anything else              held by the step that reads it
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -260,9 +259,7 @@ class StaticBuffer:
         return shorter
 
     def check(self, value: StaticValue) -> None:
-        """Raises ReplayError unless `value` fits: same dimensions, at most as many rows; with a padding logic
-        no dimension larger (capture rule 3). A tensor of no dimensions fills any buffer.
-        """
+        """Raises ReplayError unless `value` has these dimensions and fits (capture rule 3)."""
         # Nearly every value is plainly as this one, or has fewer rows.
         is_plain = isinstance(value, Tensor) and (
             (got := value.shape) == (own := self.tensor.shape)
@@ -297,7 +294,6 @@ class StaticBuffer:
                 )
 
     def _check_order(self, value: StaticValue) -> None:
-        """Checks an order on the CPU; one on a device was checked by what computed it."""
         parts = parts_of(value)
         rows = sum(part.shape[0] for part in parts)
         for part in parts:
@@ -360,7 +356,6 @@ class StaticBuffer:
         return self.tensor.narrow(self.token_dim, start, end - start)
 
     def _clear_from(self, rows: int) -> None:
-        """Clears the rows after these, and marks these as `_mark` does."""
         capacity, dirty = self.capacity, [(0, rows)]
         for first, end in self._contents.dirty:
             start, stop = first if first > rows else rows, end if end < capacity else capacity
@@ -382,14 +377,8 @@ class StaticBuffer:
         """Whether a batch may leave it out."""
         return self._contents.is_constant
 
-    @contextlib.contextmanager
-    def kept_constant(self) -> Iterator[None]:
-        """Restores a constant after what is loaded inside, which is no batch."""
-        if not self.is_constant:
-            yield
-            return
-        contents = self.tensor.clone()
-        yield
+    def restore(self, contents: Tensor) -> None:
+        """Makes `contents` its constant again."""
         self.tensor.copy_(contents)
         self._mark(self.capacity)
         self._contents.source = None
@@ -415,11 +404,9 @@ class StaticBuffer:
 class SharedBuffers:
     """Memory that the captures of one forward share: smaller ones read the first rows of the largest.
 
-    What is captured before a larger one comes keeps its memory.
-
     Args:
         growth: how many times as many rows as before are allocated for a larger capture; 1: as many as it
-            needs, right where the largest comes first.
+            needs.
     """
 
     def __init__(self, growth: int = 1) -> None:

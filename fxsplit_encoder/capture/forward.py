@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 
 
 class RowCount:
-    """The number of real rows, which masks of a captured forward read on the device.
-
-    The host keeps a copy, so that only changes are written. Captures that never run at the same time may
-    share it.
-    """
+    """The number of real rows, which masks read on the device; the host writes only changes."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.tensor = torch.full((), rows, dtype=torch.int64, device=device)
@@ -189,8 +185,8 @@ class CapturedForward:
         """Warms the forward up at full depth, then captures it. Keeps nothing if it fails.
 
         Raises:
-            CaptureMemoryError: out of device memory.
-            CaptureError: the forward cannot be captured; the message names the op and the module, if known.
+            CaptureError: it cannot be captured; names the op and the module, if known. CaptureMemoryError:
+                out of memory.
         """
         what = "one shape" if self.rows is None else f"{self.rows} rows"
         if self.pool.is_cuda:
@@ -253,7 +249,6 @@ class CapturedForward:
         return program.results(bindings)
 
     def _find_segment_inputs(self) -> None:
-        """Finds the inputs that attention was captured with, unless the tower pads them itself."""
         self.segment_inputs = tuple(
             name
             for name, buffer in self.inputs.buffers.items()
@@ -274,11 +269,9 @@ class CapturedForward:
         return self.rows
 
     def load(self, values: Mapping[str, StaticValue | None], rows: int | None) -> None:
-        """Fills the static inputs with a batch of `rows` rows (None: as many as before), padded; ReplayError
-        where something does not fit, before anything is copied.
-
-        Cumulative lengths are extended by empty segments. Those on the CPU are checked, and eager attention
-        reads the real segments; those on a device are not read.
+        """Fills the static inputs with a batch of `rows` rows (None: as many as before), padded by empty
+        segments; ReplayError where something does not fit, before anything is copied. Eager attention
+        reads the real segments of cumulative lengths on the CPU; those on a device are not read.
         """
         if self.must_be_full:
             # A program is captured only where empty segments change nothing.
@@ -327,7 +320,6 @@ class CapturedForward:
         return padded, held, boundaries
 
     def _padded(self, name: str, given: Tensor, boundaries: dict[str, tuple[Tensor, list[int]]]) -> Tensor:
-        """Cumulative lengths as long as captured ones; enters in `boundaries` those that the host knows."""
         entries = self.inputs.buffers[name].tensor.shape[0]
         if given.device.type != "cpu":
             return pad_cu_seqlens_on_device(given, entries)
@@ -335,7 +327,6 @@ class CapturedForward:
         return pad_cu_seqlens(given, entries, self._captured_rows(name))
 
     def _set_live(self, rows: int | None) -> None:
-        """Passes the segments of the batch to eager attention, if the host knows those of every input."""
         if len(self._boundaries) < len(self.segment_inputs):
             self.live.clear()
             return
@@ -351,8 +342,7 @@ class CapturedForward:
 
         Args:
             debug: whether to check every rule (as listed below), which waits for the device.
-            parameters_are_checked: whether the caller checked that none has moved, and that derived ones are
-                up to date, but for writes that leave no version.
+            parameters_are_checked: whether the caller checked them, but for writes that leave no version.
 
         Raises:
             WeightsMovedError: parameters lie elsewhere than at the capture.
@@ -461,12 +451,7 @@ def check_output_addresses(outputs: Sequence[Any], addresses: Sequence[int]) -> 
 
 
 def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Attended | None) -> None:
-    """Raises ReplayError unless captured cumulative lengths are valid (capture rule 2).
-
-    Args:
-        rows: of the captured sequence; None: not known.
-        attended: how the attentions that read them were captured; None: not known.
-    """
+    """Raises ReplayError unless cumulative lengths fit `rows` and the captured bound (capture rule 2)."""
     lengths = cu_seqlens.tolist()
     if lengths[0] != 0:
         raise ReplayError(f"capture rule 2: {name}: starts at {lengths[0]}; cumulative lengths start at 0")
@@ -483,9 +468,7 @@ def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Att
 
 
 def check_output_padding(outputs: Sequence[Any], real: int, rows: int) -> None:
-    """Raises ReplayError unless the pad rows of outputs are finite (capture rule 1): those after the part
-    `real` / `rows` of an output's rows.
-    """
+    """Raises ReplayError unless output rows after `real` of `rows` are finite (capture rule 1)."""
     for number, output in enumerate(outputs):
         if isinstance(output, torch.Tensor) and output.dim():
             _check_finite(f"output {number}", output, 0, -(-real * output.shape[0] // rows))

@@ -51,9 +51,7 @@ class StaticInputs:
     def check(
         self, values: Mapping[str, StaticValue | None], held: Collection[str] = ()
     ) -> list[tuple[StaticBuffer, StaticValue]]:
-        """Returns the buffers to fill, with their values; ReplayError unless every value fits and none is
-        missing (capture rules 3 and 4).
-        """
+        """Returns the buffers to fill, with their values; ReplayError by capture rules 3 and 4."""
         if not self.buffers.keys() <= values.keys():
             self.check_complete(values)
         given: list[tuple[StaticBuffer, StaticValue]] = []
@@ -77,7 +75,7 @@ class StaticInputs:
                 )
 
     def check_full(self, values: Mapping[str, StaticValue | None], but: Collection[str] = ()) -> None:
-        """Raises ReplayError if a value leaves rows of its buffer to padding, but for the buffers `but`."""
+        """Raises ReplayError if a value leaves rows of its buffer to padding, but for those in `but`."""
         for name, buffer in self.buffers.items():
             value = values.get(name)
             if value is None or buffer.token_dim is None or name in but:
@@ -96,19 +94,17 @@ class StaticInputs:
                 )
 
     def load(self, values: Mapping[str, StaticValue | None], held: Collection[str] = ()) -> None:
-        """Checks everything, then fills every buffer, to be called without autograd. None keeps what a buffer
-        holds, which is known of those in `held`.
-        """
+        """Checks everything, then fills every buffer; None keeps what it holds. Call it without autograd."""
         for buffer, value in _pinned(self.check(values, held)):
             buffer.load(value)
 
     @contextlib.contextmanager
     def kept_constants(self) -> Iterator[None]:
         """Restores constants after what is loaded inside, which is no batch."""
-        with contextlib.ExitStack() as buffers:
-            for buffer in self.buffers.values():
-                buffers.enter_context(buffer.kept_constant())
-            yield
+        constants = [(each, each.tensor.clone()) for each in self.buffers.values() if each.is_constant]
+        yield
+        for buffer, contents in reversed(constants):
+            buffer.restore(contents)
 
     def check_addresses(self) -> None:
         """Raises ReplayError if a captured tensor has moved (capture rule 6)."""
@@ -119,10 +115,8 @@ class StaticInputs:
 def _pinned(
     given: Sequence[tuple[StaticBuffer, StaticValue]],
 ) -> Sequence[tuple[StaticBuffer, StaticValue]]:
-    """Copies values on the host into one piece of pinned memory, in the dtype of their buffers.
-
-    From pageable memory a copy would wait for the device, and converting there would take another copy. torch
-    reuses pinned memory only once the copies out of it are done.
+    """Copies values on the host into one piece of pinned memory, in the dtype of their buffers: from pageable
+    memory a copy would wait for the device, and converting there would take another copy.
     """
     num_bytes = 0
     for buffer, value in given:
@@ -151,7 +145,6 @@ def _pinned(
 
 
 def _can_be_sent(part: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a copy to a device neither waits for it nor makes another on the host first."""
     return part.is_cuda or (part.dtype == dtype and part.is_contiguous() and part.is_pinned())
 
 
@@ -215,9 +208,7 @@ def _extended(given: tuple[int, ...], length: int, rows: int) -> Tensor:
 
 
 def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
-    """As `pad_cu_seqlens` without a host read, so values go unchecked; ReplayError of more entries than
-    `length`.
-    """
+    """As `pad_cu_seqlens`, without a host read: values go unchecked."""
     spare = length - cu_seqlens.shape[0]
     if spare < 0:
         raise ReplayError(f"cu_seqlens: {cu_seqlens.shape[0]} entries do not fit a capture of {length}")

@@ -60,10 +60,7 @@ class MemoryOrders:
 
 class StaticParameters:
     """Parameters and constants that a capture baked in by address; of a wrapper subclass the inner tensors.
-
-    Args:
-        module: the owner of parameters and buffers, where every check looks them up, so as to see replaced
-            ones.
+    Every check looks those of `module` up there, so as to see replaced ones.
     """
 
     def __init__(self, tensors: Iterable[Tensor], module: object = None) -> None:
@@ -120,9 +117,7 @@ class StaticParameters:
         return memory
 
     def current(self) -> list[Tensor | None]:
-        """The tensors that are now in the places of the baked ones; None: removed. WeightsLayoutError if the
-        constants of a wrapper subclass have changed.
-        """
+        """The tensors now in the places of the baked ones (None: removed), or WeightsLayoutError."""
         if changed := self.changed_wrappers():
             raise WeightsLayoutError(
                 f"parameters: expected {changed[0]} with the constants of its subclass that were compiled; "
@@ -144,9 +139,7 @@ class StaticParameters:
             return True
 
     def changed_wrappers(self) -> list[str]:
-        """Names of wrapper subclasses whose constants changed since the capture; one without memory that does
-        not list its inner tensors has changed if it was replaced.
-        """
+        """Names of wrapper subclasses whose constants, or tensors without memory, have changed."""
         return [name for name, holder, key, kept in self._wrappers if _constants(holder.get(key)) != kept]
 
     def check_addresses(self) -> None:

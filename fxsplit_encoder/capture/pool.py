@@ -71,10 +71,8 @@ class GraphPool:
 
     def note_allocated(self, results: object, arguments: object) -> None:
         """Records the memory that a captured call allocated: of its results, unless an argument lies there
-        too.
-
-        Asking the allocator (`torch.cuda.memory_snapshot`) walks over every block, and crashed torch 2.11 on
-        Python 3.12 after some hundred pools.
+        too. `torch.cuda.memory_snapshot` walks over every block, and crashed torch 2.11 after some hundred
+        pools.
         """
         made, given = (
             {storage_address(tensor) for tensor in tensors_in(values) if tensor.device == self.device}
@@ -87,17 +85,13 @@ class GraphPool:
         return self.is_cuda and storage_address(tensor) in self._allocated
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """An alias of a tensor for a step that reads it at every replay. It borrows memory of the pool, which
-        later ops of the capture may reuse, and owns other memory.
-
-        Were steps to own what the pool owns, 27 layers of 4096 patches would keep 0.8 GB instead of 0.03.
+        """An alias of a tensor for a step that reads it at every replay: borrows memory of the pool, else
+        owns it. Owning the pool's, 27 layers of 4096 patches would keep 0.8 GB instead of 0.03.
         """
         return borrowed(tensor) if self.owns(tensor) else tensor.detach()
 
     def replaying(self) -> contextlib.AbstractContextManager[None]:
-        """Excludes other replays during a replay and the reading of its outputs, and orders them across
-        streams.
-        """
+        """Excludes other replays until the outputs are read, and orders replays across streams."""
         return _Replaying(self)
 
     def begin_replays(self) -> torch.cuda.Stream | None:

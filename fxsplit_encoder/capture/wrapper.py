@@ -47,9 +47,7 @@ class Batch:
 
 
 def describe(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Batch:
-    """The batch of a call to a module on `device`; InputError of an argument that is neither a strided tensor
-    nor hashable, or a long tensor on the host.
-    """
+    """The batch of a call to a module on `device`; InputError if no capture can be found by it."""
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     return Batch(leaves, structure, (structure, *(_describe(leaf, device) for leaf in leaves)))
 

@@ -70,11 +70,8 @@ replay: 0 for one without padding, None for no replay."""
 
 
 class CapturedProgram(ABC):
-    """One forward with its captures: a ladder of budgets, and captures of the token counts that recur.
-
-    Args:
-        budgets: of the ladder, in output tokens, increasing.
-        mode: in which budgets are captured: one of the configuration's.
+    """One forward with its captures: a ladder of increasing `budgets`, in output tokens, captured in the
+    configuration's `mode`; and captures of the token counts that recur.
     """
 
     def __init__(
@@ -139,9 +136,7 @@ class CapturedProgram(ABC):
         return "cost" if by_cost else None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens over `shared` inputs; CaptureError where the
-        forward cannot be captured, or has none of this size.
-        """
+        """Makes a capture request of so many output tokens over `shared` inputs, or raises CaptureError."""
         region = self.forward.region
         if region is not None and (refusal := region.program.padding.capture_refusal):
             raise CaptureError(refusal)
@@ -279,9 +274,8 @@ class CapturedProgram(ABC):
     def captures_for(
         self, planned: PathPlan, *, capture_now: bool = False
     ) -> list[tuple[int, BudgetLadder, int]]:
-        """Returns captures that may serve a planned batch, the best first: (budget, 0 without padding; the
-        ladder that holds it; its size). With `capture_now` the batch's own count is captured at once if
-        ever.
+        """Returns captures that may serve a batch, the best first: (budget, 0 without padding; ladder; size).
+        With `capture_now` the batch's own count is captured at once if ever.
         """
         found: list[tuple[int, BudgetLadder, int]] = []
         by = self.recurring_counts
@@ -456,7 +450,6 @@ class CapturedProgram(ABC):
 
 
 def _read_bytes(captures: Sequence[CapturedForward]) -> dict[int, int]:
-    """Bytes of the static inputs that captures read, by address."""
     read: dict[int, int] = {}
     for captured in captures:
         for buffer in captured.inputs.buffers.values():

@@ -87,12 +87,7 @@ class MeasuredForward:
     def with_captures(
         self, ladder: BudgetLadder, max_segments: Mapping[int, int], *, compiled: bool
     ) -> PathCosts:
-        """Returns the costs with captures, or an order of preference where nothing was measured.
-
-        Args:
-            max_segments: the attention segments that a budget's capture holds.
-            compiled: whether the forward was compiled, so that it can run at its exact shape.
-        """
+        """Returns the costs with captures, or an order of preference where nothing was measured."""
         budgets = sorted(ladder.captured)
         measured = ladder.costs
         if not measured:
@@ -100,7 +95,6 @@ class MeasuredForward:
         return self._limited(measured)._costs(budgets, measured, max_segments, compiled=compiled)
 
     def _limited(self, measured: Mapping[int, MeasuredCosts]) -> MeasuredForward:
-        """With no more attention than every run has room for."""
         timed = [(b, milliseconds, self.share) for b, milliseconds in self.eager]
         for b, costs in measured.items():
             timed.append((b, costs.exact, self.runs_share))
@@ -165,8 +159,8 @@ class KnownCosts:
 
 def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
     """Times the tower's own forward from the largest budget down, each at most half of the one before, until
-    the host bounds it, and attention at the largest that memory holds; of a forward that was not compiled
-    attention alone, since the ladder times it. Pauses after each size.
+    the host bounds it, and attention at the largest that memory holds; of one not compiled attention
+    alone.
     """
     measure = _measure_compiled if forward.program is not None else _measure_uncompiled
     with torch.no_grad(), measuring():
@@ -174,9 +168,7 @@ def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredFo
 
 
 def run_timed(forward: TimedForward, budgets: Sequence[int]) -> None:
-    """Runs, once each, what `measure_forward` times and no capture runs, so that its kernels become known; of
-    a tower's own forward the sizes that are likely timed.
-    """
+    """Runs, once each, what `measure_forward` times and no capture runs, so that its kernels become known."""
     likely = itertools.islice(_halved(budgets), _LIKELY_TIMED) if forward.program is not None else ()
     for budget in likely:
         with contextlib.suppress(InputError, torch.OutOfMemoryError):
@@ -248,9 +240,7 @@ def _share_of(cu_seqlens: Sequence[int], rows: int) -> float:
 
 
 def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
-    """Measures attention in a tower's own code as the difference between several equal segments and one, at a
-    moderate size: the cost of one segment grows with its square.
-    """
+    """Measures attention by several equal segments and one: the cost of a segment grows with its square."""
     limits = [budgets[-1] // part for part in _MEASURED_PARTS]
     sizes = [max((each for each in budgets if each <= most), default=budgets[0]) for most in limits]
     try:

@@ -18,11 +18,8 @@ from fxsplit_encoder.runtime.statistics import Statistics
 
 
 class CaptureSet:
-    """The captures of several programs over one pool, of one owner.
-
-    Args:
-        config: its `max_graph_bytes` limits the memory of captures and their static inputs.
-        agree, not_compiled, compares_kernels, weight_checks: see `CaptureScope`.
+    """The captures of several programs over one pool, whose memory `config.max_graph_bytes` limits; the other
+    arguments are those of `CaptureScope`.
     """
 
     def __init__(
@@ -73,12 +70,8 @@ class CaptureSet:
         wanted: Iterable[tuple[Hashable, int]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Captures budgets of programs, largest first, and drops those that exceed the limit. It pauses
-        between budgets, and as `BudgetLadder.capture`; nothing is replayed before the end.
-
-        Args:
-            wanted: (program's key, budget).
-            progress: is called with (budgets done, budgets).
+        """Captures budgets, `wanted` as (program's key, budget), largest first, and drops those that exceed
+        the limit. Pauses between them, and calls `progress` with (budgets done, budgets).
         """
         ordered = sorted(wanted, key=lambda each: -each[1])
         while ordered:
@@ -136,7 +129,6 @@ class CaptureSet:
         return [(key, budget) for key, program in self.programs.items() for budget in program.captured]
 
     def _over_limit(self) -> bool:
-        """Whether the captures exceed the limit, on this rank or another."""
         remaining = self.remaining_bytes
         return remaining is not None and not (self.scope.agree or bool)(remaining >= 0)
 
@@ -144,9 +136,7 @@ class CaptureSet:
         return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.max_bytes}"
 
     def _drop_least_useful(self) -> list[tuple[Hashable, int]]:
-        """Drops the budgets that gain least for their bytes and releases the rest, to be captured again,
-        since a pool frees its memory as a whole; returns these, largest first.
-        """
+        """Drops the budgets that gain least for their bytes; releases and returns the rest."""
         assert self.max_bytes is not None
         # Bytes are not the same on all ranks: there one budget is dropped at a time.
         excess = self.num_bytes - self.max_bytes if self.scope.agree is None else 1
@@ -178,12 +168,7 @@ def least_useful(
     costs: PathCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
 ) -> tuple[int, float]:
     """Returns the budget that gains least for its bytes, and that gain: how much more all sizes up to the
-    largest budget, each as likely as another, would cost without it.
-
-    Args:
-        costs: of the path. Where nothing was measured, the exact shape counts as a few hundred tokens more
-            than its own, for its launches.
-        skippable: as for `PathCosts.table`.
+    largest budget, each as likely as another, would cost without it. `skippable` as for `PathCosts.table`.
     """
     every = tuple(budgets)
     tokens = np.arange(1, every[-1] + 1)

@@ -51,14 +51,8 @@ def request_of_program(
     shared: SharedBuffers,
     padding_logics: PaddingLogics | None = None,
 ) -> CaptureRequest:
-    """Makes the request of a program, and with it the one for a single segment.
-
-    Args:
-        parameters: those that a replay has to compare.
-        shared: memory of the inputs that every batch fills.
-
-    Raises:
-        CaptureError: the trace does not hold for inputs of these sizes.
+    """Makes the request of a program, and with it the one for a single segment; CaptureError where the trace
+    does not hold for inputs of these sizes. A replay has to compare `parameters`.
     """
     program, bindings = region.program, fresh.bindings
     assert bindings is not None
@@ -104,12 +98,7 @@ def request_of_module(
     splitting_ops: tuple[str, ...],
     padding_logics: PaddingLogics,
 ) -> CaptureRequest:
-    """Makes the request of a forward that is captured as it is, and in mode "breakable" breaks at
-    `splitting_ops`.
-
-    Args:
-        growing: the inputs whose rows depend on the size, which every batch fills; others may be constants.
-    """
+    """Makes the request of a forward that is captured as it is; `growing` names the inputs of every batch."""
     own = (
         StaticBuffer(name, tensor, 0, padding_logics.get(name), may_be_left_out=name not in growing)
         for name, tensor in fresh.values.items()
@@ -163,9 +152,7 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def check_replacements(
     layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
 ) -> None:
-    """Raises WeightsLayoutError, with `what_to_do`, unless new weights have the layouts (None: no weight)
-    that a program was compiled for.
-    """
+    """Raises WeightsLayoutError unless new weights have these layouts (None: no weight)."""
     for expected, value in zip(layouts, values, strict=True):
         if expected is None:
             continue
@@ -183,9 +170,7 @@ def check_replacements(
 
 
 class WeightChecks:
-    """Decides which replays check the addresses of parameters: once in `seconds` for each path; 0: each
-    replay.
-    """
+    """Decides which replays check parameters: once in `seconds` for each path; 0: every replay."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -211,9 +211,7 @@ class ManagerStats:
 
 
 class Statistics:
-    """Counts hits, misses and replays, and logs them every `log_interval` items (0: never). Threads may share
-    it.
-    """
+    """Counts hits, misses and replays of threads, and logs them every `log_interval` items (0: never)."""
 
     def __init__(self, log_interval: int = 100) -> None:
         self._log_interval = log_interval

@@ -56,10 +56,6 @@ class UnpaddedCaptures:
     to padding and launches adds up to the cost of a capture, so that at worst about twice the least is paid;
     one that runs at its exact shape also once a capture costs a tenth of its runs. It is kept if a replay is
     faster than the run, measured once with the batch in hand.
-
-    Args:
-        request: makes the capture request of a size over shared inputs.
-        attention_ms: as for `BudgetLadder`.
     """
 
     def __init__(
@@ -128,12 +124,8 @@ class UnpaddedCaptures:
         return ladder
 
     def of_size(self, tokens: int, weight: float = 1.0, *, on_trial: bool = False) -> BudgetLadder | None:
-        """Returns the ladder with a capture of exactly so many tokens, made if it is due; or None.
-
-        Args:
-            weight: added to the uses of a size that is not captured.
-            on_trial: whether `keeps` compares a new capture with the batch in hand; if not, it is compared
-                here, on a single segment.
+        """Returns the ladder with a capture of exactly so many tokens, made if its uses and `weight` suffice;
+        or None. With `on_trial`, `keeps` compares a new capture with the batch in hand.
         """
         self._clock += 1
         ladder = self._held.get(tokens)
@@ -144,9 +136,7 @@ class UnpaddedCaptures:
         return ladder
 
     def keeps(self, tokens: int, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
-        """Returns whether the capture of a size serves the batch in hand; one on trial is first timed, by
-        `replay`, against the exact shape.
-        """
+        """Returns whether the capture of a size serves; one on trial is timed against the exact shape."""
         if tokens not in self.on_trial:
             return True
         replay_ms = measure_ms(replay, self._pool.device)
@@ -280,7 +270,6 @@ class UnpaddedCaptures:
             return None
 
     def _refuse(self, ladder: BudgetLadder, tokens: int, reason: str) -> None:
-        """Notes why a size is not captured: the error of its own capture, or `reason`."""
         self._held.pop(tokens, None)
         if tokens in ladder.captured:
             ladder.drop(tokens, reason)
@@ -321,7 +310,6 @@ class UnpaddedCaptures:
         return free is None or free >= self._bytes_per_token * tokens
 
     def _keep_limit(self, ladder: BudgetLadder, tokens: int) -> None:
-        """Evicts others until the limit of bytes holds; releases the new capture if it alone exceeds it."""
         self._bytes_per_token = max(self._bytes_per_token, ladder.num_bytes(tokens) / tokens)
         remaining = self._remaining_bytes()
         limit = None if remaining is None else remaining + self.graph_bytes
