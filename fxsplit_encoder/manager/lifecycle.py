@@ -27,7 +27,6 @@ from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.runtime import Choosers, WeightChecks
-from fxsplit_encoder.runtime.requests import warn_of_new_captures
 from fxsplit_encoder.runtime.statistics import CaptureProgress
 
 logger = logging.getLogger(__name__)
@@ -199,7 +198,7 @@ class Lifecycle:
     def take_structure(self) -> None:
         """Notes the tower's modules, and forgets captures of others. The caller holds the lock."""
         if self._structure is not None and (change := self._structure.change()):
-            warn_of_new_captures(change)
+            logger.warning("capturing again: %s", change)
             for generation in {self.serving, self.own}:
                 generation.forget_tower()
             self.serving, self.is_captured, self._structure = self.own, False, None
@@ -222,7 +221,7 @@ class Lifecycle:
             raise error
         for path in self.serving.paths_by_key.values():
             path.forward.current_program()
-        warn_of_new_captures(error)
+        logger.warning("capturing again: %s", error)
         held = self.serving.captures.held()
         self.serving.captures.clear()
         self.serving.captures.capture(held)

@@ -50,7 +50,7 @@ class RequestPlans:
     """Plans requests of one tower, after `use_captures`, and keeps the plans by sizes.
 
     A request that recurs is planned again as if its token counts were captured without padding, as they will
-    be (`UnpaddedReplays`): several batches may become one. The first plan is used again if such a capture
+    be (`UnpaddedCaptures`): several batches may become one. The first plan is used again if such a capture
     fails, or is given up and its batch is slower at its exact shape than the first plan.
     """
 
@@ -177,7 +177,7 @@ class RequestPlans:
                 unpadded = self.paths[name, batch.axis_keys].unpadded
                 if planned.budget is not None or not planned.tokens:
                     continue
-                if planned.tokens in unpadded.captures.refused:
+                if planned.tokens in unpadded.refused:
                     return True
                 if planned.milliseconds is not None and planned.tokens in unpadded.exact_ms:
                     more += unpadded.exact_ms[planned.tokens] - planned.milliseconds
