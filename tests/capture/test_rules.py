@@ -30,8 +30,8 @@ from fxsplit_encoder.capture import (
     forward,
 )
 from fxsplit_encoder.capture.forward import ProgramBody
-from fxsplit_encoder.compile import build
-from fxsplit_encoder.compile.program import Ref, Step
+from fxsplit_encoder.compile import Step, build
+from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import (
     CaptureError,
     InputError,
