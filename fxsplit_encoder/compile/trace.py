@@ -82,6 +82,9 @@ def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
 
 
 @no_default_device()
+_OF_TRACING = (FxSplitError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 def trace_forward(
     forward: Callable[[dict[str, Tensor]], Tensor],
     inputs: Mapping[str, Tensor],
@@ -107,7 +110,7 @@ def trace_forward(
                 with equal_blocks_as_ops(module) as num_blocks:
                     if num_blocks:
                         return _trace(forward, inputs, dynamic_dims, options)
-            except (FxSplitError, RuntimeError, TypeError, ValueError) as error:
+            except _OF_TRACING as error:
                 if not _blames_blocks(error):
                     raise
                 logger.warning("equal blocks are traced one by one, which takes longer: %s", error)

@@ -148,7 +148,10 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_IMPORT_ERRORS = (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError)
+_IMPORT_ERRORS = (
+    *(ImportError, AssertionError, AttributeError, LookupError, NameError, OSError, RuntimeError),
+    *(SyntaxError, TypeError, ValueError),
+)
 
 
 @functools.cache

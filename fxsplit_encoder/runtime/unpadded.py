@@ -45,7 +45,6 @@ _TRIAL_SHARE = 0.1
 _NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
 
 # What this library, torch and a tower's own code raise when a size cannot be captured.
-_CAPTURE_ERRORS = (FxSplitError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class UnpaddedCaptures:
@@ -261,10 +260,12 @@ class UnpaddedCaptures:
         return self._held.get(tokens)
 
     def _attempt(self, tokens: int, make: Callable[[int], _T]) -> _T | None:
-        """The result of `make`; None: it raised, which is noted, so that this rank takes part in the vote."""
+        """The result of `make`; None: it raised, which is noted."""
         try:
             return make(tokens)
-        except _CAPTURE_ERRORS as error:
+        except AssertionError:  # of this library's own
+            raise
+        except Exception as error:  # the boundary to other ranks, which wait for this one's vote
             logger.warning("%d tokens are not captured: %s: %s", tokens, type(error).__name__, error)
             self.refused[tokens] = str(error)
             return None
