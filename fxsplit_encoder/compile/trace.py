@@ -81,10 +81,10 @@ def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
         compile_jobs.dismiss()
 
 
-@no_default_device()
 _OF_TRACING = (FxSplitError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
+@no_default_device()
 def trace_forward(
     forward: Callable[[dict[str, Tensor]], Tensor],
     inputs: Mapping[str, Tensor],

@@ -17,7 +17,7 @@ import torch
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, GraphPool, SharedBuffers
 from fxsplit_encoder.capture.forward import measure_ms
-from fxsplit_encoder.errors import FxSplitError, InputError
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
