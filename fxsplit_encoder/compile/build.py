@@ -29,8 +29,7 @@ from fxsplit_encoder.compile.split import (
     SplitGraph,
     is_scalar,
     split_graph,
-    token_symbol_of,
-    tokens_unknown,
+    token_count_of,
 )
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
@@ -65,8 +64,9 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     if options.observe is not None:
         options.observe(module)
     graph = split_graph(module, targets)
-    if options.requires_tokens and token_symbol_of(graph.parts) is None:
-        raise CompileError(tokens_unknown(graph.parts, options.splitting_ops))
+    _, unknown = token_count_of(graph.parts, options.splitting_ops)
+    if options.requires_tokens and unknown:
+        raise CompileError(unknown)
     return _assemble(module, graph, frozenset(static_inputs), num_rows, options, device, report)
 
 
@@ -89,7 +89,7 @@ def _assemble(
     steps = with_joins(make_steps(graph.parts, slots, cache, options))
     outputs = tuple(slots.argument(a) for a in graph.output_args)
     kept = {*slots_in(outputs), *(slots.of(n) for n in (*graph.placeholders, *graph.constants))}
-    token_symbol = token_symbol_of(graph.parts)
+    token_symbol, unknown = token_count_of(graph.parts, options.splitting_ops)
     region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
     fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
     region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
@@ -119,7 +119,7 @@ def _assemble(
         input_shapes=tuple(None if is_scalar(n) else tensor_info(n).shape for n in inputs),
         token_symbol=token_symbol,
         collectives=tuple(dict.fromkeys(op.name() for op in ops if calls_other_ranks(op))),
-        tokens_unknown="" if token_symbol is not None else tokens_unknown(graph.parts, options.splitting_ops),
+        tokens_unknown=unknown,
         region_start=region_start,
         region_inputs=tuple(region.inputs.values()),
         region_symbols=region.symbols(with_segments=not report.segments_may_grow),
@@ -345,7 +345,9 @@ class Region:
     def prove(self, assumptions: Sequence[sympy.Basic]) -> padding.PaddingReport:
         """Proves that the region may be padded, given what the trace assumes of its symbols."""
         if self._token_symbol is None:
-            return padding.PaddingReport((("graph", "no dimension of a splitting op's query is symbolic"),))
+            reason = ("graph", "no dimension of a splitting op's query is symbolic")
+            refusal = padding.capture_refusal(self._nodes)
+            return padding.PaddingReport((reason,), segments_may_grow=False, capture_refusal=refusal)
         seeds: dict[fx.Node, padding.State] = {
             node: padding.SEGMENTS
             if entry.is_segments

@@ -188,6 +188,15 @@ def _first_symbol(query: Tensor) -> str | None:
     return str(next(iter(varying))) if len(varying) == 1 else None
 
 
+def token_count_of(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -> tuple[str | None, str]:
+    """Returns the token symbol, and why there is none."""
+    try:
+        symbol = token_symbol_of(parts)
+    except CompileError as error:
+        return None, str(error)
+    return symbol, "" if symbol is not None else tokens_unknown(parts, splitting_ops)
+
+
 def tokens_unknown(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -> str:
     """Returns the reason why the queries have no token symbol."""
     seen = [f"{op} over {tuple(query.shape)}" for op, query in _queries(parts)]

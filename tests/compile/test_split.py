@@ -10,7 +10,7 @@ from fxsplit_encoder.compile.options import splitting_targets
 from fxsplit_encoder.errors import CompileError, ConfigError
 
 from .blocks.block_towers import Dense
-from .packed_forwards import WIDTH, packed_inputs, trace_packed, trace_with
+from .packed_forwards import SPLITTING_OPS, WIDTH, packed_inputs, trace_packed, trace_with
 
 
 def test_a_configured_name_stands_for_all_overloads() -> None:
@@ -136,4 +136,5 @@ def test_attention_over_different_counts_is_refused() -> None:
         return y + torch.ops.fxsplit.varlen_attention(table, table, table, cu, 6, 1.0).sum()
 
     with pytest.raises(CompileError, match="different token counts"):
-        trace_packed(forward)
+        trace_packed(forward, options=CompileOptions(SPLITTING_OPS, "eager", requires_tokens=True))
+    assert "different token counts" in trace_packed(forward).program.tokens_unknown
