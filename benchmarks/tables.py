@@ -277,7 +277,7 @@ def towers(result: Result) -> str:
     rows = [_tower_row(name, its_rows) for name, its_rows in _grouped(result["rows"], "tower").items()]
     shown = ["tower", "small", "medium", "large", "batch of 8", "error", "compile s", "capture s", "GiB"]
     shown += ["failure"] if any("failure" in row for row in rows) else []
-    caption = "Eager / `manager.execute` = ratio, medians in milliseconds."
+    caption = "Eager / `manager.execute`, medians in milliseconds."
     return f"{by_columns({n: n for n in shown}, rows)}\n\n{caption} {described(result, rows=result['rows'])}."
 
 
@@ -326,8 +326,7 @@ def _tower_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
         if "eager" in measured:
             sizes = measured["sizes"]
             size = f"{sizes[0]}: " if len(sizes) == 1 else ""
-            times = f"{measured['eager']:.2f} / {measured['ours']:.2f}"
-            row[measured["workload"]] = f"{size}{times} = {measured['eager'] / measured['ours']:.2f}"
+            row[measured["workload"]] = f"{size}{shown(measured['eager'])} / {shown(measured['ours'])}"
             row["error"] = f"{max(float(row.get('error', 0)), measured['rms error']):.2f}"
         elif "bytes" in measured:
             row |= {what: f"{measured[what]:.0f}" for what in ("compile s", "capture s")}
@@ -365,16 +364,17 @@ def _chosen(rows: Iterable[Row], where: str, time: str) -> str | None:
 
 
 def products(result: Result) -> str:
-    """Microseconds, a column for each kernel, and the reasons of those that failed or cannot run."""
-    names = list(dict.fromkeys(row["kernel"] for row in result["rows"]))
+    """Microseconds of cuBLAS and of the kernel that is chosen, and the reasons of those that failed or cannot
+    run."""
     lines = []
     for layer, of_layer in _grouped(result["rows"], "layer").items():
         for rows, found in _grouped(of_layer, "rows").items():
-            cells = {row["kernel"]: _chosen_or_not(row) for row in found}
+            times = {row["kernel"]: row.get("us") for row in found}
+            chosen = [f"`{row['kernel']}` {row['us']:.1f}" for row in found if row["chosen"]]
             errors = [row["error"] for row in found if "error" in row]
-            lines.append([layer, rows, *map(cells.get, names), max(errors, default=None)])
-    table = formatted(["layer", "rows", *(f"`{name}`" for name in names), "largest error"], lines)
-    caption = "Microseconds of a call, weights from memory; bold: what is chosen"
+            lines.append([layer, rows, times.get("cublas"), ", ".join(chosen), max(errors, default=None)])
+    table = formatted(["layer", "rows", "`cublas`", "chosen", "largest error"], lines)
+    caption = "Microseconds of a call, weights from memory"
     failures = [
         f"{row['kernel']}, {row['layer']}, {row['rows']} rows: {row['failure']}"
         for row in result["rows"]
@@ -384,15 +384,12 @@ def products(result: Result) -> str:
     return "\n\n".join([table, f"{caption}. {described(result, 'bf16')}.", *failures])
 
 
-def _chosen_or_not(row: Row) -> str:
-    text = "failed" if "failure" in row else f"{row['us']:.1f}"
-    return f"**{text}**" if row["chosen"] else text
-
-
 def passes(result: Result) -> str:
+    """Milliseconds of one replay with all passes, without any and without each of them."""
     sizes = [str(count) for count in result["settings"]["patches"]]
     shown = ["candidate", *sizes, "error", *_if_any("failure", result["rows"])]
-    table = by_columns({name: name for name in shown}, result["rows"])
+    rows = [row for row in result["rows"] if not row["candidate"].startswith("pass ")]
+    table = by_columns({name: name for name in shown}, rows)
     unit = result["settings"].get("unit", "patches")
     return f"{table}\n\nMilliseconds of one full graph replay, by {unit}. {described(result)}."
 
@@ -466,7 +463,7 @@ def starts(result: Result) -> str:
         first = row["capture"] + row["first embedding"]
         ready = (
             f"`capture(wait=False)`: the first embedding after {first:.1f} s, everything captured after "
-            f"{row['done']:.1f}; of {row['requests']} requests meanwhile the longest took "
+            f"{row['done']:.1f}; of {row['requests']} requests until then the longest took "
             f"{row['longest request']:.1f} ms, the median {row['median request']:.1f}, "
             f"eager {row['eager']:.1f}. "
         )
@@ -483,7 +480,8 @@ def data_parallel(result: Result) -> str:
 
 def vllm(result: Result) -> str:
     """vLLM's classes eagerly, by its manager and by ours, milliseconds; a sentence where ours was not run."""
-    lines = []
+    lines: list[list[Any]] = []
+    errors: list[float] = []
     for tower in dict.fromkeys(row["tower"] for row in result["rows"]):
         for workload, rows in _by_variant(result, tower).items():
             times = {name: row.get("p50") for name, row in rows.items()}
@@ -491,8 +489,8 @@ def vllm(result: Result) -> str:
             if not theirs or not times.keys() & {"ours", "ours-compiled"}:
                 continue
             best = [_ratio(min(theirs), times.get(name)) for name in ("ours", "ours-compiled")]
-            errors = [row["error"] for row in rows.values() if "error" in row]
-            lines.append([tower, workload, *map(times.get, _IN_VLLM), *best, f"{max(errors):.1e}"])
+            errors += [row["error"] for row in rows.values() if "error" in row]
+            lines.append([tower, workload, *map(times.get, _IN_VLLM), *best])
     if not lines:
         return _NOT_MEASURED
     headers = [
@@ -503,9 +501,9 @@ def vllm(result: Result) -> str:
         "ours, its kernels",
         "ours, `compile: true`",
     ]
-    headers += ["vLLM's best / ours", "/ compiled", "error"]
+    headers += ["vLLM's best / ours", "/ compiled"]
     caption = (
-        "Milliseconds, medians; error: root mean square of the difference from eager, the largest of a row."
+        f"Milliseconds, medians; root mean square difference from eager: up to {max(errors):.1e}."
     )
     dtype = result["settings"]["dtype"]
     where = described(result, f"vLLM {result['vllm']}", dtype, "random weights", rows=result["rows"])
