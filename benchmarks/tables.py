@@ -347,13 +347,12 @@ def attention(result: Result) -> str:
     """Microseconds of torch's kernel at known lengths, and the one that each kind of call gets."""
     lines = []
     for segments, rows in _grouped(result["rows"], "segments").items():
-        torchs = next((row.get("known") for row in rows if row["kernel"] == "torch_flash"), None)
-        lines.append([segments, torchs, *(_chosen(rows, *where) for where in _CHOSEN_FOR.values())])
+        times = {row["kernel"]: row.get("known") for row in rows}
+        chosen = [_chosen(rows, *where) for where in _CHOSEN_FOR.values()]
+        lines.append([segments, times.get("torch_flash"), *chosen])
     heads = f"{result['settings']['heads']} heads of {result['settings']['head_dim']}"
     table = formatted(["segments", "`torch_flash`", *_CHOSEN_FOR], lines)
-    caption = (
-        "Microseconds; the kernel that is chosen, in the last two columns with its time at known lengths"
-    )
+    caption = "Microseconds; what is chosen, in the last two columns with its time at known lengths"
     return f"{table}\n\n{caption}. {described(result, 'bf16', heads)}."
 
 
@@ -364,8 +363,7 @@ def _chosen(rows: Iterable[Row], where: str, time: str) -> str | None:
 
 
 def products(result: Result) -> str:
-    """Microseconds of cuBLAS and of the kernel that is chosen, and the reasons of those that failed or cannot
-    run."""
+    """Microseconds of cuBLAS and of the chosen kernel, and why others failed or cannot run."""
     lines = []
     for layer, of_layer in _grouped(result["rows"], "layer").items():
         for rows, found in _grouped(of_layer, "rows").items():
@@ -374,14 +372,14 @@ def products(result: Result) -> str:
             errors = [row["error"] for row in found if "error" in row]
             lines.append([layer, rows, times.get("cublas"), ", ".join(chosen), max(errors, default=None)])
     table = formatted(["layer", "rows", "`cublas`", "chosen", "largest error"], lines)
-    caption = "Microseconds of a call, weights from memory"
     failures = [
         f"{row['kernel']}, {row['layer']}, {row['rows']} rows: {row['failure']}"
         for row in result["rows"]
         if "failure" in row
     ]
     failures += [f"{name}: {reason}" for name, reason in result["settings"]["unavailable"].items()]
-    return "\n\n".join([table, f"{caption}. {described(result, 'bf16')}.", *failures])
+    where = described(result, "bf16")
+    return "\n\n".join([table, f"Microseconds of a call, weights from memory. {where}.", *failures])
 
 
 def passes(result: Result) -> str:
@@ -502,9 +500,7 @@ def vllm(result: Result) -> str:
         "ours, `compile: true`",
     ]
     headers += ["vLLM's best / ours", "/ compiled"]
-    caption = (
-        f"Milliseconds, medians; root mean square difference from eager: up to {max(errors):.1e}."
-    )
+    caption = f"Milliseconds, medians; root mean square difference from eager: up to {max(errors):.1e}."
     dtype = result["settings"]["dtype"]
     where = described(result, f"vLLM {result['vllm']}", dtype, "random weights", rows=result["rows"])
     return f"{formatted(headers, lines)}\n\n{caption} {where}."
@@ -518,7 +514,7 @@ def vllm_serving(result: Result) -> str:
             row["p50 by engine"] = " / ".join(f"{p50:#.3g}".rstrip(".") for p50 in each)
     columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50"}
     columns |= {name: name for name in _if_any("p50 by engine", rows)} | {"p99": "p99"}
-    parts = ("until queued", "in engine", "encoder host", "encoder device")
+    parts = ("encoder host", "encoder device")
     columns |= {name: name for name in parts if _if_any(name, rows)}
     columns |= {"requests / s": "requests per second"}
     same = all(row.get("same") == 1.0 for row in rows)
