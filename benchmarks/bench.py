@@ -23,6 +23,7 @@ CASES: Mapping[str, str] = {
     "passes": "what graph passes gain",
     "host": "what a request costs the CPU",
     "kernels": "which kernels the GPU spends a request on",
+    "backend": "vision models behind torch.compile, by this backend and by torch's own modes",
     "accelerate": "what a model of transformers gains, and its calls cost",
     "connector": "what encoding costs the requests of an engine, beside it and in it",
     "start": "where the seconds of a start go",

@@ -441,6 +441,25 @@ def accelerate(result: Result) -> str:
     return f"{formatted(['images', *ways], lines)}\n\nMilliseconds, medians. {again} {described(result)}."
 
 
+def backend(result: Result) -> str:
+    """A line for each model and batch; "ratio": this backend's time over that of the faster of torch's modes;
+    "error": over eager's.
+    """
+    ways = ("eager", "reduce-overhead", "max-autotune", "encoder_cg")
+    lines = []
+    for name, rows in _grouped(result["rows"], "model").items():
+        for batch, its_rows in _grouped([row for row in rows if "way" in row], "batch").items():
+            times = {row["way"]: row["p50"] for row in its_rows if "p50" in row}
+            errors = {row["way"]: row["error"] for row in its_rows if "error" in row}
+            best = min(filter(None, map(times.get, ways[1:3])), default=None)
+            ratio = times["encoder_cg"] / best if best and "encoder_cg" in times else None
+            error = errors["encoder_cg"] / errors["eager"] if errors.get("eager") else None
+            lines.append([name, batch, *map(times.get, ways), ratio, error])
+    failures = [f"{row['model']}: {row['failure']}" for row in result["rows"] if "failure" in row]
+    table = formatted(["model", "batch", *ways, "ratio", "error"], lines)
+    return "\n\n".join([table, *failures, f"Milliseconds, medians. {described(result)}."])
+
+
 def _generated(result: Result) -> dict[str, dict[str, int]]:
     return {name: each for name, each in result["settings"].items() if name.startswith("generate")}
 

@@ -97,21 +97,12 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "accelerate": "hugging_face",
-    "restore": "hugging_face",
-    "refresh": "integrations.serving",
-    "stats": "integrations.serving",
-    "warmup": "integrations.serving",
-    "BreakableCUDAGraphCapture": "capture",
-    "BreakableCUDAGraphWrapper": "capture",
-    "GraphPool": "capture",
+    **dict.fromkeys(("accelerate", "restore"), "hugging_face"),
+    **dict.fromkeys(("refresh", "stats", "warmup"), "integrations.serving"),
+    **dict.fromkeys(("BreakableCUDAGraphCapture", "BreakableCUDAGraphWrapper", "GraphPool"), "capture"),
     "eager_break_during_capture": "capture",
-    "EncoderCudaGraphManager": "manager",
-    "ManagerStats": "manager",
-    "DenseTowerSpec": "towers",
-    "PackedTower": "towers",
-    "supported_towers": "towers",
-    "wrap": "towers",
+    **dict.fromkeys(("EncoderCudaGraphManager", "ManagerStats"), "manager"),
+    **dict.fromkeys(("DenseTowerSpec", "PackedTower", "supported_towers", "wrap"), "towers"),
 }
 """The packages of names that are imported when they are used."""
 

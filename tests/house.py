@@ -354,7 +354,7 @@ def _reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
 def _registries() -> dict[str, Figure | int]:
     from fxsplit_encoder.compile.passes import PASSES
     from fxsplit_encoder.kernels.attention import KERNELS as attention
-    from fxsplit_encoder.kernels.products.kernels import KERNELS as products
+    from fxsplit_encoder.kernels.products.measured import KERNELS as products
 
     kernels = {"attention kernels": attention, "product kernels": products, "passes": PASSES}
     return {name: Figure(len(each), tuple(map(str, each))) for name, each in kernels.items()}

@@ -12,7 +12,6 @@ from fxsplit_encoder.capture.inputs import StaticInputs, pad_cu_seqlens, segment
 from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.unpadded import UnpaddedCaptures
 from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "StaticBuffer",
     "StaticInputs",
     "StaticParameters",
-    "UnpaddedCaptures",
     "active_capture",
     "eager_break_during_capture",
     "measure_ms",

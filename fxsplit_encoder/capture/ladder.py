@@ -77,7 +77,7 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class KnownBudget:
-    """What another ladder of the same forward measured of a budget."""
+    """A budget as another ladder of the same forward measured it."""
 
     costs: MeasuredCosts
     mode: str | None
@@ -100,9 +100,9 @@ class BudgetLadder:
         request: makes the capture request of a budget; its tensors become the capture's own.
         mode: "auto", "full", "piecewise" or "breakable".
         measured: whether every way of running is timed, to choose by it; only on a device.
-        attention_ms: what attention takes over one segment as long as a budget, as far as it is known.
-        agree: for a forward with collectives: whether every rank says yes, so that all capture the same.
-        compares_kernels: whether attention kernels are compared before a capture, where they were not.
+        attention_ms: milliseconds of attention over one segment as long as a budget.
+        agree: whether every rank says yes, so that all capture the same.
+        compares_kernels: whether attention kernels are compared before a capture.
     """
 
     def __init__(
@@ -137,8 +137,7 @@ class BudgetLadder:
         self.in_inference_mode = False
         """Whether a tower's own code is timed in inference mode, in which it will run."""
         self._capture_ms: list[float] = []
-        self._is_warm = False
-        """Whether the forward has run: another size needs one warm-up only."""
+        self._is_warm = False  # whether the forward has run: another size needs one warm-up only
         self._bound_by_host: tuple[int, MeasuredRun] | None = None
         """The largest budget at which the host bounds a tower's own code, and its run."""
         self._known: dict[int, KnownBudget] = {}
@@ -150,10 +149,7 @@ class BudgetLadder:
         self._num_bytes: Counter[int] = Counter()
 
     def capture(self, budget: int) -> CapturedForward | None:
-        """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9).
-
-        Pauses between timed runs, those before a capture, and the capture.
-        """
+        """Captures a budget once, with pauses; None if it is dropped (capture rule 9)."""
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
             return self.captured.get(budget)
         start = self._own_seconds()
@@ -175,9 +171,7 @@ class BudgetLadder:
         return time.perf_counter() - self._compared.seconds - seconds_paused()
 
     def run(self, budget: int) -> None:
-        """Runs what `capture` would run on a device of a budget that is not known; see
-        `CaptureRequest.run`.
-        """
+        """Runs, to know their kernels, what `capture` would run on a device of a budget that is not known."""
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:
@@ -186,11 +180,7 @@ class BudgetLadder:
             logger.info("budget %d cannot be run ahead: %s", budget, error)
 
     def expect(self, known: Mapping[int, KnownBudget], capture_ms: float) -> None:
-        """Takes over what another ladder of the same forward measured on a device of this kind; `clear` keeps
-        it.
-
-        Such budgets are captured as they were there, without timing; `capture_ms` is the other's.
-        """
+        """Takes measurements of another ladder on such a device: its budgets are captured without timing."""
         self._known = dict(known)
         self._capture_ms = [capture_ms] if known else []
 
@@ -202,11 +192,6 @@ class BudgetLadder:
                 mode = self.captured[budget].mode if budget in self.captured else None
                 found[budget] = KnownBudget(costs, mode)
         return found
-
-    def captures_of(self, budget: int) -> list[CapturedForward]:
-        """All captures of one budget."""
-        both = (self.captured, self.captured_single_segment)
-        return [captures[budget] for captures in both if budget in captures]
 
     def best(self, budget: int, num_segments: int | None) -> CapturedForward:
         """The capture of a captured budget for a batch of so many segments (None: unknown)."""
@@ -273,7 +258,6 @@ class BudgetLadder:
             self._capture_single_segment(budget, request, costs)
 
     def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> bool:
-        """Captures a budget as it was captured elsewhere; whether that was possible."""
         assert known.mode is not None
         try:
             self.captured[budget] = self._record(budget, request, known.mode)
@@ -291,12 +275,7 @@ class BudgetLadder:
         return True
 
     def _agreed_request(self, budget: int) -> CaptureRequest:
-        """Makes the request before any rank runs its forward, in which others would wait for a rank that has
-        none.
-
-        Raises:
-            CaptureError: this rank or another has none of this size.
-        """
+        """Makes the request, by a vote: inside the forward other ranks would wait for one that has none."""
         try:
             request = self._request(budget)
         except (CaptureError, torch.OutOfMemoryError):
@@ -307,7 +286,6 @@ class BudgetLadder:
         return request
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
-        """Captures in every possible mode, measures, and keeps the cheapest."""
         exact = self._exact_run(budget, request)
         pause()
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
@@ -360,7 +338,6 @@ class BudgetLadder:
             return MeasuredRun(math.inf, math.inf)
 
     def _capture_single_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
-        """Adds a full graph for one segment, where it costs less than the capture for any number."""
         if self.captured[budget].mode != "full" and self.mode != "auto":
             return  # the user wants piecewise, which attends to the true segments anyway
         single = self._record_single_segment(budget, request)
@@ -375,7 +352,6 @@ class BudgetLadder:
             single.release()
 
     def _record_single_segment(self, budget: int, request: CaptureRequest) -> CapturedForward | None:
-        """A full graph for one segment; None, with a warning, where there is none."""
         try:
             if request.single_segment is None:
                 raise CaptureError("the forward tells no segments")
@@ -387,7 +363,6 @@ class BudgetLadder:
             return None
 
     def _record_all(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
-        """Captures in every mode that differs; fails only if all fail."""
         recorded: dict[str, CapturedForward] = {}
         failures: list[CaptureError] = []
         for mode in request.modes:
@@ -404,7 +379,6 @@ class BudgetLadder:
         return recorded
 
     def _record_first(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
-        """Captures in the wanted mode, or else in another, as noted in `replaced`."""
         possible = request.modes
         # Without a program the mode that breaks at attention is `breakable`.
         wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]

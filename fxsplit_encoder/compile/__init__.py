@@ -7,19 +7,13 @@ imported when it is used first.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.options import CompileOptions, HostOp, register_host_op
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile.build import build_program
     from fxsplit_encoder.compile.padding import PaddingReport
-    from fxsplit_encoder.compile.program import (
-        Bindings,
-        BoundProgram,
-        NamedRegion,
-        Program,
-        RegionInput,
-        Step,
-    )
+    from fxsplit_encoder.compile.program import Bindings, BoundProgram, NamedRegion, Program, RegionInput
     from fxsplit_encoder.compile.trace import compile_graph, trace_forward, with_own_code
 
 __all__ = [
@@ -40,7 +34,7 @@ __all__ = [
 ]
 
 _WHEN_USED = {
-    **dict.fromkeys(("Bindings", "BoundProgram", "NamedRegion", "Program", "RegionInput", "Step"), "program"),
+    **dict.fromkeys(("Bindings", "BoundProgram", "NamedRegion", "Program", "RegionInput"), "program"),
     **dict.fromkeys(("compile_graph", "trace_forward", "with_own_code"), "trace"),
     "PaddingReport": "padding",
     "build_program": "build",

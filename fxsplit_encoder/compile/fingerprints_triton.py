@@ -14,8 +14,6 @@ from fxsplit_encoder._torch.device import on_device
 _BLOCK = 256
 _WARPS = 4
 
-_compiled: dict[str, Any] = {}
-
 
 # No number of samples gets a version of its own.
 @triton.jit(do_not_specialize=["count", "takes"])  # type: ignore[untyped-decorator]
@@ -48,9 +46,19 @@ def compare_bits(addresses: Tensor, before: Tensor, state: Tensor, *, takes: boo
             addresses, before, state, count, int(takes), _BLOCK, num_warps=_WARPS
         )
     if compiled is not None:  # Triton's interpreter compiles nothing
-        _compiled[compiled.hash] = compiled
+        _KERNELS.by_hash[compiled.hash] = compiled
+
+
+class _Kernels:
+    """The kernels compiled in this process."""
+
+    def __init__(self) -> None:
+        self.by_hash: dict[str, Any] = {}
+
+
+_KERNELS = _Kernels()
 
 
 def compiled_kernels() -> list[Any]:
     """Returns the kernels compiled in this process."""
-    return list(_compiled.values())
+    return list(_KERNELS.by_hash.values())

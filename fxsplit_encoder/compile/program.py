@@ -1,8 +1,7 @@
-"""Ordered steps that one forward became, and how to run them.
+"""Runs a forward as ordered steps, whose values live in numbered slots.
 
-Values live in numbered slots. The steps up to the last host op are the *prologue* and always run at the true
-shape; the rest is the *region*, which may run padded, and which `capture` records step by step. `bind` makes
-a `BoundProgram`, whose inputs have names.
+The steps up to the last host op are the *prologue* and always run at the true shape; the rest is the
+*region*, which may run padded, and which `capture` records step by step. `bind` names a program's inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
-from fxsplit_encoder.compile.branches import StepBranches
+from fxsplit_encoder.compile.branches import Step, StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.sizes import Size, SymbolValues, holds_for_capture
 from fxsplit_encoder.errors import CompileError
@@ -38,33 +37,8 @@ Argument = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One call: a compiled piece, a splitting op or a host op."""
-
-    kind: str
-    """"piece", "split" or "host"."""
-    name: str
-    call: Callable[..., Any]
-    args: tuple[Argument, ...]
-    kwargs: dict[str, Argument]
-    outputs: tuple[int, ...]
-    """Slots that the results fill: one for a tensor, several for a sequence (-1: the result is not read)."""
-    returns_tensor: bool
-    frees: tuple[int, ...] = ()
-    """Slots that no later step reads."""
-    distinct: int = -1
-    """For a piece: which distinct compilation it calls."""
-    nodes: tuple[str, ...] = ()
-    """The names of the graph's nodes that it stands for."""
-    beside: bool = False
-    """Whether it may run on a side stream, see `StepBranches`."""
-    joins: bool = False
-    """Whether it reads what a side stream computes."""
-
-
-@dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What the trace knows of a tensor in a slot."""
+    """The traced metadata of a tensor in a slot."""
 
     name: str
     shape: tuple[Size, ...]
@@ -113,7 +87,7 @@ class Bindings:
         return [value(each) for each in step.args], {key: value(each) for key, each in step.kwargs.items()}
 
     def store(self, step: Step, result: Any) -> None:
-        """Stores a step's results and drops what no later step reads."""
+        """Stores a step's results and drops the values that no later step reads."""
         slots = self.slots
         for slot, value in zip(step.outputs, (result,) if step.returns_tensor else result, strict=False):
             if slot >= 0:
@@ -130,7 +104,7 @@ class Program:
     num_inputs: int
     num_slots: int
     num_rows_slot: int | None
-    """Where the masks of pad rows find the number of real rows, a 0-dimensional int64 tensor."""
+    """Slot of the number of real rows, a 0-dimensional int64 tensor, for the masks of pad rows."""
     constants: Mapping[int, Tensor]
     """Tensors lifted out of the graph, by slot."""
     static_inputs: frozenset[int]
@@ -140,24 +114,24 @@ class Program:
     outputs: tuple[Argument, ...]
     output_infos: tuple[TensorInfo | None, ...]
     input_shapes: tuple[tuple[Size, ...] | None, ...]
-    """The traced shape of every input; None for numbers."""
+    """Traced shapes; None for numbers."""
     token_symbol: str | None
     """The symbol of the token dimension; None when the graph is static or has no splitting op."""
     region_start: int
     region_inputs: tuple[RegionInput, ...]
     region_symbols: tuple[str, ...]
-    """The symbols, other than the token symbol, that sizes inside the region use."""
+    """Symbols of sizes inside the region, without the token symbol."""
     device: torch.device
     padding: PaddingReport
     accepts: Callable[[SymbolValues], bool]
-    """Whether the assumptions made while tracing and compiling hold for these symbol values."""
+    """Whether the guards of the trace hold for these symbol values."""
     derived: DerivedParameters = field(default_factory=DerivedParameters)
     """Parameters that passes keep in another form."""
     tokens_unknown: str = ""
     collectives: tuple[str, ...] = ()
     """The ops that other ranks have to call as well."""
     pass_report: Mapping[str, int] = field(default_factory=dict)
-    """At how many places each pass that ran changed the graph, see `compile.passes.pass_rows`."""
+    """Number of places that each pass changed, see `compile.passes.pass_rows`."""
 
     def may_be_captured(self, symbols: SymbolValues) -> bool:
         """Whether the graph means the same at these sizes as where it was traced."""
@@ -171,8 +145,7 @@ class Program:
         return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
 
     def begin(self, args: Sequence[Any], derived_stamp: object = None) -> Bindings:
-        """Binds the graph's inputs and runs the prologue at the true shape; its results may still be on the
-        CPU.
+        """Binds the graph's inputs and runs the prologue at the true shape; results may be on the CPU.
 
         Args:
             derived_stamp: that of the derived parameters, where parameters have not moved since they had it.
@@ -195,9 +168,9 @@ class Program:
         """Runs the region and returns the graph's outputs.
 
         Args:
-            bindings: what `begin` returned; values that no later step reads are dropped from it.
-            segments: those whose lengths the host knows. Attention takes them in place of the traced bound,
-                often the token count, for which FlashAttention 2 launches blocks.
+            bindings: the result of `begin`; values that no later step reads are dropped from it.
+            segments: those whose lengths the host knows, for attention in place of the traced bound, often
+                the token count, for which FlashAttention 2 launches blocks.
         """
         self.fill_num_rows(bindings)
         self.derived.compare()
@@ -220,7 +193,7 @@ class Program:
         return [bindings.value(output) for output in self.outputs]
 
     def fill_num_rows(self, bindings: Bindings) -> None:
-        """Fills in the number of rows for the masks of pad rows, unless a capture has brought its own."""
+        """Fills in the number of rows for the masks of pad rows, unless a capture has set its own."""
         slot = self.num_rows_slot
         if slot is None or self.token_symbol is None or bindings.slots[slot] is not None:
             return
@@ -236,11 +209,10 @@ class Program:
 
     def move_to_device(self, bindings: Bindings) -> None:
         """Moves the results of host ops to the region's device."""
-        for step in self.steps[: self.region_start]:
-            if step.kind == "host":
-                for slot in step.outputs:
-                    if slot >= 0 and isinstance(bindings.slots[slot], torch.Tensor):
-                        bindings.slots[slot] = to_device(bindings.slots[slot], self.device)
+        for step in self.host_steps:
+            for slot in step.outputs:
+                if slot >= 0 and isinstance(bindings.slots[slot], torch.Tensor):
+                    bindings.slots[slot] = to_device(bindings.slots[slot], self.device)
 
     def tokens(self, bindings: Bindings) -> int | None:
         """The number of tokens (rows) of this run."""
@@ -263,19 +235,13 @@ class Program:
 
     @property
     def frame_lengths_slot(self) -> int | None:
-        """The slot of the cumulative lengths of images or frames; None if there is none or the region makes
-        it.
-
-        Of several it is the only one that just the token count bounds, since windows have a fixed bound.
-        """
+        """The slot of the cumulative lengths of images or frames; None if no input of the region has them."""
         attentions = [step for step in self.splits if step.call is varlen_attention]
         slots = {step.args[3].slot for step in attentions}
-        if len(slots) > 1:
+        if len(slots) > 1:  # windows have a fixed bound, images the token count
             slots = {step.args[3].slot for step in attentions if not isinstance(step.args[4], int)}
-        slots &= (
-            {entry.slot for entry in self.region_inputs if entry.is_segments} if len(slots) == 1 else set()
-        )
-        return next(iter(slots), None)
+        segments = {entry.slot for entry in self.region_inputs if entry.is_segments}
+        return next(iter(slots & segments), None) if len(slots) == 1 else None
 
     @property
     def num_distinct(self) -> int:
@@ -324,9 +290,8 @@ class NamedRegion:
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A program each of whose inputs is a named tensor of the forward, a fixed tensor, or a number.
-
-    It is `forward(inputs: dict) -> Tensor` without Dynamo's guards, which cost 0.5-1 ms per call.
+    """A program each of whose inputs is a named tensor of the forward, a fixed tensor, or a number: the
+    forward without Dynamo's guards, which cost 0.5-1 ms per call.
     """
 
     program: Program
@@ -347,9 +312,7 @@ class BoundProgram:
 
     def __call__(self, inputs: Mapping[str, Tensor], segments: Iterable[KnownSegments] = ()) -> Tensor:
         """Runs the forward at the tensors' shapes; `segments` as for `Program.finish`."""
-        outputs = self.program.run(self.arguments(inputs), segments)
-        result = outputs[0]
-        assert isinstance(result, torch.Tensor)
+        result: Tensor = self.program.run(self.arguments(inputs), segments)[0]
         return result
 
     @cached_property
@@ -360,7 +323,7 @@ class BoundProgram:
 
     @cached_property
     def placements(self) -> dict[str, tuple[torch.device, torch.dtype]]:
-        """Device and dtype that each input was traced with: a bound may stay on the host."""
+        """Traced device and dtype of each input: a bound may stay on the host."""
         return {name: (entry.info.device, entry.info.dtype) for name, entry in self.region.inputs.items()}
 
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
@@ -372,7 +335,7 @@ class BoundProgram:
         return values
 
     def tokens(self, inputs: Mapping[str, Tensor | Sequence[Tensor] | None]) -> int | None:
-        """Returns the rows of these inputs, by the token symbol; None where no input tells. An input may be
+        """Returns the rows of these inputs, by the token symbol; None where no input has it. An input may be
         several tensors whose rows follow one another, or None.
         """
         for symbol, name, dim in self._sources:
@@ -397,9 +360,8 @@ def bind(program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[
     """Names a program's arguments, by identity in the one call that was observed.
 
     Args:
-        program: what was called.
-        args: its arguments in that call.
-        outputs: what it returned.
+        args: of that call.
+        outputs: of that call.
         inputs: the forward's inputs by name, each tensor at an address of its own.
 
     Raises:
@@ -409,14 +371,15 @@ def bind(program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[
     names: list[str | None] = []
     fixed: list[Any] = []
     for arg in args:
-        key = (arg.data_ptr(), arg.shape, arg.dtype) if isinstance(arg, torch.Tensor) else None
-        name = by_address.get(key) if key is not None else None
+        is_tensor = isinstance(arg, torch.Tensor)
+        name = by_address.get((arg.data_ptr(), arg.shape, arg.dtype)) if is_tensor else None
         names.append(name)
-        fixed.append(arg if name is None and isinstance(arg, torch.Tensor) else None)
-    numbers = []
-    for symbol, position, dim in program.symbol_sources:
-        if dim < 0:
-            numbers.append((position, *_source_of_number(program, symbol, names, args[position], inputs)))
+        fixed.append(arg if name is None and is_tensor else None)
+    numbers = [
+        (position, *_source_of_number(program, symbol, names, args[position], inputs))
+        for symbol, position, dim in program.symbol_sources
+        if dim < 0
+    ]
     tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
     if len(tensors) != 1:
         raise CompileError(f"the forward returned {len(tensors)} tensors; expected one")

@@ -1,4 +1,4 @@
-"""What graph rewrites share: nodes with traced values, marks of parameters and cuts; and `permute_rows`."""
+"""Helpers of graph rewrites: nodes with traced values, marks of parameters and cuts, `permute_rows`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BESIDE = "runs_beside"
 
 def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
     """Marks the graph's inputs at these positions as parameters or buffers."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = graph.find_nodes(op="placeholder")
     for position in positions:
         inputs[position].meta[_PARAMETER] = True
 
@@ -78,7 +78,7 @@ def node_value(node: fx.Node) -> Any:
 
 
 def retrace(node: fx.Node) -> None:
-    """Redoes the traced value of a call whose arguments have changed."""
+    """Redoes the traced value of a call."""
     node.meta["val"] = traced_value(node, {})
 
 
@@ -123,7 +123,7 @@ def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx
 
 
 def _recipe(node: fx.Node) -> tuple[Any, ...]:
-    """A comparable form of how an input is derived; partial functions of the same arguments are not equal."""
+    """Returns a comparable form of `derivation`: partial functions of the same arguments are not equal."""
     make, sources = node.meta["derived"]
     call = (make.func, make.args, make.keywords) if isinstance(make, functools.partial) else (make,)
     return call, [layout(source.meta["val"]) for source in sources]

@@ -89,11 +89,7 @@ class Item(NamedTuple):
 
 
 class Loads:
-    """What items take up, a column for each limit of a batch: packing adds up columns.
-
-    Args:
-        paths: the names of the paths on which their tokens count.
-    """
+    """Columns of the items' sizes, one for each limit of a batch; tokens of the named `paths`."""
 
     def __init__(self, items: Sequence[Item], paths: Iterable[str]) -> None:
         self.items = items
@@ -111,7 +107,7 @@ class Loads:
         return len(self.items)
 
     def of(self, positions: Sequence[int]) -> Loads:
-        """The loads of some of the items."""
+        """Returns the loads of some of the items."""
         return Loads([self.items[position] for position in positions], self.tokens)
 
 
@@ -137,7 +133,7 @@ class PathPlan(NamedTuple):
     """How one path of a batch is encoded."""
 
     tokens: int
-    """Output tokens of the batch on this path. 0: the path is skipped, or a replay is padding only."""
+    """Output tokens of the batch on this path; 0: the path is skipped, or a replay is padding only."""
     budget: int | None = None
     """The budget that is replayed; None: no replay."""
     reason: MissReason | None = None
@@ -148,7 +144,7 @@ class PathPlan(NamedTuple):
     """The predicted time on the device; None: not known. At an exact shape a price (`PathCosts.exact`)."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The path as plain values that JSON can hold."""
+        """Returns the path as values of JSON."""
         return {
             "tokens": int(self.tokens),
             "budget": self.budget,
@@ -164,7 +160,7 @@ class PathPlan(NamedTuple):
 
     @property
     def result(self) -> str:
-        """In a word: hit, skipped, or the reason of the miss."""
+        """`hit`, `skipped`, or the reason of the miss."""
         return self.reason or ("skipped" if self.skipped else "hit")
 
 
@@ -182,7 +178,7 @@ class PlannedBatch(NamedTuple):
     """The predicted time of all paths, and of the host; None: one is not known."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The batch as plain values that JSON can hold."""
+        """Returns the batch as values of JSON."""
         return {
             "items": list(self.indices),
             "output_tokens": int(self.output_tokens),
@@ -249,7 +245,7 @@ class Plan:
         return 1 - sum(path.tokens for path in replayed) / budgets if budgets else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain values that JSON can hold."""
+        """Returns the plan as values of JSON."""
         return {
             "items": self.num_items,
             "hits": self.hits,

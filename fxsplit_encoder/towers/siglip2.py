@@ -20,14 +20,10 @@ _PLACE = 8
 
 
 class Siglip2Tower(DenseTower):
-    """Wraps `Siglip2VisionModel`.
-
-    A "tile" is an image as (1, patches, columns), made by `images`: each patch's features, its place in an
-    image of this shape, and whether it exists. So the graph sees images of one size. An embedding is (patches
-    + 1, hidden_size): the last hidden state, and the pooled one where the tower has a head.
-
-    Args:
-        patches: of an image at most, as the image processor pads it.
+    """Wraps `Siglip2VisionModel`. A tile is an image as (1, patches, columns), made by `images`: each patch's
+    features, its place in an image of this shape, and whether it exists. `patches` is the number to which the
+    image processor pads. An embedding is (patches + 1, hidden_size): the last hidden state, and the pooled
+    one if the tower has a head.
     """
 
     attends_with_mask = True
@@ -61,9 +57,7 @@ class Siglip2Tower(DenseTower):
         return torch.cat([hidden, self._pooled(hidden, mask)[:, None]], dim=1) if self.pools else hidden
 
     def _positions(self, places: Tensor) -> Tensor:
-        """(tiles, patches, hidden_size): the position table resized to each image's shape as by the tower
-        itself, along each axis with the weights of a triangle, wider where the shape is smaller.
-        """
+        """(tiles, patches, hidden_size): the position table, resized to each shape as by the tower."""
         embeddings = self.tower.embeddings
         table, side = embeddings.position_embedding.weight, embeddings.position_embedding_size
         high, low = places.float().chunk(2, dim=-1)
@@ -78,7 +72,7 @@ class Siglip2Tower(DenseTower):
         return positions
 
     def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """The tower's head, attention of one probe; the head itself asks the host whether a mask is whole."""
+        """The tower's head, attention of one probe, without its check on the host for a whole mask."""
         head = self.tower.head
         probe = head.probe.repeat(hidden.shape[0], 1, 1)
         bias = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)

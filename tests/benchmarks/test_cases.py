@@ -36,6 +36,7 @@ OPTIONS = {
     "passes": ["--tiny", "--only", "default", "no passes"],
     "host": ["--tiny", "--samples", "2"],
     "accelerate": ["--tiny", "--samples", "1"],
+    "backend": ["--tiny"],
     "start": ["--tiny", "--budgets", "[4, 16]"],
     "connector": ["--tiny", "--seconds", "0.2"],
     "data_parallel": ["--tiny", "--ranks", "1", "2", "--repeats", "2", "--images", "2"],

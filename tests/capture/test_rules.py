@@ -30,8 +30,8 @@ from fxsplit_encoder.capture import (
     forward,
 )
 from fxsplit_encoder.capture.forward import ProgramBody
-from fxsplit_encoder.compile import build
-from fxsplit_encoder.compile.program import Ref, Step
+from fxsplit_encoder.compile import Step, build
+from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import (
     CaptureError,
     InputError,
@@ -679,7 +679,7 @@ def views_without_a_copy(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def collect(batch: Any, outputs: Any, tokens: Any, results: Any, selected: Any) -> None:
         indices = list(batch.indices)
         runner._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
-        if runner.config.debug:
+        if runner.scope.config.debug:
             runner.pool.handed_out.add(results[index] for index in indices)
 
     monkeypatch.setattr(runner, "_collect", collect)

@@ -1,6 +1,7 @@
 """`encoder-cg tune` of traces, and `encoder-cg report` of a run that a manager recorded."""
 
 import json
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, get_args
@@ -28,7 +29,7 @@ def tune(*arguments: object) -> Result:
 
 
 def write_trace(path: Path, *requests: list[EncoderItemSpec]) -> Path:
-    with TraceWriter(path) as writer:
+    with closing(TraceWriter(path)) as writer:
         for specs in requests:
             writer.write(list(map(Item, specs)))
     return path

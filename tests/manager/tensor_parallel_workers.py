@@ -82,8 +82,8 @@ def _report(manager: fx.EncoderCudaGraphManager, whole: Any, batches: list[dict[
         "errors": errors,
         "hits": manager.stats().hits,
         "misses": dict(manager.stats().misses),
-        "sizes": path.unpadded.captures.sizes if path.recurring_counts else sorted(path.captured),
-        "refused": path.unpadded.captures.refused if path.recurring_counts else {},
+        "sizes": path.unpadded.sizes if path.recurring_counts else sorted(path.captured),
+        "refused": path.unpadded.refused if path.recurring_counts else {},
         "reports": manager.reports,
     }
 
@@ -91,14 +91,14 @@ def _report(manager: fx.EncoderCudaGraphManager, whole: Any, batches: list[dict[
 def _refuse(path: Any, tokens: int) -> None:
     """Makes the capture of one size fail, as it does where memory runs out on this rank alone."""
     assert path.recurring_counts is not None
-    request = path.unpadded.captures._request
+    request = path.unpadded._request
 
-    def refusing(size: int) -> Any:
+    def refusing(size: int, inputs: Any) -> Any:
         if size == tokens:
             raise CaptureError(REFUSED)
-        return request(size)
+        return request(size, inputs)
 
-    path.unpadded.captures._request = refusing
+    path.unpadded._request = refusing
 
 
 # --- plain modules that call collectives, as an engine's own layers do
@@ -237,6 +237,6 @@ def _plain_report(manager: fx.EncoderCudaGraphManager, expected: dict[type, Any]
         "error": max(errors),
         "hits": manager.stats().hits,
         "modes": {b: graph.mode for b, graph in manager.budget_graphs["default"].items()},
-        "sizes": manager.paths["default"].unpadded.captures.sizes,
+        "sizes": manager.paths["default"].unpadded.sizes,
         "reports": manager.reports,
     }

@@ -587,7 +587,10 @@ def test_the_other_process_ends_with_this_one() -> None:
 @pytest.mark.parametrize(
     ("building", "said"),
     [
-        ("def build(*_): return 'MemoryError: not for two'", "MemoryError: not for two"),
+        (
+            "def build(*_): raise MemoryError('not for two')",
+            "the process that compiled ended with status 1: MemoryError: not for two",
+        ),
         pytest.param(
             "def build(*_): os.kill(os.getpid(), 11)",
             "the process that compiled ended with status -11",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fxsplit_encoder.errors import InputError, StartFileError
 from fxsplit_encoder.manager.start import read_parts, write_parts
 
-PARTS = {"towers.json": b"[]", "kernels/triton/a/b.cubin": bytes(range(256)) * 40}
+PARTS = {"tower.json": b"[]", "kernels/triton/a/b.cubin": bytes(range(256)) * 40}
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def test_a_file_cut_short_is_noticed(data: st.DataObject, written: Path) -> None
 def test_no_file_and_another_format_are_named(written: Path, tmp_path: Path) -> None:
     with pytest.raises(StartFileError, match="file: expected a saved start; got FileNotFoundError"):
         read_parts(tmp_path / "none.start")
-    newer = written.read_bytes().replace(b"start 2 ", b"start 3 ", 1)
+    newer = written.read_bytes().replace(b"start 3 ", b"start 4 ", 1)
     written.write_bytes(newer)
-    with pytest.raises(StartFileError, match="format: expected 2; got 3"):
+    with pytest.raises(StartFileError, match="format: expected 3; got 4"):
         read_parts(written)
 
 

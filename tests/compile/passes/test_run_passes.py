@@ -19,6 +19,7 @@ from fxsplit_encoder.compile.passes import (
 )
 from fxsplit_encoder.config import GRAPH_PASSES, EncoderConfig
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
 
 from ..packed_forwards import SPLITTING_OPS, WIDTH, packed_inputs, trace_packed
 from .aten_graphs import Mlp, aten_graph, tanh_gelu
@@ -94,7 +95,9 @@ def test_defaults_on_cuda_depend_on_architecture_and_packages(
     monkeypatch.setattr(metadata, "version", version)
     device = torch.device("cuda", 0)
     assert set(PASSES) - set(default_passes(device)) == missing
-    assert set(PASSES) - set(default_passes(device, invariant=True)) == missing | {"measured_activations"}
+    assert set(PASSES) - set(default_passes(device, InvariantPolicy(True))) == missing | {
+        "measured_activations"
+    }
 
 
 def test_an_unknown_pass_is_refused() -> None:

@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.kernels import (
-    KernelMeasurements,
-    KernelStore,
-    Measured,
-    choosing,
-    describe,
-    measuring,
-)
+from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing, describe, measuring
 from fxsplit_encoder.kernels.products import (
     ACTIVATIONS,
     ProductChooser,
@@ -31,8 +24,15 @@ from fxsplit_encoder.kernels.products import (
     linear,
     measured,
 )
-from fxsplit_encoder.kernels.products.kernels import KERNELS, Cublas, interleaved, swiglu_of_pairs
-from fxsplit_encoder.kernels.products.measured import ProductExample, ProductMeter
+from fxsplit_encoder.kernels.products.measured import (
+    KERNELS,
+    Cublas,
+    ProductExample,
+    ProductMeter,
+    interleaved,
+    swiglu_of_pairs,
+)
+from fxsplit_encoder.kernels.store import KernelStore
 
 META, CPU = torch.device("meta"), torch.device("cpu")  # one that the tests would not touch, and one they do
 
