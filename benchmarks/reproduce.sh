@@ -39,7 +39,6 @@ jobs=("readme encoder --readme")
     "passes_qwen2_5 passes --tower qwen2.5-vl-7b --sizes 256 1024 4096 9216 $shown"
     "attention attention"
     "vllm vllm"
-    "vllm_serving vllm_serving --language-model eager"
     "vllm_serving_pairs vllm_serving --language-model eager --variants vllm ours --engines 2 --rounds 2"
     "vllm_serving_compiled vllm_serving --variants vllm ours-compiled --engines 2 --rounds 4"
     "invariant encoder --towers qwen3-vl-8b --variants ours-auto ours-invariant --shared-cache"
