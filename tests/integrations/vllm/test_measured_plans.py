@@ -105,7 +105,7 @@ class TimedLadder(BudgetLadder):
         segments = [request.budget * ROWS] if one else eight(request.budget)
         return self._device.eager(request.budget, segments)
 
-    def _record_all(self, budget: int, request: Any) -> Any:
+    def _candidates(self, budget: int, request: Any) -> Any:
         return {"full": Taken(self._device.replay(budget, eight(budget)))}
 
     def _record_single_segment(self, budget: int, request: Any) -> Any:
