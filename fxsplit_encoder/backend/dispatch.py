@@ -25,9 +25,8 @@ from fxsplit_encoder.backend.forward import (
 )
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.compile import Bindings, NamedRegion, Program
 from fxsplit_encoder.compile.blocks import LiveWeights
-from fxsplit_encoder.compile.program import Argument, Ref, TensorInfo
+from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref, TensorInfo
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.kernels.attention import KnownSegments

@@ -24,8 +24,9 @@ from fxsplit_encoder.capture import (
 from fxsplit_encoder.capture.buffers import gibibytes, memory_of
 from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens
 from fxsplit_encoder.capture.parameters import MemoryOrders
-from fxsplit_encoder.compile import Bindings, HostOp, NamedRegion, Program, RegionInput
 from fxsplit_encoder.compile.blocks import LiveWeights
+from fxsplit_encoder.compile.options import HostOp
+from fxsplit_encoder.compile.program import Bindings, NamedRegion, Program, RegionInput
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureMemoryError, ConfigError
 from fxsplit_encoder.planning import generate_budgets, inferred_budgets

@@ -40,7 +40,8 @@ from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.pauses import pause, run_capture
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import Bindings, Program, Step
+    from fxsplit_encoder.compile.branches import Step
+    from fxsplit_encoder.compile.program import Bindings, Program
 
 
 class RowCount:

@@ -127,11 +127,10 @@ class Program:
     """Whether the guards of the trace hold for these symbol values."""
     derived: DerivedParameters = field(default_factory=DerivedParameters)
     """Parameters that passes keep in another form."""
-    tokens_unknown: str = ""
     collectives: tuple[str, ...] = ()
     """The ops that other ranks have to call as well."""
     pass_report: Mapping[str, int] = field(default_factory=dict)
-    """Number of places that each pass changed, see `compile.passes.pass_rows`."""
+    """Number of places that each pass changed."""
 
     def may_be_captured(self, symbols: SymbolValues) -> bool:
         """Whether the graph means the same at these sizes as where it was traced."""

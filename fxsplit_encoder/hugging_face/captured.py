@@ -330,7 +330,7 @@ class CompiledRunner:
         self._arguments = arguments
         adapter.returns_rows = True
         # Dynamo limits how often one piece of code is compiled; every tower is to have a limit of its own.
-        from fxsplit_encoder.compile import with_own_code
+        from fxsplit_encoder.compile.trace import with_own_code
 
         adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
         options: Any = {"config": config}

@@ -23,7 +23,7 @@ from fxsplit_encoder.caching import reading_once
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError
-from fxsplit_encoder.kernels import describe_environment
+from fxsplit_encoder.kernels.store import describe_environment
 from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
@@ -52,7 +52,7 @@ from fxsplit_encoder.runtime import CaptureScope, Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram
+    from fxsplit_encoder.compile.program import BoundProgram
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
 from fxsplit_encoder.capture.breakable import refuse_collectives
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile import CompileOptions
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.errors import (
     CaptureError,
     CompileError,
@@ -32,7 +32,7 @@ from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_p
 from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram, NamedRegion
+    from fxsplit_encoder.compile.program import BoundProgram, NamedRegion
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class PathForward:
         """Compiles the forward; returns the program or the error. If `is_concurrent`, another thread runs the
         tower: modules that tracing treats specially are then copies, over the same parameters.
         """
-        from fxsplit_encoder.compile import trace_forward
+        from fxsplit_encoder.compile.trace import trace_forward
 
         forward = self
         if is_concurrent and isinstance(self.tower, nn.Module):

@@ -25,10 +25,11 @@ import torch.compiler
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fxsplit_encoder.errors import CompileError, InputError, StartFileError
-from fxsplit_encoder.kernels import KernelMeasurements, Measured, describe_environment
+from fxsplit_encoder.kernels.choice import KernelMeasurements
 from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
 from fxsplit_encoder.kernels.kernel import ShapeT
-from fxsplit_encoder.kernels.store import entries_of, table_of, write_atomic
+from fxsplit_encoder.kernels.meter import Measured
+from fxsplit_encoder.kernels.store import describe_environment, entries_of, table_of, write_atomic
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.runtime import KnownCosts
 from fxsplit_encoder.version import VERSION

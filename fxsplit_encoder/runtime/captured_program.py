@@ -23,21 +23,20 @@ from fxsplit_encoder.capture import (
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, ReplayError
-from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
 from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.products import ProductChooser
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, choosing, failing
+from fxsplit_encoder.kernels.products.measured import ProductChooser
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
-from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
 from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
+from fxsplit_encoder.planning.plan import BY_THE_TOWER, InvariantPolicy, PathPlan
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import NamedRegion
+    from fxsplit_encoder.compile.program import NamedRegion
 
 logger = logging.getLogger(__name__)
 

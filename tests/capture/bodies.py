@@ -14,8 +14,9 @@ from fxsplit_encoder.capture import (
     StaticInputs,
     StaticParameters,
 )
-from fxsplit_encoder.compile import Bindings, PaddingReport, Program, Step
-from fxsplit_encoder.compile.program import Ref
+from fxsplit_encoder.compile.branches import Step
+from fxsplit_encoder.compile.padding import PaddingReport
+from fxsplit_encoder.compile.program import Bindings, Program, Ref
 
 CPU = torch.device("cpu")
 

@@ -22,15 +22,16 @@ from fxsplit_encoder.capture import (
     CapturedForward,
     CaptureRequest,
     GraphPool,
-    SegmentedCapture,
     StaticBuffer,
     StaticInputs,
     StaticParameters,
     breakable,
     forward,
 )
+from fxsplit_encoder.capture.breakable import SegmentedCapture
 from fxsplit_encoder.capture.forward import ProgramBody
-from fxsplit_encoder.compile import Step, build
+from fxsplit_encoder.compile import build
+from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import (
     CaptureError,
