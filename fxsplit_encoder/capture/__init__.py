@@ -1,9 +1,6 @@
 """From a callable over static buffers to something that replays. Knows nothing of models."""
 
-from fxsplit_encoder.capture.breakable import (
-    BreakableCUDAGraphCapture,
-    eager_break_during_capture,
-)
+from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, eager_break_during_capture
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody, RowCount, measure_ms
 from fxsplit_encoder.capture.inputs import StaticInputs, segment_capacity

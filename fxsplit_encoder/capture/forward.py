@@ -183,11 +183,8 @@ class CapturedForward:
         return isinstance(capture, BreakableCUDAGraphCapture) and not (capture.breaks or capture.met_break)
 
     def record(self, warmups: int = WARMUPS) -> None:
-        """Warms the forward up at full depth, then captures it. Keeps nothing if it fails.
-
-        Raises:
-            CaptureError: it cannot be captured; names the op and the module, if known. CaptureMemoryError:
-                out of memory.
+        """Warms the forward up at full depth, then captures it. Keeps nothing if it fails. CaptureError: it
+        cannot be captured; names the op and the module, if known. CaptureMemoryError: out of memory.
         """
         what = "one shape" if self.rows is None else f"{self.rows} rows"
         if self.pool.is_cuda:
@@ -509,7 +506,7 @@ class StepRecorder:
         return self.capture.captured(self._branches.placed(step), *args, **kwargs)
 
     def finish(self) -> None:
-        """Joins the side streams before the graph ends."""
+        """Joins the side streams."""
         self._branches.join()
 
 

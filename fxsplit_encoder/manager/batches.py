@@ -104,7 +104,6 @@ class BatchRunner:
     def _run_unlisted(
         self, name: str, keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
     ) -> tuple[Tensor, PathPlan]:
-        """Runs a path at axis keys that the tower does not list, so that nothing was captured."""
         if not self.scope.policy.own_forward_may_serve:
             raise InputError(
                 f"invariant: path {name}: nothing is compiled for axis keys {keys}, and the tower's own "

@@ -79,7 +79,6 @@ class _Blank:
         return cls(isinstance(tensor, nn.Parameter), tuple(tensor.shape), *placement, values)
 
     def make(self) -> Tensor:
-        """Makes a tensor of this metadata."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
         if self.values is not None:
             made.copy_(self.values)

@@ -92,10 +92,8 @@ class Lifecycle:
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
         has_begun = False
 
-        def is_done_by_another() -> bool:
-            return has_begun and self.is_captured
-
-        work = WorkBetween(self.turns, is_done_by_another, at_once=True)
+        # Stops where another thread has captured since this one began.
+        work = WorkBetween(self.turns, lambda: has_begun and self.is_captured, at_once=True)
         on_its_device = on_device(first.pool.device)
         try:
             with self._kernels.choosing(), on_its_device, without_autograd(), pausing_by(work), work.turn():
@@ -211,11 +209,9 @@ class Lifecycle:
             )
 
     def capture_again(self, error: WeightsMovedError) -> None:
-        """Captures again what serves, over the tower's parameters now. The caller holds the lock.
-
-        Raises:
-            InputError: the program was compiled for other layouts.
-            WeightsMovedError: ranks share the tower's weights, and may not all have seen the error.
+        """Captures again what serves, over the tower's parameters now. The caller holds the lock. InputError:
+        the program was compiled for other layouts. WeightsMovedError: ranks share the tower's weights, and
+        may not all have seen the error.
         """
         if self.own.scope.agree is not None:
             raise error

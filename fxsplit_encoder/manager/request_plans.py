@@ -24,9 +24,7 @@ from fxsplit_encoder.planning import (
     build_plan,
 )
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve
-from fxsplit_encoder.protocol import (
-    EncoderItemSpec,
-)
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024

@@ -271,10 +271,8 @@ def select_items(
     keys = selected.get(ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG)
     if keys is not None:
         selected = {k: v for k, v in selected.items() if k != ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG}
-    return selected, _checked(keys, num_axes) if num_axes else ()
-
-
-def _checked(keys: Any, num_axes: int) -> tuple[Hashable, ...]:
+    if not num_axes:
+        return selected, ()
     if keys is None:
         raise InputError(
             f"select_encoder_cudagraph_items gave no {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; a tower with "
@@ -285,4 +283,4 @@ def _checked(keys: Any, num_axes: int) -> tuple[Hashable, ...]:
             f"select_encoder_cudagraph_items gave {keys!r} as {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; "
             f"expected a tuple of {num_axes}, one key for each of the tower's capture_axes"
         )
-    return tuple(keys)
+    return selected, tuple(keys)

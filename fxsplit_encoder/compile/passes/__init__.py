@@ -79,14 +79,8 @@ def run_passes(
     device: torch.device,
     policy: InvariantPolicy = BATCH_DEPENDENT,
 ) -> dict[str, int]:
-    """Runs passes over a graph, in the order of `PASSES`; returns the number of places that each changed.
-
-    Args:
-        names: of `PASSES`; None: those that pay on this device.
-        policy: whether products and attention are to add in one order whatever the rows.
-
-    Raises:
-        ConfigError: there is no such pass.
+    """Runs passes over a graph, in the order of `PASSES`: those `names`, or for None those that pay on this
+    device. Returns the number of places that each changed; ConfigError: there is no such pass.
     """
     chosen = default_passes(device, policy) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
