@@ -394,11 +394,8 @@ class StaticBuffer:
 
 
 class SharedBuffers:
-    """Memory that the captures of one forward share: smaller ones read the first rows of the largest.
-
-    Args:
-        growth: how many times as many rows as before are allocated for a larger capture; 1: as many as it
-            needs.
+    """Memory that the captures of one forward share: smaller ones read the first rows of the largest. A
+    larger capture gets `growth` times as many rows as the last one; 1: as many as it needs.
     """
 
     def __init__(self, growth: int = 1) -> None:

@@ -129,10 +129,8 @@ WARMUPS = 2
 
 
 class CapturedForward:
-    """Replays a forward over static inputs.
-
-    Args:
-        mode: "full", "piecewise" (of a program) or "breakable" (of a module's own code).
+    """Replays a forward over static inputs, in mode "full", "piecewise" (of a program) or "breakable" (of a
+    module's own code).
     """
 
     def __init__(self, request: CaptureRequest, mode: str, pool: GraphPool) -> None:
@@ -336,15 +334,12 @@ class CapturedForward:
 
     def replay(self, *, debug: bool = False, parameters_are_checked: bool = False) -> list[Any]:
         """Runs the captured forward on the static inputs; returns its outputs, which the next replay
-        overwrites.
+        overwrites. WeightsMovedError: parameters lie elsewhere than at the capture. ReplayError: another rule
+        was found broken.
 
         Args:
             debug: whether to check every rule (as listed below), which waits for the device.
             parameters_are_checked: whether the caller checked them, but for writes that leave no version.
-
-        Raises:
-            WeightsMovedError: parameters lie elsewhere than at the capture.
-            ReplayError: another rule was found broken.
         """
         derived = self._derived
         if debug:

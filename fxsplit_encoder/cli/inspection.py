@@ -12,7 +12,8 @@ from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.dispatch import schema_of
-from fxsplit_encoder.capture import CapturedForward, segment_capacity
+from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.inputs import segment_capacity
 from fxsplit_encoder.cli.console import (
     describe_device,
     describe_split,
@@ -26,7 +27,7 @@ from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.program import Program
 from fxsplit_encoder.kernels.choice import Chooser, failing
 from fxsplit_encoder.models.family import Family
-from fxsplit_encoder.planning import Limits
+from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.runtime import Choosers
 
 _SHOWN_OPERATORS = 3

@@ -44,9 +44,8 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
         static_inputs: positions of the parameters and buffers among its inputs.
 
-    Raises:
-        CompileError: the graph cannot be split; its message says at which node.
-        ConfigError: there is no such pass, or `invariant` not for this graph.
+    CompileError: the graph cannot be split; its message says at which node. ConfigError: there is no such
+    pass, or `invariant` not for this graph.
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)

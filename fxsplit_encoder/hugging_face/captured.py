@@ -25,7 +25,7 @@ from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.hugging_face.calls import Call, Reads, calls_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats
 from fxsplit_encoder.towers.base import first_parameter
 

@@ -24,8 +24,7 @@ from fxsplit_encoder.manager.start import load_start, save_start
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
-from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.plan import Plan
+from fxsplit_encoder.planning.plan import MissReason, Plan
 from fxsplit_encoder.runtime import Choosers, WeightChecks
 from fxsplit_encoder.runtime.statistics import CaptureProgress
 
@@ -36,11 +35,8 @@ Progress = Callable[[int, int], None]
 
 
 class Lifecycle:
-    """Captures a tower's forwards, at once or in steps between requests, and holds the captures that serve.
-
-    Args:
-        own: the generation that serves in the end.
-        changed: a method that is called, with the lock, when other captures serve; held weakly.
+    """Captures a tower's forwards, at once or in steps between requests, and holds the captures that serve,
+    in the end those of `own`. The method `changed`, held weakly, is called with the lock when others serve.
     """
 
     def __init__(self, own: Generation, kernels: Choosers, changed: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.caching import reading_once
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError
 from fxsplit_encoder.kernels.store import describe_environment
@@ -39,9 +39,8 @@ from fxsplit_encoder.manager.tower import (
     read_model_config,
     select_items,
 )
-from fxsplit_encoder.planning import Item, Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
-from fxsplit_encoder.planning.plan import PlannedBatch
+from fxsplit_encoder.planning.plan import Item, Plan, PlannedBatch
 from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
     EncoderItemSpec,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.messages import names_of, shown
-from fxsplit_encoder.planning import Limits
+from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import (
     ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
     EncoderCudaGraphConfig,

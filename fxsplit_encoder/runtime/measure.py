@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.inputs import is_cumulative
+from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.kernels.choice import measuring

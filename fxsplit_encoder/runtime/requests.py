@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import (
-    CaptureRequest,
-    GraphPool,
-    ProgramBody,
-    RowCount,
-    SharedBuffers,
-    StaticBuffer,
-    StaticInputs,
-    StaticParameters,
-)
-from fxsplit_encoder.capture.inputs import is_cumulative
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
+from fxsplit_encoder.capture.forward import CaptureRequest, ProgramBody, RowCount
+from fxsplit_encoder.capture.inputs import StaticInputs, is_cumulative
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, WeightsLayoutError
 from fxsplit_encoder.planning.plan import InvariantPolicy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.planning import CaptureKey
+from fxsplit_encoder.planning.limits import CaptureKey
 
 from . import managers
 
