@@ -24,7 +24,8 @@ from fxsplit_encoder.capture.forward import (
 )
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
-from fxsplit_encoder.kernels import TimeSpent, measuring
+from fxsplit_encoder.kernels.choice import measuring
+from fxsplit_encoder.kernels.meter import TimeSpent
 from fxsplit_encoder.pauses import pause, seconds_paused
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 

@@ -25,10 +25,11 @@ import torch.compiler
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fxsplit_encoder.errors import CompileError, InputError, StartFileError
-from fxsplit_encoder.kernels import KernelMeasurements, Measured, describe_environment
+from fxsplit_encoder.kernels.choice import KernelMeasurements
 from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
 from fxsplit_encoder.kernels.kernel import ShapeT
-from fxsplit_encoder.kernels.store import entries_of, table_of, write_atomic
+from fxsplit_encoder.kernels.meter import Measured
+from fxsplit_encoder.kernels.store import describe_environment, entries_of, table_of, write_atomic
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.runtime import KnownCosts
 from fxsplit_encoder.version import VERSION
@@ -162,24 +163,20 @@ def _part(parts: dict[str, bytes], name: str, read: Callable[[bytes], Content]) 
 def _use_compiled(parts: Mapping[str, bytes]) -> None:
     """Passes compiled code to torch and Triton; StartFileError: one of them refuses it."""
     if (compiled := parts.get(_COMPILED)) is not None:
-        _hand_to_torch(compiled)
+        problem, loaded = "", None
+        try:
+            loaded = torch.compiler.load_cache_artifacts(compiled)
+        except _OF_LOADING as error:
+            problem = f" ({type(error).__name__}: {error})"
+        if loaded is None:
+            raise StartFileError(
+                f"{_COMPILED}: expected graphs that torch compiled; got {len(compiled)} bytes{problem}"
+            )
     kernels = {name.removeprefix(_KERNELS): part for name, part in parts.items() if name.startswith(_KERNELS)}
     try:
         restore_kernels(kernels)
     except (OSError, ValueError) as error:
         raise StartFileError(f"kernels: expected compiled kernels; got {error}") from error
-
-
-def _hand_to_torch(compiled: bytes) -> None:
-    problem = ""
-    try:
-        if torch.compiler.load_cache_artifacts(compiled) is not None:
-            return
-    except _OF_LOADING as error:
-        problem = f" ({type(error).__name__}: {error})"
-    raise StartFileError(
-        f"{_COMPILED}: expected graphs that torch compiled; got {len(compiled)} bytes{problem}"
-    )
 
 
 # --- what a file holds for

@@ -9,20 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.capture import (
-    BudgetLadder,
-    CapturedForward,
-    CaptureRequest,
-    GraphPool,
-    KnownBudget,
-    MeasuredCosts,
-    StaticBuffer,
-    StaticInputs,
-    StaticParameters,
-    eager_break_during_capture,
-    ladder,
-)
-from fxsplit_encoder.capture.forward import MeasuredRun
+from fxsplit_encoder.capture import ladder
+from fxsplit_encoder.capture.breakable import eager_break_during_capture
+from fxsplit_encoder.capture.buffers import StaticBuffer
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, MeasuredRun
+from fxsplit_encoder.capture.inputs import StaticInputs
+from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, ConfigError
 from fxsplit_encoder.kernels import choice
 from fxsplit_encoder.kernels.attention import KernelChooser

@@ -15,11 +15,11 @@ import torch
 from poison import poison
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.planning import PathCosts
+from fxsplit_encoder.planning.costs import PathCosts
 
 from .support import settled
 

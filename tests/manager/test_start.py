@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import read_parts, tower_key, write_parts

@@ -30,7 +30,7 @@ from fxsplit_encoder.kernels.attention.flash_attn import (
 from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, Pin, PinGrammar
 from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import KernelStore
-from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
+from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
 # 400 and 1764 tokens (docs/kernels.md).
