@@ -29,12 +29,12 @@ from safetensors.torch import save_file
 from storage import Result, new_result, store
 from timing import synchronize
 
-from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettings, ImagePreparer
-from fxsplit_encoder.integrations.images.encoder import upload
-from fxsplit_encoder.integrations.ray import EncodeImages, prepare_images
-from fxsplit_encoder.integrations.ray.encode_images import PREPARING, pool
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES, architecture
+from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, upload
+from fxsplit_encoder.service.ray import EncodeImages, prepare_images
+from fxsplit_encoder.service.ray.encode_images import PREPARING, pool
+from fxsplit_encoder.service.settings import ImageEncoderSettings
 
 Row = dict[str, Any]
 
@@ -61,7 +61,7 @@ class Measured(EncodeImages):
 
     def __init__(self, batch: int, seconds: float, **settings: Any) -> None:
         super().__init__(**settings)
-        self._alone = self._thread.submit(alone_rate, self.encoder, batch, seconds).result()
+        self._alone = alone_rate(self.encoder.first, batch, seconds)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         encoded = super().__call__(table)

@@ -50,6 +50,8 @@ def save_model(directory: Path, name: str) -> tuple[Any, Path]:
     config = getattr(transformers, f"{name}Config")(**MODELS[name])
     model = getattr(transformers, f"{name}Model")(config).eval().requires_grad_(False)
     draw_weights(model, 0)
+    if name in WITH_TEXT:
+        model.text_model.embeddings.token_embedding.weight.data *= 25  # so that texts differ
     model.save_pretrained(directory)
     if name in WITH_TEXT:
         _tokenizer(name).save_pretrained(directory)
