@@ -36,9 +36,9 @@ test-ray: $(RAY)/.installed
 quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not exhaustive and not soak" --ignore tests/gpu
 
-# Ten thousand requests to the connector, with every fault that can be injected.
+# Ten thousand requests to the connector, with every fault that can be injected, and five to the service.
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/connector
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/connector tests/service
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from fxsplit_encoder._torch.allocator import freeze_objects
 from fxsplit_encoder.cli.options import Place
 from fxsplit_encoder.errors import MissingExtraError
 from fxsplit_encoder.settings_model import read_settings
@@ -43,6 +44,7 @@ def run_serve(model: str, host: str, port: int, given: Mapping[str, Any], file: 
     service = Service(settings)
     place = ", ".join(devices_of(settings))
     typer.echo(f"serving {settings.name} on {place} at http://{host}:{port}/v1/embeddings")
+    freeze_objects()
     service.run(host, port)
 
 

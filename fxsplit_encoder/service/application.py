@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -51,6 +52,8 @@ Outcome = Array | Exception
 """An embedding, or why an item has none."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+_CLOSE = {"Connection": "close"}
 
 _GONE = 499
 """The status of a request whose client has gone; the answer is read by no one."""
@@ -128,7 +131,7 @@ class LocalBackend:
             "dtype": str(first.dtype).removeprefix("torch."),
             "pooling": first.pooling,
             "max_batch_tokens": self._encoder.max_batch_tokens,
-            "items": sum(encoder.manager.stats().items for encoder in self._encoder.encoders),
+            "items": self._encoder.queue.stats().encoded,
         }
 
 
@@ -157,7 +160,7 @@ class Application:
         checkpoint = Checkpoint.locate(settings.model)
         takes_text = read_family(checkpoint)[0].text is not None and pooling == "model"
         self._tokenizer = Tokenizer(checkpoint) if takes_text and has_tokenizer(checkpoint) else None
-        self._num_requests = self._pending_bytes = 0
+        self.num_requests = self.pending_bytes = 0
         self.is_draining = False
         """Whether it is about to end, which /ready tells."""
 
@@ -224,7 +227,8 @@ class Application:
         except FxSplitError as error:
             raise self._refusal(str(error), 503) from error
         status = "ok" if found["is_ready"] else "starting"
-        return json_response({"status": status, "model": self.settings.name, "encoder": found})
+        running = {"requests": self.num_requests, "pending_bytes": self.pending_bytes}
+        return json_response({"status": status, "model": self.settings.name, **running, "encoder": found})
 
     async def _ready(self, request: Request) -> Response:
         if self.is_draining:
@@ -242,21 +246,20 @@ class Application:
         return Response(text, 200, media_type="text/plain; version=0.0.4")
 
     async def _embed(self, request: Request) -> Response:
-        self._check_load()
         async with self._body(request) as body:
             self._check_load()
-            self._num_requests += 1
+            self.num_requests += 1
             try:
                 return await self._while_connected(request, self._embed_body(request, body))
             finally:
-                self._num_requests -= 1
+                self.num_requests -= 1
 
     def _check_load(self) -> None:
-        if self._num_requests >= self.settings.max_requests:
+        if self.num_requests >= self.settings.max_requests:
             raise self._refusal(f"the service is busy; ask again in {self.settings.retry_after_s} s")
 
     def _refusal(self, message: str, status: int | None = None) -> RequestError:
-        headers = {"Retry-After": str(self.settings.retry_after_s), "Connection": "close"}
+        headers = {"Retry-After": str(self.settings.retry_after_s)}
         return RequestError(status or self.settings.refusal_status, "overloaded", message, headers=headers)
 
     # --- bodies
@@ -264,31 +267,50 @@ class Application:
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         """The body, whose bytes count as pending until the request is answered."""
-        chunks: list[bytes] = []
-        size = 0
-        self._check_size(_declared(request))
+        body = _Body()
         try:
-            async with asyncio.timeout(self.settings.body_timeout_s):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    self._pending_bytes += len(chunk)
-                    self._check_size(size)
-                    if self._pending_bytes > self.settings.max_pending_bytes:
-                        raise self._refusal("the bodies that came take all memory for them")
-                    chunks.append(chunk)
-            yield b"".join(chunks)
-        except TimeoutError:
-            limit = f"within {self.settings.body_timeout_s:g} s, the limit body_timeout_s"
-            close = {"Connection": "close"}
-            raise RequestError(408, "timeout", f"body: expected all of it {limit}", headers=close) from None
+            try:
+                async with asyncio.timeout(self.settings.body_timeout_s):
+                    await self._read(request, body)
+            except TimeoutError:
+                limit = f"within {self.settings.body_timeout_s:g} s, the limit body_timeout_s"
+                raise RequestError(
+                    408, "timeout", f"body: expected all of it {limit}", headers=_CLOSE
+                ) from None
+            except RequestError:
+                await self._discard(request, body)
+                raise
+            yield b"".join(body.chunks)
         finally:
-            self._pending_bytes -= size
+            self.pending_bytes -= body.size
+
+    async def _read(self, request: Request, body: _Body) -> None:
+        self._check_load()
+        self._check_size(_declared(request))
+        while not body.is_whole:
+            chunk = await body.receive(request)
+            self._check_size(body.size + len(chunk))
+            if self.pending_bytes + len(chunk) > self.settings.max_pending_bytes:
+                raise self._refusal("the bodies that came take all memory for them")
+            self.pending_bytes += len(chunk)
+            body.size += len(chunk)
+            body.chunks.append(chunk)
+
+    async def _discard(self, request: Request, body: _Body) -> None:
+        """Read the rest of a body that is refused, if it is not too long: a connection that is closed before
+        is reset, and its client does not see the answer.
+        """
+        left = self.settings.max_request_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.body_timeout_s):
+                while left >= 0 and not body.is_whole:
+                    left -= len(await body.receive(request))
 
     def _check_size(self, size: int) -> None:
         if size > self.settings.max_request_bytes:
             limit = f"expected at most {self.settings.max_request_bytes} bytes, the limit max_request_bytes"
             message = f"body: {limit}; got {size} or more"
-            raise RequestError(413, "too_large", message, headers={"Connection": "close"})
+            raise RequestError(413, "too_large", message, headers=_CLOSE)
 
     async def _while_connected(self, request: Request, work: Awaitable[Response]) -> Response:
         """The answer; the work is cancelled if the client goes before it."""
@@ -369,6 +391,28 @@ def _or_refused(index: int, load: Callable[[], T]) -> T:
         return load()
     except MediaError as error:
         raise RequestError(422, "undecodable_image", str(error), index) from None
+
+
+@dataclass
+class _Body:
+    """A body as it arrives."""
+
+    chunks: list[bytes] = field(default_factory=list)
+    size: int = 0
+    is_whole: bool = False
+
+    async def receive(self, request: Request) -> bytes:
+        """The next bytes of it.
+
+        Raises:
+            ClientDisconnect: there will be none.
+        """
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        self.is_whole = not message.get("more_body", False)
+        chunk: bytes = message.get("body", b"")
+        return chunk
 
 
 def _declared(request: Request) -> int:

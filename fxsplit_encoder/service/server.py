@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import LocalMetrics
 from fxsplit_encoder.service.application import Application, LocalBackend, thread_pool
 from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.settings import ServiceSettings
+
+_MOST_HEADER_BYTES = 1 << 16
+_LAST_REQUESTS_S = 1.0
 
 
 def devices_of(settings: ServiceSettings) -> list[str]:
@@ -89,14 +92,17 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         self._application.is_draining = True
+        # Requests that were sent have not all been read yet; connections without one are closed after this.
+        await asyncio.sleep(_LAST_REQUESTS_S)
         await super().shutdown(sockets)
 
 
-class _Limited(H11Protocol):
-    """A connection that is closed where headers do not come in time, or where there are too many."""
+class _Limited(HttpToolsProtocol):
+    """A connection that is closed where headers do not come in time or are too long, or among too many."""
 
     settings: ServiceSettings
     _deadline: asyncio.TimerHandle | None = None
+    _num_idle_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -105,7 +111,11 @@ class _Limited(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
+        was_idle = self._is_idle
         super().data_received(data)
+        self._num_idle_bytes = self._num_idle_bytes + len(data) if was_idle and self._is_idle else 0
+        if self._num_idle_bytes > _MOST_HEADER_BYTES:
+            self.transport.close()
         self._watch()
 
     def on_response_complete(self) -> None:
@@ -116,8 +126,13 @@ class _Limited(H11Protocol):
         super().connection_lost(exc)
         self._disarm()
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is under way, of which the headers have come."""
+        return self.cycle is None or self.cycle.response_complete
+
     def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        if not self._is_idle:
             self._disarm()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self.settings.header_timeout_s, self.transport.close)

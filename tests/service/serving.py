@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -27,12 +28,17 @@ def free_port() -> int:
 class Running:
     """A service, its server, and where it answers."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> None:
         self.service = Service(ServiceSettings(model=str(model), served_name="tiny", **{**KEY, **settings}))
         self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
         self.server = self.service.server(HOST, self.port)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.loop = loop or asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self.server.serve())
 
     def start(self) -> None:
         self.service.encoder.wait_started()
@@ -53,8 +59,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(model: Path, **settings: Any) -> Iterator[Running]:
-    running = Running(model, **settings)
+def serving(model: Path, loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> Iterator[Running]:
+    running = Running(model, loop, **settings)
     running.start()
     try:
         yield running
