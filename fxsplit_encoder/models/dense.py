@@ -1,6 +1,6 @@
 """SigLIP, SigLIP 2, CLIP, DINOv2 and DINOv3: an image is one tile, and the models have a vector of it.
 
-SigLIP and CLIP have a text tower beside the vision tower, whose vectors are comparable.
+SigLIP and CLIP have a text tower too, whose vectors are comparable.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class LocalBackend:
         try:
             tokens = await asyncio.get_running_loop().run_in_executor(self._threads, submit)
             waiting = map(asyncio.wrap_future, futures)
-            return list(await asyncio.gather(*waiting, return_exceptions=True)), tokens  # type: ignore[arg-type]
+            return list(await asyncio.gather(*waiting, return_exceptions=True)), tokens
         except BaseException:
             for future in futures:
                 future.cancel()
@@ -173,22 +173,26 @@ class Application:
         ]
         self.paths = [path for _, path, _ in endpoints]
         self.app = Starlette(
-            routes=[Route(path, self._answering(own), methods=[method]) for method, path, own in endpoints],
+            routes=[
+                Route(path, self._answering(own, path.startswith("/v1/")), methods=[method])
+                for method, path, own in endpoints
+            ],
             exception_handlers={HTTPException: self._refuse_path},
         )
 
-    def _answering(self, endpoint: Endpoint) -> Endpoint:
+    def _answering(self, endpoint: Endpoint, is_private: bool) -> Endpoint:
         async def answer(request: Request) -> Response:
             begin = time.perf_counter()
-            response = await self._answer(endpoint, request)
+            response = await self._answer(endpoint, request, is_private)
             self._metrics.add_request(response.status_code, time.perf_counter() - begin)
             return response
 
         return answer
 
-    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
+    async def _answer(self, endpoint: Endpoint, request: Request, is_private: bool) -> Response:
         try:
-            self._check_key(request)
+            if is_private and self.settings.api_key is not None:
+                self._check_key(request, self.settings.api_key)
             return await endpoint(request)
         except RequestError as error:
             return error.response()
@@ -204,16 +208,11 @@ class Application:
         message = f"{error.detail}; there are {', '.join(self.paths)}"
         return RequestError(error.status_code, kind, message, headers=error.headers).response()
 
-    def _check_key(self, request: Request) -> None:
-        if self.settings.api_key is None or request.scope["path"] == "/" or not self._is_private(request):
-            return
+    def _check_key(self, request: Request, key: str) -> None:
         given = request.headers.get("authorization", "").encode()
-        if not secrets.compare_digest(given, f"Bearer {self.settings.api_key}".encode()):
+        if not secrets.compare_digest(given, f"Bearer {key}".encode()):
             headers = {"WWW-Authenticate": "Bearer"}
             raise RequestError(401, "unauthorized", "Authorization: expected Bearer KEY", headers=headers)
-
-    def _is_private(self, request: Request) -> bool:
-        return any(request.scope["path"].endswith(path) for path in self.paths if path.startswith("/v1/"))
 
     # --- paths
 

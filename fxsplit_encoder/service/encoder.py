@@ -244,7 +244,8 @@ class ImageEncoder:
         self.texts: TextEncoder | None = None
         if family.text is not None and self.pooling == "model" and has_tokenizer(checkpoint):
             self.texts = TextEncoder(checkpoint, self.dtype, self.device, Tokenizer(checkpoint).padding_id)
-        planned = [each.key.budget for each in self.manager.planned_captures().captures]
+        all_planned = self.manager.planned_captures().captures
+        planned = [each.key.budget for each in all_planned if each.pruned is None]
         self.max_batch_tokens = max(planned, default=_IMAGES_WITHOUT_BUDGET * self.count_tokens(probe))
         """Output tokens of the largest capture, or without captures of some images."""
         if captures:
@@ -400,7 +401,7 @@ class QueuedEncoder:
     ) -> None:
         self.encoders: list[ImageEncoder] = []
         for device in devices or [settings.device]:
-            own = type(settings)(**{**settings.model_dump(exclude_unset=True), "device": device})
+            own = settings.model_copy(update={"device": device})
             preparer = self.encoders[0].preparer if self.encoders else None
             self.encoders.append(ImageEncoder(own, preparer, captures=False, observe=observe))
         self.first = self.encoders[0]

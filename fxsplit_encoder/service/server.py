@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -74,8 +75,13 @@ class Service:
             EncoderLostError: the encoders could not start, or were lost.
         """
         server = self.server(host, port)
+
+        def stop_if_failed(started: Future[None]) -> None:
+            if started.exception() is not None:
+                server.should_exit = True
+
         for started in self.encoder.started:
-            started.add_done_callback(lambda done: done.exception() and setattr(server, "should_exit", True))
+            started.add_done_callback(stop_if_failed)
         server.run()
         is_alive = self.encoder.queue.is_alive
         self.encoder.close(timeout_s=float(self.settings.drain_timeout_s))
@@ -129,7 +135,8 @@ class _Limited(HttpToolsProtocol):
     @property
     def _is_idle(self) -> bool:
         """Whether no request is under way, of which the headers have come."""
-        return self.cycle is None or self.cycle.response_complete
+        cycle: Any = self.cycle
+        return cycle is None or bool(cycle.response_complete)
 
     def _watch(self) -> None:
         if not self._is_idle:

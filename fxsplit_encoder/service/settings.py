@@ -1,4 +1,4 @@
-"""What an encoder of images and texts, and a service of it, are told."""
+"""Settings of encoders of images and texts, and of a service of them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def ray_connector(
 ) -> Connector:
     """A connector that prepares media here and encodes them in actors, for what a checkpoint takes.
 
-    Nothing of the tower's weights is read here: features are told apart by `checkpoint_digest`.
+    No weights are read here: `checkpoint_digest` identifies features.
 
     Args:
         model: a directory that every node sees, or a hub name.

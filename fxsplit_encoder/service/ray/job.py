@@ -226,12 +226,12 @@ class Parts:
 
 
 def part_path(directory: Path, shard: int) -> Path:
-    """Where a shard goes."""
+    """The file of a shard."""
     return directory / f"{shard:08}.parquet"
 
 
 def write_part(directory: Path, shard: int, table: pa.Table) -> None:
-    """Writes a shard; whoever looks finds all of it or nothing. Two who write the same do no harm."""
+    """Write a shard at once; two processes may write the same."""
     _write(part_path(directory, shard), lambda path: pq.write_table(table, path, **_FORMAT))
 
 
@@ -265,7 +265,7 @@ STAGES = ("prepare", "encode", "write")
 
 
 def prepare_shard(row: pa.Table, root: str, **settings: Any) -> pa.Table:
-    """From the paths of a shard, relative to `root`, to prepared images."""
+    """Prepare the images of a shard, whose paths are relative to `root`."""
     begin = time.time()
     shard, paths = row["shard"][0].as_py(), row["paths"][0].as_py()
     read_from = [path if "://" in path else os.path.join(root, path) for path in paths]
@@ -275,7 +275,7 @@ def prepare_shard(row: pa.Table, root: str, **settings: Any) -> pa.Table:
 
 
 class EncodeShard(EncodeImages):
-    """From prepared images to embeddings."""
+    """Encodes prepared images."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -294,7 +294,7 @@ class EncodeShard(EncodeImages):
 
 
 def write_shard(row: pa.Table, directory: str) -> pa.Table:
-    """From embeddings to a file; the result counts the shard's images and those without an embedding."""
+    """Write embeddings to a file; return counts of the shard's images and of those without an embedding."""
     begin = time.time()
     shard, table = unpacked(row)
     write_part(Path(directory), shard, table)
@@ -317,7 +317,7 @@ def packed(shard: int, table: pa.Table, spans: Mapping[str, Span]) -> pa.Table:
 
 
 def unpacked(row: pa.Table) -> tuple[int, pa.Table]:
-    """The number of a shard, and its table, which is a view of the row's memory."""
+    """The number of a shard, and its table, a view of the row's memory."""
     assert row.num_rows == 1
     (stream,) = buffers(row["rows"].chunk(0))
     with pa.ipc.open_stream(stream) as reader:
@@ -325,7 +325,7 @@ def unpacked(row: pa.Table) -> tuple[int, pa.Table]:
 
 
 def spans_of(row: pa.Table) -> dict[str, Span]:
-    """Of the stages that a shard has passed."""
+    """By the stages that a shard has passed."""
     return {stage: tuple(row[stage][0].as_py()) for stage in STAGES if stage in row.column_names}
 
 

@@ -154,7 +154,7 @@ class RayEncoder:
             EncoderLostError: the actor is gone, or hung.
             Exception: what the encoder raised, of its own class.
         """
-        actor = self._actor  # which another thread may close meanwhile
+        actor = self._actor  # which another thread may close
         if actor is None:
             raise EncoderLostError("no actor was started; call start")
         sent: list[SentItem] = [
@@ -184,7 +184,7 @@ class RayEncoder:
     # --- the actor
 
     def _ask(self, actor: Any, method: str, timeout: float | None, *arguments: object) -> Any:
-        """The answer of an actor, which nobody asks again after it was lost."""
+        """Ask an actor; one that is lost is ended."""
         try:
             return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout)
         except GetTimeoutError:

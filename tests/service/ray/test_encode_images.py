@@ -138,18 +138,30 @@ def test_a_dataset_is_encoded(cluster: Any, model: Path, expected: dict[str, Any
     read = cluster.data.read_binary_files if source == "bytes" else cluster.data.read_images
     dataset = encode_images(
         read(str(EXAMPLES), include_paths=True),
-        num_gpus=0,
-        batch_size=4,
+        batch_size=2,
         prepare_apart=source == "bytes",
         model=str(model),
         config={"enabled": False},
     )
     rows = dataset.take_all()
-    assert {Path(row["path"]).name for row in rows} == expected.keys()
+    assert [Path(row["path"]).name for row in rows] == list(expected)
     for row in rows:
         assert row["error"] is None
         found = np.array(row["embedding"]).reshape(row["tokens"], row["width"])
         np.testing.assert_allclose(found, expected[Path(row["path"]).name], rtol=0, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_rows_keep_their_order_and_gpus_that_are_not_there_are_not_waited_for(
+    cluster: Any, model: Path
+) -> None:
+    rows = [{"bytes": encoded(photograph(size=(50 + n % 7, 60))), "number": n} for n in range(60)]
+    dataset = cluster.data.from_items(rows, override_num_blocks=15)
+    settings = {"model": str(model), "config": {"enabled": False}}
+    found = encode_images(dataset, workers=2, batch_size=4, prepare_apart=False, **settings).take_all()
+    assert [row["number"] for row in found] == list(range(60))
+    with pytest.raises(InputError, match="num_gpus: 1, and the cluster has 0 GPUs; 0 encodes on CPUs"):
+        encode_images(dataset, num_gpus=1, **settings)
 
 
 def test_a_wrong_setting_is_said_before_actors_are_started() -> None:

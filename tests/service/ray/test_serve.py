@@ -289,6 +289,16 @@ def test_one_yaml_starts_it(model: Path, tmp_path: Path, photographs: Photograph
         server.wait()
 
 
+def test_without_a_cluster_the_application_connects_to_one_of_its_own(model: Path) -> None:
+    """As `serve run fxsplit_encoder.service.ray_serve:app model=...` needs it, which connects later."""
+    code = "import sys, ray; from fxsplit_encoder.service.ray_serve import app; app({'model': sys.argv[1]}); "
+    command = [sys.executable, "-c", code + "print('connected', ray.is_initialized())", str(model)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True
+    )
+    assert "connected True" in done.stdout, done.stderr
+
+
 def wait_for(condition: Any) -> None:
     while not condition():
         time.sleep(0.5)
