@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> Any:
             images = photographs((MODELS[model],) * 2)
             capacity: float | None = None
             for server in SERVERS:
-                with Server(server, directory) as running:
+                with Server(server, directory, tiny) as running:
                     own = asyncio.run(measure_capacity(running.port, images, seconds, 4 if tiny else CLIENTS))
                     capacity = capacity or own
                     row = {"model": model, "server": server}
@@ -81,12 +81,16 @@ def run(arguments: argparse.Namespace) -> Any:
 class Server:
     """A server in a process of its own, ready to answer."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, tiny: bool) -> None:
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             self.port: int = probe.getsockname()[1]
         if name == SERVERS[0]:
             command = ["-m", "fxsplit_encoder.cli.main", "serve", str(directory), "--port", str(self.port)]
+            if tiny:  # nothing is compiled
+                settings = directory / "settings.yaml"
+                settings.write_text("config:\n  enabled: false\n", encoding="utf-8")
+                command += ["--settings", str(settings)]
         else:
             command = ["-c", f"from cases.serve import plain; plain({str(directory)!r}, {self.port})"]
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]

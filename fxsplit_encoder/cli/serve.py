@@ -15,7 +15,7 @@ from fxsplit_encoder.errors import MissingExtraError
 from fxsplit_encoder.settings_model import read_settings
 
 try:
-    from fxsplit_encoder.service.server import Service, devices_of
+    from fxsplit_encoder.service.server import Service
     from fxsplit_encoder.service.settings import ServiceSettings
 except ModuleNotFoundError as error:
     raise MissingExtraError("encoder-cg serve", "serve") from error
@@ -42,7 +42,7 @@ def run_serve(model: str, host: str, port: int, given: Mapping[str, Any], file: 
     if settings.api_key is None and not _is_loopback(host):
         typer.echo(f"{host} may be reached by others, and no --api-key is set", err=True)
     service = Service(settings)
-    place = ", ".join(devices_of(settings))
+    place = ", ".join(str(encoder.device) for encoder in service.encoder.encoders)
     typer.echo(f"serving {settings.name} on {place} at http://{host}:{port}/v1/embeddings")
     freeze_objects()
     service.run(host, port)
