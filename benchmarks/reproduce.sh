@@ -38,6 +38,7 @@ jobs=("readme encoder --readme")
     "passes_internvl passes --tower internvl3-8b --sizes 1 4 12 $shown"
     "passes_qwen2_5 passes --tower qwen2.5-vl-7b --sizes 256 1024 4096 9216 $shown"
     "attention attention"
+    "serve serve"
     "vllm vllm"
     "vllm_serving_pairs vllm_serving --language-model eager --variants vllm ours --engines 2 --rounds 2"
     "vllm_serving_compiled vllm_serving --variants vllm ours-compiled --engines 2 --rounds 4"

@@ -429,6 +429,24 @@ def map_batches(result: Result) -> str:
     return f"{table}\n\n{caption} {described(result, settings['tower'])}."
 
 
+def serve(result: Result) -> str:
+    """Latency over HTTP by load, of both servers."""
+    groups = _grouped(result["rows"], "model")
+    servers = list(dict.fromkeys(row["server"] for row in result["rows"]))
+    lines, capacities = [], []
+    for model, rows in groups.items():
+        found = {(row["server"], row["share"]): row for row in rows}
+        rates = ", ".join(f"{name} {shown(found[name, 1.0]['images/s'])}" for name in servers)
+        capacities.append(f"{model}: {rates} images/s.")
+        for share in sorted({row["share"] for row in rows} - {1.0}):
+            times = [found.get((name, share), {}).get(part) for name in servers for part in ("p50", "p99")]
+            lines.append([model, f"{share:.0%}", found[servers[0], share]["rate"], *times])
+    columns = [f"{name}: {part}" for name in servers for part in ("p50", "p99")]
+    table = formatted(["tower", "load", "images/s", *columns], lines)
+    note = "Milliseconds; a server that cannot take the load has none. Capacity: "
+    return f"{table}\n\n{note}{' '.join(capacities)} {described(result)}."
+
+
 def accelerate(result: Result) -> str:
     groups = _grouped(result["rows"], "workload")
     ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
@@ -617,6 +635,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     **dict.fromkeys(("vllm_serving_pairs", "vllm_serving_compiled"), vllm_serving),
     "ab": ab,
     "map_batches": map_batches,
+    "serve": serve,
 }
 """Makes Markdown from a result and the arguments of a mark. A name is that of the mark and of the file in
 benchmarks/results.

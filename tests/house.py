@@ -32,7 +32,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 LEDGER = Path(__file__).with_name("house.toml")
 PACKAGE = "fxsplit_encoder"
-SIDE_HOUSES = ("cli", "connector", "integrations", "media", "models", "tuning")
+SIDE_HOUSES = ("cli", "connector", "integrations", "media", "models", "service", "tuning")
 """Rooms that the core does not import."""
 SMALL_FILE, LONG_FUNCTION = 60, 80
 BANNED = (

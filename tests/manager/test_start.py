@@ -159,7 +159,7 @@ def test_a_file_for_something_else_is_refused_by_name_and_ignored(
     start: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parts = read_parts(start)
+    parts = dict(read_parts(start))
     change(parts)
     write_parts(start, parts)
     manager = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
