@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fxsplit_encoder as fx
 import fxsplit_encoder.kernels.attention  # the operators that the mock towers call
-from fxsplit_encoder.capture import CapturedForward
+from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.errors import CaptureError
 
 from .mock_towers import WIDTH, PackedModel, SplitModel, alone, batch

@@ -119,9 +119,9 @@ def test_parts_are_unpacked_when_they_are_asked_for(written: Path, monkeypatch: 
 
     monkeypatch.setattr(zipfile.ZipFile, "read", noting)
     parts = read_parts(written)
-    assert "towers.json" in parts and unpacked == []
-    assert parts["towers.json"] == b"[]"
-    assert unpacked == ["towers.json"]
+    assert "tower.json" in parts and unpacked == []
+    assert parts["tower.json"] == b"[]"
+    assert unpacked == ["tower.json"]
 
 
 def test_no_file_and_another_format_are_named(written: Path, tmp_path: Path) -> None:
