@@ -153,14 +153,15 @@ class BudgetLadder:
         """Captures a budget once, with pauses; None if it is dropped (capture rule 9)."""
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
             return self.captured.get(budget)
-        known = self._known.get(budget) if self.measured and self.pool.is_cuda else None
+        timed = self.measured and self.pool.is_cuda
+        known = self._known.get(budget) if timed else None
         start = self._own_seconds()
         try:
             with self._comparing():
                 if known is not None and known.mode is None:
                     self.costs[budget] = replace(known.costs)
                     self.no_graph_needed.add(budget)
-                elif not (self.measured and self.pool.is_cuda):
+                elif not timed:
                     request = self._agreed_request(budget)
                     recorded = self._record(budget, request, self._preferred(request), first=True)
                     (self.captured[budget],) = recorded.values()
@@ -405,6 +406,5 @@ class BudgetLadder:
         if not recorded:
             raise failures[0]
         if first and failures:
-            mode = next(iter(recorded))
             self.replaced[budget] = f"captured in mode {mode}: in mode {modes[0]} {failures[0]}"
         return recorded
