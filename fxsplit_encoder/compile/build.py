@@ -24,16 +24,10 @@ from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, TensorInfo
 from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value, permute_rows
 from fxsplit_encoder.compile.sizes import Size, assumptions_of, expression, guards_of, shape_exprs
-from fxsplit_encoder.compile.split import (
-    Cut,
-    SplitGraph,
-    is_scalar,
-    split_graph,
-    token_count_of,
-)
+from fxsplit_encoder.compile.split import Cut, SplitGraph, is_scalar, split_graph, token_count_of
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
-from fxsplit_encoder.kernels.products import compile_ahead as compile_products_ahead
+from fxsplit_encoder.kernels.products.measured import compile_ahead as compile_products_ahead
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
@@ -43,9 +37,8 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
         static_inputs: positions of the parameters and buffers among its inputs.
 
-    Raises:
-        CompileError: the graph cannot be split; its message says at which node.
-        ConfigError: there is no such pass, or `invariant` not for this graph.
+    CompileError: the graph cannot be split; its message says at which node. ConfigError: there is no such
+    pass, or `invariant` not for this graph.
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
@@ -64,9 +57,6 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     if options.observe is not None:
         options.observe(module)
     graph = split_graph(module, targets)
-    _, unknown = token_count_of(graph.parts, options.splitting_ops)
-    if options.requires_tokens and unknown:
-        raise CompileError(unknown)
     return _assemble(module, graph, frozenset(static_inputs), num_rows, options, device, report)
 
 
@@ -79,6 +69,9 @@ def _assemble(
     device: torch.device,
     pass_report: Mapping[str, int],
 ) -> Program:
+    token_symbol, unknown = token_count_of(graph.parts, options.splitting_ops)
+    if options.requires_tokens and unknown:
+        raise CompileError(unknown)
     derived = {n: found for n in graph.placeholders if (found := derivation(n)) is not None}
     made_here = {*derived} if num_rows is None else {num_rows, *derived}
     inputs = [n for n in graph.placeholders if n not in made_here]
@@ -89,7 +82,6 @@ def _assemble(
     steps = with_joins(make_steps(graph.parts, slots, cache, options))
     outputs = tuple(slots.argument(a) for a in graph.output_args)
     kept = {*slots_in(outputs), *(slots.of(n) for n in (*graph.placeholders, *graph.constants))}
-    token_symbol, unknown = token_count_of(graph.parts, options.splitting_ops)
     region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
     fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
     region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
@@ -119,7 +111,6 @@ def _assemble(
         input_shapes=tuple(None if is_scalar(n) else tensor_info(n).shape for n in inputs),
         token_symbol=token_symbol,
         collectives=tuple(dict.fromkeys(op.name() for op in ops if calls_other_ranks(op))),
-        tokens_unknown=unknown,
         region_start=region_start,
         region_inputs=tuple(region.inputs.values()),
         region_symbols=region.symbols(with_segments=not report.segments_may_grow),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 Reads = frozenset[int | str]
 

@@ -275,7 +275,6 @@ def test_attention_over_several_counts_is_captured_by_all_of_them(made: Made) ->
         x, y = torch.randn(first, 7, 5, 8), torch.randn(second, 7, 5, 8)
         torch.testing.assert_close(compiled(x, y), module(x, y))
     assert counts(made) == (3, 3, 2)
-    assert all("different token counts" in each.program.tokens_unknown for each in made())
 
 
 class Noise(ConvNet):

@@ -47,13 +47,13 @@ from fxsplit_encoder.compile.padding.states import (
     TokenSizes,
     draws_random_numbers,
     is_pointwise,
-    named,
     operation,
     reads_token_count,
     scalar_arguments,
     symbols_of,
     token_dim,
 )
+from fxsplit_encoder.compile.rewriting import arguments_of
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 __all__ = ["SEGMENTS", "SHARED", "PaddingReport", "Rows", "State", "analyse", "capture_refusal", "token_dim"]
@@ -163,8 +163,8 @@ def capture_refusal(nodes: Iterable[fx.Node]) -> str:
     """Returns why a region may never be captured; empty: it may."""
     for node in nodes:
         name = operation(node)
-        draws = draws_random_numbers(node)
-        if draws and not (name in DENSE_ATTENTIONS and not named(node, "dropout_p")):
+        is_dense = name in DENSE_ATTENTIONS
+        if draws_random_numbers(node) and not (is_dense and not arguments_of(node).get("dropout_p")):
             return f"{name} draws random numbers"
     return ""
 
