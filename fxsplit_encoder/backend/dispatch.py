@@ -100,6 +100,8 @@ class BudgetDispatcher:
         a single one for all sizes."""
         self._has_tokens = program.token_symbol is not None and not program.padding.other_rows
         self._refusal = self._why_never_captured()
+        # There is a graph to break at its splitting ops already, and no untouched module any more.
+        self._mode = "piecewise" if config.mode == "breakable" else config.mode
         self._captures = CaptureSet(config, self.pool)
         self._captures.programs = self.programs
         slots = {entry.slot: f"input {entry.slot}" for entry in program.region_inputs}
@@ -127,19 +129,17 @@ class BudgetDispatcher:
             self._derived_stamp = self.program.derived.stamp
             warmed = getattr(_warming, "called", None)
             if self._refusal is None:
-                outputs, planned, budget = self._run(bindings, capture_all=warmed is not None)
+                outputs, planned, key = self._run(bindings, capture_all=warmed is not None)
             else:
-                planned, budget = PathPlan(0, None, self._refusal), None
+                planned, key = PathPlan(0, None, self._refusal), None
                 outputs = run_exact(self.program, bindings)
             if warmed is not None:
                 warmed.append(self)  # and is counted nowhere: the caller discards its outputs
                 return outputs
             self.statistics.record_items(1, planned.reason)
-            if budget is None:
+            if key is None:
                 self.statistics.record_fallback("exact")
             else:
-                sizes = sizes_of(self.program, bindings) if self._has_tokens else ()
-                key = CaptureKey(_PATH, budget, sizes)
                 self.statistics.record_replay(key, planned.tokens)
             return outputs
 
@@ -200,8 +200,7 @@ class BudgetDispatcher:
 
     def _sized_program(self) -> SizedProgram:
         if () not in self.programs:
-            mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
-            self.programs[()] = SizedProgram(SizedForward(self._region), mode, self._captures.scope)
+            self.programs[()] = SizedProgram(SizedForward(self._region), self._mode, self._captures.scope)
         program = self.programs[()]
         assert isinstance(program, SizedProgram)
         return program
@@ -214,12 +213,10 @@ class BudgetDispatcher:
                 self.clear()
             budgets = self._budgets(bindings)
             forward = ProgramForward(self._region, budgets, bindings)
-            # There is a graph to break at its splitting ops already, and no untouched module any more.
-            mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
             self.programs[key] = PaddedProgram(
-                forward, "torch.compile", budgets.tokens, mode, self._captures.scope
+                forward, "torch.compile", budgets.tokens, self._mode, self._captures.scope
             )
-            if mode != "exact" and not self.program.padding.allowed:
+            if self._mode != "exact" and not self.program.padding.allowed:
                 self._warn_of_no_padding()
         return self.programs[key]
 
@@ -312,9 +309,13 @@ class BudgetDispatcher:
 
     # --- replay
 
-    def _run(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any], PathPlan, int | None]:
-        """The call by a capture or at its exact shape, as `Served`; the outputs are the caller's own."""
-        program: CapturedProgram
+    def _run(
+        self, bindings: Bindings, *, capture_all: bool
+    ) -> tuple[list[Any], PathPlan, CaptureKey | None]:
+        """The call by a capture, of which it returns the key, or at its exact shape; the outputs are the
+        caller's own.
+        """
+        program: CallProgram
         if self._has_tokens:
             rows = self.program.tokens(bindings)
             assert rows is not None
@@ -333,13 +334,17 @@ class BudgetDispatcher:
             own = own_outputs(self._outputs, outputs, bindings)
             if self.config.debug:
                 self.pool.handed_out.add(each for each in own if isinstance(each, torch.Tensor))
-            return own, planned, budget
+            return own, planned, program.key(budget)
 
 
 class CallProgram(CapturedProgram):
     """The program with captures of it; a batch is the bindings of a call."""
 
     forward: ProgramForward | SizedForward
+
+    def key(self, budget: int) -> CaptureKey:
+        """Returns the key of the default path, with the other sizes as axis keys."""
+        return CaptureKey(_PATH, budget, self.forward.sizes)
 
     def values(self, batch: Bindings) -> dict[str, Any]:
         """Returns the region's inputs in the slots."""
@@ -362,10 +367,6 @@ class PaddedProgram(CallProgram):
     """The program with its captures for calls of equal other sizes."""
 
     forward: ProgramForward
-
-    def key(self, budget: int) -> CaptureKey:
-        """Returns the key of the default path, with the other sizes as axis keys."""
-        return CaptureKey(_PATH, budget, self.forward.sizes)
 
     def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
         """Returns the size of the token dimension."""
@@ -407,10 +408,6 @@ class SizedProgram(CallProgram):
     def request(self, tokens: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
         """Makes the capture request of the batch in hand."""
         return self.forward.request(tokens, shared)
-
-    def key(self, budget: int) -> CaptureKey:
-        """Returns the key of all sizes."""
-        return CaptureKey(_PATH, budget)
 
     def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
         """None: nothing is padded."""

@@ -185,6 +185,7 @@ class SizedForward(CallForward):
 
     def __init__(self, region: NamedRegion) -> None:
         self.region = region
+        self.sizes = ()
         self.declares_padding = False
         self.call: Bindings | None = None
         """The bindings of the call in hand, with its inputs and the parameters."""
