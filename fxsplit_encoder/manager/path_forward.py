@@ -219,7 +219,7 @@ class PathForward:
         example = known or self.example()
         if isinstance(example, str):
             self.is_settled, self.refusal = True, example
-        elif not self.take_saved(self.load_saved(), example):
+        elif not self.take_saved(self.load_saved(example), example):
             self.take(self.trace(example, progress), refusals)
         return self.refusal
 
@@ -231,16 +231,23 @@ class PathForward:
         except InputError as error:
             return f"not compiled: {error}"
 
-    def load_saved(self) -> BoundProgram | None:
-        """Loads the saved program with its compiled pieces; None: none was saved, or it cannot be loaded."""
+    def load_saved(self, example: TracedExample, *, runs: bool = False) -> BoundProgram | None:
+        """Loads the saved program with its compiled pieces, and runs it once if `runs`; None: none was saved,
+        or it fails.
+        """
         from fxsplit_encoder.compile.saved import restore_program
 
         saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
         if saved is None:
             return None
-        return self._of_another_process(
-            lambda: restore_program(saved, named_tensors(self.tower), self.device)
-        )
+
+        def load() -> BoundProgram:
+            loaded = restore_program(saved, named_tensors(self.tower), self.device)
+            if runs:
+                loaded(self.inputs(loaded, with_contents(example.inputs)))
+            return loaded
+
+        return self._of_another_process(load)
 
     def take_saved(self, loaded: BoundProgram | None, example: TracedExample) -> bool:
         """Binds a loaded program if it returns what the forward returns; returns whether there is one now."""
