@@ -120,12 +120,10 @@ def _image_shape(tower: nn.Module) -> tuple[tuple[int, ...], bool]:
     return (channels, height, width), size is not None
 
 
-def _fields(
-    twin: nn.Module, shape: Sequence[int], count: int, dtype: torch.dtype | None = None, **options: Any
-) -> dict[str, Any]:
+def _fields(twin: nn.Module, shape: Sequence[int], count: int, **options: Any) -> dict[str, Any]:
     """The output for so many images without data, as tensors and tuples of tensors by their names."""
     parameter = next(twin.parameters())
-    dtype = dtype or parameter.dtype
+    dtype = parameter.dtype
     draws = RandomDraws()
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -238,12 +236,16 @@ class RuleCalls(DenseCalls):
         """Whether images of another dtype give an output of the same dtypes."""
         known: dict[torch.dtype, bool] = vars(self).setdefault("_converted", {})
         if dtype not in known:
-            try:
-                fields = _fields(self.twin, self.default_key.shape, 1, dtype)
+            twin = twin_of(self.twin)
+            device = next(twin.parameters()).device
+            pixels = torch.zeros(1, *self.default_key.shape, dtype=dtype, device=device)
+            try:  # with data: the meta device takes dtypes that kernels refuse
+                with torch.inference_mode(False), torch.no_grad():
+                    fields = dict(twin(pixels).items())
                 known[dtype] = [_value(fields, name).dtype for name in self._names] == [
                     _value(self._look.fields, name).dtype for name in self._names
                 ]
-            except UnsupportedTowerError:
+            except _MODEL_ERRORS:
                 known[dtype] = False
         return known[dtype]
 
