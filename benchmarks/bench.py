@@ -29,6 +29,7 @@ CASES: Mapping[str, str] = {
     "start": "where the seconds of a start go",
     "data_parallel": "a request shared among several GPUs",
     "map_batches": "Ray's map_batches on the GPUs of a host, beside manager.execute alone",
+    "serve": "JPEG in, vector out over HTTP, beside a plain server",
     "vllm": "inside vLLM: its classes eagerly, by its manager and by ours",
     "vllm_serving": "vLLM's engine, from prompts with images to tokens",
     "ab": "two commits side by side on one device",

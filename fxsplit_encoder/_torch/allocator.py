@@ -59,3 +59,12 @@ def defer_frees() -> Iterator[None]:
         _this_thread.deferred = None
         if was_enabled:
             gc.enable()
+
+
+def freeze_objects() -> None:
+    """Have the garbage collector skip all objects of this moment, for the command that owns the process.
+
+    A full collection among the objects of torch and transformers stops every thread for a third of a second.
+    """
+    gc.collect()
+    gc.freeze()

@@ -12,9 +12,6 @@ from torch import Tensor
 # One thread copies that many bytes in about a tenth of a millisecond.
 _ONE_THREAD_BYTES = 1 << 20
 
-# torch copies no more than that many elements without asking for OpenMP's threads.
-_ONE_THREAD_ELEMENTS = 32_768
-
 # Dtypes that NumPy does not have are copied as integers of their size.
 _AS_INTEGERS = {torch.bfloat16: torch.int16}
 
@@ -41,21 +38,6 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         tensor = copy_on_host(memory, tensor)
     return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
-
-
-def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """Returns a host tensor in a dtype, and in pinned memory if asked for, by the calling thread alone."""
-    if tensor.is_cuda or (tensor.dtype == dtype and (tensor.is_pinned() or not is_pinned)):
-        return tensor
-    target = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
-    if tensor.dtype == dtype and dtype not in _AS_INTEGERS:
-        np.copyto(target.numpy(), tensor.detach().numpy())
-        return target
-    flat, source = target.view(-1), tensor.detach().reshape(-1)
-    for start in range(0, flat.numel(), _ONE_THREAD_ELEMENTS):
-        part = slice(start, start + _ONE_THREAD_ELEMENTS)
-        flat[part].copy_(source[part])
-    return target
 
 
 def mark_immutable(tensor: Tensor) -> Tensor:

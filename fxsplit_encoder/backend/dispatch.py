@@ -24,15 +24,16 @@ from fxsplit_encoder.backend.forward import (
     sizes_of,
 )
 from fxsplit_encoder.caching import Recent
-from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.compile import Bindings, NamedRegion, Program
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.blocks import LiveWeights
-from fxsplit_encoder.compile.program import Argument, Ref, TensorInfo
+from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref, TensorInfo
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.kernels.attention import KnownSegments
-from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
-from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.planning.costs import CostModel
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan
+from fxsplit_encoder.planning.planner import Captured, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime import CapturedProgram, CaptureSet, Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics

@@ -15,11 +15,13 @@ from torch import fx
 from fxsplit_encoder._torch.dynamo import original_module
 from fxsplit_encoder._torch.dynamo_errors import RestartAnalysis, TraceAgain
 from fxsplit_encoder.backend.dispatch import BudgetDispatcher, capturing_all
-from fxsplit_encoder.compile import CompileOptions, Program, compile_graph
 from fxsplit_encoder.compile.blocks import LiveWeights, end_blocks, takes_blocks
+from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.program import Program
+from fxsplit_encoder.compile.trace import compile_graph
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, ConfigError, InputError
-from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
+from fxsplit_encoder.planning.plan import InvariantPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -14,21 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import (
-    CapturedForward,
-    CaptureRequest,
-    SharedBuffers,
-    StaticParameters,
-    segment_capacity,
-)
-from fxsplit_encoder.capture.buffers import gibibytes, memory_of
-from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens
-from fxsplit_encoder.capture.parameters import MemoryOrders
-from fxsplit_encoder.compile import Bindings, HostOp, NamedRegion, Program, RegionInput
+from fxsplit_encoder.capture.buffers import SharedBuffers, gibibytes, memory_of
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
+from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.parameters import MemoryOrders, StaticParameters
 from fxsplit_encoder.compile.blocks import LiveWeights
+from fxsplit_encoder.compile.options import HostOp
+from fxsplit_encoder.compile.program import Bindings, NamedRegion, Program, RegionInput
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureMemoryError, ConfigError
-from fxsplit_encoder.planning import generate_budgets, inferred_budgets
+from fxsplit_encoder.planning.limits import generate_budgets, inferred_budgets
 from fxsplit_encoder.protocol import BudgetDeclaration
 from fxsplit_encoder.runtime import FreshInputs, request_of_program
 from fxsplit_encoder.runtime.requests import check_replacements, layouts_of

@@ -33,12 +33,7 @@ from fxsplit_encoder._torch.dispatch import (
     tree_unflatten,
 )
 from fxsplit_encoder._torch.distributed import calls_other_ranks, num_ranks
-from fxsplit_encoder.capture.buffers import (
-    OwnedBuffers,
-    storage_address,
-    tensors_in,
-    unstrided,
-)
+from fxsplit_encoder.capture.buffers import OwnedBuffers, storage_address, tensors_in, unstrided
 from fxsplit_encoder.capture.pool import GraphPool, RecordedOps
 from fxsplit_encoder.compile.options import DENSE_ATTENTION, splitting_targets
 from fxsplit_encoder.errors import CaptureError, ReplayError
@@ -419,7 +414,9 @@ def refuse_synchronization(
     """Raises CaptureError if the op, called with these arguments, would wait for `device`."""
     if op in _COPIES:
         reason = _waiting_copy(args, kwargs, device)
-    elif _depends_on_values(op, args, kwargs) and _on_device(args, kwargs, device):
+    elif _depends_on_values(op, args, kwargs) and any(
+        tensor.device.type == device.type for tensor in tensors_in((args, kwargs))
+    ):
         reason = "the host needs values that the device computes"
     else:
         return
@@ -446,10 +443,6 @@ def _gives_numbers(op: Any) -> bool:
         return False
     kinds = [str(result.type).removeprefix("List[").removesuffix("]") for result in schema.returns]
     return bool(kinds) and all(kind in _NUMBERS for kind in kinds)
-
-
-def _on_device(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    return any(tensor.device.type == device.type for tensor in tensors_in((args, kwargs)))
 
 
 def _waiting_copy(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> str | None:

@@ -392,21 +392,10 @@ class StaticBuffer:
                 "its memory since; give a value for every replay"
             )
 
-    def check_address(self) -> None:
-        """Raises ReplayError if the captured tensor has moved (capture rule 6)."""
-        if self.tensor.data_ptr() != self.address:
-            raise ReplayError(
-                f"capture rule 6: {self.name}: its captured buffer moved from {self.address:#x} to "
-                f"{self.tensor.data_ptr():#x}; static buffers must not be resized or replaced"
-            )
-
 
 class SharedBuffers:
-    """Memory that the captures of one forward share: smaller ones read the first rows of the largest.
-
-    Args:
-        growth: how many times as many rows as before are allocated for a larger capture; 1: as many as it
-            needs.
+    """Memory that the captures of one forward share: smaller ones read the first rows of the largest. A
+    larger capture gets `growth` times as many rows as the last one; 1: as many as it needs.
     """
 
     def __init__(self, growth: int = 1) -> None:

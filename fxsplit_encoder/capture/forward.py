@@ -40,7 +40,8 @@ from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.pauses import pause, run_capture
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import Bindings, Program, Step
+    from fxsplit_encoder.compile.branches import Step
+    from fxsplit_encoder.compile.program import Bindings, Program
 
 
 class RowCount:
@@ -128,10 +129,8 @@ WARMUPS = 2
 
 
 class CapturedForward:
-    """Replays a forward over static inputs.
-
-    Args:
-        mode: "full", "piecewise" (of a program) or "breakable" (of a module's own code).
+    """Replays a forward over static inputs, in mode "full", "piecewise" (of a program) or "breakable" (of a
+    module's own code).
     """
 
     def __init__(self, request: CaptureRequest, mode: str, pool: GraphPool) -> None:
@@ -182,11 +181,8 @@ class CapturedForward:
         return isinstance(capture, BreakableCUDAGraphCapture) and not (capture.breaks or capture.met_break)
 
     def record(self, warmups: int = WARMUPS) -> None:
-        """Warms the forward up at full depth, then captures it. Keeps nothing if it fails.
-
-        Raises:
-            CaptureError: it cannot be captured; names the op and the module, if known. CaptureMemoryError:
-                out of memory.
+        """Warms the forward up at full depth, then captures it. Keeps nothing if it fails. CaptureError: it
+        cannot be captured; names the op and the module, if known. CaptureMemoryError: out of memory.
         """
         what = "one shape" if self.rows is None else f"{self.rows} rows"
         if self.pool.is_cuda:
@@ -338,15 +334,12 @@ class CapturedForward:
 
     def replay(self, *, debug: bool = False, parameters_are_checked: bool = False) -> list[Any]:
         """Runs the captured forward on the static inputs; returns its outputs, which the next replay
-        overwrites.
+        overwrites. WeightsMovedError: parameters lie elsewhere than at the capture. ReplayError: another rule
+        was found broken.
 
         Args:
             debug: whether to check every rule (as listed below), which waits for the device.
             parameters_are_checked: whether the caller checked them, but for writes that leave no version.
-
-        Raises:
-            WeightsMovedError: parameters lie elsewhere than at the capture.
-            ReplayError: another rule was found broken.
         """
         derived = self._derived
         if debug:
@@ -508,7 +501,7 @@ class StepRecorder:
         return self.capture.captured(self._branches.placed(step), *args, **kwargs)
 
     def finish(self) -> None:
-        """Joins the side streams before the graph ends."""
+        """Joins the side streams."""
         self._branches.join()
 
 

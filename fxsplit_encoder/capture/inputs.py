@@ -108,8 +108,12 @@ class StaticInputs:
 
     def check_addresses(self) -> None:
         """Raises ReplayError if a captured tensor has moved (capture rule 6)."""
-        for buffer in self.buffers.values():
-            buffer.check_address()
+        for name, buffer in self.buffers.items():
+            if (now := buffer.tensor.data_ptr()) != buffer.address:
+                raise ReplayError(
+                    f"capture rule 6: {name}: its captured buffer moved from {buffer.address:#x} to "
+                    f"{now:#x}; static buffers must not be resized or replaced"
+                )
 
 
 def _pinned(
@@ -173,17 +177,9 @@ def full_cu_seqlens(capacity: int, rows: int, segments: int = 1) -> Tensor:
 
 
 def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
-    """Extends cumulative lengths on the CPU to `length` entries, by empty segments (capture rule 2).
-
-    The result is cached for equal lengths: never write to it.
-
-    Args:
-        cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0.
-        length, rows: entries of the captured buffer, rows of the captured sequence.
-
-    Raises:
-        InputError: the lengths fall, or do not start at 0.
-        ReplayError: more segments or rows than the capture has.
+    """Extends cumulative lengths on the CPU, (segments + 1,) int32 rising from 0, to `length` entries, by
+    empty segments (capture rule 2). The result is cached for equal lengths: never write to it. InputError:
+    they fall, or do not start at 0. ReplayError: more segments, or more than `rows` rows.
     """
     return _extended(tuple(cu_seqlens.tolist()), length, rows)
 

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +24,8 @@ from fxsplit_encoder.capture.forward import (
 )
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
-from fxsplit_encoder.kernels import TimeSpent, measuring
+from fxsplit_encoder.kernels.choice import measuring
+from fxsplit_encoder.kernels.meter import TimeSpent
 from fxsplit_encoder.pauses import pause, seconds_paused
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
@@ -152,10 +153,20 @@ class BudgetLadder:
         """Captures a budget once, with pauses; None if it is dropped (capture rule 9)."""
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
             return self.captured.get(budget)
+        timed = self.measured and self.pool.is_cuda
+        known = self._known.get(budget) if timed else None
         start = self._own_seconds()
         try:
             with self._comparing():
-                self._capture(budget)
+                if known is not None and known.mode is None:
+                    self.costs[budget] = replace(known.costs)
+                    self.no_graph_needed.add(budget)
+                elif not timed:
+                    request = self._agreed_request(budget)
+                    recorded = self._record(budget, request, self._preferred(request), first=True)
+                    (self.captured[budget],) = recorded.values()
+                else:
+                    self._capture_measured(budget, self._agreed_request(budget), known)
         except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
             self.dropped[budget] = str(error)
             if isinstance(error, (CaptureMemoryError, torch.OutOfMemoryError)):
@@ -238,18 +249,7 @@ class BudgetLadder:
         self.costs.clear()
         self._bound_by_host = None
 
-    def _capture(self, budget: int) -> None:
-        timed = self.measured and self.pool.is_cuda
-        known = self._known.get(budget) if timed else None
-        if known is not None and known.mode is None:
-            self.costs[budget] = replace(known.costs)
-            self.no_graph_needed.add(budget)
-            return
-        request = self._agreed_request(budget)
-        if not timed:
-            recorded = self._record_first(budget, request)
-            self.captured.update((budget, each) for each in recorded.values())
-            return
+    def _capture_measured(self, budget: int, request: CaptureRequest, known: KnownBudget | None) -> None:
         if known is not None and self._capture_as_known(budget, request, known):
             return
         costs = self._capture_cheapest_mode(budget, request)
@@ -260,7 +260,7 @@ class BudgetLadder:
     def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> bool:
         assert known.mode is not None
         try:
-            self.captured[budget] = self._record(budget, request, known.mode)
+            self.captured[budget] = self._record(budget, request, [known.mode])[known.mode]
         except CaptureError as error:
             logger.warning("budget %d is measured again: in mode %s %s", budget, known.mode, error)
             return False
@@ -295,8 +295,7 @@ class BudgetLadder:
             self.no_graph_needed.add(budget)
             self.costs[budget] = costs
             return costs
-        record = self._record_all if self.mode == "auto" else self._record_first
-        candidates = record(budget, request)
+        candidates = self._candidates(budget, request)
         for mode, captured in candidates.items():
             pause()
             costs.modes[mode] = captured.measure()
@@ -355,55 +354,57 @@ class BudgetLadder:
         try:
             if request.single_segment is None:
                 raise CaptureError("the forward tells no segments")
-            return self._record(budget, request.single_segment(), "full")
+            return self._record(budget, request.single_segment(), ["full"])["full"]
         except CaptureError as error:
             logger.warning(
                 "budget %d: batches of one segment share the capture of all others: %s", budget, error
             )
             return None
 
-    def _record_all(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
+    def _candidates(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
+        """Captures in every mode that may be the cheapest, or in the one that is set."""
+        if self.mode == "auto":
+            return self._record(budget, request, request.modes)
+        return self._record(budget, request, self._preferred(request), first=True)
+
+    def _preferred(self, request: CaptureRequest) -> list[str]:
+        """The modes of a request, the wanted one first."""
+        possible = request.modes
+        # Without a program the mode that breaks at attention is `breakable`.
+        wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]
+        return [wanted, *(mode for mode in possible if mode != wanted)]
+
+    def _record(
+        self, budget: int, request: CaptureRequest, modes: Sequence[str], *, first: bool = False
+    ) -> dict[str, CapturedForward]:
+        """Captures in each of some modes, or only in the `first` that every rank can; CaptureError if none
+        does.
+        """
         recorded: dict[str, CapturedForward] = {}
         failures: list[CaptureError] = []
-        for mode in request.modes:
+        for mode in modes:
             if any(captured.is_unbroken for captured in recorded.values()):
                 break  # the other mode would be the same graph
             if recorded or failures:
                 pause()
+            captured = CapturedForward(request, mode, self.pool)
+            failure = None
             try:
-                recorded[mode] = self._record(budget, request, mode)
+                captured.record(warmups=1 if self._is_warm else WARMUPS)
             except CaptureError as error:
-                failures.append(error)
+                failure = error
+            if not self._agree(failure is None):
+                if failure is None:
+                    captured.release()
+                failures.append(failure or CaptureError("another rank could not capture it"))
+                continue
+            self._is_warm = True
+            self._num_bytes[budget] += captured.num_bytes
+            recorded[mode] = captured
+            if first:
+                break
         if not recorded:
             raise failures[0]
+        if first and failures:
+            self.replaced[budget] = f"captured in mode {mode}: in mode {modes[0]} {failures[0]}"
         return recorded
-
-    def _record_first(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
-        possible = request.modes
-        # Without a program the mode that breaks at attention is `breakable`.
-        wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]
-        failures: list[CaptureError] = []
-        for mode in (wanted, *(mode for mode in possible if mode != wanted)):
-            if failures:
-                pause()
-            try:
-                recorded = {mode: self._record(budget, request, mode)}
-            except CaptureError as error:
-                self._agree(False)
-                failures.append(error)
-                continue
-            if not self._agree(True):
-                recorded[mode].release()
-                failures.append(CaptureError("another rank could not capture it"))
-                continue
-            if failures:
-                self.replaced[budget] = f"captured in mode {mode}: in mode {wanted} {failures[0]}"
-            return recorded
-        raise failures[0]
-
-    def _record(self, budget: int, request: CaptureRequest, mode: str) -> CapturedForward:
-        captured = CapturedForward(request, mode, self.pool)
-        captured.record(warmups=1 if self._is_warm else WARMUPS)
-        self._is_warm = True
-        self._num_bytes[budget] += captured.num_bytes
-        return captured

@@ -176,7 +176,6 @@ class BreakableCUDAGraphWrapper(nn.Module):
                 self._evict()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch] | str:
-        """The capture for a call, made if need be; or why there is none."""
         found = "training" if self.module.training else foreign_around()
         if found is not None:
             return found
@@ -227,7 +226,12 @@ class BreakableCUDAGraphWrapper(nn.Module):
         def run() -> list[Any]:
             args, kwargs = tree_unflatten(leaves, batch.structure)
             outputs, structure = tree_flatten(module(*args, **kwargs))
-            _check_outputs(outputs)
+            for output in outputs:
+                if not isinstance(output, (torch.Tensor, *CONSTANTS)):
+                    raise CaptureError(
+                        f"the module returned a {type(output).__name__}; it may return tensors, None, "
+                        "numbers and strings, in tuples, lists and dicts"
+                    )
             structures.append(structure)
             return outputs
 
@@ -265,12 +269,3 @@ class BreakableCUDAGraphWrapper(nn.Module):
     def _asks_for_gradients(self, batch: Batch) -> bool:
         tensors = itertools.chain(self.module.parameters(), batch.leaves)
         return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
-
-
-def _check_outputs(outputs: Sequence[Any]) -> None:
-    for output in outputs:
-        if not isinstance(output, (torch.Tensor, *CONSTANTS)):
-            raise CaptureError(
-                f"the module returned a {type(output).__name__}; it may return tensors, None, numbers and "
-                "strings, in tuples, lists and dicts"
-            )

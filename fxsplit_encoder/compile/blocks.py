@@ -277,10 +277,7 @@ class LiveWeights:
 
     def current(self) -> list[Tensor]:
         """Returns the weights that modules hold now, in the order of `add`; the caller must not change it.
-
-        Raises:
-            ChangedBlocksError: a block is no longer what the graph was made of.
-            InputError: a weight was removed.
+        ChangedBlocksError: a block is not what the graph was made of. InputError: a weight was removed.
         """
         if any(not seen.is_unchanged() or seen.modes != modes for seen, modes in self._watched):
             raise ChangedBlocksError(
@@ -481,10 +478,7 @@ def end_blocks(*, refused: bool = False) -> bool:
 
 def inline_blocks(module: fx.GraphModule) -> LiveWeights:
     """Replaces each block op of an ATen graph by the graph of its block; returns the weights of the blocks,
-    which are now the last inputs of the graph.
-
-    Raises:
-        CompileError: a block does more than an op may.
+    now the last inputs of the graph. CompileError: a block does more than an op may.
     """
     inlining = _Inlining(module.graph)
     for call in module.graph.find_nodes(op="call_function", target=block_op):
@@ -504,7 +498,6 @@ class _Inlining:
         }
 
     def inline(self, call: fx.Node) -> None:
-        """Replaces an op by the graph of its block."""
         arguments: Any = call.args
         tensors, numbers, structure, number, index = arguments
         values = fx.node.map_arg((tensors, numbers), lambda n: n.meta["val"])

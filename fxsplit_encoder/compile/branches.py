@@ -38,14 +38,10 @@ class Step:
 
 
 class StepBranches:
-    """Runs marked steps on a sibling stream, which a CUDA graph has as a branch.
+    """Runs marked steps on a sibling stream, which a CUDA graph has as a branch; without CUDA in place.
 
     `with_frees` keeps the slots of such a step until a step that `joins` has run. Call `join` after the last
-    step, before a result is read.
-
-    Args:
-        device: of the program. Without CUDA steps run where they stand.
-        active: whether steps may run there: no branch outlives the graph that it begins in.
+    step, before a result is read. Unless `active` steps do not branch: no branch outlives its graph.
     """
 
     def __init__(self, device: torch.device, *, active: bool = True) -> None:

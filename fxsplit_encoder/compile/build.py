@@ -34,7 +34,7 @@ from fxsplit_encoder.compile.split import (
 )
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
-from fxsplit_encoder.kernels.products import compile_ahead as compile_products_ahead
+from fxsplit_encoder.kernels.products.measured import compile_ahead as compile_products_ahead
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
@@ -44,9 +44,8 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
         static_inputs: positions of the parameters and buffers among its inputs.
 
-    Raises:
-        CompileError: the graph cannot be split; its message says at which node.
-        ConfigError: there is no such pass, or `invariant` not for this graph.
+    CompileError: the graph cannot be split; its message says at which node. ConfigError: there is no such
+    pass, or `invariant` not for this graph.
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
@@ -119,7 +118,6 @@ def _assemble(
         input_shapes=tuple(None if is_scalar(n) else tensor_info(n).shape for n in inputs),
         token_symbol=token_symbol,
         collectives=tuple(dict.fromkeys(op.name() for op in ops if calls_other_ranks(op))),
-        tokens_unknown="" if token_symbol is not None else tokens_unknown(graph.parts, options.splitting_ops),
         region_start=region_start,
         region_inputs=tuple(region.inputs.values()),
         region_symbols=region.symbols(with_segments=not report.segments_may_grow),

@@ -46,7 +46,7 @@ class Fingerprints:
         """Samples the tensors, which must stay where they are until the next call."""
         with as_plain_tensors():  # vLLM's parameters have code of their own
             dense = [part.detach() for each in tensors for part in dense_parts(each) if part.numel()]
-        device = _device_of(dense)
+        device = next((each.device for each in dense if each.is_cuda), None) if _HAS_TRITON else None
         on_device = [each for each in dense if each.device == device]
         on_host = [each for each in dense if each.device != device]
         self._on_host = _HostSamples(on_host) if on_host else None
@@ -108,8 +108,8 @@ class _DeviceSamples:
         self.take(tensors)
 
     def take(self, tensors: Sequence[Tensor]) -> bool:
-        """Samples other tensors of the same layouts into the same table. For other layouts clears the table,
-        which disables captured comparisons, and returns False.
+        """Samples tensors of the same layouts into the same table; for others clears it, which disables
+        captured comparisons, and returns False.
         """
         if _layouts(tensors) != self._layouts:
             self._addresses.zero_()
@@ -130,10 +130,6 @@ class _DeviceSamples:
 
     def have_changed(self) -> bool:
         return self._found_on_host[0] == self._taken
-
-
-def _device_of(tensors: Iterable[Tensor]) -> torch.device | None:
-    return next((each.device for each in tensors if each.is_cuda), None) if _HAS_TRITON else None
 
 
 def _positions(count: int) -> Tensor:
@@ -227,10 +223,8 @@ class DerivedParameters:
             slots[slot] = value
 
     def refresh(self, stamp: object = None) -> bool:
-        """Recomputes if a source parameter has another address or version; returns whether any had.
-
-        Args:
-            stamp: one since which no parameter has moved: only versions are compared.
+        """Recomputes if a source parameter has another address or version; returns whether any had. Since
+        `stamp` no parameter has moved: only versions are compared.
         """
         if not self.recipes:
             return False
@@ -260,7 +254,7 @@ class DerivedParameters:
         self._compute()
 
     def compare(self) -> object:
-        """Calls `Fingerprints.compare`, for a later `follow_writes`."""
+        """Calls `Fingerprints.compare`."""
         return self._fingerprints.compare()
 
     def outdate(self) -> None:

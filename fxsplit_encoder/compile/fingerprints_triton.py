@@ -32,13 +32,9 @@ def _compare(addresses, before, state, count, takes, BLOCK: tl.constexpr):  # ty
 
 
 def compare_bits(addresses: Tensor, before: Tensor, state: Tensor, *, takes: bool) -> None:
-    """Stores or compares the two bytes at each address; where any differ, writes to the address of `state`.
-
-    Args:
-        addresses: (samples,), int64; 0 for none.
-        before: (samples,), int16.
-        state: (2,), int64: a number, and the address that gets it.
-        takes: whether bits are stored in `before`, rather than compared with it.
+    """Stores (`takes`) in `before`, (samples,) int16, or compares with it the two bytes at each of
+    `addresses`, (samples,) int64, 0 for none; where any differ, writes state[0] to the address state[1], both
+    int64.
     """
     count = addresses.shape[0]
     with on_device(addresses.device):

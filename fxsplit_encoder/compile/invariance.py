@@ -17,8 +17,9 @@ from torch import fx
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.padding.rules import CONSTRUCTORS, COPIES, MOVERS
-from fxsplit_encoder.compile.padding.states import is_pointwise, named, operation
+from fxsplit_encoder.compile.padding.states import is_pointwise, operation
 from fxsplit_encoder.compile.passes.fixed_products import of_parameters
+from fxsplit_encoder.compile.rewriting import arguments_of
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, dense_attention, varlen_attention
@@ -50,10 +51,8 @@ _MOST_PROBLEMS = 10
 
 
 def check_rows(module: fx.GraphModule, device: torch.device, compiler: str | Callable[..., Any]) -> None:
-    """Checks every node of a graph after the passes.
-
-    Raises:
-        ConfigError: `invariant` cannot be kept for this graph; names the nodes, or what to change.
+    """Checks every node of a graph after the passes. ConfigError: `invariant` cannot be kept for this graph;
+    names the nodes, or what to change.
     """
     problems = [*_of_device(device, compiler), *_of_heads(module.graph, device)]
     problems += [f"invariant: {node.name}: {why}" for node, why in row_dependence(module.graph)]
@@ -130,7 +129,7 @@ def _has_fixed_sizes(node: fx.Node, name: str) -> bool:
         shape: Any = node.args[1]
         return all(isinstance(size, int) for size in shape)
     sizes = shape_exprs(source.meta["val"])
-    dims: Any = named(node, "dims" if name in ("flip", "roll") else "dim")
+    dims: Any = arguments_of(node).get("dims" if name in ("flip", "roll") else "dim")
     if dims is None or dims == []:
         dims = range(len(sizes))
     return all(sizes[dim].is_Integer for dim in (dims if isinstance(dims, list | range) else [dims]))

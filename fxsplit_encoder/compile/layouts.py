@@ -45,19 +45,20 @@ def sees_layout(node: fx.Node) -> bool:
     return name in _BY_STRIDES or tagged
 
 
-def traced_downstream(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Returns traced values of nodes downstream of the given values, as far as their layouts reach.
-
-    Raises:
-        RuntimeError, ValueError: an operation cannot read such a layout, or would give something else.
+def traced_downstream(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any] | None:
+    """Returns traced values of nodes downstream of the given values, as far as their layouts reach; None: an
+    operation cannot read such a layout, or would give something else.
     """
     known = dict(values)
     outdated = {user for node in values for user in node.users}
     for node in next(iter(values)).graph.nodes:
         if node in outdated and node.op == "call_function":
             if sees_layout(node):
-                raise ValueError(f"{node.format_node()} sees the layout of what it reads")
-            known[node] = traced_value(node, known)
+                return None
+            try:
+                known[node] = traced_value(node, known)
+            except (RuntimeError, ValueError):
+                return None
             if not _is_stored_alike(known[node], node.meta["val"]):
                 outdated.update(node.users)
     return {node: value for node, value in known.items() if node not in values}
@@ -73,10 +74,8 @@ class _Call:
 
 @contextlib.contextmanager
 def keeping_layouts(graph: fx.Graph) -> Iterator[None]:
-    """Keeps the layouts that nodes see as before the rewrites inside the context, and redoes traced values.
-
-    Where a layout is seen, the value is copied into the old one, or, as a part of a larger one, computed as
-    before.
+    """Keeps the layouts that nodes see as before the rewrites inside, and redoes traced values. Where a
+    layout is seen, the value is copied into the old one or, as a part of a larger one, computed as before.
     """
     before = {node: _Call(node.target, node.args, node.kwargs, node.meta.get("val")) for node in graph.nodes}
     yield
@@ -93,7 +92,6 @@ class _Rewritten:
         self._restored: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def keep_layouts(self) -> None:
-        """Visits every node once, in order."""
         for node in list(self._graph.nodes):
             if node.op not in ("call_function", "output"):
                 continue
@@ -159,7 +157,6 @@ class _Rewritten:
         return None
 
     def _as_before(self, node: fx.Node) -> fx.Node:
-        """Returns a value computed as before the rewrite."""
         known = self._replaced.get(node, node.meta.get("val"))
         was = self._before.get(node) or _Call(node.target, node.args, node.kwargs, known)
         if node in self._nodes and (
@@ -208,7 +205,6 @@ def _sizes(value: Any) -> Any:
 
 
 def _order(value: Tensor) -> list[int]:
-    """Returns the dimensions by stride, the longest first."""
 
     def length(number: int | torch.SymInt) -> int:
         found = expression(number)

@@ -37,10 +37,8 @@ _ROWWISE = (
 
 def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node | None:
     """Masks the pad rows after each packed attention: splitting ops but torch's own, which write every row.
-
-    Returns:
-        The graph's last placeholder, a 0-dimensional int64 tensor of the number of real rows; None without
-        attentions.
+    Returns the graph's last placeholder, a 0-dimensional int64 tensor of the number of real rows; None
+    without attentions.
     """
     assumptions = assumptions_of([node for node in module.graph.nodes if node.op == "placeholder"])
     found = ((node, _rows(node, assumptions)) for node in module.graph.nodes if node.target in targets)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.dispatch import DENSE_ATTENTION_KERNELS, OpOverload
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
+from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 if TYPE_CHECKING:
     from torch import fx

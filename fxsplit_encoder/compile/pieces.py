@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fxsplit_encoder._torch.aot import fake_mode_of, make_fx
 from fxsplit_encoder.compile.padding.states import is_pointwise, operation
 from fxsplit_encoder.compile.sizes import layout
-from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
+from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 
 @dataclass(frozen=True, slots=True)

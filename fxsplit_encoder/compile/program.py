@@ -17,7 +17,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.compile.branches import Step, StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
-from fxsplit_encoder.compile.sizes import Size, SymbolValues, holds_for_capture
+from fxsplit_encoder.compile.sizes import Size, SymbolValues
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 
@@ -127,17 +127,22 @@ class Program:
     """Whether the guards of the trace hold for these symbol values."""
     derived: DerivedParameters = field(default_factory=DerivedParameters)
     """Parameters that passes keep in another form."""
-    tokens_unknown: str = ""
     collectives: tuple[str, ...] = ()
     """The ops that other ranks have to call as well."""
     pass_report: Mapping[str, int] = field(default_factory=dict)
-    """Number of places that each pass changed, see `compile.passes.pass_rows`."""
+    """Number of places that each pass changed."""
 
     def may_be_captured(self, symbols: SymbolValues) -> bool:
-        """Whether the graph means the same at these sizes as where it was traced."""
+        """Whether the graph means the same at these sizes as in its trace. A trace takes no size for 1,
+        but a run of n tokens is the first n rows of 2n, by the padding proof or the tower's declaration.
+        """
+        if self.accepts(symbols):
+            return True
         if self.token_symbol is None:
-            return self.accepts(symbols)
-        return holds_for_capture(self.accepts, self.token_symbol, self.padding.divisor, symbols)
+            return False
+        tokens = symbols[self.token_symbol]
+        twice = {**symbols, self.token_symbol: 2 * tokens}
+        return tokens % self.padding.divisor == 0 and self.accepts(twice)
 
     @property
     def fixed_slots(self) -> list[int]:
@@ -145,10 +150,8 @@ class Program:
         return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
 
     def begin(self, args: Sequence[Any], derived_stamp: object = None) -> Bindings:
-        """Binds the graph's inputs and runs the prologue at the true shape; results may be on the CPU.
-
-        Args:
-            derived_stamp: that of the derived parameters, where parameters have not moved since they had it.
+        """Binds the graph's inputs and runs the prologue at the true shape; results may be on the CPU. Since
+        the derived parameters had this `derived_stamp`, no parameter has moved.
         """
         bindings = Bindings([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():
@@ -165,12 +168,9 @@ class Program:
         return bindings
 
     def finish(self, bindings: Bindings, segments: Iterable[KnownSegments] = ()) -> list[Any]:
-        """Runs the region and returns the graph's outputs.
-
-        Args:
-            bindings: the result of `begin`; values that no later step reads are dropped from it.
-            segments: those whose lengths the host knows, for attention in place of the traced bound, often
-                the token count, for which FlashAttention 2 launches blocks.
+        """Runs the region and returns the graph's outputs; values that no later step reads are dropped from
+        `bindings`. Attention over `segments`, whose lengths the host knows, gets their bound and not the
+        traced one, often the token count, for which FlashAttention 2 launches blocks.
         """
         self.fill_num_rows(bindings)
         self.derived.compare()
@@ -234,16 +234,6 @@ class Program:
         return [step for step in self.steps if step.kind == "split"]
 
     @property
-    def frame_lengths_slot(self) -> int | None:
-        """The slot of the cumulative lengths of images or frames; None if no input of the region has them."""
-        attentions = [step for step in self.splits if step.call is varlen_attention]
-        slots = {step.args[3].slot for step in attentions}
-        if len(slots) > 1:  # windows have a fixed bound, images the token count
-            slots = {step.args[3].slot for step in attentions if not isinstance(step.args[4], int)}
-        segments = {entry.slot for entry in self.region_inputs if entry.is_segments}
-        return next(iter(slots & segments), None) if len(slots) == 1 else None
-
-    @property
     def num_distinct(self) -> int:
         """Compilations that serve all pieces."""
         return len({step.distinct for step in self.pieces})
@@ -275,9 +265,13 @@ class NamedRegion:
 
     @cached_property
     def frame_lengths(self) -> str | None:
-        """Name of the cumulative lengths of images or frames, see `Program.frame_lengths_slot`."""
-        slot = self.program.frame_lengths_slot
-        return self.names.get(slot) if slot is not None else None
+        """Name of the cumulative lengths of images or frames; None if no input of the region has them."""
+        attentions = [step for step in self.program.splits if step.call is varlen_attention]
+        slots = {step.args[3].slot for step in attentions}
+        if len(slots) > 1:  # windows have a fixed bound, images the token count
+            slots = {step.args[3].slot for step in attentions if not isinstance(step.args[4], int)}
+        segments = {entry.slot for entry in self.program.region_inputs if entry.is_segments}
+        return next(map(self.names.get, slots & segments), None) if len(slots) == 1 else None
 
     def bind(self, bindings: Bindings, tensors: Mapping[str, Tensor]) -> Bindings:
         """Returns a copy of bindings with these tensors as the region's inputs."""
@@ -357,15 +351,9 @@ class BoundProgram:
 
 
 def bind(program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[str, Tensor]) -> BoundProgram:
-    """Names a program's arguments, by identity in the one call that was observed.
-
-    Args:
-        args: of that call.
-        outputs: of that call.
-        inputs: the forward's inputs by name, each tensor at an address of its own.
-
-    Raises:
-        CompileError: the forward did not return one tensor, or a number is no size of an input.
+    """Names a program's arguments, by identity in the one call that was observed: its `args`, `outputs` and
+    `inputs`, each tensor at an address of its own. CompileError: the forward did not return one tensor, or a
+    number is no size of an input.
     """
     by_address = {(t.data_ptr(), t.shape, t.dtype): name for name, t in inputs.items()}
     names: list[str | None] = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
-from fxsplit_encoder._torch.dispatch import OpOverload, check
+from fxsplit_encoder._torch.dispatch import OpOverload, check, schema_of
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.sizes import layout
 
@@ -77,6 +77,14 @@ def node_value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Returns all arguments of a call by name, defaults included."""
+    declared = schema_of(node.target).arguments
+    defaults = {argument.name: argument.default_value for argument in declared}
+    names = (argument.name for argument in declared)
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def retrace(node: fx.Node) -> None:
     """Redoes the traced value of a call."""
     node.meta["val"] = traced_value(node, {})
@@ -93,11 +101,9 @@ def traced_value(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
 
 
 def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx.Node) -> fx.Node:
-    """Adds an input of the graph that the program computes from parameters, see `compile.derived`.
-
-    Args:
-        make: a function of the sources' tensors, importable by name (or a `functools.partial` of one).
-        sources: nodes for which `is_parameter` holds.
+    """Adds an input of the graph that the program computes from parameters, see `compile.derived`: by `make`,
+    a function importable by name (or a `functools.partial` of one), of the tensors of `sources`, nodes for
+    which `is_parameter` holds.
     """
     assert all(is_parameter(source) for source in sources)
     inputs = graph.find_nodes(op="placeholder")

@@ -43,10 +43,8 @@ _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def save_program(bound: BoundProgram, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns a program as JSON; `tensors` are the tower's parameters and buffers by name.
-
-    Raises:
-        CompileError: it holds an object that has no name.
+    """Returns a program as JSON; `tensors` are the tower's parameters and buffers by name. CompileError: it
+    holds an object that has no name.
     """
     program = bound.program
     if program.constants:
@@ -59,11 +57,8 @@ def save_program(bound: BoundProgram, tensors: Mapping[str, Tensor]) -> dict[str
 def restore_program(
     saved: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> BoundProgram:
-    """Returns a saved program for a tower's parameters on a device.
-
-    Raises:
-        StartFileError: it is no saved program, a piece is not in Inductor's cache, or the tower has no such
-            parameter.
+    """Returns a saved program for a tower's parameters on a device. StartFileError: it is no saved program, a
+    piece is not in Inductor's cache, or the tower has no such parameter.
     """
     try:
         pieces = [_load_piece(key, guards) for key, guards in saved["pieces"]]
@@ -81,7 +76,6 @@ def restore_program(
 
 
 def _piece_keys(program: Program) -> list[tuple[str, str]]:
-    """Returns the key and the guards of each distinct compilation in Inductor's cache."""
     from fxsplit_encoder._torch.inductor_cache import key_of
 
     calls = {step.distinct: step.call for step in program.pieces}
@@ -200,7 +194,6 @@ class _Loader:
         }
 
     def load(self, saved: Any) -> Any:
-        """Returns the value that was saved."""
         if saved is None or isinstance(saved, bool | int | str):
             return saved
         ((kind, value),) = saved.items()
@@ -209,7 +202,6 @@ class _Loader:
         return self._kinds[kind](value)
 
     def load_fields(self, kind: Any, saved: Mapping[str, Any]) -> Any:
-        """Returns a dataclass or named tuple of this library from its saved fields."""
         given = {"constants": {}, "device": self._device} if kind is Program else {}
         return kind(**{name: self.load(saved[name]) for name in _fields(kind) or ()}, **given)
 

@@ -44,10 +44,8 @@ class Size:
 
     @classmethod
     def restored(cls, shown: str, source: str, symbols: Sequence[str]) -> Size:
-        """Returns a size from `shown`, `source` and `symbols` of another.
-
-        Raises:
-            ValueError: the source is more than arithmetic of these symbols.
+        """Returns a size from `shown`, `source` and `symbols` of another; ValueError: the source is more than
+        arithmetic of these symbols.
         """
         check_arithmetic(source, symbols)
         size = cls.__new__(cls)
@@ -100,18 +98,6 @@ def shape_exprs(tensor: Tensor) -> tuple[sympy.Expr, ...]:
 def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
     """Returns a trace's assumptions on its symbols, from the inputs of the traced graph."""
     return Symbols(node.meta["val"] for node in inputs).assumptions
-
-
-def holds_for_capture(
-    accepts: Callable[[SymbolValues], bool], token_symbol: str, divisor: int, values: SymbolValues
-) -> bool:
-    """Whether a graph may be captured at these sizes: its trace holds for them, or for twice the tokens.
-
-    A trace takes no size for 1, but a run of n tokens is the first n rows of 2n, by the padding proof or the
-    tower's declaration. `divisor` divides the token count wherever the trace holds.
-    """
-    tokens = values[token_symbol]
-    return accepts(values) or (tokens % divisor == 0 and accepts({**values, token_symbol: 2 * tokens}))
 
 
 _ARITHMETIC = (

@@ -55,10 +55,8 @@ class SplitGraph:
 
 
 def split_graph(module: fx.GraphModule, targets: frozenset[Any]) -> SplitGraph:
-    """Cuts a graph at every node whose target is in `targets` or is a registered host op.
-
-    Raises:
-        CompileError: a size depends on tensor values computed inside the graph.
+    """Cuts a graph at every node whose target is in `targets` or is a registered host op; CompileError: a
+    size depends on tensor values computed inside the graph.
     """
     placeholders: list[fx.Node] = []
     constants: list[fx.Node] = []
@@ -165,10 +163,7 @@ _ATTENTION_NAME = re.compile("attention|attn|sdpa", re.IGNORECASE)
 
 def token_symbol_of(parts: Sequence[Piece | Cut]) -> str | None:
     """Returns the symbol in the leading size of the splitting ops' queries, or, where those are constant, in
-    the first size that is not; None where there is none.
-
-    Raises:
-        CompileError: leading sizes have different symbols.
+    the first size that is not; None where there is none. CompileError: leading sizes have different symbols.
     """
     queries = [query for _, query in _queries(parts)]
     leading = {symbol_of(query.shape[0]) for query in queries if query.dim()}

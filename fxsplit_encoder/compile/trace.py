@@ -190,7 +190,6 @@ def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[int]]) -> None:
-    """Raises CompileError if the trace made a varying size constant."""
     for name, shape in zip(bound.names, bound.program.input_shapes, strict=True):
         if name is None or shape is None:
             continue

@@ -16,7 +16,7 @@ from fxsplit_encoder._torch.structure import OWN
 from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
 from fxsplit_encoder._torch.transformers import remove_output_hooks
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 Reads = frozenset[int | str]
 

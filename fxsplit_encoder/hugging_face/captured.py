@@ -24,7 +24,7 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
 from fxsplit_encoder.hugging_face.calls import Call, Reads, accepts, calls_of, twin_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats
 from fxsplit_encoder.towers.base import first_parameter
 
@@ -326,7 +326,7 @@ class CompiledRunner:
         self._arguments = arguments
         adapter.returns_rows = True
         # Dynamo limits how often one piece of code is compiled; every tower is to have a limit of its own.
-        from fxsplit_encoder.compile import with_own_code
+        from fxsplit_encoder.compile.trace import with_own_code
 
         adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
         options: Any = {"config": config}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, is_pixels
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.idefics3 import Idefics3Tower
 from fxsplit_encoder.towers.inputs import integer_rows
 from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, Reads, is_pixels
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.inputs import integer_rows, number_of
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.pixtral import PixtralTower

@@ -21,7 +21,7 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
 from fxsplit_encoder.hugging_face.calls import Call, Made, Reads, accepts, twin_of
 from fxsplit_encoder.hugging_face.dense_calls import DenseCalls, DenseKey
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap
 from fxsplit_encoder.towers.tiles import DenseTower
 

@@ -25,8 +25,7 @@ from fxsplit_encoder.errors import InputError, UnsupportedTowerError, WeightsLay
 from fxsplit_encoder.hugging_face.calls import Made, Reads, accepts, asked_for, calls_of
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
-from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
+from fxsplit_encoder.planning.plan import InvariantPolicy, MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.towers.base import Options, matters, needs_gradients, settle
 from fxsplit_encoder.towers.inputs import number_of

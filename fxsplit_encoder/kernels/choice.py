@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Self
+from typing import Any, ClassVar, Generic, Self
 
 import torch
 
@@ -427,36 +427,8 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
     return f"unknown; {nearest(name, allowed)}allowed: {', '.join(allowed)}; got {name!r}"
 
 
-# --- reports
-
+# Of an error in a report.
 _LONGEST_REASON = 160
-
-
-class KernelReport(NamedTuple):
-    """A kernel and the classes of calls that it computes."""
-
-    name: str
-    unavailable: str | None
-    chosen: tuple[str, ...]
-    failed: str | None = None
-    """What it raises there, of `failing`."""
-
-
-class ClassReport(NamedTuple):
-    """A measured class of calls: microseconds by kernel, and why others may not be chosen."""
-
-    shape: str
-    chosen: str
-    pinned: bool
-    microseconds: Mapping[str, float]
-    rejected: Mapping[str, str]
-
-
-class OperationReport(NamedTuple):
-    """All kernels of an operation, in order of preference, and all classes, by their size."""
-
-    kernels: tuple[KernelReport, ...]
-    classes: tuple[ClassReport, ...]
 
 
 def failing(table: Mapping[Any, Measured]) -> dict[str, str]:
@@ -468,24 +440,3 @@ def failing(table: Mapping[Any, Measured]) -> dict[str, str]:
         for name in found.failed
         if (name, s.dtype, s.kind()) not in working
     }
-
-
-def describe(device: torch.device, chooser: Chooser[Any, Any]) -> OperationReport:
-    """The measurements of an operation on a device, and the choices by them."""
-    table = chooser.measurements.table(device)
-    classes = []
-    for shape in sorted(table, key=lambda s: (str(s.dtype), s.kind(), s.extents())):
-        found = table[shape]
-        chosen, pinned = chooser.ranking(shape)[0].name, chooser.pinned(shape) is not None
-        classes.append(ClassReport(str(shape), chosen, pinned, found.microseconds, found.rejected))
-    failed = failing(table)
-    kernels = tuple(
-        KernelReport(
-            kernel.name,
-            kernel.unavailable_reason(device),
-            tuple(each.shape for each in classes if each.chosen == kernel.name),
-            failed.get(kernel.name),
-        )
-        for kernel in chooser.measurements.kernels
-    )
-    return OperationReport(kernels, tuple(classes))

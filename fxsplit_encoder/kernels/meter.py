@@ -220,7 +220,6 @@ def _elapsed(call: Callable[[], object], calls: int = 1, *, behind_a_wait: bool 
 
 
 def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of `calls` calls; its failure leaves the device as it was."""
     graph, memory = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
     uses, handle = memory.use_count(), cast("Any", memory.id)
     with defer_frees(), contextlib.ExitStack() as failed:

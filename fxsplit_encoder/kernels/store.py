@@ -144,9 +144,7 @@ class KernelStore:
 
     def _check(self) -> None:
         """Raises OSError where another user could have put files, which may be code."""
-        found = self.directory.stat()
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError("others can write there")
+        check_trusted(self.directory)
 
     def read_table(
         self, shape: type[ShapeT], kernels: Sequence[str], device: torch.device
@@ -175,6 +173,21 @@ class KernelStore:
             self.write(f"{shape.operation}.json", json.dumps(content, indent=1).encode())
         except OSError as error:
             logger.warning("what was measured of %s is not kept: %s", shape.operation, error)
+
+
+def check_trusted(path: Path) -> None:
+    """Raises PermissionError where users other than this one and root can write a file or a directory, or put
+    another file in its place. In a directory with the sticky bit they cannot.
+    """
+    _check_own(path, path.stat())
+    folder = path.parent.stat()
+    if not path.is_dir() and not folder.st_mode & stat.S_ISVTX:
+        _check_own(path.parent, folder)
+
+
+def _check_own(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path}: others can write there")
 
 
 def _digest_line(content: bytes) -> bytes:

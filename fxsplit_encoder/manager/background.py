@@ -14,7 +14,7 @@ from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
-from fxsplit_encoder.kernels import timing_without_graphs
+from fxsplit_encoder.kernels.meter import timing_without_graphs
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
@@ -22,7 +22,7 @@ from fxsplit_encoder.manager.path_forward import with_contents
 from fxsplit_encoder.manager.start import load_start
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
 from fxsplit_encoder.pauses import StoppedError, pausing_by
-from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
+from fxsplit_encoder.planning.plan import InvariantPolicy
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 

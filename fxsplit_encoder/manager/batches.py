@@ -10,8 +10,7 @@ from torch import Tensor
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.tower import TowerSpec, postprocess_of, select_items
-from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.plan import BY_THE_TOWER, MissReason, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime import CaptureScope
 from fxsplit_encoder.runtime.statistics import Statistics
@@ -42,11 +41,9 @@ class BatchRunner:
         self, plan: Plan, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, may_replay: bool
     ) -> tuple[list[Tensor], list[PlannedBatch]]:
         """Encodes a request; returns every item in memory of its own, and the batches as they were served.
-        Unless `may_replay`, every batch falls back.
-
-        Raises:
-            WeightsMovedError: a capture reads parameters that have moved; its batch was not counted.
-            InputError: with `invariant`, a batch that only the tower's own forward takes.
+        Unless `may_replay`, every batch falls back. WeightsMovedError: a capture reads parameters that have
+        moved; its batch was not counted. InputError: with `invariant`, a batch that only the tower's own
+        forward takes.
         """
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
@@ -104,7 +101,6 @@ class BatchRunner:
     def _run_unlisted(
         self, name: str, keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
     ) -> tuple[Tensor, PathPlan]:
-        """Runs a path at axis keys that the tower does not list, so that nothing was captured."""
         if not self.scope.policy.own_forward_may_serve:
             raise InputError(
                 f"invariant: path {name}: nothing is compiled for axis keys {keys}, and the tower's own "

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import collected_by, collects_outputs, output_hook
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.kernels import compile_jobs
@@ -79,7 +79,6 @@ class _Blank:
         return cls(isinstance(tensor, nn.Parameter), tuple(tensor.shape), *placement, values)
 
     def make(self) -> Tensor:
-        """Makes a tensor of this metadata."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
         if self.values is not None:
             made.copy_(self.values)

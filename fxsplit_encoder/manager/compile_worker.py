@@ -82,11 +82,8 @@ class CompileWorker:
                 self.progress = int(words[1]), int(words[2])
 
     def wait(self, is_stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Compiled | None:
-        """Waits for the results; None: `is_stopped`.
-
-        Raises:
-            CompileError: the process ended without results.
-            InputError: it could not make the tower.
+        """Waits for the results; None: `is_stopped`. CompileError: the process ended without results.
+        InputError: it could not make the tower.
         """
         while (status := self._child.status) is None:
             if is_stopped():

@@ -31,14 +31,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Assigns items to ranks: the heaviest first, each to the rank that has the least so far.
-
-    The heaviest rank carries at most 4/3 - 1/(3 num_ranks) of the best assignment (Graham 1969). Ties go to
-    the first item and the lowest rank, so that all ranks find the same. Returns the items of every rank,
-    ascending.
-
-    Raises:
-        InputError: no ranks, or a weight that is negative or not finite.
+    """Assigns items to ranks: the heaviest first, each to the rank that has the least so far. The heaviest
+    rank carries at most 4/3 - 1/(3 num_ranks) of the best assignment (Graham 1969). Ties go to the first item
+    and the lowest rank, so that all ranks find the same. Returns the items of every rank, ascending;
+    InputError: no ranks, or a weight that is negative or not finite.
     """
     if num_ranks < 1:
         raise InputError(f"num_ranks must be at least 1; got {num_ranks}")
@@ -163,8 +159,7 @@ class DataParallel:
         in memory of their own. Every rank must call it with the same inputs, in the same order.
 
         Raises:
-            InputError: on every rank, if inputs, columns or dtypes differ among ranks; on one rank, if its
-                own items are not (rows, columns) of one width and dtype.
+            InputError: inputs, columns or dtypes differ among ranks (on all), or among this rank's own items.
             RankError: another rank failed, has ended, or did not answer in time.
         """
         if self.num_ranks == 1:

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from tabulate import tabulate
 
-from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.buffers import gibibytes, memory_of
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig, Mode, PathConfig
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.manager.batches import BatchRunner

@@ -24,8 +24,7 @@ from fxsplit_encoder.manager.start import load_start, save_start
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
-from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.plan import Plan
+from fxsplit_encoder.planning.plan import MissReason, Plan
 from fxsplit_encoder.runtime import Choosers, WeightChecks
 from fxsplit_encoder.runtime.statistics import CaptureProgress
 
@@ -36,11 +35,8 @@ Progress = Callable[[int, int], None]
 
 
 class Lifecycle:
-    """Captures a tower's forwards, at once or in steps between requests, and holds the captures that serve.
-
-    Args:
-        own: the generation that serves in the end.
-        changed: a method that is called, with the lock, when other captures serve; held weakly.
+    """Captures a tower's forwards, at once or in steps between requests, and holds the captures that serve,
+    in the end those of `own`. The method `changed`, held weakly, is called with the lock when others serve.
     """
 
     def __init__(self, own: Generation, kernels: Choosers, changed: Callable[[], None]) -> None:
@@ -92,10 +88,8 @@ class Lifecycle:
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
         has_begun = False
 
-        def is_done_by_another() -> bool:
-            return has_begun and self.is_captured
-
-        work = WorkBetween(self.turns, is_done_by_another, at_once=True)
+        # Stops where another thread has captured since this one began.
+        work = WorkBetween(self.turns, lambda: has_begun and self.is_captured, at_once=True)
         on_its_device = on_device(first.pool.device)
         try:
             with self._kernels.choosing(), on_its_device, without_autograd(), pausing_by(work), work.turn():
@@ -211,11 +205,9 @@ class Lifecycle:
             )
 
     def capture_again(self, error: WeightsMovedError) -> None:
-        """Captures again what serves, over the tower's parameters now. The caller holds the lock.
-
-        Raises:
-            InputError: the program was compiled for other layouts.
-            WeightsMovedError: ranks share the tower's weights, and may not all have seen the error.
+        """Captures again what serves, over the tower's parameters now. The caller holds the lock. InputError:
+        the program was compiled for other layouts. WeightsMovedError: ranks share the tower's weights, and
+        may not all have seen the error.
         """
         if self.own.scope.agree is not None:
             raise error

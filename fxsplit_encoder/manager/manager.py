@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup
 from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.caching import reading_once
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError
-from fxsplit_encoder.kernels import describe_environment
+from fxsplit_encoder.kernels.store import describe_environment
 from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
@@ -39,9 +39,8 @@ from fxsplit_encoder.manager.tower import (
     read_model_config,
     select_items,
 )
-from fxsplit_encoder.planning import Item, Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
-from fxsplit_encoder.planning.plan import PlannedBatch
+from fxsplit_encoder.planning.plan import Item, Plan, PlannedBatch
 from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
     EncoderItemSpec,
@@ -52,7 +51,7 @@ from fxsplit_encoder.runtime import CaptureScope, Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram
+    from fxsplit_encoder.compile.program import BoundProgram
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +246,6 @@ class EncoderCudaGraphManager:
         return self._serving.is_idle or (bool(self.model_config.modalities) and serves)
 
     def _check_captures(self) -> None:
-        """Logs an error where captures are enabled and none can serve."""
         if self.can_replay():
             return
         reason = "; ".join(self.reports) or "no path has a budget"
@@ -352,7 +350,7 @@ class EncoderCudaGraphManager:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         self._lifecycle.check_tower()  # while the device works
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
-            self._recorder.write(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
+            self._recorder.record(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results
 
     def check_invariance(self, mm_kwargs: dict[str, Any], *, packings: int = 16, seed: int = 0) -> list[int]:
@@ -426,8 +424,42 @@ def _differing_items(
 # --- a trace of requests
 
 
-class Recorder:
-    """Appends the requests of one manager to a trace; InputError: the file cannot be opened."""
+class TraceWriter:
+    """Appends requests to a trace, a line each, which is written at once. Threads may share it; processes
+    need files of their own. InputError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        try:
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
+
+    def write(self, items: Sequence[Item], **served: Any) -> None:
+        """Appends sizes and segments of a request's items, and how it was `served`; InputError: closed."""
+        self._append({"items": [_as_json(item) for item in items], **served})
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Appends what serves the requests from now on; InputError: closed."""
+        self._append({"run": run})
+
+    def _append(self, value: Mapping[str, Any]) -> None:
+        line = json.dumps(value, default=str) + "\n"
+        with self._lock:
+            if self._file.closed:
+                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
+            self._file.write(line)
+
+    def close(self) -> None:
+        """Closes the file; closing twice does nothing."""
+        with self._lock:
+            self._file.close()
+
+
+class Recorder(TraceWriter):
+    """Appends the requests of one manager to a trace."""
 
     def __init__(
         self,
@@ -436,12 +468,12 @@ class Recorder:
         scope: CaptureScope,
         paths: Mapping[str, EncoderPath],
     ) -> None:
+        super().__init__(path)
         self.spec = spec
         self.config = scope.config
         self.device = scope.pool.device
         self.paths = paths
         self.facts = ItemFacts(spec.tower)
-        self._writer = TraceWriter(path)
         self._is_described = False
 
     def captures_changed(self, paths: Mapping[str, EncoderPath]) -> None:
@@ -449,7 +481,7 @@ class Recorder:
         self.paths = paths
         self._is_described = False
 
-    def write(
+    def record(
         self,
         mm_kwargs: dict[str, Any],
         specs: Sequence[EncoderItemSpec],
@@ -458,16 +490,12 @@ class Recorder:
     ) -> None:
         """Appends one request, its batches as served, and the milliseconds of its thread."""
         if not self._is_described:
-            self._writer.write_run(self._describe())
+            self.write_run(self._describe())
             self._is_described = True
         segments = self.facts.segments(mm_kwargs, len(specs))
         items = [Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)]
         served = [batch.as_dict() for batch in batches]
-        self._writer.write(items, batches=served, host_ms=round(host_ms, 3))
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._writer.close()
+        self.write(items, batches=served, host_ms=round(host_ms, 3))
 
     def _describe(self) -> dict[str, Any]:
         """Returns a run as `tuning.recording.RunRecord` holds it."""
@@ -505,40 +533,6 @@ def _describe_path(path: EncoderPath) -> dict[str, Any]:
         "not_kept": sorted(path.ladder.no_graph_needed),
         "costs": measured_costs(path),
     }
-
-
-class TraceWriter:
-    """Appends requests to a trace, a line each, which is written at once. Threads may share it; processes
-    need files of their own. InputError: the file cannot be opened.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._lock = threading.Lock()
-        try:
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
-
-    def write(self, items: Sequence[Item], **served: Any) -> None:
-        """Appends sizes and segments of a request's items, and how it was `served`; InputError: closed."""
-        self._append({"items": [_as_json(item) for item in items], **served})
-
-    def write_run(self, run: Mapping[str, Any]) -> None:
-        """Appends what serves the requests from now on; InputError: closed."""
-        self._append({"run": run})
-
-    def _append(self, value: Mapping[str, Any]) -> None:
-        line = json.dumps(value, default=str) + "\n"
-        with self._lock:
-            if self._file.closed:
-                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
-            self._file.write(line)
-
-    def close(self) -> None:
-        """Closes the file; closing twice does nothing."""
-        with self._lock:
-            self._file.close()
 
 
 def _as_json(item: Item) -> dict[str, Any]:

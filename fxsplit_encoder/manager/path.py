@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile import CompileOptions
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.manager.path_forward import PathForward
@@ -23,7 +23,7 @@ from fxsplit_encoder.protocol import BudgetGraphMetadata
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, measure_forward, run_timed
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram
+    from fxsplit_encoder.compile.program import BoundProgram
 
 
 class EncoderPath(CapturedProgram):

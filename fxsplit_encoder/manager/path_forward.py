@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from fxsplit_encoder._torch.dispatch import check
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder._torch.tensors import traced_copy
-from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
 from fxsplit_encoder.capture.breakable import refuse_collectives
-from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile import CompileOptions
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticValue
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.errors import (
     CaptureError,
     CompileError,
@@ -32,7 +33,7 @@ from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_p
 from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram, NamedRegion
+    from fxsplit_encoder.compile.program import BoundProgram, NamedRegion
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +49,8 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 
 class PathForward:
-    """The tower's `encoder_cudagraph_forward` on one path, and the program that it was compiled to.
-
-    Args:
-        label: the path and its axis keys, for messages.
-        device: of the inputs.
+    """The tower's `encoder_cudagraph_forward` on one path, and the program that it was compiled to. Messages
+    name it by `label`, the path and its axis keys; inputs lie on `device`.
     """
 
     def __init__(
@@ -211,11 +209,8 @@ class PathForward:
         self, progress: Callable[[int, int], None] | None = None, refusals: dict[str, str] | None = None
     ) -> str | None:
         """Traces and compiles the forward once, for all sizes; returns why it does not compile, or None.
-
-        Args:
-            progress: see `EncoderCudaGraphManager.compile`.
-            refusals: why paths of this tower do not compile, by their names, and of all by "". Those are not
-                tried again; a new refusal is added.
+        `refusals` say why paths of this tower do not, by their names, and of all by "": those are not tried
+        again, and a new refusal is added.
         """
         if self.is_settled:
             return self.refusal
@@ -276,7 +271,7 @@ class PathForward:
         """Compiles the forward; returns the program or the error. If `is_concurrent`, another thread runs the
         tower: modules that tracing treats specially are then copies, over the same parameters.
         """
-        from fxsplit_encoder.compile import trace_forward
+        from fxsplit_encoder.compile.trace import trace_forward
 
         forward = self
         if is_concurrent and isinstance(self.tower, nn.Module):
@@ -354,11 +349,8 @@ class RowGroups:
     """The inputs with one row for several patches, such as a row a token.
 
     Traced as they are, the graph would have two counts of tokens. So such an input enters the graph with its
-    rows repeated for each patch, and the forward takes one of them.
-
-    Args:
-        factors: patches per row, by the names of these inputs.
-        patches: the inputs with a row a patch.
+    rows repeated for each patch, and the forward takes one of them. `factors` are patches per row, by the
+    names of these inputs; `patches` are the inputs with a row a patch.
     """
 
     def __init__(self, factors: Mapping[str, int] | None = None, patches: Sequence[str] = ()) -> None:

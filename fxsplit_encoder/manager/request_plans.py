@@ -13,20 +13,11 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, read_item_specs, select_items
-from fxsplit_encoder.planning import (
-    Captured,
-    CostModel,
-    Item,
-    Limits,
-    MissReason,
-    Plan,
-    build_fallback_plan,
-    build_plan,
-)
-from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve
-from fxsplit_encoder.protocol import (
-    EncoderItemSpec,
-)
+from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel
+from fxsplit_encoder.planning.limits import Limits
+from fxsplit_encoder.planning.plan import Item, MissReason, Plan
+from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024

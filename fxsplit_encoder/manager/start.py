@@ -13,8 +13,10 @@ import io
 import json
 import pickle
 import platform
+import struct
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -25,10 +27,17 @@ import torch.compiler
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fxsplit_encoder.errors import CompileError, InputError, StartFileError
-from fxsplit_encoder.kernels import KernelMeasurements, Measured, describe_environment
+from fxsplit_encoder.kernels.choice import KernelMeasurements
 from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
 from fxsplit_encoder.kernels.kernel import ShapeT
-from fxsplit_encoder.kernels.store import entries_of, table_of, write_atomic
+from fxsplit_encoder.kernels.meter import Measured
+from fxsplit_encoder.kernels.store import (
+    check_trusted,
+    describe_environment,
+    entries_of,
+    table_of,
+    write_atomic,
+)
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.runtime import KnownCosts
 from fxsplit_encoder.version import VERSION
@@ -60,6 +69,13 @@ _OF_LOADING = (
 
 _MAGIC = b"fxsplit_encoder start "
 _LONGEST_LINE = 200
+
+# What zipfile raises of an archive that was forged.
+_OF_ARCHIVES = (
+    *(EOFError, LookupError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError),
+    *(struct.error, zipfile.BadZipFile, zlib.error),
+)
+_MOST_BYTES = 1 << 33
 
 # The parts of a file.
 _ENVIRONMENT, _TOWER, _COMPILED = "environment.json", "tower.json", "torch.bin"
@@ -148,7 +164,7 @@ def _part_of(measurements: KernelMeasurements[Any, Any]) -> str:
     return f"{_MEASURED}{measurements.shape.operation}.json"
 
 
-def _part(parts: dict[str, bytes], name: str, read: Callable[[bytes], Content]) -> Content:
+def _part(parts: Mapping[str, bytes], name: str, read: Callable[[bytes], Content]) -> Content:
     if name not in parts:
         raise StartFileError(f"{name}: expected in every saved start; got none")
     try:
@@ -162,24 +178,20 @@ def _part(parts: dict[str, bytes], name: str, read: Callable[[bytes], Content]) 
 def _use_compiled(parts: Mapping[str, bytes]) -> None:
     """Passes compiled code to torch and Triton; StartFileError: one of them refuses it."""
     if (compiled := parts.get(_COMPILED)) is not None:
-        _hand_to_torch(compiled)
+        problem, loaded = "", None
+        try:
+            loaded = torch.compiler.load_cache_artifacts(compiled)
+        except _OF_LOADING as error:
+            problem = f" ({type(error).__name__}: {error})"
+        if loaded is None:
+            raise StartFileError(
+                f"{_COMPILED}: expected graphs that torch compiled; got {len(compiled)} bytes{problem}"
+            )
     kernels = {name.removeprefix(_KERNELS): part for name, part in parts.items() if name.startswith(_KERNELS)}
     try:
         restore_kernels(kernels)
     except (OSError, ValueError) as error:
         raise StartFileError(f"kernels: expected compiled kernels; got {error}") from error
-
-
-def _hand_to_torch(compiled: bytes) -> None:
-    problem = ""
-    try:
-        if torch.compiler.load_cache_artifacts(compiled) is not None:
-            return
-    except _OF_LOADING as error:
-        problem = f" ({type(error).__name__}: {error})"
-    raise StartFileError(
-        f"{_COMPILED}: expected graphs that torch compiled; got {len(compiled)} bytes{problem}"
-    )
 
 
 # --- what a file holds for
@@ -313,9 +325,12 @@ def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
     return len(line) + len(body)
 
 
-def read_parts(path: Path) -> dict[str, bytes]:
-    """Reads the parts of a file; StartFileError: none, of another format, or damaged."""
+def read_parts(path: Path) -> StartParts:
+    """Opens a file that no other user can write, its parts still packed; StartFileError: none, writable by
+    others, of another format, or damaged.
+    """
     try:
+        check_trusted(path)  # it holds code
         content = path.read_bytes()
     except OSError as error:
         raise StartFileError(f"file: expected a saved start; got {type(error).__name__}: {error}") from error
@@ -330,8 +345,44 @@ def read_parts(path: Path) -> dict[str, bytes]:
     digest = hashlib.sha256(body).hexdigest()
     if digest.encode() != words[2]:
         raise StartFileError(f"digest: expected {words[2].decode('latin-1')}; got {digest}")
-    with zipfile.ZipFile(io.BytesIO(body)) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
+    return StartParts(body)
+
+
+class StartParts(Mapping[str, bytes]):
+    """The parts of a file by name, each of them unpacked when it is asked for.
+
+    Raises:
+        StartFileError: the archive is damaged or forged, or its parts are too large.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        try:
+            self._archive = zipfile.ZipFile(io.BytesIO(body))
+        except _OF_ARCHIVES as error:
+            raise StartFileError(f"archive: expected a zip; got {type(error).__name__}: {error}") from error
+        infos = self._archive.infolist()
+        self._names = list(dict.fromkeys(info.filename for info in infos))
+        size = sum(info.file_size for info in infos)
+        if len(self._names) != len(infos) or size > _MOST_BYTES:
+            limit = f"expected parts of different names and at most {_MOST_BYTES} bytes"
+            raise StartFileError(f"archive: {limit}; got {len(infos)} parts of {size} bytes")
+
+    def __getitem__(self, name: str) -> bytes:
+        if name not in self._names:
+            raise KeyError(name)
+        try:
+            return self._archive.read(name)
+        except _OF_ARCHIVES as error:
+            raise StartFileError(f"{name}: expected a part; got {type(error).__name__}: {error}") from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def tower_to_json(tower: KnownTower) -> bytes:

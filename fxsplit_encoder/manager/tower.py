@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.messages import names_of, shown
-from fxsplit_encoder.planning import Limits
+from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import (
     ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
     EncoderCudaGraphConfig,
@@ -271,10 +271,8 @@ def select_items(
     keys = selected.get(ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG)
     if keys is not None:
         selected = {k: v for k, v in selected.items() if k != ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG}
-    return selected, _checked(keys, num_axes) if num_axes else ()
-
-
-def _checked(keys: Any, num_axes: int) -> tuple[Hashable, ...]:
+    if not num_axes:
+        return selected, ()
     if keys is None:
         raise InputError(
             f"select_encoder_cudagraph_items gave no {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; a tower with "
@@ -285,4 +283,4 @@ def _checked(keys: Any, num_axes: int) -> tuple[Hashable, ...]:
             f"select_encoder_cudagraph_items gave {keys!r} as {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; "
             f"expected a tuple of {num_axes}, one key for each of the tower's capture_axes"
         )
-    return tuple(keys)
+    return selected, tuple(keys)

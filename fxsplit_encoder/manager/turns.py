@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxsplit_encoder.kernels import Unmeasured, collecting
+from fxsplit_encoder.kernels.choice import Unmeasured, collecting
 from fxsplit_encoder.pauses import StoppedError, has_turn, pausing_by
 
 _Result = TypeVar("_Result")

@@ -53,7 +53,7 @@ class CostCurve:
         return bases[piece] + slopes[piece] * (tokens - starts[piece])
 
     def __call__(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Returns the costs of many token counts, in the same shape."""
+        """Returns the costs of many token counts."""
         counts = np.asarray(tokens)
         starts, bases, slopes = map(np.array, self._pieces)
         piece = np.searchsorted(starts, counts, side="right") - 1
@@ -78,8 +78,8 @@ class CostCurve:
 class PathCosts:
     """Costs of one path at one combination of axis keys, without its attention over segments.
 
-    A fallback is the cheaper of `exact` and `eager`. If neither was measured, it is taken only where no
-    replay serves. InputError: the tokens of `exact` or `eager` do not increase.
+    A fallback is the cheaper of `exact` and `eager`; of unknown cost, it is taken only where no replay
+    serves. InputError: the tokens of either do not increase.
     """
 
     replay: Mapping[int, float] = field(default_factory=dict)
@@ -90,7 +90,6 @@ class PathCosts:
     """Of the compiled program at its exact shape: measured times, 5 % more where they are bound by the host,
     and no less than the host needs. Empty: not measured, or it cannot run."""
     eager: Points = ()
-    """The same for the eager forward."""
     attention: float = 0.0
     """Milliseconds per attended pair (squared length of a segment in patches)."""
     max_segments: Mapping[int, int] = field(default_factory=dict)
@@ -117,13 +116,9 @@ class PathCosts:
     def table(
         self, budgets: tuple[int, ...], max_segments: tuple[int | None, ...], largest: int, skippable: bool
     ) -> PathTable:
-        """Returns the cached tables over token counts for a choice of budgets.
-
-        Args:
-            budgets: those that can be replayed, increasing, each with a replay cost.
-            max_segments: the attention segments that each of them holds; None: any number.
-            largest: the most tokens of a batch.
-            skippable: whether a batch without tokens skips the path.
+        """Returns the cached tables over token counts for increasing `budgets`, each with a replay cost.
+        `max_segments` are the attention segments that each of them holds (None: any number), `largest` is the
+        most tokens of a batch; if `skippable`, one without tokens skips the path.
         """
         key = (budgets, max_segments, largest, skippable)
         if (table := self._tables.get(key)) is None:
@@ -156,10 +151,8 @@ class CostModel:
 
 
 class PathTable:
-    """The costs of one path as tables over token counts; arguments as of `PathCosts.table`.
-
-    Segments are taken as a lower bound on the budget: budgets below the last one that is too small for them
-    are not used.
+    """The costs of one path as tables over token counts; arguments as of `PathCosts.table`. Budgets below the
+    last one that is too small for the segments of a batch are not used.
     """
 
     def __init__(
@@ -235,13 +228,9 @@ class PathTable:
         *,
         one_segment: bool = False,
     ) -> NDArray[np.float64]:
-        """Returns the least costs of batches; infinite above `largest` tokens.
-
-        Args:
-            tokens: output tokens of every batch, any shape.
-            segments: attention segments of every batch; None: they rule out no budget.
-            replayable: which batches may be replayed; None: all.
-            one_segment: whether all have a single attention segment.
+        """Returns the least costs of batches by their output `tokens`, any shape; infinite above `largest`.
+        Their attention `segments` rule out budgets (None: none); `replayable` says which may be replayed
+        (None: all), `one_segment` whether all have a single segment.
         """
         if segments is None and replayable is None and not one_segment:
             return self._best.take(tokens, mode="clip")
@@ -277,7 +266,6 @@ class PathTable:
 
     @functools.cached_property
     def _fallbacks(self) -> NDArray[np.float64]:
-        """As `fallback`, of every size."""
         tokens = np.arange(self.largest + 1)
         cheaper = np.minimum(self.path_costs.exact_curve(tokens), self.path_costs.eager_curve(tokens))
         # An empty batch is no shape to run: where a replay of padding alone serves it, that is taken.
@@ -309,7 +297,6 @@ class PathTable:
 
 
 def _cheapest_of_rest(prices: list[float]) -> list[int]:
-    """The position of the lowest price from each position on."""
     cheapest: list[int] = []
     for position in reversed(range(len(prices))):
         last = cheapest[-1] if cheapest else position

@@ -22,12 +22,8 @@ def generate_budgets(minimum: int, maximum: int) -> list[int]:
 
 
 def default_budgets(minimum: int, maximum: int, tile: int = 1) -> list[int]:
-    """Returns the ladder where none is listed: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... quarters of `minimum`,
-    and `maximum`.
-
-    These are the powers of two times `minimum`, and the quarters between them, rounded down, if they are
-    multiples of `tile`, the tokens of the smallest unit. For uniform sizes powers alone pad by 25 %, with
-    1.5 times them by 1/7, with all quarters by 1/13. InputError: not 1 <= minimum <= maximum.
+    """Returns powers of two times `minimum`, the quarters between them that are multiples of `tile`, and
+    `maximum`; InputError: not 1 <= minimum <= maximum. Uniform sizes are padded by 1/13, by powers by 25 %.
     """
     powers = generate_budgets(minimum, maximum)
     quarters = (power * part // 4 for power in powers for part in (5, 6, 7))
@@ -59,7 +55,6 @@ class CaptureKey(NamedTuple):
     budget: int
     """Output tokens of the capture; 0: all captures at exact shapes, together."""
     axis_keys: tuple[Hashable, ...] = ()
-    """The key on each capture axis."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +93,13 @@ def resolve_limits(
 ) -> Limits:
     """Returns the limits of a tower: those of the configuration, else defaults from its range.
 
-    A path has the budgets that are listed for it, else for all paths, else `default_budgets` from its own
-    minimum (or the range's) to the range's maximum. A path's own minimum is one tile, of which budgets hold
-    whole ones. A listed 0 only states that a batch without tokens skips the path. Items default to as many of
-    the smallest as the range's maximum holds, frames to those of as many of the longest videos.
+    A path has the budgets listed for it, else for all paths, else `default_budgets` from its own minimum (or
+    the range's) to the range's maximum. A listed 0 only states that a batch without tokens skips the path.
+    Items default to as many of the smallest as the range's maximum holds, frames to those of as many of the
+    longest videos.
 
     Args:
-        budget_range: the tower's `get_encoder_cudagraph_budget_range()`, in output tokens; None: unknown, see
-            `needs_budget_range`.
+        budget_range: of the tower, in output tokens; None: unknown, see `needs_budget_range`.
         has_video: whether videos are encoded; if not, `max_frames_per_batch` is 0.
 
     Raises:

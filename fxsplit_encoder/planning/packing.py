@@ -21,19 +21,13 @@ def pack_greedy(
     loads: Loads, capacity: Capacity, defer_budgets: Mapping[str, Sequence[int]] | None = None
 ) -> list[list[int]]:
     """Packs by next-fit in ascending order of tokens: a batch grows until the next item would exceed a limit.
-    An item that exceeds a limit by itself is a batch of its own, after all others.
+    An item that exceeds a limit by itself is a batch of its own, after all others. Returns the positions of
+    the items of every batch; InputError: a batch may not have any.
 
     Args:
-        defer_budgets: the increasing budgets of each path, the last at least its maximum. If given, an item
-            starts the next batch although it fits, where on some path the budgets of the batch so far and of
-            the item alone are together below the budget of both, and the item's is not the smaller one (the
-            rule of vLLM 0.33).
-
-    Returns:
-        The positions of the items of every batch.
-
-    Raises:
-        InputError: a batch may not have any items.
+        defer_budgets: the increasing budgets of each path, the last at least its maximum. An item then starts
+            the next batch although it fits, where on some path the budgets of the batch so far and of the
+            item alone are together below that of both, and the item's is not smaller (vLLM 0.33's rule).
     """
     check_capacity(capacity)
     # An item is a vector of what it takes up: its tokens on each path, itself, its frames, its segments.
@@ -106,15 +100,11 @@ def pack_by_cost(
     Args:
         loads: of the items. An item above the largest batch of a path is a batch of its own.
         tables: the costs of each path; no batch has more tokens there than its `largest`.
-        capacity: limits of `pack_greedy`. No batch is replayed with more than `max_items` and `max_frames`;
-            with more than `max_items` it runs in the eager forward, if its cost is known.
+        capacity: limits of `pack_greedy`; more than `max_items` run eagerly, if that cost is known.
         per_batch: the cost that every batch adds.
 
-    Returns:
-        The positions of the items of every batch, increasing, the batches by their first ones.
-
-    Raises:
-        InputError: a batch may not have any items.
+    Returns the positions of the items of every batch, increasing, the batches by their first ones;
+    InputError: a batch may not have any items.
     """
     check_capacity(capacity)
     prices = _Prices(loads, tables, capacity, per_batch)
@@ -216,7 +206,6 @@ def _above(limits: Iterable[tuple[Sequence[int], int]]) -> set[int]:
 
 
 def _cheapest_cut(prices: _Prices, order: list[int], max_items: int) -> tuple[float, list[list[int]]]:
-    """The cheapest way to cut the items, in this order, into runs; with its cost."""
     num_items = len(order)
     longest = prices.longest_run()
     if not prices.knows_eager:

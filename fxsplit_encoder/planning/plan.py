@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 
@@ -18,9 +19,7 @@ class MissReason(StrEnum):
     """Every fallback is counted under one of these."""
 
     OVER_LARGEST_BUDGET = "over_largest_budget"
-    """More output tokens than the largest budget."""
     TOO_MANY_FRAMES = "too_many_frames"
-    """The video has more frames than a batch may have."""
     TOO_MANY_SEGMENTS = "too_many_segments"
     """More images and frames than any budget that holds the tokens has segments."""
     NOT_CAPTURED = "not_captured"
@@ -46,7 +45,6 @@ class MissReason(StrEnum):
     OPTIONS = "options"
     """The call's arguments change what the tower returns, such as `output_hidden_states=True`."""
     GRADIENTS = "gradients"
-    """Gradients are to be computed through the tower."""
     TRAINING = "training"
     """A module of the tower is in training mode, and computes something else there."""
     AUTOCAST = "autocast"
@@ -97,7 +95,6 @@ class Loads:
         self.tokens: Mapping[str, list[int]] = {
             path: [spec.get_path_output_tokens(path) for spec in self.specs] for path in paths
         }
-        """Output tokens of every item, by path."""
         self.totals: list[int] = list(map(_OUTPUT_TOKENS, self.specs))
         """Output tokens of every item over all paths."""
         self.frames: list[int] = list(map(_FRAMES, items))
@@ -115,12 +112,50 @@ class Capacity(NamedTuple):
     """Limits of a batch of the greedy packings."""
 
     tokens: Mapping[str, int]
-    """Output tokens, by path."""
     max_items: int
     """Images and videos, at least 1."""
     max_frames: int = 0
     max_segments: int | None = None
     """Attention segments; None: any number."""
+
+
+# --- invariant mode (docs/invariant.md)
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantPolicy:
+    """Answers for one configuration which code and which kernels may compute a batch."""
+
+    is_invariant: bool
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> InvariantPolicy:
+        """Returns the policy of a configuration."""
+        return cls(config.invariant)
+
+    @property
+    def own_forward_may_serve(self) -> bool:
+        """Whether a batch may run through the tower's own forward, whose products choose by its rows."""
+        return not self.is_invariant
+
+    @property
+    def repeats_single_items(self) -> bool:
+        """Whether an item that the compiled program does not take runs twice in one batch, where it may."""
+        return self.is_invariant
+
+    @property
+    def one_attention_kernel(self) -> bool:
+        """Whether one kernel attends in all calls with the same heads, chosen by its kind and not by time."""
+        return self.is_invariant
+
+    @property
+    def one_order_of_sums(self) -> bool:
+        """Whether graphs add in one order for any number of rows, or are refused."""
+        return self.is_invariant
+
+
+BATCH_DEPENDENT = InvariantPolicy(False)
+"""The default: an item's bits may depend on its batch."""
 
 
 # --- plans
@@ -144,7 +179,7 @@ class PathPlan(NamedTuple):
     """The predicted time on the device; None: not known. At an exact shape a price (`PathCosts.exact`)."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the path as values of JSON."""
+        """Returns values of JSON."""
         return {
             "tokens": int(self.tokens),
             "budget": self.budget,
@@ -173,7 +208,6 @@ class PlannedBatch(NamedTuple):
     output_tokens: int
     """Rows of the items' embeddings, all together."""
     axis_keys: tuple[Hashable, ...] = ()
-    """The items' key on each capture axis."""
     milliseconds: float | None = None
     """The predicted time of all paths, and of the host; None: one is not known."""
 

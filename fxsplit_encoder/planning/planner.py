@@ -47,8 +47,7 @@ def build_plan(
     Args:
         items: the images and videos of a request; those with a refusal are batches apart, by reason.
         captured: what can be replayed; None: everything that `limits` lists.
-        costs: None: not measured, so padding is minimized (`PathCosts.unmeasured`), and segments are not
-            limited.
+        costs: None: not measured, so padding is minimized (`PathCosts.unmeasured`).
 
     Raises:
         InputError: `costs` has no price for a capture.
@@ -106,7 +105,6 @@ class _Path:
     listed: tuple[int, ...]
     """All budgets of the path, captured or not."""
     not_needed: tuple[int, ...]
-    """Budgets at which the exact shape was measured to be as fast."""
     table: PathTable
     """With the budgets that are captured."""
 
@@ -118,12 +116,10 @@ class _Path:
 
     @property
     def greedy_maximum(self) -> int:
-        """Most tokens of a batch of the greedy packings."""
         # A path without captures falls back anyway: there only the configured budgets bound a batch.
         return self.budgets[-1] if self.budgets else self.table.largest
 
     def plan(self, tokens: int, segments: int, frames_fit: bool, by_cost: bool, pairs: float) -> PathPlan:
-        """Plans a batch of these tokens, segments and attended pairs."""
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
@@ -142,7 +138,6 @@ class _Path:
         )
 
     def plan_eager(self, tokens: int, pairs: float) -> PathPlan:
-        """Plans a batch of more items than captures hold, for which the eager forward is cheapest."""
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
@@ -235,7 +230,6 @@ class _Group:
             self._pairs = [item.spec.input_size**2 / max(item.segments, 1) for item in items]
 
     def pack(self, limits: Limits, packing: Packing, per_batch: float) -> list[list[int]]:
-        """The positions in this group of the items of every batch."""
         if len(self._loads) == 1:
             return [[0]]
         held = [most for path in self._paths for most in path.table.max_segments if most is not None]

@@ -13,31 +13,24 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 import torch
 
 from fxsplit_encoder._torch.modes import in_inference_mode as inference_mode
-from fxsplit_encoder.capture import (
-    BudgetLadder,
-    CapturedForward,
-    CaptureRequest,
-    ProgramBody,
-    SharedBuffers,
-)
-from fxsplit_encoder.capture.buffers import StaticValue
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticValue
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody
+from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, ReplayError
-from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
 from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.products import ProductChooser
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, choosing, failing
+from fxsplit_encoder.kernels.products.measured import ProductChooser
 from fxsplit_encoder.pauses import pause
-from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
-from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
 from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
+from fxsplit_encoder.planning.plan import BY_THE_TOWER, InvariantPolicy, MissReason, PathPlan
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import NamedRegion
+    from fxsplit_encoder.compile.program import NamedRegion
 
 logger = logging.getLogger(__name__)
 

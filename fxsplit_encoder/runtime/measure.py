@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.inputs import is_cumulative
+from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.kernels.attention import KnownSegments
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import PathCosts, Points
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram
+    from fxsplit_encoder.compile.program import BoundProgram
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts

@@ -11,23 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import (
-    CaptureRequest,
-    GraphPool,
-    ProgramBody,
-    RowCount,
-    SharedBuffers,
-    StaticBuffer,
-    StaticInputs,
-    StaticParameters,
-)
-from fxsplit_encoder.capture.inputs import is_cumulative
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
+from fxsplit_encoder.capture.forward import CaptureRequest, ProgramBody, RowCount
+from fxsplit_encoder.capture.inputs import StaticInputs, is_cumulative
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, WeightsLayoutError
-from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
+from fxsplit_encoder.planning.plan import InvariantPolicy
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import Bindings, NamedRegion
+    from fxsplit_encoder.compile.program import Bindings, NamedRegion
 
 PaddingLogics: TypeAlias = Mapping[str, Callable[[Tensor, Tensor], None]]
 """By name, how a tower fills an input of a capture (first) from a value (second) itself."""

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from fxsplit_encoder.caching import Recent
-from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, GraphPool, SharedBuffers
-from fxsplit_encoder.capture.forward import measure_ms
+from fxsplit_encoder.capture.buffers import SharedBuffers
+from fxsplit_encoder.capture.forward import CaptureRequest, measure_ms
+from fxsplit_encoder.capture.ladder import BudgetLadder
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
-from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.planning.plan import MissReason, PathPlan
 from fxsplit_encoder.runtime.requests import CaptureScope
 
 logger = logging.getLogger(__name__)

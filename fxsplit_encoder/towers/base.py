@@ -18,7 +18,7 @@ from fxsplit_encoder._torch.modes import foreign_around, without_autograd
 from fxsplit_encoder._torch.tensors import share_names, tensors_of
 from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.protocol import EncoderCudaGraphCaptureInputs, scatter_output_slices
 
 VIDEOS = "pixel_values_videos"

@@ -20,7 +20,7 @@ from fxsplit_encoder._torch.dynamo import Marks
 from fxsplit_encoder._torch.staging import mark_immutable, to_device
 from fxsplit_encoder.caching import read_once
 from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens, segment_capacity
-from fxsplit_encoder.compile import HostOp, register_host_op
+from fxsplit_encoder.compile.options import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import (
     BudgetDeclaration,

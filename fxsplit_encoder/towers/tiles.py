@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from fxsplit_encoder._torch.dispatch import check
 from fxsplit_encoder._torch.dynamo import Marks
 from fxsplit_encoder.capture.inputs import example_values
-from fxsplit_encoder.compile import HostOp, register_host_op
+from fxsplit_encoder.compile.options import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.protocol import (

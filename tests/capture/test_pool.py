@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 
 
 def test_only_one_thread_replays_at_a_time() -> None:

@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.capture import pad_cu_seqlens, segment_capacity
 from fxsplit_encoder.capture.inputs import (
     fill_cu_seqlens,
     is_cumulative,
+    pad_cu_seqlens,
     pad_cu_seqlens_on_device,
+    segment_capacity,
 )
 from fxsplit_encoder.errors import InputError, ReplayError
 

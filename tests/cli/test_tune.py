@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.manager.manager import TraceWriter
-from fxsplit_encoder.planning import Item
+from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.trace import read_trace
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import HostOp, register_host_op
+from fxsplit_encoder.compile.options import HostOp, register_host_op
 
 from .packed_forwards import attend, trace_with
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.cli.ways import WAYS
 from fxsplit_encoder.manager.manager import TraceWriter
-from fxsplit_encoder.planning import Item
+from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 pytestmark = pytest.mark.gpu

@@ -15,11 +15,11 @@ import torch
 from poison import poison
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.planning import PathCosts
+from fxsplit_encoder.planning.costs import PathCosts
 
 from .support import settled
 
@@ -202,8 +202,7 @@ def test_what_runs_at_its_exact_shape_is_tried_with_its_own_batch(family: Any) -
     size = float(expected.float().square().mean().sqrt())
     for _ in range(8):  # each counts a tenth of a millisecond
         assert rms_error(manager.execute(inputs), [expected]) <= 0.1 * size
-    captures = replays.captures
-    assert captures.on_trial == set()
-    assert (80 in captures) is not (80 in captures.not_faster)
-    assert (80 in captures.not_faster) is (80 in replays.exact_ms)
+    assert replays.on_trial == set()
+    assert (80 in replays) is not (80 in replays.not_faster)
+    assert (80 in replays.not_faster) is (80 in replays.exact_ms)
     manager.clear()

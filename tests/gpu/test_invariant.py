@@ -13,9 +13,10 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import choosing, measuring
-from fxsplit_encoder.kernels.attention import KERNELS, KernelChooser, KnownSegments, attend
+from fxsplit_encoder.kernels.attention import KERNELS, KernelChooser, KnownSegments
 from fxsplit_encoder.kernels.attention.chooser import invariant_names
+from fxsplit_encoder.kernels.attention.op import attend
+from fxsplit_encoder.kernels.choice import choosing, measuring
 from fxsplit_encoder.kernels.products.fixed import (
     COUNTS,
     GELU_TANH,
@@ -29,7 +30,7 @@ from fxsplit_encoder.kernels.products.fixed import (
 )
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
+from fxsplit_encoder.planning.plan import InvariantPolicy
 from tests.manager.packings import differing, packed_items, packings, tile_items
 from tests.towers.tiny_inputs import Inputs, Item, PackedInputs, TileInputs
 

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.hugging_face.lifecycle import find_towers
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close
 from .models import SHORT_TEXT, SIZE, TOWER

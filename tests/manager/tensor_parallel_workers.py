@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fxsplit_encoder as fx
 import fxsplit_encoder.kernels.attention  # the operators that the mock towers call
+from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.errors import CaptureError
 
 from .mock_towers import WIDTH, PackedModel, SplitModel, alone, batch
@@ -192,17 +193,22 @@ def _without_inputs(rank: int) -> fx.EncoderCudaGraphManager:
 def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
     """One graph of one budget fails on one rank, after its forward has run."""
     manager = _manager(ParallelPacked(), mode="auto")
-    ladder = manager.paths["default"].ladder
-    record = ladder._record
+    path = manager.paths["default"]
+    request, record = path.forward.request, CapturedForward.record
+    requested: list[int] = []
 
-    def failing(budget: int, request: Any, mode: str) -> Any:
-        recorded = record(budget, request, mode)
-        if rank == 1 and budget == 8 and mode == "full":
-            recorded.release()
+    def noted(tokens: int, shared: Any) -> Any:
+        requested.append(tokens)
+        return request(tokens, shared)
+
+    def failing(captured: CapturedForward, warmups: int) -> None:
+        record(captured, warmups)
+        if rank == 1 and requested[-1] == 8 and captured.mode == "full":
+            captured.release()
             raise CaptureError(NO_ROOM)
-        return recorded
 
-    ladder._record = failing  # type: ignore[method-assign]
+    path.forward.request = noted  # type: ignore[method-assign]
+    CapturedForward.record = failing  # type: ignore[method-assign]
     manager.capture()
     return manager
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import Measurements
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.manager.compile_process import (
     REQUEST,

@@ -25,7 +25,7 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.tensors import traced_copy
-from fxsplit_encoder.capture import CapturedForward
+from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager import compile_worker as compile_worker_module

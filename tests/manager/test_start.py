@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import read_parts, tower_key, write_parts
@@ -159,7 +159,7 @@ def test_a_file_for_something_else_is_refused_by_name_and_ignored(
     start: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parts = read_parts(start)
+    parts = dict(read_parts(start))
     change(parts)
     write_parts(start, parts)
     manager = fx.EncoderCudaGraphManager(SplitModel(), EAGER)

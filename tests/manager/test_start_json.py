@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import StartFileError
 from fxsplit_encoder.kernels.attention import AttentionShape
 from fxsplit_encoder.manager.start import (

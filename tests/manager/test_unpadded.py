@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.planning import CaptureKey, PathPlan
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.planning.costs import PathCosts
+from fxsplit_encoder.planning.limits import CaptureKey
+from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedCaptures, unpadded
 
 EXACT = CaptureKey("default", 0)

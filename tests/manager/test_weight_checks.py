@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import eager_break_during_capture
+from fxsplit_encoder.capture.breakable import eager_break_during_capture
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.runtime import WeightChecks, requests
 

@@ -11,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.capture import (
-    CaptureRequest,
-    GraphPool,
-    SharedBuffers,
-    StaticBuffer,
-)
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
+from fxsplit_encoder.capture.forward import CaptureRequest
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.planning import MissReason, PathPlan
+from fxsplit_encoder.planning.plan import MissReason, PathPlan
 from fxsplit_encoder.runtime import CaptureScope, UnpaddedCaptures, unpadded
 
 from ..capture.bodies import body_calling, request_of

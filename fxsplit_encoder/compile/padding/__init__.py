@@ -47,13 +47,13 @@ from fxsplit_encoder.compile.padding.states import (
     TokenSizes,
     draws_random_numbers,
     is_pointwise,
-    named,
     operation,
     reads_token_count,
     scalar_arguments,
     symbols_of,
     token_dim,
 )
+from fxsplit_encoder.compile.rewriting import arguments_of
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 __all__ = ["SEGMENTS", "SHARED", "PaddingReport", "Rows", "State", "analyse", "token_dim"]
@@ -243,7 +243,7 @@ class Analysis:
     def _capture_refusal(self, node: fx.Node) -> str:
         name = operation(node)
         is_dense = name in DENSE_ATTENTIONS
-        if draws_random_numbers(node) and not (is_dense and not named(node, "dropout_p")):
+        if draws_random_numbers(node) and not (is_dense and not arguments_of(node).get("dropout_p")):
             return f"{name} draws random numbers"
         if name == "varlen_attention":
             query = node.args[0]

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.dispatch import DENSE_ATTENTION_KERNELS
 from fxsplit_encoder.compile.padding.states import (
     SEGMENTS,
     SHARED,
@@ -17,10 +18,10 @@ from fxsplit_encoder.compile.padding.states import (
     Rows,
     Rule,
     State,
-    named,
     operation,
     reads_token_count,
 )
+from fxsplit_encoder.compile.rewriting import arguments_of
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
 COPIES = frozenset(("expand", "repeat"))
@@ -116,13 +117,8 @@ def _copies(view: NodeView) -> State:
 
 
 DENSE_ATTENTIONS = (
-    "dense_attention",
-    "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
+    *("dense_attention", "scaled_dot_product_attention"),
+    *(name.removeprefix("aten::") for name in DENSE_ATTENTION_KERNELS),
 )
 ATTENTIONS = frozenset(("varlen_attention", *DENSE_ATTENTIONS))
 
@@ -230,7 +226,7 @@ def _dense_attention(view: NodeView) -> State:
     mask, or a shared mask, so the tokens of the graph may be the batch. Further results have such entries if
     they have a batch; of others (seeds, offsets) nothing is known.
     """
-    if named(view.node, "dropout_p"):
+    if arguments_of(view.node).get("dropout_p"):
         raise view.fail("drops entries at random")
     qkv, others = view.args[:3], [*view.args[3:], *view.node.kwargs.values()]
     masks = [a for a in others if isinstance(a, fx.Node)]
@@ -319,7 +315,7 @@ def _reduce(view: NodeView) -> State:
     """sum, mean, amax, var...: an entry comes from those along the dims, of one row if the rows' is not one.
     No dims are all.
     """
-    dims = named(view.node, "dim")
+    dims = arguments_of(view.node).get("dim")
     reduced = view.dims(range(view.rank()) if dims is None or dims == [] else dims)
     rows = view.rows_of()
     if rows.dim in reduced:

@@ -35,11 +35,6 @@ class TokenSizes:
 
     The token count is written as a multiple of its divisor by the trace's guards, which turns `s // 4` into a
     polynomial where `s % 4 == 0` is guarded. Other sizes (`s // 5000 + 1`, `max(s, 7)`) are undecided.
-
-    Args:
-        token_symbol: the name of the symbol that counts tokens.
-        segment_symbols: the names of those that count segments.
-        guards: the trace's assumptions on its symbols.
     """
 
     def __init__(
@@ -270,14 +265,6 @@ def positional(node: fx.Node) -> tuple[Any, ...]:
                 break
             args.append(node.kwargs.get(parameter.name, parameter.default_value))
     return tuple(args)
-
-
-def named(node: fx.Node, name: str) -> Any:
-    """Returns the argument of a schema's parameter; None if there is none."""
-    for parameter, value in zip(schema_of(node.target).arguments, positional(node), strict=False):
-        if parameter.name == name:
-            return value
-    return node.kwargs.get(name)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:

@@ -22,8 +22,8 @@ from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.wide_heads import stored_width, wide_heads
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.products import has_fused_activations
-from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
+from fxsplit_encoder.kernels.products.measured import has_fused_activations
+from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 Pass = Callable[[fx.GraphModule], int]
 
@@ -79,14 +79,8 @@ def run_passes(
     device: torch.device,
     policy: InvariantPolicy = BATCH_DEPENDENT,
 ) -> dict[str, int]:
-    """Runs passes over a graph, in the order of `PASSES`; returns the number of places that each changed.
-
-    Args:
-        names: of `PASSES`; None: those that pay on this device.
-        policy: whether products and attention are to add in one order whatever the rows.
-
-    Raises:
-        ConfigError: there is no such pass.
+    """Runs passes over a graph, in the order of `PASSES`: those `names`, or for None those that pay on this
+    device. Returns the number of places that each changed; ConfigError: there is no such pass.
     """
     chosen = default_passes(device, policy) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
@@ -104,11 +98,3 @@ def run_passes(
     if any(changed.values()):
         module.graph.eliminate_dead_code()
     return changed
-
-
-def pass_rows(report: Mapping[str, int]) -> list[list[str]]:
-    """Returns rows of a table: name, number of places ("off" if it did not run), what the pass looks for."""
-    known = {**PASSES, "fixed_products": fixed_products}
-    names = [name for name in known if name in report or name in PASSES]
-    heads = {name: (run.__doc__ or "").split("\n\n")[0] for name, run in known.items()}
-    return [[name, str(report.get(name, "off")), " ".join(heads[name].split()).rstrip(".")] for name in names]

@@ -8,24 +8,18 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder.compile.layouts import traced_downstream
 from fxsplit_encoder.compile.passes.layers import product
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, is_parameter
 
 aten = torch.ops.aten
 
 # Entries of 16 bits that make up the 16 bytes that a fast product reads at once.
 _ALIGNMENT = 8
-
-
-def flat_filters(weight: Tensor, columns: int) -> Tensor:
-    """(out_channels, columns): every filter of a convolution as a row, followed by zeros."""
-    filters = weight.flatten(1)
-    return F.pad(filters, [0, columns - filters.shape[1]])
 
 
 def conv_to_linear(module: fx.GraphModule) -> int:
@@ -66,9 +60,8 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def _replace_by_product(graph: fx.Graph, node: fx.Node) -> bool:
     """Puts a product in the place of a convolution; False if an operation cannot read its result."""
-    try:
-        downstream = traced_downstream({node: _by_window(node)})
-    except (RuntimeError, ValueError):
+    downstream = traced_downstream({node: _by_window(node)})
+    if downstream is None:
         return False
     source, weight, bias, *_ = _arguments(node)
     out_channels = weight.meta["val"].shape[0]
@@ -128,5 +121,5 @@ def _aligned(graph: fx.Graph, rows: fx.Node, weight: fx.Node) -> tuple[fx.Node, 
     if missing == 0 or not is_parameter(weight):
         shape = [value.shape[0], features]
         return rows, call_function(graph, aten.view.default, weight, shape)
-    filters = derived_parameter(graph, functools.partial(flat_filters, columns=features + missing), weight)
+    filters = derived_parameter(graph, functools.partial(pad_columns, columns=features + missing), weight)
     return call_function(graph, aten.constant_pad_nd.default, rows, [0, missing]), filters

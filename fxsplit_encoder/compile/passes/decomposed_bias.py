@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
-from fxsplit_encoder.compile.passes.layers import arguments_of, is_only_result
-from fxsplit_encoder.compile.rewriting import call_function
+from fxsplit_encoder.compile.passes.layers import is_only_result
+from fxsplit_encoder.compile.rewriting import arguments_of, call_function
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 aten = torch.ops.aten

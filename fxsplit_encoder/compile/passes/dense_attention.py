@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.passes.layers import arguments_of, is_only_result
-from fxsplit_encoder.compile.rewriting import call_function
+from fxsplit_encoder.compile.passes.layers import is_only_result
+from fxsplit_encoder.compile.rewriting import arguments_of, call_function
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.kernels.attention import dense_attention as attend
 

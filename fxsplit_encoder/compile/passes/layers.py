@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxsplit_encoder._torch.dispatch import schema_of
 from fxsplit_encoder.compile.rewriting import call_function, is_parameter
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
@@ -118,14 +117,6 @@ def keeps_features(node: fx.Node) -> bool:
     source: Any = node.args[0]
     sizes = (n.meta["val"].shape for n in (node, source))
     return len({expression(shape[-1]) for shape in sizes}) == 1
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Returns all arguments of a call by name, defaults included."""
-    declared = schema_of(node.target).arguments
-    defaults = {argument.name: argument.default_value for argument in declared}
-    names = (argument.name for argument in declared)
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def is_only_result(node: fx.Node) -> bool:

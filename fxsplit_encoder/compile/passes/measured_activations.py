@@ -13,8 +13,7 @@ from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, linear_
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
 from fxsplit_encoder.compile.rewriting import call_function, derivation, derived_parameter, is_parameter
 from fxsplit_encoder.compile.sizes import shape_exprs
-from fxsplit_encoder.kernels.products import linear
-from fxsplit_encoder.kernels.products.measured import interleaved
+from fxsplit_encoder.kernels.products.measured import interleaved, linear
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder.compile.layouts import traced_downstream
 from fxsplit_encoder.compile.passes.dense_attention import TORCH_KERNELS
-from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, arguments_of, linear_of, product
-from fxsplit_encoder.compile.rewriting import call_function, derived_parameter
+from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, linear_of, product
+from fxsplit_encoder.compile.rewriting import arguments_of, call_function, derived_parameter
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
 aten = torch.ops.aten
@@ -95,9 +95,8 @@ def _merge(graph: fx.Graph, layers: list[Linear]) -> bool:
     if not all(map(_can_be_part, layers)):
         return False
     ends = [*accumulate(layer.out_features for layer in layers)]
-    try:
-        downstream = traced_downstream(_traced_parts(layers, ends))
-    except (RuntimeError, ValueError):
+    downstream = traced_downstream(_traced_parts(layers, ends))
+    if downstream is None:
         return False
     first = layers[0]
     weight = derived_parameter(graph, joined, *(layer.weight for layer in layers))

@@ -37,9 +37,10 @@ def pad_rows(weight: Tensor, rows: int, parts: int = 1) -> Tensor:
     return F.pad(each, [0, 0] * (weight.dim() - 1) + [0, rows - each.shape[1]]).flatten(0, 1)
 
 
-def pad_columns(weight: Tensor, columns: int) -> Tensor:
-    """Appends columns of zeros to (rows, columns before)."""
-    return F.pad(weight, [0, columns - weight.shape[1]])
+def pad_columns(weight: Tensor, columns: int, parts: int = 1) -> Tensor:
+    """Appends zeros to each of the equal parts of every row, up to `columns`; returns two dimensions."""
+    each = weight.reshape(weight.shape[0], parts, -1)
+    return F.pad(each, [0, columns - each.shape[-1]]).flatten(1)
 
 
 def pad_mlp_width(module: fx.GraphModule) -> int:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder.compile.passes.layers import VIEWS, Linear, layer_under, linear_of, views_of
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
@@ -58,12 +59,6 @@ def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
         trailing = [0, 0] * (weight.dim() - 1)
         parts.append(F.pad(rows, [*trailing, 0, piece.wide - piece.width]).flatten(0, 1))
     return torch.cat(parts)
-
-
-def pad_head_columns(weight: Tensor, heads: int, wide: int) -> Tensor:
-    """Appends columns of zeros to each head of (rows, heads * width), up to `wide`."""
-    per_head = weight.reshape(weight.shape[0], heads, -1)
-    return F.pad(per_head, [0, wide - per_head.shape[-1]]).flatten(1)
 
 
 def wide_heads(module: fx.GraphModule) -> int:
@@ -214,7 +209,7 @@ def _widen(graph: fx.Graph, found: _Attention) -> None:
         if len(dims) == 2:
             wide = call_function(graph, aten.transpose.int, wide, 1, 2)
         rows = call_function(graph, aten.view.default, wide, [-1, found.heads * found.wide])
-    pad = functools.partial(pad_head_columns, heads=found.heads, wide=found.wide)
+    pad = functools.partial(pad_columns, columns=found.wide, parts=found.heads)
     down = dataclasses.replace(found.down, rows=rows)
     down.replace_parameters(derived_parameter(graph, pad, down.weight), down.bias)
     retrace(down.node)

@@ -30,10 +30,10 @@ from fxsplit_encoder.kernels.attention.flash_attn import (
 from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, Pin, PinGrammar
 from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import KernelStore
-from fxsplit_encoder.planning.invariant_policy import BATCH_DEPENDENT, InvariantPolicy
+from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
-# 400 and 1764 tokens (docs/attention.md).
+# 400 and 1764 tokens (docs/kernels.md).
 _SHORT, _MEDIUM = 512, 2048
 
 KERNELS: tuple[AttentionKernel, ...] = (
@@ -287,7 +287,7 @@ parse_attention: Callable[[str | Mapping[str, str]], tuple[Pin[AttentionShape], 
 # One kernel attends everywhere, chosen by what it is and never by time. What a segment gets from it depends
 # on that segment alone, which rules out kernels that choose tiles by the longest segment or split the keys.
 
-# The fastest of them at long segments, by the measurements of docs/attention.md; then as they are listed.
+# The fastest of them at long segments, by the measurements of docs/kernels.md; then as they are listed.
 _PREFERRED = "flash_attn_4"
 
 

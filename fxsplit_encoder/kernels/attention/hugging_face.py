@@ -32,13 +32,11 @@ def hugging_face_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attends: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out.
+    UnsupportedTowerError: packed attention that is causal.
 
     Args:
         cu_seq_lens_q: (segments + 1,) int32 cumulative lengths of a batch of 1; None: "sdpa" of the batch.
         options: packed attention reads `scaling`, `max_length_q` and `is_causal`.
-
-    Raises:
-        UnsupportedTowerError: packed attention that is causal.
     """
     if cu_seq_lens_q is None:
         sdpa: tuple[Tensor, None] = sdpa_attention_forward(

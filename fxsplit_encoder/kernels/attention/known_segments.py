@@ -164,7 +164,6 @@ class _Shapes(threading.local):
         self._met: Counter[tuple[str, AttentionShape]] = Counter()
 
     def is_worth_planning(self, kernel: AttentionKernel, shape: AttentionShape) -> bool:
-        """Whether the shape has come before; remembers that it came now."""
         key = (kernel.name, shape)
         if key not in self._met and len(self._met) >= _MOST_SHAPES:
             return False

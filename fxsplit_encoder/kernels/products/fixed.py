@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.modes import split_k_forbidden
 from fxsplit_encoder.errors import CaptureError
-from fxsplit_encoder.kernels import is_measuring
+from fxsplit_encoder.kernels.choice import is_measuring
 from fxsplit_encoder.kernels.kernel import round_up
 
 NOTHING = ""

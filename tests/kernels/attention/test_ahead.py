@@ -15,7 +15,6 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels import choosing, measuring
 from fxsplit_encoder.kernels import compile_jobs as processes
 from fxsplit_encoder.kernels.attention import (
     KERNELS,
@@ -26,7 +25,8 @@ from fxsplit_encoder.kernels.attention import (
     varlen_attention,
 )
 from fxsplit_encoder.kernels.attention.chooser import Measurements
-from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
+from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.planning.plan import InvariantPolicy
 
 from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
 

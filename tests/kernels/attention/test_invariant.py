@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import choosing, measuring
 from fxsplit_encoder.kernels import kernel as kernels_base
-from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, KernelChooser, KnownSegments, attend
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, KernelChooser, KnownSegments
 from fxsplit_encoder.kernels.attention.chooser import Measurements, invariant_kernel, invariant_names
-from fxsplit_encoder.planning.invariant_policy import InvariantPolicy
+from fxsplit_encoder.kernels.attention.op import attend
+from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.planning.plan import InvariantPolicy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = AttentionShape(CUDA, torch.bfloat16, 16, 72, 3136, 3136, 1)

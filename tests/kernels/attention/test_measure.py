@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from fxsplit_encoder.kernels import Measured
 from fxsplit_encoder.kernels.attention import AttentionShape
 from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, example_lengths, pairs
+from fxsplit_encoder.kernels.meter import Measured
 
 from .fakes import FakeKernel, shapes
 

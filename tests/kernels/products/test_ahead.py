@@ -14,9 +14,17 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing, compile_jobs
-from fxsplit_encoder.kernels.products import ProductChooser, ProductShape, linear, measured
-from fxsplit_encoder.kernels.products.measured import KERNELS, ProductMeter
+from fxsplit_encoder.kernels import compile_jobs
+from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing
+from fxsplit_encoder.kernels.meter import Measured
+from fxsplit_encoder.kernels.products import measured
+from fxsplit_encoder.kernels.products.measured import (
+    KERNELS,
+    ProductChooser,
+    ProductMeter,
+    ProductShape,
+    linear,
+)
 
 CUDA = torch.device("cuda", 0)
 MODULE = "fxsplit_encoder.kernels.compile_jobs_process"
