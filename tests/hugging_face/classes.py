@@ -27,12 +27,12 @@ CONFIGS = {name: config for config, entry in DATA.items() for name in entry["cla
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Classes of images
 
-For whoever asks whether a class of transformers is served, and how exactly: a class that is not here is served or
-refused by [the same rule](hugging_face.md#towers-without-a-name).
+For whoever asks whether a class of transformers is served, and how exactly: a class that is not here is
+served or refused by [the same rule](hugging_face.md#towers-without-a-name).
 
-Written by `python -m tests.hugging_face.classes` with transformers {version}, from tiny configurations with random
-weights, in float32 on a CPU: the largest difference from eager over one, two and three images, dictionaries and
-tuples, hidden states, and `pixel_values` in float16 where the class takes them.
+Written by `python -m tests.hugging_face.classes` with transformers {version}, from tiny configurations with
+random weights, in float32 on a CPU: the largest difference from eager over one, two and three images,
+dictionaries and tuples, hidden states, and `pixel_values` in float16 where the class takes them.
 
 | class | tower | served | largest difference, or the reason |
 |---|---|---|---|
