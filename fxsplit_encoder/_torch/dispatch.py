@@ -55,6 +55,20 @@ def has_tag(target: Any, tag: torch.Tag) -> bool:
     return isinstance(target, OpOverload) and tag in target.tags
 
 
+class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the names of operators that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Attention without dropout draws nothing, and has the tag.
+        if has_tag(function, torch.Tag.nondeterministic_seeded) and "attention" not in str(function):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 def register_tuple(kind: type) -> None:
     """Registers a class of tuples as tuples for walks over trees of values."""
     register_pytree_node(kind, lambda values: (list(values), None), lambda values, context: tuple(values))
