@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.tower import TowerSpec, postprocess_of, select_items
+from fxsplit_encoder.manager.tower import TowerSpec, select_items
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, MissReason, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime import CaptureScope
@@ -35,7 +35,7 @@ class BatchRunner:
         self.max_items = spec.limits.max_items_per_batch
         self.in_inference_mode = False
         """Whether a tower's own code runs in inference mode, as its caller does."""
-        self._postprocess = postprocess_of(spec.tower)
+        self._postprocess = spec.tower.postprocess_encoder_output
 
     def run(
         self, plan: Plan, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, may_replay: bool

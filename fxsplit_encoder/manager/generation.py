@@ -135,11 +135,6 @@ class Generation:
         return {name: path for (name, _), path in reversed(self.paths_by_key.items())}
 
     @property
-    def is_idle(self) -> bool:
-        """Whether the settings ask for no captures."""
-        return self.plans.is_idle
-
-    @property
     def compiled_paths(self) -> list[EncoderPath]:
         """Paths whose forward is compiled, or is to be; one without budgets runs eagerly."""
         return [path for path in self.paths_by_key.values() if path.budgets and path.is_to_compile]

@@ -45,8 +45,6 @@ _TRIAL_SHARE = 0.1
 
 _NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
 
-# What this library, torch and a tower's own code raise when a size cannot be captured.
-
 
 class UnpaddedCaptures:
     """Captures of one forward by size, a token count or the sizes of a call without one, each in `mode`; the
