@@ -309,9 +309,7 @@ class BudgetDispatcher:
 
     # --- replay
 
-    def _run(
-        self, bindings: Bindings, *, capture_all: bool
-    ) -> tuple[list[Any], PathPlan, CaptureKey | None]:
+    def _run(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any], PathPlan, CaptureKey | None]:
         """The call by a capture, of which it returns the key, or at its exact shape; the outputs are the
         caller's own.
         """
