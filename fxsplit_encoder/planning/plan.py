@@ -37,7 +37,8 @@ class MissReason(StrEnum):
     PADDING_UNPROVED = "padding_unproved"
     """The graph's rows may depend on one another, so it is never padded."""
     UNSUPPORTED_GRAPH = "unsupported_graph"
-    """Nothing of the graph is captured: it draws random numbers, or has sizes that depend on data."""
+    """Nothing is captured: the graph draws random numbers or has sizes that depend on data, or an accelerated
+    tower is not supported. A warning says why."""
     NEW_SHAPE = "new_shape"
     """With `mode: exact`: batches of this token count have not come often enough to be captured. Behind
     torch.compile also: calls of these sizes, of a graph without a token count."""
