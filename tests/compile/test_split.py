@@ -142,4 +142,4 @@ def test_attention_over_different_counts_is_refused() -> None:
         return y + torch.ops.fxsplit.varlen_attention(table, table, table, cu, 6, 1.0).sum()
 
     with pytest.raises(CompileError, match="different token counts"):
-        trace_packed(forward)
+        trace_packed(forward, options=replace(EAGER, requires_tokens=True))
