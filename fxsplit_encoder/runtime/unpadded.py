@@ -73,8 +73,6 @@ class UnpaddedCaptures:
         """Sizes at which a replay was measured to gain nothing."""
         self.on_trial: set[int] = set()
         """Captured sizes that were not compared yet with the batch that they were captured for."""
-        self.exact_ms: dict[int, float] = {}
-        """Of sizes whose captures were given up: milliseconds of the tried batch at its exact shape."""
         self.num_evicted = 0
         """Captures that were evicted for others."""
         self._request = request
@@ -114,7 +112,7 @@ class UnpaddedCaptures:
             weight = math.inf
         elif by_cost and tokens not in self._held:
             weight = self._kept_weight(planned) * self.threshold
-            if not weight:
+            if not weight and tokens not in self._uses:
                 return None
         ladder = self.of_size(tokens, weight, on_trial=by_cost)
         if ladder is None and not self._held:
@@ -133,6 +131,10 @@ class UnpaddedCaptures:
             self._last_use[ladder] = self._clock
         return ladder
 
+    def make_due(self, tokens: int) -> None:
+        """Makes the next batch of so many tokens the one for which they are captured, if they can be."""
+        self._uses[tokens] = self.threshold
+
     def keeps(self, tokens: int, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
         """Returns whether the capture of a size serves; one on trial is timed against the exact shape."""
         if tokens not in self.on_trial:
@@ -145,8 +147,6 @@ class UnpaddedCaptures:
         logger.info("%d tokens: replay %.3f ms, exact shape %.3f", tokens, replay_ms, exact_ms)
         gains = replay_ms < exact_ms
         self.conclude(tokens, gains=gains)
-        if not gains:
-            self.exact_ms[tokens] = exact_ms
         return gains
 
     def conclude(self, tokens: int, *, gains: bool) -> None:
@@ -193,7 +193,6 @@ class UnpaddedCaptures:
         self.not_faster.clear()
         self._uses.clear()
         self.inputs.clear()
-        self.exact_ms.clear()
 
     # --- when
 
