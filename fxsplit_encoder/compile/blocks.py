@@ -401,7 +401,7 @@ def _install(module: nn.Module, groups: Mapping[int, Sequence[nn.Module]]) -> No
                 del block.forward, block._fxsplit_place
         elif own.get(PLACE) != place or getattr(own.get("forward"), "__func__", None) is not forward:
             block.forward = types.MethodType(forward, block)
-            block._fxsplit_place = place  # type: ignore[assignment]
+            own[PLACE] = place
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -126,8 +126,8 @@ class Generation:
         """Every path at every combination of axis keys."""
         self.captures.programs = self.paths_by_key
         self.captures.skippable = {key for key in self.paths_by_key if key[0] in spec.limits.skippable_paths}
-        self.plans = RequestPlans(spec, config, self.paths_by_key)
         self.runner = BatchRunner(spec, self.paths_by_key, self.scope, statistics)
+        self.plans = RequestPlans(spec, config, self.runner)
 
     @property
     def paths(self) -> dict[str, EncoderPath]:

@@ -335,7 +335,8 @@ class EncoderCudaGraphManager:
         start = time.perf_counter()
         serving = self._lifecycle.serving
         plans, runner = serving.plans, serving.runner
-        plan, captured = self._lifecycle.allowed(plans.of(mm_kwargs, items)), self._lifecycle.is_captured
+        wanted = plans.of(mm_kwargs, items)
+        plan, captured = self._lifecycle.allowed(wanted), self._lifecycle.is_captured
         try:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         except WeightsMovedError as error:
@@ -343,6 +344,8 @@ class EncoderCudaGraphManager:
             plan = plans.of(mm_kwargs, items)
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         self._lifecycle.check_tower()  # while the device works
+        if plans.recurring is not None and plan is wanted:
+            plans.compare(mm_kwargs, items)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
             self._recorder.record(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError
-from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, read_item_specs, select_items
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel
 from fxsplit_encoder.planning.limits import Limits
@@ -19,13 +20,18 @@ from fxsplit_encoder.planning.plan import Item, MissReason, Plan
 from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 
+logger = logging.getLogger(__name__)
+
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
 
-# Uses after which a request of several batches is planned anew, and the share of the predicted time that its
-# new batches may lose until they are captured. Choices.
+# Uses after which a request of several batches is compared with one of fewer, and the share of its predicted
+# time that these may be predicted to lose: what was timed apart differs so much from what runs in a row. Of
+# plans whose times differ by less than the last number, the one with fewer batches is kept at every start.
+# Choices.
 _RECURRING_USES = 8
-_MOST_LOST = 0.1
+_TRIED = 0.1
+_TIE = 1.01
 
 _Key: TypeAlias = tuple[
     tuple[tuple[Any, ...], ...],
@@ -40,30 +46,30 @@ _Key: TypeAlias = tuple[
 class RequestPlans:
     """Plans requests of one tower, after `use_captures`, and keeps the plans by sizes.
 
-    A request that recurs is planned again as if its token counts were captured without padding, as they will
-    be (`UnpaddedCaptures`): several batches may become one. The first plan is used again if such a capture
-    fails, or is given up and its batch is slower at its exact shape than the first plan.
+    A request of several batches that recurs is timed once against fewer batches, captured without padding
+    (`UnpaddedCaptures`), for which the costs foresee much the same; it keeps the plan that is faster.
     """
 
     def __init__(
         self,
         spec: TowerSpec,
         config: EncoderConfig,
-        paths: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
+        runner: BatchRunner,
     ) -> None:
         self.tower = spec.tower
         self.config = config
         self.model_config = spec.model_config
-        self.paths = paths
+        self.paths = runner.paths
         self.facts = ItemFacts(spec.tower)
         self._kept: dict[_Key, Plan] = {}
         self._described: Recent[Hashable, _Key] = Recent(_KEPT_PLANS)
         """Keys of plans, by `RequestItems.described`."""
         self._uses: Counter[_Key] = Counter()
         """Of plans of several batches."""
-        self._unpadded: dict[_Key, Plan] = {}
-        """The second plans of requests that recur."""
-        self.is_idle = not config.enabled or all(path.mode == "none" for path in paths.values())
+        self.recurring: _Key | None = None
+        """Of the request that was planned last, if it is to be compared with fewer batches."""
+        self._runner = runner
+        self.is_idle = not config.enabled or all(path.mode == "none" for path in self.paths.values())
         """Whether the settings ask for no captures."""
         self._num_axes = len(spec.model_config.capture_axes)
 
@@ -102,27 +108,45 @@ class RequestPlans:
         if self.is_idle:
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
             return build_fallback_plan(list(map(Item, specs)), paths, MissReason.DISABLED, skippable)
-        # An adapter with capture axes says of any selection of items what their keys are.
-        described = items.described if not self._num_axes else None
-        if described is not None and described in self._described:  # `get` would be a call in Python
-            key = self._described[described]
-        else:
-            key = self._key(mm_kwargs, specs)
-            if described is not None:
-                self._described[described] = key
+        key = self._key_of(mm_kwargs, items)
         plan = self._kept.get(key)
         if plan is None:
             if len(self._kept) >= _KEPT_PLANS:
                 self._forget()
             plan = self._kept[key] = self.build(self._items(specs, key))
-        if len(plan.batches) == 1 or not self._plans_anew:
-            return plan
-        self._uses[key] += is_use
-        if is_use and self._uses[key] == _RECURRING_USES:
-            if (other := self._unpadded_plan(self._items(specs, key), plan)) is not None:
-                self._unpadded[key] = other
-        other = self._unpadded.get(key)
-        return plan if other is None or self._is_given_up(other, plan) else other
+        if is_use and len(plan.batches) > 1 and self._plans_anew:
+            self._uses[key] += 1
+            if self._uses[key] == _RECURRING_USES:
+                self.recurring = key
+        return plan
+
+    def compare(self, mm_kwargs: dict[str, Any], items: RequestItems) -> None:
+        """Times the `recurring` request, which was served, by its plan and by one of fewer batches, if there
+        is one that may gain; keeps the faster one.
+        """
+        key, self.recurring = self._key_of(mm_kwargs, items), None
+        plan = self._kept.get(key)
+        if plan is None or self._uses[key] != _RECURRING_USES:  # the recurring one was refused
+            return
+        other = self._in_fewer_batches(self._items(items.specs, key), plan)
+        if other is None:
+            return
+        before, after = (self._runner.milliseconds(each, mm_kwargs, items.specs) for each in (plan, other))
+        logger.info(
+            "%d batches take %.3f ms, %d take %.3f", len(plan.batches), before, len(other.batches), after
+        )
+        if after <= before * _TIE:
+            self._kept[key] = other
+
+    def _key_of(self, mm_kwargs: dict[str, Any], items: RequestItems) -> _Key:
+        # An adapter with capture axes says of any selection of items what their keys are.
+        described = items.described if not self._num_axes else None
+        if described is not None and described in self._described:  # `get` would be a call in Python
+            return self._described[described]
+        key = self._key(mm_kwargs, items.specs)
+        if described is not None:
+            self._described[described] = key
+        return key
 
     def _key(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> _Key:
         modalities = self.facts.modalities(mm_kwargs, len(specs))
@@ -140,46 +164,36 @@ class RequestPlans:
         refusals = [None if self._serves(m) else MissReason.UNSUPPORTED_INPUT for m in modalities]
         return list(map(Item, specs, frames, segments, keys, refusals))
 
-    def _unpadded_plan(self, items: Sequence[Item], plan: Plan) -> Plan | None:
-        """The plan if every token count were captured; None: it gains nothing, or costs too much."""
-        replays = {key: CostCurve(tuple(sorted(each.replay.items()))) for key, each in self._costs.items()}
-        costs = {
-            key: replace(each, exact=tuple((b, min(price, replays[key].at(b))) for b, price in each.exact))
-            for key, each in self._costs.items()
-        }
-        other = self.build(items, costs=CostModel(costs, HOST_MS_PER_BATCH))
-        before, after = plan.milliseconds, other.milliseconds
-        if len(other.batches) >= len(plan.batches) or before is None or after is None or after >= before:
+    def _in_fewer_batches(self, items: Sequence[Item], plan: Plan) -> Plan | None:
+        """The plan if every token count were captured and a batch cost more, its counts due to be captured;
+        None: it has as many batches, or counts that cannot be captured.
+        """
+        if plan.milliseconds is None:
             return None
-        lost = 0.0
-        for batch in other.batches:
-            for name, planned in batch.paths.items():
-                key = (name, batch.axis_keys)
-                if planned.budget is None and planned.tokens:
-                    exact = self._costs[key].exact_curve.at(planned.tokens)
-                    lost += max(0.0, exact - replays[key].at(planned.tokens))
-        return other if lost <= _MOST_LOST * before else None
-
-    def _is_given_up(self, other: Plan, plan: Plan) -> bool:
-        """Whether captures of the other plan failed or measured slower than the first plan."""
-        more = 0.0
-        for batch in other.batches:
-            for name, planned in batch.paths.items():
-                unpadded = self.paths[name, batch.axis_keys].unpadded
-                if planned.budget is not None or not planned.tokens:
-                    continue
-                if planned.tokens in unpadded.refused:
-                    return True
-                if planned.milliseconds is not None and planned.tokens in unpadded.exact_ms:
-                    more += unpadded.exact_ms[planned.tokens] - planned.milliseconds
-        before, after = plan.milliseconds, other.milliseconds
-        return more != 0 and before is not None and after is not None and after + more >= before
+        costs = {}
+        for key, each in self._costs.items():
+            replays = CostCurve(tuple(sorted(each.replay.items())))
+            costs[key] = replace(each, exact=tuple((b, min(ms, replays.at(b))) for b, ms in each.exact))
+        other = self.build(items, costs=CostModel(costs, HOST_MS_PER_BATCH + _TRIED * plan.milliseconds))
+        if len(other.batches) >= len(plan.batches):
+            return None
+        unpadded = [
+            (self.paths[name, batch.axis_keys].unpadded, planned.tokens)
+            for batch in other.batches
+            for name, planned in batch.paths.items()
+            if planned.budget is None and planned.tokens
+        ]
+        if any(tokens in captures.refused for captures, tokens in unpadded):
+            return None
+        for captures, tokens in unpadded:
+            captures.make_due(tokens)
+        return other
 
     def _forget(self) -> None:
         self._kept.clear()
         self._described.clear()
         self._uses.clear()
-        self._unpadded.clear()
+        self.recurring = None
 
     def _serves(self, modality: str) -> bool:
         # A tower with names of its own ("vision_chunk") is asked by these, and calls a batch an image.

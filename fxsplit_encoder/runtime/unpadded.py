@@ -74,8 +74,6 @@ class UnpaddedCaptures:
         """Sizes at which a replay was measured to gain nothing."""
         self.on_trial: set[CaptureSize] = set()
         """Captured sizes that were not compared yet with the batch that they were captured for."""
-        self.exact_ms: dict[CaptureSize, float] = {}
-        """Of sizes whose captures were given up: milliseconds of the tried batch at its exact shape."""
         self.mode = "auto"
         """As for `BudgetLadder`."""
         self.num_evicted = 0
@@ -117,7 +115,7 @@ class UnpaddedCaptures:
             weight = math.inf
         elif by_cost and size not in self._held:
             weight = self._kept_weight(planned) * self.threshold
-            if not weight:
+            if not weight and size not in self._uses:
                 return None
         ladder = self.of_size(size, weight, on_trial=by_cost)
         if ladder is None and not self._held:
@@ -138,6 +136,10 @@ class UnpaddedCaptures:
             self._last_use[ladder] = self._clock
         return ladder
 
+    def make_due(self, size: CaptureSize) -> None:
+        """Makes the next batch of this size the one for which it is captured, if it can be."""
+        self._uses[size] = self.threshold
+
     def keeps(self, size: CaptureSize, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
         """Returns whether the capture of a size serves; one on trial is timed against the exact shape."""
         if size not in self.on_trial:
@@ -150,8 +152,6 @@ class UnpaddedCaptures:
         logger.info("%s: replay %.3f ms, exact shape %.3f", _shown(size), replay_ms, exact_ms)
         gains = replay_ms < exact_ms
         self.conclude(size, gains=gains)
-        if not gains:
-            self.exact_ms[size] = exact_ms
         return gains
 
     def conclude(self, size: CaptureSize, *, gains: bool) -> None:
@@ -198,7 +198,6 @@ class UnpaddedCaptures:
         self.not_faster.clear()
         self._uses.clear()
         self.inputs.clear()
-        self.exact_ms.clear()
 
     # --- when
 

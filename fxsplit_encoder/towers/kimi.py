@@ -15,9 +15,8 @@ from fxsplit_encoder.errors import InputError, UnsupportedTowerError
 from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import Grid, merge, resample
 from fxsplit_encoder.towers.inputs import integer_rows
-from fxsplit_encoder.towers.modules.blocks import merge, resample
 from fxsplit_encoder.towers.packed import PackedTower
 
 

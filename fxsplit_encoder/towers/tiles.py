@@ -29,6 +29,7 @@ from fxsplit_encoder.protocol import (
     EncoderItemSpec,
 )
 from fxsplit_encoder.towers.base import VIDEOS, WrappedTower
+from fxsplit_encoder.towers.folded import FoldedTables
 from fxsplit_encoder.towers.grid import cumulative_lengths
 from fxsplit_encoder.towers.inputs import (
     MOST_PLANNED_ITEMS,
@@ -41,7 +42,6 @@ from fxsplit_encoder.towers.inputs import (
     pixel_parts,
     rows_of,
 )
-from fxsplit_encoder.towers.modules.folded import FoldedTables
 
 # torch 2.11 compares the sizes of a mask with 1 while it traces, which it cannot do with a size not known.
 MASKED_ATTENTION_TAKES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.13"

@@ -358,7 +358,7 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
     asked: dict[tuple[str, torch.dtype], None] = {}
     for node in nodes:
         if node.target is linear and node.args[2] is not None:  # without a bias there is another variant
-            rows: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+            rows: Tensor = node.all_input_nodes[0].meta["val"]
             asked[str(node.args[3]), rows.dtype] = None
     for activation, dtype in asked:
         if (activation, dtype) not in known:

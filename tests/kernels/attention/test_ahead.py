@@ -224,7 +224,7 @@ def begun(possible: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
 
 def node(target: Any, width: int = 72) -> Any:
     value = torch.empty(4, 16, width, dtype=torch.bfloat16, device="meta")
-    return SimpleNamespace(target=target, args=[SimpleNamespace(meta={"val": value})])
+    return SimpleNamespace(target=target, all_input_nodes=[SimpleNamespace(meta={"val": value})])
 
 
 def chooser(attention: str = "auto", **options: Any) -> KernelChooser:
@@ -300,7 +300,7 @@ def test_what_was_expected_of_a_graph_and_is_not_there_was_begun_in_vain(
 
 def test_heads_whose_width_varies_are_left_out() -> None:
     varies = node(varlen_attention)
-    varies.args[0].meta["val"] = SimpleNamespace(
+    varies.all_input_nodes[0].meta["val"] = SimpleNamespace(
         dtype=torch.bfloat16, shape=(4, 16, ShapeEnv().create_unbacked_symint())
     )
     assert ahead.heads_of([varies, node(varlen_attention, 80)]) == {(torch.bfloat16, 80): False}
