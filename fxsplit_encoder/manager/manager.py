@@ -345,7 +345,7 @@ class EncoderCudaGraphManager:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         self._lifecycle.check_tower()  # while the device works
         if plans.recurring is not None and plan is wanted:
-            plans.compare(mm_kwargs, items)
+            plans.improve(mm_kwargs, items)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
             self._recorder.record(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results

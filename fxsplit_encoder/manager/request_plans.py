@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from fxsplit_encoder.caching import Recent
@@ -14,7 +12,7 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, read_item_specs, select_items
-from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel
+from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel, PathCosts
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, Plan
 from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
@@ -25,13 +23,15 @@ logger = logging.getLogger(__name__)
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
 
-# Uses after which a request of several batches is compared with one of fewer, and the share of its predicted
-# time that these may be predicted to lose: what was timed apart differs so much from what runs in a row. Of
-# plans whose times differ by less than the last number, the one with fewer batches is kept at every start.
-# Choices.
+# Uses after which a request recurs, and the share of its predicted time that fewer batches may be predicted
+# to lose before they are not even timed: what was timed apart differs so much from what runs in a row. Of
+# plans whose times differ by less than the last number, each start keeps the one of fewer batches. Choices.
 _RECURRING_USES = 8
 _TRIED = 0.1
 _TIE = 1.01
+
+# What a batch adds where as few as possible are wanted: more than all tokens of a request together.
+_FEWEST = float(1 << 40)
 
 _Key: TypeAlias = tuple[
     tuple[tuple[Any, ...], ...],
@@ -43,11 +43,23 @@ _Key: TypeAlias = tuple[
 """Of every item its sizes, frames, segments, axis keys and modality."""
 
 
+class _Kept:
+    """The plan of requests of the same sizes."""
+
+    __slots__ = ("plan", "uses")
+
+    def __init__(self, plan: Plan, uses: int | None) -> None:
+        self.plan = plan
+        self.uses = uses
+        """Times that it served, until it recurs; None: it stays as it is."""
+
+
 class RequestPlans:
     """Plans requests of one tower, after `use_captures`, and keeps the plans by sizes.
 
-    A request of several batches that recurs is timed once against fewer batches, captured without padding
-    (`UnpaddedCaptures`), for which the costs foresee much the same; it keeps the plan that is faster.
+    A request that recurs, and is not one replay, is looked at once. Its batches without a replay are captured
+    without padding (`UnpaddedCaptures`), and several batches are timed against as few as possible: it keeps
+    the plan that is faster. What was predicted from sizes that were timed apart decides only until then.
     """
 
     def __init__(
@@ -61,13 +73,11 @@ class RequestPlans:
         self.model_config = spec.model_config
         self.paths = runner.paths
         self.facts = ItemFacts(spec.tower)
-        self._kept: dict[_Key, Plan] = {}
+        self._kept: dict[_Key, _Kept] = {}
         self._described: Recent[Hashable, _Key] = Recent(_KEPT_PLANS)
         """Keys of plans, by `RequestItems.described`."""
-        self._uses: Counter[_Key] = Counter()
-        """Of plans of several batches."""
-        self.recurring: _Key | None = None
-        """Of the request that was planned last, if it is to be compared with fewer batches."""
+        self.recurring: _Kept | None = None
+        """Of the request that was planned last, if it is to be looked at."""
         self._runner = runner
         self.is_idle = not config.enabled or all(path.mode == "none" for path in self.paths.values())
         """Whether the settings ask for no captures."""
@@ -109,34 +119,38 @@ class RequestPlans:
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
             return build_fallback_plan(list(map(Item, specs)), paths, MissReason.DISABLED, skippable)
         key = self._key_of(mm_kwargs, items)
-        plan = self._kept.get(key)
-        if plan is None:
+        kept = self._kept.get(key)
+        if kept is None:
             if len(self._kept) >= _KEPT_PLANS:
                 self._forget()
-            plan = self._kept[key] = self.build(self._items(specs, key))
-        if is_use and len(plan.batches) > 1 and self._plans_anew:
-            self._uses[key] += 1
-            if self._uses[key] == _RECURRING_USES:
-                self.recurring = key
-        return plan
+            plan = self.build(self._items(specs, key))
+            may_gain = self._plans_anew and (len(plan.batches) > 1 or any(_without_replay(plan)))
+            kept = self._kept[key] = _Kept(plan, 0 if may_gain else None)
+        if kept.uses is not None and is_use:
+            kept.uses += 1
+            if kept.uses == _RECURRING_USES:
+                self.recurring = kept
+        return kept.plan
 
-    def compare(self, mm_kwargs: dict[str, Any], items: RequestItems) -> None:
-        """Times the `recurring` request, which was served, by its plan and by one of fewer batches, if there
-        is one that may gain; keeps the faster one.
-        """
-        key, self.recurring = self._key_of(mm_kwargs, items), None
-        plan = self._kept.get(key)
-        if plan is None or self._uses[key] != _RECURRING_USES:  # the recurring one was refused
+    def improve(self, mm_kwargs: dict[str, Any], items: RequestItems) -> None:
+        """Looks at the `recurring` request, which was served."""
+        key, recurring = self._key_of(mm_kwargs, items), self.recurring
+        self.recurring, kept = None, self._kept.get(key)
+        if kept is None or kept is not recurring:  # that one was refused
             return
-        other = self._in_fewer_batches(self._items(items.specs, key), plan)
+        kept.uses = None
+        other = self._in_fewest_batches(self._items(items.specs, key), kept.plan)
+        for path, tokens in _without_replay(other or kept.plan):
+            self.paths[path].unpadded.make_due(tokens)
         if other is None:
             return
-        before, after = (self._runner.milliseconds(each, mm_kwargs, items.specs) for each in (plan, other))
-        logger.info(
-            "%d batches take %.3f ms, %d take %.3f", len(plan.batches), before, len(other.batches), after
+        before, after = (
+            self._runner.milliseconds(plan, mm_kwargs, items.specs) for plan in (kept.plan, other)
         )
+        batches = len(kept.plan.batches), len(other.batches)
+        logger.info("%d batches take %.3f ms, %d take %.3f", batches[0], before, batches[1], after)
         if after <= before * _TIE:
-            self._kept[key] = other
+            kept.plan = other
 
     def _key_of(self, mm_kwargs: dict[str, Any], items: RequestItems) -> _Key:
         # An adapter with capture axes says of any selection of items what their keys are.
@@ -164,35 +178,37 @@ class RequestPlans:
         refusals = [None if self._serves(m) else MissReason.UNSUPPORTED_INPUT for m in modalities]
         return list(map(Item, specs, frames, segments, keys, refusals))
 
-    def _in_fewer_batches(self, items: Sequence[Item], plan: Plan) -> Plan | None:
-        """The plan if every token count were captured and a batch cost more, its counts due to be captured;
-        None: it has as many batches, or counts that cannot be captured.
+    def _in_fewest_batches(self, items: Sequence[Item], plan: Plan) -> Plan | None:
+        """The plan of the fewest batches, whatever was measured; None: `plan` has as few, these are predicted
+        to lose too much, or a count cannot be captured.
         """
-        if plan.milliseconds is None:
-            return None
-        costs = {}
-        for key, each in self._costs.items():
-            replays = CostCurve(tuple(sorted(each.replay.items())))
-            costs[key] = replace(each, exact=tuple((b, min(ms, replays.at(b))) for b, ms in each.exact))
-        other = self.build(items, costs=CostModel(costs, HOST_MS_PER_BATCH + _TRIED * plan.milliseconds))
+        level = PathCosts(exact=((1, 1.0), (2, 2.0)))
+        costs = CostModel(dict.fromkeys(self._costs, level), _FEWEST)
+        other = _unpriced(self.build(items, captured=Captured(()), costs=costs))
         if len(other.batches) >= len(plan.batches):
             return None
-        unpadded = [
-            (self.paths[name, batch.axis_keys].unpadded, planned.tokens)
-            for batch in other.batches
-            for name, planned in batch.paths.items()
-            if planned.budget is None and planned.tokens
-        ]
-        if any(tokens in captures.refused for captures, tokens in unpadded):
+        if self._predicted(other) > self._predicted(plan) * (1 + _TRIED):
             return None
-        for captures, tokens in unpadded:
-            captures.make_due(tokens)
+        if any(tokens in self.paths[path].unpadded.refused for path, tokens in _without_replay(other)):
+            return None
         return other
+
+    def _predicted(self, plan: Plan) -> float:
+        """Milliseconds without attention, which is the same of any batches, if all counts were captured."""
+        milliseconds = HOST_MS_PER_BATCH * len(plan.batches)
+        for batch in plan.batches:
+            for name, planned in batch.paths.items():
+                costs = self._costs[name, batch.axis_keys]
+                if planned.budget is not None:
+                    milliseconds += costs.replay[planned.budget]
+                elif planned.tokens:
+                    replays = CostCurve(tuple(sorted(costs.replay.items())))
+                    milliseconds += min(replays.at(planned.tokens), costs.exact_curve.at(planned.tokens))
+        return milliseconds
 
     def _forget(self) -> None:
         self._kept.clear()
         self._described.clear()
-        self._uses.clear()
         self.recurring = None
 
     def _serves(self, modality: str) -> bool:
@@ -214,6 +230,22 @@ class RequestPlans:
             }
             batches.append(batch._replace(paths=paths))
         return Plan(tuple(batches), plan.num_items)
+
+
+def _unpriced(plan: Plan) -> Plan:
+    batches = []
+    for batch in plan.batches:
+        paths = {name: planned._replace(milliseconds=None) for name, planned in batch.paths.items()}
+        batches.append(batch._replace(paths=paths, milliseconds=None))
+    return Plan(tuple(batches), plan.num_items)
+
+
+def _without_replay(plan: Plan) -> Iterator[tuple[tuple[str, tuple[Hashable, ...]], int]]:
+    """The path and the tokens of each part of a plan that no capture serves."""
+    for batch in plan.batches:
+        for name, planned in batch.paths.items():
+            if planned.budget is None and planned.tokens and not planned.eager:
+                yield (name, batch.axis_keys), planned.tokens
 
 
 # Requests of other items whose sizes are kept. A choice: a service sees few sizes.

@@ -32,12 +32,18 @@ def made_of(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return module, copy.deepcopy(module).float()
 
 
-def assert_within_eagers_error(compiled: Any, module: nn.Module, exact: nn.Module, batch: Tensor) -> None:
-    ours, theirs = tensors(compiled(batch)), tensors(module(batch))
-    expected = tensors(exact(batch.float()))
-    for got, plain, wanted in zip(ours, theirs, expected, strict=True):
-        assert got.shape == plain.shape
-        assert rms_error([got], [wanted]) <= 1.5 * rms_error([plain], [wanted]) + 1e-3
+def assert_within_eagers_error(compiled: Any, module: nn.Module, exact: nn.Module, *batches: Tensor) -> None:
+    """Over all batches together: a module that returns a few numbers has errors that vary."""
+    ours, theirs, expected = [], [], []
+    for batch in batches:
+        ours.append([each.clone() for each in tensors(compiled(batch))])
+        theirs.append(tensors(module(batch)))
+        expected.append(tensors(exact(batch.float())))
+    for got, plain, wanted in zip(
+        *(zip(*each, strict=True) for each in (ours, theirs, expected)), strict=True
+    ):
+        assert [each.shape for each in got] == [each.shape for each in plain]
+        assert rms_error([*got], [*wanted]) <= 1.2 * rms_error([*plain], [*wanted]) + 1e-3
 
 
 def images(batch: int) -> Tensor:
@@ -51,8 +57,7 @@ def test_every_batch_that_recurs_is_replayed(make: Callable[[], nn.Module]) -> N
     module, exact = made_of(make)
     compiled = torch.compile(module, backend="encoder_cg", options={"mode": "full"})
     batches = (1, 2, 2, 1, 3, 3, 2, 1)
-    for batch in batches:
-        assert_within_eagers_error(compiled, module, exact, images(batch))
+    assert_within_eagers_error(compiled, module, exact, *map(images, batches))
     stats = fx.stats(compiled)
     assert stats.hits >= 5
     assert stats.hits + sum(stats.misses.values()) == len(batches)
