@@ -16,6 +16,9 @@ FxSplitError
 |   +-- WeightsMovedError                parameters lie elsewhere than at the capture
 +-- ConnectorError (RuntimeError)        a request's media were not encoded; `retryable`, `kind`
 |   +-- ConnectorFullError               too much waits already
++-- QueueFullError (RuntimeError)        too many items wait for an encoder; `retryable`
++-- QueueTimeoutError (TimeoutError)     no encoder has taken an item within its timeout; `retryable`
++-- QueueClosedError (RuntimeError)      a queue takes no more items
 +-- EncoderLostError (RuntimeError)      an encoder's process, thread or device is gone
 +-- TransportError (RuntimeError)        what another process handed over is not what was agreed, or gone
 |   +-- TransportFullError               no room before something that was put is released
@@ -135,6 +138,22 @@ class ConnectorError(FxSplitError, RuntimeError):
 
 class ConnectorFullError(ConnectorError):
     """The connector takes no further request before some of those that wait are done."""
+
+
+class QueueFullError(FxSplitError, RuntimeError):
+    """An `EncodeQueue` takes no further item before some of those that wait are taken."""
+
+    retryable = True
+
+
+class QueueTimeoutError(FxSplitError, TimeoutError):
+    """No worker of an `EncodeQueue` has taken an item within its timeout."""
+
+    retryable = True
+
+
+class QueueClosedError(FxSplitError, RuntimeError):
+    """An `EncodeQueue` was closed and takes no more items."""
 
 
 class EncoderLostError(FxSplitError, RuntimeError):

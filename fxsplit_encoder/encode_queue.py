@@ -1,0 +1,783 @@
+"""Batches on worker threads: `BatchThread` launches and lands them, `EncodeQueue` forms them from items.
+
+A worker *launches* a batch, which returns as soon as its device or process has the work, and *lands* it,
+which waits for the results. A second thread lands, in order, so that the next batch is launched meanwhile. A
+batch that fails is halved until single items do. A worker that ends by a fault or hangs is given up, and
+others take its items.
+"""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import logging
+import math
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from fxsplit_encoder.errors import (
+    EncoderLostError,
+    InputError,
+    QueueClosedError,
+    QueueFullError,
+    QueueTimeoutError,
+)
+
+logger = logging.getLogger(__name__)
+
+BatchT = TypeVar("BatchT")
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+
+class Landing(Generic[BatchT]):
+    """Lands batches in order on a thread, which starts with the first batch."""
+
+    def __init__(self, land: Callable[[BatchT], None], on_fault: Callable[[], None], name: str) -> None:
+        self._land = land
+        self._on_fault = on_fault
+        self._name = name
+        self._batches: queue.SimpleQueue[BatchT | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._num_added = self._num_landed = 0
+        self.fault: BaseException | None = None
+        """What ended the thread."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every batch has landed; asked by the thread that adds."""
+        return self._num_added == self._num_landed
+
+    def add(self, batch: BatchT) -> None:
+        """Land one more batch, after those that were added before."""
+        self._num_added += 1
+        self._batches.put(batch)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends and starts no thread any more: land here
+                self._batches.put(None)
+                self._run()
+                return
+            self._thread = thread
+
+    def _run(self) -> None:
+        try:
+            while (batch := self._batches.get()) is not None:
+                self._land(batch)
+                del batch  # and its tensors, which may be large
+                self._num_landed += 1
+        except BaseException as error:
+            self.fault = error
+            self._on_fault()
+
+    def finish(self) -> None:
+        """Return once every batch that was added has landed, or a fault has ended the thread."""
+        if self._thread is not None:
+            self._batches.put(None)
+            self._thread.join()
+
+
+class BatchThread(ABC, Generic[BatchT]):
+    """A thread that takes batches from a source, launches them, and has them landed in order.
+
+    An Exception of `launch` concerns the batch, which is split. `EncoderLostError`, what is no Exception, and
+    errors of other methods end the thread, and `lost` is called.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._landing = Landing(self.land, self.wake, f"{name}-landing")
+
+    @abstractmethod
+    def serving(self) -> AbstractContextManager[None]:
+        """Start what encodes, on this thread; batches are taken inside."""
+
+    @abstractmethod
+    def take(self) -> BatchT | None:
+        """The next batch, once there is one; None: there will be none. Calls `check` whenever it wakes."""
+
+    @abstractmethod
+    def launch(self, batch: BatchT) -> None:
+        """Give a batch to what encodes."""
+
+    @abstractmethod
+    def split(self, batch: BatchT, error: Exception) -> Sequence[BatchT]:
+        """The halves of a batch whose launch failed, to be launched; none: its only item has failed."""
+
+    @abstractmethod
+    def is_over(self, batch: BatchT) -> bool:
+        """Whether landing a launched batch would not wait."""
+
+    @abstractmethod
+    def launched(self, batch: BatchT) -> None:
+        """Called before a batch that is not over is handed to the landing thread."""
+
+    @abstractmethod
+    def land(self, batch: BatchT) -> None:
+        """Wait for the results of a batch and publish them."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Have `take` look again."""
+
+    @abstractmethod
+    def lost(self, error: BaseException) -> None:
+        """A fault ends this thread; everything that was launched has landed, or never will."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what encodes, on this thread."""
+
+    def run(self, batch: BatchT) -> None:
+        """Launch a batch on this thread, and land it or have it landed; a part at a time if it fails."""
+        try:
+            self.launch(batch)
+        except EncoderLostError:
+            raise
+        except Exception as error:
+            for half in self.split(batch, error):
+                self.run(half)
+            return
+        if self._landing.is_empty and self.is_over(batch):
+            self.land(batch)
+            return
+        self.launched(batch)
+        self._landing.add(batch)
+
+    def check(self) -> None:
+        """Raise the fault that ended the landing thread, if one did."""
+        if self._landing.fault is not None:
+            raise self._landing.fault
+
+    def _run(self) -> None:
+        try:
+            with self.serving():
+                while self._run_next():
+                    pass
+                self._landing.finish()
+                self.check()
+        except BaseException as error:  # whatever ends this thread must not end the work that it had
+            logger.warning("%s is lost", self.name, exc_info=True)
+            self._landing.finish()
+            self.lost(error)
+        finally:
+            self.close()
+
+    def _run_next(self) -> bool:
+        batch = self.take()
+        if batch is not None:
+            self.run(batch)
+        return batch is not None
+
+
+class Clock:
+    """A thread that calls `expire` whenever the next deadline has passed.
+
+    Args:
+        changed: condition of the lock under which deadlines change.
+        next_deadline: on the clock `now`, called with the lock; None: nothing has one.
+        expire: called without the lock; leaves no deadline that has passed.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        next_deadline: Callable[[], float | None],
+        expire: Callable[[], None],
+        now: Callable[[], float],
+        name: str,
+    ) -> None:
+        self._changed = changed
+        self._next_deadline = next_deadline
+        self._expire = expire
+        self._now = now
+        self._awaited: float | None = None
+        self._is_stopping = False
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def look(self) -> None:
+        """Look at deadlines that may have come closer; called with the lock."""
+        deadline = self._next_deadline()
+        if deadline is not None and (self._awaited is None or deadline < self._awaited):
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the thread; called with the lock."""
+        self._is_stopping = True
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_stopping:
+                    return
+                self._awaited = self._next_deadline()
+                left = None if self._awaited is None else self._awaited - self._now()
+                if left is None or left > 0:
+                    # Deadlines further away than a wait may be are looked at again.
+                    self._changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX))
+                    continue
+            self._expire()
+
+
+class BatchHandle(Protocol[ResultT_co]):
+    """A batch that was launched."""
+
+    def wait(self) -> Sequence[ResultT_co | Exception]:
+        """Wait for the result of each item, in order, or why it has none; called once, on any thread.
+
+        An error concerns the batch, which is split; `EncoderLostError` ends the worker.
+        """
+        ...
+
+
+Launch = Callable[[Sequence[ItemT]], BatchHandle[ResultT]]
+
+
+@dataclass
+class QueueStats:
+    """What a queue has done so far, in items unless it says otherwise."""
+
+    waiting: int = 0
+    """Now."""
+    running: int = 0
+    """In batches, now."""
+    batches: int = 0
+    """Batches that were taken, halves not among them."""
+    bisections: int = 0
+    """Batches that failed and were halved."""
+    encoded: int = 0
+    failed: int = 0
+    expired: int = 0
+    """Not taken before their deadlines."""
+    cancelled: int = 0
+    refused: int = 0
+    """Not accepted, since too many waited."""
+    lost_workers: int = 0
+    """Workers that a fault ended or that hung."""
+
+
+@dataclass(eq=False)
+class _Item(Generic[ItemT, ResultT]):
+    value: ItemT
+    cost: float
+    priority: int
+    tenant: str
+    future: Future[ResultT]
+    deadline: float = math.inf
+    num_losses: int = 0
+    """Workers that were lost while they had it."""
+
+
+@dataclass(eq=False)
+class _Batch(Generic[ItemT, ResultT]):
+    items: list[_Item[ItemT, ResultT]]
+    begin: float = 0.0
+    """When its worker took it."""
+    handle: BatchHandle[ResultT] | None = None
+
+
+class _Waiting(Generic[ItemT, ResultT]):
+    """Items that wait: by priority, then each tenant in turn, then in order of arrival."""
+
+    def __init__(self) -> None:
+        self.items: dict[_Item[ItemT, ResultT], None] = {}
+        self._levels: dict[int, dict[str, dict[_Item[ItemT, ResultT], None]]] = {}
+        """By priority and tenant; the tenant whose turn it is comes first."""
+        self._by_tenant: dict[str, int] = {}
+
+    def count(self, tenant: str) -> int:
+        """Items of one tenant."""
+        return self._by_tenant.get(tenant, 0)
+
+    def even_share(self, tenant: str, most: int) -> float:
+        """How many of `most` places each tenant has that waits, with this one."""
+        return most / len({*self._by_tenant, tenant})
+
+    def push(self, item: _Item[ItemT, ResultT]) -> None:
+        self.items[item] = None
+        self._levels.setdefault(item.priority, {}).setdefault(item.tenant, {})[item] = None
+        self._by_tenant[item.tenant] = self.count(item.tenant) + 1
+
+    def first(self) -> _Item[ItemT, ResultT] | None:
+        """The item that is due."""
+        if not self.items:
+            return None
+        tenants = self._levels[max(self._levels)]
+        return next(iter(next(iter(tenants.values()))))
+
+    def take(self, item: _Item[ItemT, ResultT]) -> None:
+        """Remove the item that is due; it is another tenant's turn."""
+        self.remove(item)
+        tenants = self._levels.get(item.priority, {})
+        if (own := tenants.pop(item.tenant, None)) is not None:
+            tenants[item.tenant] = own
+
+    def remove(self, item: _Item[ItemT, ResultT]) -> None:
+        del self.items[item]
+        tenants = self._levels[item.priority]
+        del tenants[item.tenant][item]
+        if not tenants[item.tenant]:
+            del tenants[item.tenant]
+        if not tenants:
+            del self._levels[item.priority]
+        self._by_tenant[item.tenant] -= 1
+        if not self._by_tenant[item.tenant]:
+            del self._by_tenant[item.tenant]
+
+
+_MOST_LOSSES = 2
+"""Workers that an item may cost before it is taken for the cause."""
+
+_EXIT_SECONDS = 30.0
+"""How long the end of the interpreter waits for batches that are being encoded."""
+
+
+class EncodeQueue(Generic[ItemT, ResultT]):
+    """A bounded queue of items that workers encode in batches, with a future for each.
+
+    A free worker takes what waits, as far as costs and number allow: items of higher priority first, then
+    each tenant in turn, then in order of arrival. An item that costs more than a batch may goes alone.
+
+    Args:
+        max_batch_cost: of the items of a batch together.
+        max_batch_items: of a batch; None: any number.
+        max_items: that may wait; None: any number. A tenant with less than its even share of them is not
+            refused for what others have: up to twice as many may wait then.
+        hang_timeout_s: seconds after which a worker that has not landed a batch is given up; None: never.
+        clock: seconds, for deadlines.
+
+    Raises:
+        InputError: a limit is not positive.
+    """
+
+    def __init__(
+        self,
+        max_batch_cost: float,
+        max_batch_items: int | None = None,
+        max_items: int | None = None,
+        *,
+        hang_timeout_s: float | None = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        limits = {
+            "max_batch_cost": max_batch_cost,
+            "max_batch_items": max_batch_items,
+            "max_items": max_items,
+            "hang_timeout_s": hang_timeout_s,
+        }
+        for name, limit in limits.items():
+            if limit is not None and not limit > 0:
+                raise InputError(f"{name}: expected a positive number; got {limit}")
+        self._max_batch_cost = max_batch_cost
+        self._max_batch_items = max_batch_items or math.inf
+        self._max_items = max_items
+        self._hang_timeout_s = hang_timeout_s
+        self.clock = clock
+        self.lock = threading.Lock()
+        self.work = threading.Condition(self.lock)
+        """Told whenever a worker may have something to do, or an item is over."""
+        self._waiting: _Waiting[ItemT, ResultT] = _Waiting()
+        self._again: deque[_Batch[ItemT, ResultT]] = deque()
+        """Batches ahead of all that waits: halves of failed ones, items of lost workers."""
+        self._deadlines: list[tuple[float, int, _Item[ItemT, ResultT]]] = []
+        self._late: list[_Item[ItemT, ResultT]] = []
+        """Items that a worker found past their deadlines, for the clock."""
+        self._num_submitted = 0
+        self._workers: list[_QueueWorker[ItemT, ResultT]] = []
+        self._given_up: list[_QueueWorker[ItemT, ResultT]] = []
+        self._is_closed = False
+        self._counts = QueueStats()
+        self._changed = threading.Condition(self.lock)
+        self._clock = Clock(self._changed, self._next_deadline, self._expire, clock, "encode-queue-clock")
+        self._clock.thread.start()
+        atexit.register(self._close_at_exit)
+
+    # --- workers
+
+    def add_worker(
+        self,
+        launch: Launch[ItemT, ResultT],
+        start: Callable[[], None] | None = None,
+        close: Callable[[], None] | None = None,
+        in_flight: int = 2,
+    ) -> Future[None]:
+        """Start a worker, whose thread alone calls these.
+
+        Args:
+            launch: begins to encode items.
+            start: makes ready to encode.
+            close: gives back what `start` made.
+            in_flight: batches that are launched before the first of them has landed, at most.
+
+        Returns:
+            What is done once `start` is, or has its error.
+        """
+        with self.lock:
+            if self._is_closed:
+                raise QueueClosedError("the queue is closed")
+            name = f"encode-queue-{len(self._workers) + len(self._given_up)}"
+            worker = _QueueWorker(name, self, launch, start, close, in_flight)
+            self._workers.append(worker)
+        worker.thread.start()
+        return worker.started
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes items: it is open, and not all of its workers were lost."""
+        with self.lock:
+            return not self._is_closed and bool(self._workers or not self._given_up)
+
+    # --- items
+
+    def submit(
+        self,
+        item: ItemT,
+        cost: float = 1.0,
+        priority: int = 0,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> Future[ResultT]:
+        """Add an item.
+
+        Args:
+            item: as `launch` takes it.
+            cost: in the unit of `max_batch_cost`.
+            priority: higher ones go first.
+            tenant: whose turns it uses.
+            timeout_s: seconds within which a worker has to take it; None: any.
+
+        Returns:
+            Its result. It can be cancelled until a worker takes it. The errors are the item's own, or
+            `QueueTimeoutError`; `EncoderLostError`: no worker is left, or the item cost two of them.
+
+        Raises:
+            QueueFullError: too many items wait.
+            QueueClosedError: the queue is closed.
+            EncoderLostError: every worker was lost.
+            InputError: the cost or the timeout is not a positive number.
+        """
+        if not (math.isfinite(cost) and cost >= 0):
+            raise InputError(f"cost: expected a number of at least 0; got {cost}")
+        if timeout_s is not None and not timeout_s > 0:
+            raise InputError(f"timeout_s: expected a positive number; got {timeout_s}")
+        future: Future[ResultT] = Future()
+        entry = _Item(item, cost, priority, tenant, future)
+        with self.lock:
+            self._check_open(tenant)
+            self._num_submitted += 1
+            self._waiting.push(entry)
+            if timeout_s is not None:
+                entry.deadline = self.clock() + timeout_s
+                heapq.heappush(self._deadlines, (entry.deadline, self._num_submitted, entry))
+                self._clock.look()
+            self.work.notify_all()
+        future.add_done_callback(lambda done: self._forget(entry) if done.cancelled() else None)
+        return future
+
+    def _check_open(self, tenant: str) -> None:
+        if self._is_closed:
+            raise QueueClosedError("the queue is closed")
+        if self._given_up and not self._workers:
+            raise EncoderLostError("every worker was lost")
+        most, waiting = self._max_items, self._waiting
+        if most is None or len(waiting.items) < most:
+            return
+        if waiting.count(tenant) >= waiting.even_share(tenant, most) or len(waiting.items) >= 2 * most:
+            self._counts.refused += 1
+            raise QueueFullError(f"{len(waiting.items)} items wait, and max_items is {most}; submit it later")
+
+    def _forget(self, entry: _Item[ItemT, ResultT]) -> None:
+        """An item was cancelled."""
+        with self.lock:
+            if entry in self._waiting.items:
+                self._waiting.remove(entry)
+                self._counts.cancelled += 1
+                self.work.notify_all()
+
+    def stats(self) -> QueueStats:
+        """The counts so far."""
+        with self.lock:
+            running = sum(len(batch.items) for worker in self._workers for batch in worker.batches)
+            again = sum(len(batch.items) for batch in self._again)
+            return replace(self._counts, waiting=len(self._waiting.items) + again, running=running)
+
+    def close(self, drain: bool = True, timeout_s: float | None = None) -> None:
+        """Take no more items, and end the workers; further calls do nothing.
+
+        Args:
+            drain: whether what waits is encoded, else it is cancelled.
+            timeout_s: how long to wait for workers; one that hangs is left to itself.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self.lock:
+            self._is_closed = True
+            drain = drain and bool(self._workers)
+            dropped = [] if drain else list(self._waiting.items)
+            for entry in dropped:
+                self._waiting.remove(entry)
+            self._counts.cancelled += len(dropped)
+            self.work.notify_all()
+        for entry in dropped:
+            entry.future.cancel()
+        for worker in list(self._workers):
+            worker.thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        with self.lock:
+            self._clock.stop()
+        self._clock.thread.join()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        # A thread that encodes while the interpreter is taken down would abort the process.
+        self.close(drain=False, timeout_s=_EXIT_SECONDS)
+
+    # --- batches, for the workers
+
+    def take(self, worker: _QueueWorker[ItemT, ResultT]) -> _Batch[ItemT, ResultT] | None:
+        """The next batch of a worker; None: there is none, or it has enough. Called with the lock."""
+        if worker.is_lost or len(worker.batches) >= worker.in_flight:
+            return None
+        if self._again:
+            batch = self._again.popleft()
+        else:
+            batch = _Batch(self._choose())
+            if not batch.items:
+                return None
+            self._counts.batches += 1
+        worker.begin(batch, self.clock())
+        self._clock.look()
+        return batch
+
+    def _choose(self) -> list[_Item[ItemT, ResultT]]:
+        chosen: list[_Item[ItemT, ResultT]] = []
+        cost = 0.0
+        while len(chosen) < self._max_batch_items and (entry := self._waiting.first()) is not None:
+            if chosen and cost + entry.cost > self._max_batch_cost:
+                break
+            self._waiting.take(entry)
+            if not entry.future.set_running_or_notify_cancel():
+                self._counts.cancelled += 1
+            elif entry.deadline <= self.clock():
+                self._late.append(entry)  # its callbacks must not be called with the lock
+            else:
+                chosen.append(entry)
+                cost += entry.cost
+        self._clock.look()
+        return chosen
+
+    def halves(self, batch: _Batch[ItemT, ResultT]) -> list[_Batch[ItemT, ResultT]]:
+        """Two batches of one; called with the lock."""
+        self._counts.bisections += 1
+        middle = len(batch.items) // 2
+        return [_Batch(batch.items[:middle]), _Batch(batch.items[middle:])]
+
+    def is_done(self, worker: _QueueWorker[ItemT, ResultT]) -> bool:
+        """Whether a worker has nothing to take any more; called with the lock."""
+        others = any(each.batches for each in self._workers)  # which may fail, and come again in halves
+        return worker.is_lost or (self._is_closed and not (self._again or self._waiting.items or others))
+
+    def finish(
+        self,
+        worker: _QueueWorker[ItemT, ResultT],
+        batch: _Batch[ItemT, ResultT],
+        results: Sequence[ResultT | Exception],
+    ) -> None:
+        """Publish the results of a batch, unless its worker was given up."""
+        with self.lock:
+            if not worker.end(batch):
+                return
+            num_failed = sum(isinstance(result, Exception) for result in results)
+            self._counts.failed += num_failed
+            self._counts.encoded += len(results) - num_failed
+            self.work.notify_all()
+        for entry, result in zip(batch.items, results, strict=True):
+            if isinstance(result, Exception):
+                entry.future.set_exception(result)
+            else:
+                entry.future.set_result(result)
+
+    def retry(self, worker: _QueueWorker[ItemT, ResultT], batch: _Batch[ItemT, ResultT]) -> None:
+        """Have a batch that failed when it landed launched again in halves."""
+        with self.lock:
+            if worker.end(batch):
+                self._again.extendleft(reversed(self.halves(batch)))
+                self.work.notify_all()
+
+    def lose(self, worker: _QueueWorker[ItemT, ResultT], why: str) -> None:
+        """Give a worker up; what it had goes to others, one item at a time, or fails."""
+        failed = []
+        with self.lock:
+            if worker.is_lost:
+                return
+            worker.is_lost = True
+            self._workers.remove(worker)
+            self._given_up.append(worker)
+            self._counts.lost_workers += 1
+            for entry in [entry for batch in worker.batches for entry in batch.items]:
+                entry.num_losses += 1
+                if entry.num_losses < _MOST_LOSSES and self._workers:
+                    self._again.append(_Batch([entry]))
+                else:
+                    failed.append(entry)
+            worker.batches.clear()
+            if not self._workers:
+                failed += [entry for batch in self._again for entry in batch.items]
+                self._again.clear()
+                for entry in list(self._waiting.items):
+                    self._waiting.remove(entry)
+                    if entry.future.set_running_or_notify_cancel():
+                        failed.append(entry)
+            self._counts.failed += len(failed)
+            self.work.notify_all()
+        for entry in failed:
+            entry.future.set_exception(EncoderLostError(f"{worker.name} was lost: {why}"))
+
+    # --- time
+
+    def _next_deadline(self) -> float | None:
+        if self._late:
+            return -math.inf
+        while self._deadlines and self._deadlines[0][2] not in self._waiting.items:
+            heapq.heappop(self._deadlines)
+        found = [self._deadlines[0][0]] if self._deadlines else []
+        if self._hang_timeout_s is not None:
+            begins = [batch.begin for worker in self._workers for batch in worker.batches]
+            found += [min(begins) + self._hang_timeout_s] if begins else []
+        return min(found, default=None)
+
+    def _expire(self) -> None:
+        with self.lock:
+            now = self.clock()
+            expired, self._late = self._late, []
+            while self._deadlines and self._deadlines[0][0] <= now:
+                entry = heapq.heappop(self._deadlines)[2]
+                if entry in self._waiting.items:
+                    self._waiting.remove(entry)
+                    if entry.future.set_running_or_notify_cancel():
+                        expired.append(entry)
+            self._counts.expired += len(expired)
+            longest = math.inf if self._hang_timeout_s is None else self._hang_timeout_s
+            hung = [
+                worker
+                for worker in self._workers
+                if any(batch.begin + longest <= now for batch in worker.batches)
+            ]
+        for entry in expired:
+            entry.future.set_exception(QueueTimeoutError("no worker has taken it within its timeout"))
+        for worker in hung:
+            logger.warning("%s has not landed a batch for %g s, and is given up", worker.name, longest)
+            self.lose(worker, f"it has not landed a batch for {longest:g} s")
+
+
+class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT]):
+    """A worker of an `EncodeQueue`."""
+
+    def __init__(
+        self,
+        name: str,
+        source: EncodeQueue[ItemT, ResultT],
+        launch: Launch[ItemT, ResultT],
+        start: Callable[[], None] | None,
+        close: Callable[[], None] | None,
+        in_flight: int,
+    ) -> None:
+        super().__init__(name)
+        self._source = source
+        self._launch, self._start, self._close = launch, start, close
+        self.in_flight = in_flight
+        self.started: Future[None] = Future()
+        self.batches: dict[_Batch[ItemT, ResultT], None] = {}
+        """Those that it has taken and that have not landed."""
+        self.is_lost = False
+
+    def begin(self, batch: _Batch[ItemT, ResultT], now: float) -> None:
+        """It has a batch; called with the lock."""
+        batch.begin = now
+        self.batches[batch] = None
+
+    def end(self, batch: _Batch[ItemT, ResultT]) -> bool:
+        """It has a batch no more; False: nor had it, since it was given up. Called with the lock."""
+        was_there = batch in self.batches
+        self.batches.pop(batch, None)
+        return was_there
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        if self._start is not None:
+            self._start()
+        self.started.set_result(None)
+        yield
+
+    def take(self) -> _Batch[ItemT, ResultT] | None:
+        source = self._source
+        with source.lock:
+            while True:
+                self.check()
+                if (batch := source.take(self)) is not None or source.is_done(self):
+                    return batch
+                source.work.wait()
+
+    def launch(self, batch: _Batch[ItemT, ResultT]) -> None:
+        batch.handle = self._launch([entry.value for entry in batch.items])
+
+    def split(self, batch: _Batch[ItemT, ResultT], error: Exception) -> Sequence[_Batch[ItemT, ResultT]]:
+        if len(batch.items) == 1:
+            self._source.finish(self, batch, [error])
+            return []
+        with self._source.lock:
+            if not self.end(batch):
+                return []
+            halves = self._source.halves(batch)
+            for half in halves:
+                self.begin(half, self._source.clock())
+        return halves
+
+    def is_over(self, batch: _Batch[ItemT, ResultT]) -> bool:
+        return False
+
+    def launched(self, batch: _Batch[ItemT, ResultT]) -> None: ...
+
+    def land(self, batch: _Batch[ItemT, ResultT]) -> None:
+        assert batch.handle is not None
+        handle, batch.handle = batch.handle, None
+        try:
+            results = handle.wait()
+            if len(results) != len(batch.items):
+                raise RuntimeError(f"expected {len(batch.items)} results of a batch; got {len(results)}")
+        except EncoderLostError:
+            raise
+        except Exception as error:
+            if len(batch.items) == 1:
+                self._source.finish(self, batch, [error])
+            else:
+                self._source.retry(self, batch)
+            return
+        self._source.finish(self, batch, results)
+
+    def wake(self) -> None:
+        with self._source.lock:
+            self._source.work.notify_all()
+
+    def lost(self, error: BaseException) -> None:
+        if not self.started.done():
+            self.started.set_exception(error)
+        self._source.lose(self, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        if self._close is not None:
+            try:
+                self._close()
+            except Exception:
+                logger.warning("%s could not be closed", self.name, exc_info=True)
