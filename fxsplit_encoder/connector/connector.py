@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -26,13 +27,16 @@ from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Availability, State, failure_of
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.connector.threads.copies import Copies
-from fxsplit_encoder.connector.threads.core import Clock, Core, Warden
+from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, make_encoders, row_bytes_of
 from fxsplit_encoder.connector.threads.preparers import Preparers, checked_count
 from fxsplit_encoder.errors import ConnectorError, InputError, MediaError
 from fxsplit_encoder.messages import shown
 
 logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 30.0
+"""How long the end of the interpreter waits for batches that are being encoded."""
 
 _ANY_TOWER = TowerIdentity(b"", "", "")
 
@@ -85,11 +89,12 @@ class Connector:
         self._core = Core(lock, parts)
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
-        self._threads = [*preparers.threads, Clock(self._core).thread]
-        self._warden = Warden(self._core).thread
-        for thread in (*self._threads, self._warden):
+        self._core.on_hang = self._pool.give_up
+        self._threads = [*preparers.threads, self._core.clock.thread]
+        for thread in (*self._threads, self._core.warden):
             thread.start()
         self._pool.start()
+        atexit.register(self._close_at_exit)
 
     def _key_of(self, digest: bytes, salt: str) -> bytes:
         return feature_key(digest, self._identity, salt, "sha256")
@@ -334,10 +339,15 @@ class Connector:
             joined += threads
         self._core.stop()
         _join(self._threads, deadline)
-        _join([self._warden], deadline)
+        _join([self._core.warden], deadline)
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        # A thread that encodes while the interpreter is taken down would abort the process.
+        self.close(_EXIT_SECONDS)
 
     def __enter__(self) -> Self:
         return self

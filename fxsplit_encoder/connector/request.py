@@ -83,6 +83,10 @@ class ConnectorConfig(Settings):
     timeout_s: _Positive | None = 60.0
     """Seconds after which an item that is not ready fails, where its request says nothing. None: never."""
 
+    hang_timeout_s: _Positive | None = 300.0
+    """Seconds without progress on a batch after which a worker is given up like one that was lost. None:
+    never. A batch for which a worker compiles and captures takes as long as that does."""
+
     max_worker_restarts: _Count = 3
     """How often in a row a worker that was lost is started again before it is given up."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
@@ -104,9 +104,6 @@ slow; every worker that tried was lost, or none is left; the connector was close
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError, CaptureMemoryError)
 _TO_BLAME = (InputError, ValueError, TypeError, KeyError, IndexError, MissingExtraError)
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
 
 def failure_of(error: BaseException, kind: str) -> ConnectorError:
     """An error as the connector reports it."""
@@ -121,28 +118,3 @@ def failure_of(error: BaseException, kind: str) -> ConnectorError:
     # Without the error itself: its traceback would keep the frames alive, and the tensors in them.
     logger.info("%s", kind, exc_info=error)
     return ConnectorError(f"{type(error).__name__}: {error}", kind, retryable)
-
-
-def encode_each(
-    encode: Callable[[Sequence[Item]], Sequence[Result]],
-    items: Sequence[Item],
-    on_split: Callable[[], None] = lambda: None,
-) -> list[Result | ConnectorError]:
-    """The result of every item, or why it has none: a batch that fails is halved until single items do.
-
-    Raises:
-        EncoderLostError: from `encode`; no item is to blame.
-    """
-    try:
-        return list(encode(items))
-    except EncoderLostError:
-        raise
-    except Exception as error:
-        if len(items) == 1:
-            return [failure_of(error, "encoder")]
-    on_split()
-    middle = len(items) // 2
-    return [
-        *encode_each(encode, items[:middle], on_split),
-        *encode_each(encode, items[middle:], on_split),
-    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -340,6 +342,51 @@ def test_a_worker_that_hangs_can_be_replaced_and_its_memory_waits_for_it() -> No
         may_end.set()
         wait_until(lambda: not each.stats().bytes_used["staging worker 0"])
         assert each.audit() == []
+
+
+def test_a_worker_that_hangs_is_given_up_by_itself() -> None:
+    may_end, hanging = threading.Event(), threading.Semaphore(2)
+
+    def hang_twice(items: Sequence[PreparedItem]) -> None:
+        if hanging.acquire(blocking=False):
+            assert may_end.wait(PATIENCE_S)
+
+    with connector(2, stage=hang_twice, hang_timeout_s=0.05, max_item_losses=4) as each:
+        tickets = [each.submit(request(name)) for name in "abcd"]
+        assert [wait(ticket) for ticket in tickets] == ["ready"] * 4
+        assert (each.stats().lost_workers, each.stats().worker_restarts) == (2, 2)
+        may_end.set()
+        wait_until(lambda: not any(each.stats().bytes_used[f"staging worker {n}"] for n in range(2)))
+        assert each.audit() == []
+
+
+def test_a_worker_that_hangs_too_often_is_lost_for_good() -> None:
+    with staged(hang_timeout_s=0.05, max_worker_restarts=0) as (each, stage):
+        ticket, other = each.submit(request("a")), each.submit(request("b"))
+        assert (wait(ticket), wait(other)) == ("unavailable", "unavailable")
+        assert kind_of(other) == ("worker_lost", True)
+        assert each.workers() == {"worker 0": WorkerStatus.LOST}
+        stage.open()
+
+
+AT_EXIT = """
+import time
+from fxsplit_encoder.connector import Connector, EncodeRequest, FakeEncoder, FakeProcessor, MediaItem
+
+def encode(items):
+    print("encodes", flush=True)
+    time.sleep(0.3)
+
+connector = Connector(FakeProcessor(), [lambda: FakeEncoder(on_encode=encode)] * 2)
+tickets = [connector.submit(EncodeRequest("r", [MediaItem("image", str(n))])) for n in range(99)]
+time.sleep(0.2)
+"""
+
+
+def test_the_interpreter_may_end_while_items_are_encoded() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "encodes" in done.stdout
 
 
 def test_a_drained_worker_finishes_and_takes_no_more() -> None:

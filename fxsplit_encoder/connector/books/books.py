@@ -314,14 +314,16 @@ class Books:
                     self.holdings.fail_item(item, error)
 
     def next_deadline(self) -> float | None:
-        """When something has to be failed next, unless it is ready before; None: nothing waits."""
+        """When a ticket has to be failed or a worker given up next; None: nothing waits."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             ticket = self.parts.tickets.get(number)
             if ticket is not None and ticket.deadline == deadline and not ticket.is_settled:
-                return deadline
+                break
             heapq.heappop(self._deadlines)
-        return None
+        hang = self.encoding.next_hang()
+        found = [deadline for deadline, _ in self._deadlines[:1]] + ([] if hang is None else [hang])
+        return min(found, default=None)
 
     def step(self) -> Step:
         """What has become of whom since the last step."""

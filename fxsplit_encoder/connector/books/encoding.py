@@ -144,6 +144,8 @@ class Batch:
         self.num_bytes = sum(entry.num_bytes for entry in entries)
         self.cost = sum(entry.cost for entry in entries)
         self.taken_at = now
+        self.progressed_at = now
+        """When it was taken, or the last of its slices was over."""
         self.rested_until = 0.0
         """The end of the worker's last rest between slices of it: up to then it has rested enough."""
         self.outputs: Any = None
@@ -301,9 +303,7 @@ class Encoding:
 
     def _start(self, worker: Worker, chosen: list[Entry]) -> Batch:
         parts, now = self._parts, self._parts.clock()
-        batch = Batch(worker, chosen, now)
-        reserved = parts.ledger.reserve(worker.account, batch, batch.num_bytes)
-        assert reserved
+        batch = self._open(worker, chosen, now)
         for entry in chosen:
             parts.to_encode.take(entry)
             self._holdings.move(entry, State.ENCODING)
@@ -314,10 +314,52 @@ class Encoding:
         parts.stats.batches += 1
         parts.stats.batch_items += len(chosen)
         parts.stats.batch_tokens += sum(entry.num_tokens for entry in chosen)
+        return batch
+
+    def _open(self, worker: Worker, entries: list[Entry], taken_at: float) -> Batch:
+        batch = Batch(worker, entries, taken_at)
+        reserved = self._parts.ledger.reserve(worker.account, batch, batch.num_bytes)
+        assert reserved
         worker.load += batch.cost
         worker.num_batches += 1
         self.batches[batch] = None
         return batch
+
+    def split(self, batch: Batch, error: ConnectorError) -> list[Batch]:
+        """The halves of a batch that failed as a whole; none: its only entry has failed, or it is lost."""
+        if batch.is_lost or len(batch.entries) == 1:
+            batch.failures = dict.fromkeys(batch.entries, error)
+            self.publish(batch)
+            return []
+        self._parts.stats.split_batches += 1
+        self._close(batch)
+        middle = len(batch.entries) // 2
+        halves = (batch.entries[:middle], batch.entries[middle:])
+        return [self._open(batch.worker, entries, batch.taken_at) for entries in halves]
+
+    def _close(self, batch: Batch) -> None:
+        worker = batch.worker
+        del self.batches[batch]
+        self._parts.ledger.release(worker.account, batch)
+        worker.num_batches -= 1
+        worker.load = worker.load - batch.cost if worker.num_batches else 0.0
+
+    # --- workers that hang
+
+    def next_hang(self) -> float | None:
+        """When a worker will have hung for too long, unless it goes on before; None: none has a batch."""
+        longest = self._parts.config.hang_timeout_s
+        if longest is None or not self.batches:
+            return None
+        return min(batch.progressed_at for batch in self.batches) + longest
+
+    def hung_workers(self) -> list[Worker]:
+        """The workers that have made no progress with a batch for too long."""
+        longest, now = self._parts.config.hang_timeout_s, self._parts.clock()
+        if longest is None:
+            return []
+        late = {batch.worker: None for batch in self.batches if batch.progressed_at + longest <= now}
+        return list(late)
 
     def place(self, batch: Batch, outputs: Sequence[Any]) -> list[Arrival]:
         """Where the rows of a batch will lie: each stays where it is, or has to be copied to the host."""
@@ -369,9 +411,7 @@ class Encoding:
             else:
                 self._arrive(batch, entry)
                 self._holdings.drop_inputs(entry)
-        del self.batches[batch]
-        self._parts.ledger.release(batch.worker.account, batch)
-        self._leave(batch)
+        self._close(batch)
 
     def _note_encoding(self, batch: Batch, entry: Entry) -> float:
         """How long an entry was in a batch, which its tickets are told."""
@@ -408,11 +448,6 @@ class Encoding:
             return True
         return self._parts.storage.reserve([(entry, entry.num_bytes)])
 
-    def _leave(self, batch: Batch) -> None:
-        worker = batch.worker
-        worker.num_batches -= 1
-        worker.load = worker.load - batch.cost if worker.num_batches else 0.0
-
     # --- lost workers
 
     def lose(self, batch: Batch, *, is_running: bool) -> None:
@@ -425,10 +460,10 @@ class Encoding:
         """
         parts = self._parts
         batch.is_lost = True
-        del self.batches[batch]
         rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.worker.account)
         rest.read_events = list(batch.events)
         parts.ledger.move(rest.account, batch, rest)
+        self._close(batch)
         left = [rest]
         for entry in batch.entries:
             if entry.feature is not None:
@@ -438,7 +473,6 @@ class Encoding:
             parts.storage.free(feature)
         if is_running:
             self.leftovers[batch] = left
-        self._leave(batch)
         for entry in batch.entries:
             self._pass_on(entry)
 

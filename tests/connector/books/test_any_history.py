@@ -313,6 +313,12 @@ class AnyHistory(RuleBasedStateMachine):
         self.books.encoding.launched(batch)
         self.launched.append(batch)
 
+    @precondition(lambda self: self.encoding)
+    @rule(which=indices)
+    def split(self, which: int) -> None:
+        """A batch fails as a whole."""
+        self.encoding += self.books.encoding.split(self.take(self.encoding, which), _error("encoder"))
+
     @precondition(lambda self: self.launched)
     @rule(which=indices)
     def publish(self, which: int) -> None:
@@ -462,6 +468,7 @@ def random_move(machine: AnyHistory, draw: random.Random) -> None:
         ),
         (5, True, lambda: machine.take_batch(draw.randrange(2))),
         (5, machine.encoding, lambda: machine.encoded(which, kinds, draw.random() < 0.1)),
+        (1, machine.encoding, lambda: machine.split(which)),
         (5, machine.launched, lambda: machine.publish(which)),
         (1, True, lambda: machine.lose_worker(draw.randrange(2), draw.random() < 0.5)),
         (6, machine.events, lambda: machine.pass_event(which)),
