@@ -232,6 +232,33 @@ class Clock:
             self._expire()
 
 
+class Shares:
+    """How much of something bounded each tenant has.
+
+    A tenant with less than its even share is not refused for what others have: up to twice as much as the
+    bound may be used then.
+    """
+
+    def __init__(self) -> None:
+        self.used = 0
+        self._own: dict[str, int] = {}
+
+    def change(self, tenant: str, amount: int) -> None:
+        """Give a tenant so much more, or less."""
+        self.used += amount
+        self._own[tenant] = self._own.get(tenant, 0) + amount
+        if not self._own[tenant]:
+            del self._own[tenant]
+
+    def is_refused(self, tenant: str, wanted: int, most: int) -> bool:
+        """Whether a tenant may not have so much more, of `most`."""
+        if self.used + wanted <= most:
+            return False
+        own = self._own.get(tenant, 0)
+        share = most / len({*self._own, tenant}) if own else most
+        return own + wanted > share or self.used + wanted > 2 * most
+
+
 class BatchHandle(Protocol[ResultT_co]):
     """A batch that was launched."""
 
@@ -296,20 +323,12 @@ class _Waiting(Generic[ItemT, ResultT]):
         self.items: dict[_Item[ItemT, ResultT], None] = {}
         self._levels: dict[int, dict[str, dict[_Item[ItemT, ResultT], None]]] = {}
         """By priority and tenant; the tenant whose turn it is comes first."""
-        self._by_tenant: dict[str, int] = {}
-
-    def count(self, tenant: str) -> int:
-        """Items of one tenant."""
-        return self._by_tenant.get(tenant, 0)
-
-    def even_share(self, tenant: str, most: int) -> float:
-        """How many of `most` places each tenant has that waits, with this one."""
-        return most / len({*self._by_tenant, tenant})
+        self.shares = Shares()
 
     def push(self, item: _Item[ItemT, ResultT]) -> None:
         self.items[item] = None
         self._levels.setdefault(item.priority, {}).setdefault(item.tenant, {})[item] = None
-        self._by_tenant[item.tenant] = self.count(item.tenant) + 1
+        self.shares.change(item.tenant, 1)
 
     def first(self) -> _Item[ItemT, ResultT] | None:
         """The item that is due."""
@@ -333,9 +352,7 @@ class _Waiting(Generic[ItemT, ResultT]):
             del tenants[item.tenant]
         if not tenants:
             del self._levels[item.priority]
-        self._by_tenant[item.tenant] -= 1
-        if not self._by_tenant[item.tenant]:
-            del self._by_tenant[item.tenant]
+        self.shares.change(item.tenant, -1)
 
 
 _MOST_LOSSES = 2
@@ -492,12 +509,10 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             raise QueueClosedError("the queue is closed")
         if self._given_up and not self._workers:
             raise EncoderLostError("every worker was lost")
-        most, waiting = self._max_items, self._waiting
-        if most is None or len(waiting.items) < most:
-            return
-        if waiting.count(tenant) >= waiting.even_share(tenant, most) or len(waiting.items) >= 2 * most:
+        shares, most = self._waiting.shares, self._max_items
+        if most is not None and shares.is_refused(tenant, 1, most):
             self._counts.refused += 1
-            raise QueueFullError(f"{len(waiting.items)} items wait, and max_items is {most}; submit it later")
+            raise QueueFullError(f"{shares.used} items wait, and max_items is {most}; submit it later")
 
     def _forget(self, entry: _Item[ItemT, ResultT]) -> None:
         """An item was cancelled."""

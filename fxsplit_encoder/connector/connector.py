@@ -18,19 +18,24 @@ from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Step
 from fxsplit_encoder.connector.books.encoding import WorkerStatus
 from fxsplit_encoder.connector.books.parts import Parts
-from fxsplit_encoder.connector.books.storage import capacity_of
 from fxsplit_encoder.connector.books.tickets import Ticket
-from fxsplit_encoder.connector.interfaces import MediaProcessor, MediaReducer
+from fxsplit_encoder.connector.interfaces import (
+    MediaItem,
+    MediaProcessor,
+    MediaReducer,
+    PromptProcessor,
+    PromptRun,
+)
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
 from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, Run, merge_rows
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
-from fxsplit_encoder.connector.states import Availability, State, failure_of
+from fxsplit_encoder.connector.states import Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, make_encoders, row_bytes_of
-from fxsplit_encoder.connector.threads.preparers import Preparers, checked_count
-from fxsplit_encoder.errors import ConnectorError, InputError, MediaError
+from fxsplit_encoder.connector.threads.preparers import Preparers
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 
 logger = logging.getLogger(__name__)
@@ -102,51 +107,37 @@ class Connector:
     # --- requests
 
     def submit(self, request: EncodeRequest) -> Ticket:
-        """Takes a request; nothing is decoded, hashed or encoded before this returns.
+        """Takes a request; nothing of its media is read before this returns.
 
-        The caller keeps the ticket: steps name it. Its token counts are exact, from the dimensions of the
-        media, so that room for the tokens can be made now. An item that cannot be encoded fails its ticket,
-        or makes it text alone, as the request asked for.
+        The caller keeps the ticket: steps name it. Its `token_counts` are exact, from the headers of the
+        media, which CPU workers read first. A request that cannot be encoded, or whose prompt has not the
+        placeholders that its items need, fails its ticket, or makes it text alone, as it asked for.
 
         Raises:
             ConnectorFullError: too much is waiting; submit it again later.
-            ConnectorError: the connector is closed.
-            InputError: the request asks for a reduction, and the processor cannot reduce; or its prompt has
-                not the placeholders that its items need.
+            ConnectorError: the connector is closed, or the request is beyond a limit by itself.
+            InputError: the request asks for a reduction, and the processor cannot reduce; or it has no media,
+                and its prompt has placeholders.
         """
         if request.failure.reduce is not None and not self._core.books.parts.can_reduce:
             raise InputError(
                 f"reduce: {type(self.processor).__name__} cannot ask less of an item; leave it out"
             )
-        counts, problem = self._count(request)
-        if request.placeholders is not None and problem is None:
-            request.placeholders.merged_length(counts)  # raises before anything is held
+        if request.placeholders is not None and not request.items:
+            request.placeholders.merged_length(())  # raises before anything is held
         with self._core.change() as books:
-            return books.submit(request, counts, problem)
+            return books.submit(request)
 
-    def _count(self, request: EncodeRequest) -> tuple[list[int], tuple[int, ConnectorError] | None]:
-        """The tokens of each item, and which of them cannot be encoded, if one cannot."""
-        counts: list[int] = []
-        for index, item in enumerate(request.items):
-            row_bytes = self._row_bytes.get(item.modality)
-            if row_bytes is None:
-                error = MediaError(f"no encoder takes {shown(item.modality)}")
-                return _padded(counts, request), (index, failure_of(error, "media"))
-            try:
-                counts.append(checked_count(self.processor.count_tokens(item)))
-            except Exception as error:
-                return _padded(counts, request), (index, failure_of(error, "media"))
-            if (size := counts[-1] * row_bytes) > self.config.staging_bytes:
-                message = f"its feature has {size} bytes, and staging_bytes is {self.config.staging_bytes}"
-                return _padded(counts, request), (index, ConnectorError(message, "too_large", False))
-        sizes = {
-            id(item): capacity_of(count * (self._row_bytes.get(item.modality) or 0))
-            for item, count in zip(request.items, counts, strict=True)
-        }
-        if (total := sum(sizes.values())) > self.config.host_bytes:
-            message = f"its request takes {total} bytes, and host_bytes is {self.config.host_bytes}"
-            return counts, (0, ConnectorError(message, "too_large", retryable=False))
-        return counts, None
+    def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
+        """What a prompt has to show of an item, from its header or dimensions alone, before it is submitted.
+
+        Raises:
+            InputError: the processor does not tell.
+            MediaError: the media cannot be read.
+        """
+        if not isinstance(self.processor, PromptProcessor):
+            raise InputError(f"{type(self.processor).__name__} does not tell what prompts show of media")
+        return self.processor.prompt_runs(item)
 
     def step(self) -> Step:
         """What has become of whom since the last step; for each step of the engine. Waits for nothing."""
@@ -302,6 +293,7 @@ class Connector:
         """After other weights were loaded: features that were made before are not found any more."""
         with self._core.change() as books:
             self._identity = identity
+            self._core.dtypes.clear()
             books.clear_cache()
 
     def clear_cache(self) -> None:
@@ -356,11 +348,6 @@ class Connector:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _padded(counts: list[int], request: EncodeRequest) -> list[int]:
-    """The counts that are known, and 0 for the other items."""
-    return counts + [0] * (len(request.items) - len(counts))
 
 
 def _index(ticket: Ticket, item: int | None) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -70,6 +70,24 @@ class MediaProcessor(Protocol):
         ...
 
 
+class PromptRun(NamedTuple):
+    """Neighboring placeholder tokens of an item in an expanded prompt."""
+
+    num_tokens: int
+    seconds: float | None = None
+    """Of a video's frames: the time that its model's prompts show before them."""
+
+
+@runtime_checkable
+class PromptProcessor(Protocol):
+    """A ``MediaProcessor`` that can also tell what prompts have to show of an item."""
+
+    def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
+        """The item's placeholder tokens, ``count_tokens`` in all, as its prompt divides them; nothing is
+        decoded."""
+        ...
+
+
 @runtime_checkable
 class MediaReducer(Protocol):
     """A ``MediaProcessor`` that can also ask less of an item for which memory did not suffice."""
@@ -95,6 +113,15 @@ class PrioritizedEncoder(DeviceEncoder, Protocol):
     @property
     def stream_priority(self) -> int:
         """Of its worker's stream, as CUDA counts: below 0 it goes before streams of 0."""
+
+
+@runtime_checkable
+class TypedEncoder(Protocol):
+    """A ``FeatureEncoder`` that tells the dtype of its rows; else the first that are encoded do."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Rows of another one are refused."""
 
 
 @runtime_checkable
@@ -171,6 +198,13 @@ class ProcessorByModality:
     def digest(self, item: MediaItem) -> bytes:
         """See `MediaProcessor`."""
         return self._of(item).digest(item)
+
+    def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
+        """See `PromptProcessor`; one run of all tokens where the item's processor does not tell."""
+        processor = self._of(item)
+        if isinstance(processor, PromptProcessor):
+            return processor.prompt_runs(item)
+        return [PromptRun(processor.count_tokens(item))]
 
     def prepare(self, item: MediaItem) -> PreparedItem:
         """See `MediaProcessor`."""

@@ -45,8 +45,13 @@ class ConnectorConfig(Settings):
     as the CPU workers have in hand they may exceed it.
     """
 
+    media_bytes: _Bytes = 4 << 30
+    """Raw media in memory of items that are not ready yet; a request beyond them is refused. Files do not
+    count. A tenant with less than its even share of these and of `max_waiting_items` is not refused for what
+    others have: up to twice as much waits then."""
+
     cpu_workers: _Number = 4
-    """Threads that hash, decode and preprocess."""
+    """Threads that read headers, hash, decode and preprocess."""
 
     max_waiting_items: _Number = 4096
     """Items that are not ready yet; a request beyond them is refused, to be submitted again later."""
@@ -144,7 +149,7 @@ class EncodeRequest:
     """The media of one request.
 
     Raises:
-        InputError: the id is empty, the salt no text, or the timeout no positive number.
+        InputError: the id is empty, the salt or the tenant no text, or the timeout no positive number.
     """
 
     id: str
@@ -166,14 +171,20 @@ class EncodeRequest:
     timeout_s: float | None = None
     """Seconds after which an item that is not ready fails; None: as the connector's settings say."""
 
+    tenant: str = ""
+    """Whose turns and whose share of what is bounded it uses: tenants do not wait for each other's queues."""
+
     salt: str = ""
     """Features are shared among requests of the same salt only, such as those of one tenant."""
 
     def __post_init__(self) -> None:
         if not self.id:
             raise InputError("id: expected a name for the request; got an empty one")
-        if not _is_text(self.salt):
-            raise InputError(f"salt: expected text that UTF-8 can encode; got {shown(self.salt)}")
+        for name in ("salt", "tenant"):
+            if not _is_text(getattr(self, name)):
+                raise InputError(
+                    f"{name}: expected text that UTF-8 can encode; got {shown(getattr(self, name))}"
+                )
         if self.retention not in ("discard", "keep"):
             raise InputError(f"retention: expected discard or keep; got {shown(self.retention)}")
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -186,3 +197,19 @@ def _is_text(value: object) -> bool:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         return False
+
+
+def media_bytes(media: object) -> int:
+    """Bytes that raw media have in memory: 0 of a path, and of what is of an unknown kind."""
+    if isinstance(media, bytes | bytearray | memoryview):
+        return memoryview(media).nbytes
+    if isinstance(media, list | tuple):
+        return sum(map(media_bytes, media))
+    for name in ("frames", "samples"):  # of a video or an audio clip that was decoded
+        if (inner := getattr(media, name, None)) is not None:
+            return media_bytes(inner)
+    num_bytes = getattr(media, "nbytes", None)
+    if num_bytes is None and hasattr(media, "getbands"):
+        width, height = media.size  # type: ignore[attr-defined]
+        num_bytes = width * height * len(media.getbands())
+    return num_bytes if isinstance(num_bytes, int) else 0

@@ -69,9 +69,31 @@ def test_media_whose_dimensions_or_bytes_cannot_be_read_fail_too() -> None:
         assert no_count.token_counts == (0,)
 
 
+def test_headers_are_read_by_cpu_workers_and_only_who_asks_waits() -> None:
+    gate, readers = threading.Event(), []
+
+    class Slow(FakeProcessor):
+        def count_tokens(self, item: MediaItem) -> int:
+            readers.append(threading.current_thread().name)
+            assert gate.wait(PATIENCE_S)
+            return super().count_tokens(item)
+
+    with connector(processor=Slow(), cpu_workers=1) as each:
+        slow, late = each.submit(request(image("a", 5))), each.submit(request("b", timeout_s=0.05))
+        cancelled = each.submit(request("c"))
+        each.cancel(cancelled)
+        assert (slow.is_counted, slow.state, cancelled.token_counts) == (False, State.NEW, (0,))
+        assert (wait(late), kind_of(late), late.token_counts) == ("unavailable", ("timeout", True), (0,))
+        threading.Timer(0.05, gate.set).start()
+        assert slow.token_counts == (5,), "it waits"
+        assert (slow.is_counted, wait(slow), each.audit()) == (True, "ready", [])
+        assert set(readers) == {"connector-cpu-0"}
+
+
 def test_a_modality_that_nobody_encodes_fails() -> None:
     with connector([lambda: FakeEncoder(modalities=["image"])]) as each:
         ticket = each.submit(request(MediaItem("audio", "a")))
+        wait(ticket)
         assert kind_of(ticket) == ("media", False)
         assert "no encoder takes 'audio'" in str(ticket.error)
 
@@ -92,7 +114,10 @@ def test_items_that_are_not_what_was_announced_are_refused(lie: str, kind: tuple
 
 @pytest.mark.parametrize(
     "rows",
-    [torch.zeros(3, 8), torch.zeros(4, 9), torch.zeros(4, 8, dtype=torch.float64), torch.zeros(32), None],
+    [
+        *(torch.zeros(3, 8), torch.zeros(4, 9), torch.zeros(32), None),
+        *(torch.zeros(4, 8, dtype=torch.float64), torch.zeros(4, 16, dtype=torch.float16)),
+    ],
 )
 def test_rows_that_are_not_what_memory_was_reserved_for_are_refused(rows: Any) -> None:
     class Wrong(FakeEncoder):
@@ -104,6 +129,24 @@ def test_rows_that_are_not_what_memory_was_reserved_for_are_refused(rows: Any) -
         good, bad = each.submit(request("a")), each.submit(request("b"))
         assert (wait(good), wait(bad)) == ("ready", "unavailable")
         assert kind_of(bad) == ("mismatch", False)
+
+
+def test_rows_have_the_dtype_of_the_first_where_the_encoder_does_not_tell() -> None:
+    class Fickle:
+        def __init__(self) -> None:
+            inner = FakeEncoder()
+            self.start, self.close, self.row_bytes = inner.start, inner.close, inner.row_bytes
+            self.predict_cost, self._encode = inner.predict_cost, inner.encode
+
+        def encode(self, items: Sequence[PreparedItem]) -> list[Any]:
+            rows = zip(names_of(items), self._encode(items), strict=True)
+            return [made.view(torch.int32) if name == "b" else made for name, made in rows]
+
+    with connector([Fickle]) as each:
+        assert wait(each.submit(request("a"))) == "ready"
+        bad = each.submit(request("b", retention="keep"))
+        assert (wait(bad), kind_of(bad)) == ("unavailable", ("mismatch", False))
+        assert "expected rows of torch.float32; the encoder returned torch.int32" in str(bad.error)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from fxsplit_encoder.connector.books.books import Books
-from fxsplit_encoder.connector.books.parts import INPUTS
+from fxsplit_encoder.connector.books.parts import INPUTS, MEDIA
 from fxsplit_encoder.connector.books.storage import HOST, capacity_of
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence
 from fxsplit_encoder.connector.states import WAITING, Residence, State
@@ -43,8 +43,8 @@ def _tickets(books: Books) -> Iterator[str]:
     if unsettled != set(parts.unsettled):
         yield f"{len(unsettled)} tickets are not ready, {len(parts.unsettled)} counted"
     waiting = sum(item.state in WAITING for ticket in parts.tickets.values() for item in ticket.items)
-    if waiting != parts.num_waiting:
-        yield f"{waiting} items wait, {parts.num_waiting} counted"
+    if waiting != parts.waiting.used or parts.media.used != parts.ledger.used(MEDIA):
+        yield f"{waiting} items wait, {parts.waiting.used} counted, of {parts.media.used} bytes"
     for number, ticket in parts.to_admit.items():
         if parts.tickets.get(number) is not ticket or not ticket.needs_memory:
             yield f"{ticket}: waits for memory and needs none"
@@ -126,6 +126,8 @@ def _expected(books: Books) -> dict[str, dict[Hashable, int]]:
         for item in ticket.items:
             if item.state is State.NEW and item.entry is None and (owned := parts.ledger.owned(HOST, item)):
                 expected[HOST][item] = owned  # whether it may own any: it waits, and has no feature
+            if item.state in WAITING:
+                expected[MEDIA][item] = item.media_bytes
     for batch in books.encoding.batches:
         expected[batch.worker.account][batch] = batch.num_bytes
     for feature in parts.storage.quarantine:

@@ -423,6 +423,7 @@ class Encoding:
     def _arrive(self, batch: Batch, entry: Entry) -> None:
         self._parts.stats.encode.add(self._note_encoding(batch, entry))
         settle_in(self._parts, entry)
+        entry.media = None
         if not entry.is_wanted:
             self._parts.stats.discarded += 1
             self._holdings.drop(entry, State.CANCELLED)

@@ -7,6 +7,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
+import torch
+
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.tickets import wake
@@ -28,6 +30,8 @@ class Core:
         """Those that do CPU work."""
         self.is_stopping = False
         """Whether threads are to end once they have nothing to do."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        """Of rows, by modality, once some were encoded."""
         self.on_hang: Callable[[str], None] = lambda name: None
         """Called with the name of a worker that hangs."""
         self.clock = Clock(

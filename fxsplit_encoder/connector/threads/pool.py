@@ -21,6 +21,7 @@ from fxsplit_encoder.connector.interfaces import (
     PrioritizedEncoder,
     SlicingEncoder,
     StagingEncoder,
+    TypedEncoder,
 )
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
@@ -301,7 +302,8 @@ class _WorkerThread(BatchThread[Batch]):
     def launch(self, batch: Batch) -> None:
         outputs = self._outputs(batch)
         try:
-            self._place(batch, [_checked(*pair) for pair in zip(batch.entries, outputs, strict=True)])
+            pairs = zip(batch.entries, outputs, strict=True)
+            self._place(batch, [self._checked(entry, rows) for entry, rows in pairs])
         except Exception as error:  # no item is to blame
             raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
 
@@ -336,6 +338,24 @@ class _WorkerThread(BatchThread[Batch]):
         if len(outputs) != len(items):
             raise RuntimeError(f"the encoder returned {len(outputs)} features for {len(items)} items")
         return outputs
+
+    def _checked(self, entry: Entry, rows: Any) -> Tensor | ConnectorError:
+        """The rows of an entry, if they are what was announced and memory was reserved for."""
+        if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
+            return ConnectorError("the encoder did not return rows", "mismatch", retryable=False)
+        if rows.shape[0] != entry.num_tokens or rows.nbytes != entry.num_bytes:
+            return ConnectorError(
+                f"expected {entry.num_tokens} rows of {entry.num_bytes} bytes in all; the encoder returned "
+                f"{tuple(rows.shape)} of {rows.nbytes} bytes",
+                "mismatch",
+                retryable=False,
+            )
+        declared = self._encoder.dtype if isinstance(self._encoder, TypedEncoder) else rows.dtype
+        expected = self._core.dtypes.setdefault(entry.modality, declared)
+        if rows.dtype != expected:
+            message = f"expected rows of {expected}; the encoder returned {rows.dtype}"
+            return ConnectorError(message, "mismatch", retryable=False)
+        return rows
 
     def _place(self, batch: Batch, checked: Sequence[Tensor | ConnectorError]) -> None:
         for entry, rows in zip(batch.entries, checked, strict=True):
@@ -427,17 +447,3 @@ def _device_of(encoder: FeatureEncoder) -> torch.device | None:
 
 def _priority_of(encoder: FeatureEncoder) -> int:
     return encoder.stream_priority if isinstance(encoder, PrioritizedEncoder) else 0
-
-
-def _checked(entry: Entry, rows: Any) -> Tensor | ConnectorError:
-    """The rows of an entry, if they are what memory was reserved for."""
-    if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
-        return ConnectorError("the encoder did not return rows", "mismatch", retryable=False)
-    if rows.shape[0] != entry.num_tokens or rows.nbytes != entry.num_bytes:
-        return ConnectorError(
-            f"expected {entry.num_tokens} rows of {entry.num_bytes} bytes in all; the encoder returned "
-            f"{tuple(rows.shape)} of {rows.nbytes} bytes",
-            "mismatch",
-            retryable=False,
-        )
-    return rows

@@ -139,7 +139,7 @@ def test_flows_that_always_wait_are_served_alike(costs: list[float]) -> None:
 def launched(bench: Bench, name: str) -> Batch:
     """A batch of one image that is on the device."""
     machine = AnyHistory.of(bench)
-    bench.books.submit(EncodeRequest("r", [MediaItem("image", name)]), [MEDIA[name]], None)
+    bench.submit(EncodeRequest("r", [MediaItem("image", name)]), [MEDIA[name]])
     machine.work("prepared")
     machine.take_batch(0)
     (batch,) = machine.encoding

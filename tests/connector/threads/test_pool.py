@@ -66,7 +66,7 @@ def test_items_are_preprocessed_though_others_are_to_be_hashed() -> None:
     bench = Bench.make(host_bytes=1 << 20)
     kinds = []
     for number in range(12):
-        bench.books.submit(request(f"image {number}"), [4], None)
+        bench.submit(request(f"image {number}"), [4])
         job = bench.books.preparation.take()
         kinds.append(isinstance(job, DigestJob))
         if isinstance(job, DigestJob):
