@@ -47,21 +47,17 @@ _ANY_TOWER = TowerIdentity(b"", "", "")
 
 
 class Connector:
-    """Encodes the media of requests beside the engine that serves them.
+    """Encodes the media of requests beside the engine that serves them. Threads may share it.
 
-    `submit` returns at once. CPU workers hash, decode and preprocess; workers with an encoder each put items
-    of different requests into batches; features wait in bounded memory until the engine merges them into its
-    prompts and releases them. A failure costs one request, never the engine.
-
-    Threads may share a connector.
+    CPU workers read, hash, decode and preprocess; workers with an encoder each form batches of different
+    requests' items; features wait in bounded memory until the engine merges them and releases them.
 
     Args:
         processor: counts the tokens of media, hashes them, and turns them into an encoder's inputs.
-        encoders: for each worker, what makes its encoder; called again when a worker is lost. What it returns
-            is started on the worker's own thread.
+        encoders: for each worker, what makes its encoder, which is started on the worker's own thread; called
+            again when a worker is lost.
         config: sizes and limits.
-        identity: of the encoders' tower, which names of features depend on; None: features are not to be told
-            from those of other weights.
+        identity: of the encoders' tower, on which names of features depend; None: of one tower for ever.
         copies: makes host buffers and copies; None: as the devices do.
 
     Raises:
@@ -140,23 +136,20 @@ class Connector:
         return self.processor.prompt_runs(item)
 
     def step(self) -> Step:
-        """What has become of whom since the last step; for each step of the engine. Waits for nothing."""
+        """What tickets have become since the last step; for each step of the engine. Waits for nothing."""
         with self._core.change() as books:
             return books.step()
 
     def has_pending_work(self) -> bool:
-        """Whether a later step may have something to tell, so that an engine without other work must not
-        sleep for good.
-        """
+        """Whether a later step may have something to tell, so that the engine must not sleep for good."""
         with self._core.lock:
             return self._core.books.has_pending_work
 
     def hold(self, ticket: Ticket, item: int | None = None) -> Availability:
-        """Holds every item of a ticket, or one, once more; each hold needs a `release`.
+        """Holds every item of a ticket, or one, once more; each hold needs a `release`, as does submission.
 
-        Every item is held once from its submission. What was released before is found again where it is still
-        kept, and encoded again where not: the ticket is "deferred" then. "unavailable" says that nothing is
-        held, since the ticket failed or was cancelled, or because one item alone would have to wait for
+        What was released is found again, or encoded again: the ticket is "deferred" then. "unavailable":
+        nothing is held, since the ticket failed or was cancelled, or because one item alone would wait for
         memory while others of its ticket hold some.
         """
         with self._core.change() as books:
@@ -171,16 +164,14 @@ class Connector:
             keep: whether the rows stay, until memory is needed, though the request did not ask for it.
 
         Returns:
-            The holds that were let go of: 0 if there were none, which is no error.
+            How many holds there were.
         """
         with self._core.change() as books:
             return books.release(ticket, _index(ticket, item), keep=keep)
 
     def cancel(self, ticket: Ticket, item: int | None = None) -> bool:
-        """Gives up every item of a ticket, or one, however often it is held; whether there was any.
-
-        What waits never enters a batch. What is in a batch is encoded and then discarded, unless somebody
-        else wants it.
+        """Gives up every item of a ticket, or one, however often it is held; whether there was any. What
+        waits never enters a batch; what is in one is discarded afterwards, unless others want it.
         """
         with self._core.change() as books:
             return books.cancel(ticket, _index(ticket, item))
@@ -195,11 +186,8 @@ class Connector:
         *,
         device: torch.device | str = "cpu",
     ) -> Iterator[dict[int, FeatureRows]]:
-        """The rows of some items. Nothing overwrites them before the work is over that the current stream of
-        `device` was given inside.
-
-        Raises:
-            InputError: the ticket, or one of these items, is not ready.
+        """The rows of some items, which stay until the work is over that the current stream of `device` was
+        given inside; raises InputError where one is not ready.
         """
         reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
@@ -230,16 +218,11 @@ class Connector:
                 chunks.
             embeddings: (positions, width) of these tokens, of any floating dtype and on any device; those of
                 placeholders are overwritten, by the current stream of the device.
-            levels: deepstack levels that follow the main output in each row; None: as the items' metadata
-            say.
-
-        Returns:
-            Where the rows are, and what of them belongs to deepstack levels.
+            levels: deepstack levels that follow the main output in each row; None: as metadata say.
 
         Raises:
-            InputError: the ticket or an item is not ready, the request has no placeholders, or not as many as
-                items, the range is not one of the merged prompt, or rows do not have the width. Nothing was
-                written.
+            InputError: the ticket or an item is not ready, the request has no placeholders, the range is not
+                one of the merged prompt, or rows do not have the width. Nothing was written.
         """
         start, stop = token_range
         runs = self._runs(ticket, start, stop, embeddings)
@@ -271,22 +254,14 @@ class Connector:
     def workers(self) -> dict[str, WorkerStatus]:
         """How each worker is, by name."""
         with self._core.lock:
-            return self._pool.statuses
+            return {name: worker.status for name, worker in self._core.books.encoding.workers.items()}
 
     def drain_worker(self, name: str) -> None:
-        """The worker finishes what it has in hand and stops; `restart_worker` starts it again.
-
-        Raises:
-            InputError: no worker has this name.
-        """
+        """Lets a worker finish what it has in hand and stop; `restart_worker` starts it again."""
         self._pool.drain(name)
 
     def restart_worker(self, name: str) -> None:
-        """A new worker in place of one that has stopped, was lost, or hangs.
-
-        Raises:
-            InputError: no worker has this name, or the connector is closed.
-        """
+        """Starts a worker in place of one that has stopped, was lost, or hangs."""
         self._pool.restart(name)
 
     def change_identity(self, identity: TowerIdentity) -> None:
@@ -324,7 +299,8 @@ class Connector:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._core.change() as books:
             books.close()
-        self._pool.stop()
+        for name in self.workers():
+            self._pool.drain(name)
         joined: list[threading.Thread] = []
         while threads := [thread for thread in self._pool.threads() if thread not in joined]:
             _join(threads, deadline)

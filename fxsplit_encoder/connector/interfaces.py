@@ -21,10 +21,8 @@ rows have the channels first. Whoever encodes the item does that where it encode
 
 @dataclass(frozen=True, eq=False)
 class MediaItem:
-    """One image, video or audio clip of a request, as its caller has it.
-
-    ``media`` is a PIL image, an array, encoded bytes or a path. ``options`` are the processor's arguments for
-    this item alone (such as its limits of resolution): they change the token count and the cache's key.
+    """One image, video or audio clip of a request: a PIL image, an array, encoded bytes or a path, and the
+    processor's arguments for it alone, which change its token count and its key.
     """
 
     modality: Modality
@@ -36,10 +34,9 @@ class MediaItem:
 class PreparedItem:
     """One item as the encoder takes it, in host memory.
 
-    ``inputs`` are the tower's keyword arguments for this item alone: ``pixel_values`` (patches, width),
-    ``image_grid_thw`` (1, 3); with a ``PIXEL_TABLE``, those before pixels are normalized. Its feature has
-    ``num_tokens`` rows. ``digest`` (32 bytes) identifies media, processor and options. ``metadata`` travels
-    with the feature: grids, timestamps of a video's frames.
+    ``inputs`` are the tower's keyword arguments, such as ``pixel_values`` (patches, width) and
+    ``image_grid_thw`` (1, 3). Its feature has ``num_tokens`` rows. ``digest`` (32 bytes) identifies media,
+    processor and options. ``metadata`` travels with the feature: grids, times of a video's frames.
     """
 
     modality: Modality

@@ -5,9 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from tabulate import tabulate
 
@@ -47,17 +46,6 @@ class Durations:
             if reached >= wanted:
                 return min(bound, self.longest)
         return self.longest
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain values that JSON can hold."""
-        shown = dict(zip(("mean_s", "p50_s", "p99_s"), _shown(self), strict=False))
-        return {
-            "count": self.count,
-            **shown,
-            "longest_s": self.longest,
-            "total_s": self.total,
-            "counts": self.counts,
-        }
 
 
 @dataclass
@@ -138,10 +126,6 @@ class ConnectorStats:
         places = self.batches * self.max_batch_items
         return self.batch_items / places if places else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain values that JSON can hold; durations with their percentiles, in seconds."""
-        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
-
     def __str__(self) -> str:
         ended = (
             ", ".join(f"{count} {state}" for state, count in sorted(self.outcomes.items())) or "none ended"
@@ -169,9 +153,3 @@ class ConnectorStats:
 
 def _shown(durations: Durations) -> tuple[float, ...]:
     return durations.mean, durations.percentile(50), durations.percentile(99), durations.longest
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Durations):
-        return value.as_dict()
-    return dict(value) if isinstance(value, Mapping) else value

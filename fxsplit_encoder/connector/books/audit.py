@@ -35,7 +35,7 @@ def _tickets(books: Books) -> Iterator[str]:
         undigested = sum(item.state is State.NEW and item.digest is None for item in ticket.items)
         if undigested != ticket.num_undigested:
             yield f"{ticket}: {undigested} items to hash, {ticket.num_undigested} counted"
-        if ticket.needs_memory and not undigested and ticket.number not in parts.to_admit:
+        if ticket.without_memory and not undigested and ticket.number not in parts.to_admit:
             yield f"{ticket}: needs memory and does not wait for it"
         if ticket.state in (State.FAILED, State.CANCELLED, State.RELEASED):
             yield f"{ticket}: has ended and is still known"
@@ -46,7 +46,7 @@ def _tickets(books: Books) -> Iterator[str]:
     if waiting != parts.waiting.used or parts.media.used != parts.ledger.used(MEDIA):
         yield f"{waiting} items wait, {parts.waiting.used} counted, of {parts.media.used} bytes"
     for number, ticket in parts.to_admit.items():
-        if parts.tickets.get(number) is not ticket or not ticket.needs_memory:
+        if parts.tickets.get(number) is not ticket or not ticket.without_memory:
             yield f"{ticket}: waits for memory and needs none"
 
 

@@ -50,7 +50,7 @@ class Holdings:
             del entry.holders[item]
             if not entry.holders:
                 self._abandon(entry)
-        if (ticket := self._parts.tickets.get(item.ticket)) is not None and not ticket.needs_memory:
+        if (ticket := self._parts.tickets.get(item.ticket)) is not None and not ticket.without_memory:
             self._parts.to_admit.pop(ticket.number, None)
         self.touch([item])
 
@@ -181,7 +181,7 @@ class Holdings:
     # --- tickets
 
     def touch(self, items: Iterable[Occurrence]) -> None:
-        """Some items have changed, and with them their tickets."""
+        """Note that some items have changed, and with them their tickets."""
         for item in items:
             if (ticket := self._parts.tickets.get(item.ticket)) is not None:
                 self._parts.changed[ticket.number] = ticket
@@ -259,7 +259,7 @@ class _Group:
     """Whether there are rows of the same name, but not as many."""
 
     def inheritance(self, parts: Parts) -> Occurrence | None:
-        """The item whose own memory the feature takes over; None: it needs some, or has it."""
+        """The item whose own memory a new feature takes over, if one has some."""
         owners = (item for item in self.items if parts.ledger.owned(HOST, item))
         return next(owners, None) if self.is_new else None
 
@@ -282,7 +282,7 @@ class Admission:
                 own = blocked.setdefault(tenant, [])
                 if len(own) >= _MOST_LOOKED_AT:
                     continue
-                if not self.admit(ticket, _waiting(ticket)):
+                if not self.admit(ticket, ticket.without_memory):
                     own.append(ticket)
                 else:
                     parts.to_admit.pop(ticket.number, None)
@@ -371,8 +371,3 @@ class Admission:
             parts.stats.joins += len(group.items) - group.is_new
         for item in group.items:
             self._holdings.attach(item, entry)
-
-
-def _waiting(ticket: Ticket) -> list[Occurrence]:
-    """The items of a ticket that need memory."""
-    return [item for item in ticket.items if item.state is State.NEW and item.entry is None]

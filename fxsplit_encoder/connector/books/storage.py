@@ -132,11 +132,6 @@ class HostBuffers:
         """Bytes of buffers that nobody has."""
         return sum(capacity * len(buffers) for capacity, buffers in self._idle.items())
 
-    @property
-    def owners(self) -> list[Hashable]:
-        """Those that have a buffer."""
-        return list(self._buffers)
-
     def available(self) -> int:
         """Bytes that can be reserved now."""
         return self._ledger.free(HOST) + self.idle_bytes
@@ -203,10 +198,8 @@ class HostBuffers:
 
 
 class FeatureCache:
-    """Entries by key, from the moment that one is being made: whoever wants the same joins.
-
-    An entry is whole once it is READY; before that nobody reads it. What nobody holds rests, and makes way
-    for others, least recently used first.
+    """Entries by key, from the moment that one is being made. What nobody holds rests, and makes way for
+    others, least recently used first.
     """
 
     def __init__(self) -> None:

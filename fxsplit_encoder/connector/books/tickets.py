@@ -30,22 +30,18 @@ class Event(Protocol):
         ...
 
 
-class PassedEvent:
-    """That of work which the calling thread has done itself."""
-
+class _PassedEvent:
     def query(self) -> bool:
-        """It is over."""
         return True
 
     def has_succeeded(self) -> bool:
-        """It is over."""
         return True
 
-    def synchronize(self) -> None:
-        """Returns at once."""
+    def synchronize(self) -> None: ...
 
 
-PASSED = PassedEvent()
+PASSED: Event = _PassedEvent()
+"""Of work which the calling thread has done itself."""
 
 
 class Occurrence:
@@ -174,12 +170,11 @@ class Ticket:
         self.is_counted = not self.items
         """Whether its token counts are known, so that `token_counts` does not wait."""
         self.epoch = 0
-        """Rises whenever token counts change, which they do only before the ticket is ready for the first
-        time."""
+        """Rises whenever token counts change, only before the ticket is first ready."""
         self.told_epoch = 0
         """The last that a step told of."""
         self.text_only = False
-        """Whether its media are left out because one of them failed, as the request asked for."""
+        """Whether its media are left out because one of them failed."""
         self.error: ConnectorError | None = None
         """Why it failed."""
         self.submitted_at = now
@@ -192,10 +187,10 @@ class Ticket:
         self.num_overtaken = 0
         """How many later tickets got memory before it."""
         self.num_waiting = 0
-        """Items that are not ready yet, when it was last looked at."""
+        """Items that are not ready yet, as counted last."""
         self.deadline = float("inf")
         self.was_settled = False
-        """Whether the last that was told of it is that it has settled."""
+        """Whether a step was told that it has settled."""
         self.queue_seconds = 0.0
         """The longest that one of its items waited for an encoder."""
         self.encode_seconds = 0.0
@@ -210,8 +205,8 @@ class Ticket:
 
     @property
     def token_counts(self) -> tuple[int, ...]:
-        """Rows of each item, exact: all 0 where the request goes on as text alone, or has failed before its
-        media's headers were read. Waits until CPU workers have read them.
+        """Rows of each item, exact; 0 of a request that goes on as text alone, or failed before. Waits until
+        CPU workers have read the media's headers.
         """
         if not self.is_counted and not self.is_settled:
             with self._settled:
@@ -247,9 +242,9 @@ class Ticket:
         return self.state not in WAITING
 
     @property
-    def needs_memory(self) -> bool:
-        """Whether memory has still to be reserved for one of its items."""
-        return any(item.state is State.NEW and item.entry is None for item in self.items)
+    def without_memory(self) -> list[Occurrence]:
+        """The items for which memory has still to be reserved."""
+        return [item for item in self.items if item.state is State.NEW and item.entry is None]
 
     def forget_media(self) -> None:
         """Keep no media of items that are of no use any more."""

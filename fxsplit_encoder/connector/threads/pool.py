@@ -62,26 +62,18 @@ class Pool:
 
     @property
     def _workers(self) -> Mapping[str, Worker]:
-        """Those of today, by name."""
         return self._core.books.encoding.workers
 
     def _thread(self, worker: Worker) -> _WorkerThread:
         return _WorkerThread(self._core, worker, self._encoders[worker.name], self._copies, self._lost)
 
     def start(self) -> None:
-        """Starts every worker; they take batches as soon as their encoders are ready."""
+        """Start every worker; they take batches as soon as their encoders are ready."""
         for thread in self._threads.values():
             thread.thread.start()
 
-    @property
-    def statuses(self) -> dict[str, WorkerStatus]:
-        """How each worker is, by name."""
-        return {name: worker.status for name, worker in self._workers.items()}
-
     def stage(self, item: PreparedItem) -> tuple[PreparedItem, float]:
-        """An item as its encoders read it soonest, and what encoding it costs, as the first worker says that
-        serves its modality. Encoders of a connector are alike.
-        """
+        """An item as encoders read it soonest, and its cost, as the first worker of its modality says."""
         encoder = self._encoder_of(item)
         if isinstance(encoder, StagingEncoder):
             item = encoder.stage(item)
@@ -95,11 +87,7 @@ class Pool:
     # --- one worker
 
     def drain(self, name: str) -> None:
-        """The worker finishes what it has in hand, takes nothing more, and closes its encoder.
-
-        Raises:
-            InputError: no worker has this name.
-        """
+        """Let a worker finish what it has in hand, and end; raises InputError for an unknown name."""
         with self._core.change():
             worker = self._worker(name)
             if worker.status in LIVE:
@@ -107,8 +95,7 @@ class Pool:
             self._core.wake_all()
 
     def restart(self, name: str) -> None:
-        """A new worker takes the place of one that has stopped, is lost, or does not come to an end. What the
-        latter has in hand goes to others, and its thread is left to itself.
+        """Start a worker in place of one that has stopped or is lost, or hangs: then others get its batches.
 
         Raises:
             InputError: no worker has this name, or the connector is closed.
@@ -175,11 +162,6 @@ class Pool:
             thread.thread.start()
 
     # --- the end
-
-    def stop(self) -> None:
-        """Every worker finishes what it has in hand, and ends."""
-        for name in self._workers:
-            self.drain(name)
 
     def threads(self) -> list[threading.Thread]:
         """All that may still run. One that ends by a fault may add another before it has ended."""
