@@ -275,6 +275,7 @@ class Connector:
         """Frees what nobody holds, and idle host buffers."""
         with self._core.change() as books:
             books.clear_cache()
+        self._copies.give_back()
 
     def stats(self) -> ConnectorStats:
         """The counts so far."""

@@ -75,8 +75,6 @@ class ConnectorStats:
     evictions: int = 0
     """Features that nobody held and that made way for others."""
     evicted_bytes: int = 0
-    reused_buffers: int = 0
-    """Host buffers that served again."""
     retries: int = 0
     """Encodings for which a request's policy asked after an error."""
     reductions: int = 0

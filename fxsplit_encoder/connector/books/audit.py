@@ -17,7 +17,6 @@ def audit(books: Books) -> list[str]:
     parts = books.parts
     return [
         *parts.ledger.problems(),
-        *parts.storage.buffers.problems(),
         *parts.cache.problems(),
         *_tickets(books),
         *_entries(books),
@@ -132,8 +131,6 @@ def _expected(books: Books) -> dict[str, dict[Hashable, int]]:
         expected[batch.worker.account][batch] = batch.num_bytes
     for feature in parts.storage.quarantine:
         expected[feature.account][feature] = parts.ledger.owned(feature.account, feature)
-    if parts.storage.buffers.idle_bytes:
-        expected[HOST][parts.storage.buffers] = parts.storage.buffers.idle_bytes
     return {
         account: {owner: num_bytes for owner, num_bytes in owners.items() if num_bytes}
         for account, owners in expected.items()

@@ -441,11 +441,10 @@ class Books:
         return snapshot
 
     def clear_cache(self) -> None:
-        """Frees every feature that nobody holds, and the host buffers that nobody has."""
+        """Frees every feature that nobody holds."""
         for entry in list(self.parts.cache.resting()):
             self.holdings.drop(entry, State.RELEASED)
         self.parts.storage.settle()
-        self.parts.storage.buffers.drop_idle()
 
     def close(self) -> None:
         """Cancels every ticket; further ones are refused. What workers have in hand they finish."""

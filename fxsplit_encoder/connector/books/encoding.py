@@ -26,10 +26,8 @@ class Arrival:
     """As the encoder returned them."""
     is_copied: bool
     """Whether they have to be copied to the host; if not, they stay where they are."""
-    buffer: Any | None = None
-    """The host buffer that takes the copy; None: one has to be allocated."""
     capacity: int = 0
-    """Its bytes."""
+    """Bytes of the host buffer that takes the copy."""
 
 
 class WorkerStatus(StrEnum):
@@ -310,8 +308,7 @@ class Encoding:
             entry.feature = feature
             return Arrival(entry, feature, rows, is_copied=False)
         entry.feature = feature = Feature(None, Residence.HOST, HOST)
-        capacity = self._parts.ledger.owned(HOST, entry)
-        return Arrival(entry, feature, rows, True, storage.buffers.buffer(entry), capacity)
+        return Arrival(entry, feature, rows, True, self._parts.ledger.owned(HOST, entry))
 
     def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
         """The rows of an entry will not get there: a buffer that they may still be copied to goes with them.
@@ -324,14 +321,8 @@ class Encoding:
         assert feature is not None
         feature.read_events = list(events)
         if feature.residence is Residence.HOST:
-            self._parts.storage.buffers.move(entry, feature)
+            self._parts.ledger.move(HOST, entry, feature)
         return feature
-
-    def attach(self, batch: Batch, arrival: Arrival, buffer: Any) -> bool:
-        """A buffer was allocated for rows that are to be copied; False: nobody waits for them any more."""
-        if not batch.is_lost:
-            self._parts.storage.buffers.attach(arrival.entry, buffer)
-        return not batch.is_lost
 
     def launched(self, batch: Batch) -> None:
         """The device was given everything of a batch, and it is not over yet."""
@@ -378,9 +369,9 @@ class Encoding:
         self._parts.stats.encode.add(self._note_encoding(batch, entry))
         assert entry.feature is not None
         if entry.feature.residence is Residence.HOST:  # its memory becomes theirs, or is free
-            self._parts.storage.buffers.move(entry, entry.feature)
+            self._parts.ledger.move(HOST, entry, entry.feature)
         else:
-            self._parts.storage.buffers.release(entry)
+            self._parts.ledger.release(HOST, entry)
         entry.media = None
         if not entry.is_wanted:
             self._parts.stats.discarded += 1

@@ -80,8 +80,7 @@ class Holdings:
         parts.to_encode.discard(entry)
         self.drop_inputs(entry)
         parts.storage.drop_feature(entry)
-        if parts.ledger.owned(HOST, entry):
-            parts.storage.buffers.release(entry)
+        parts.ledger.release(HOST, entry)
         parts.storage.was_freed = True
 
     def drop_inputs(self, entry: Entry) -> None:
@@ -160,7 +159,7 @@ class Holdings:
         """
         storage = self._parts.storage
         if not entry.holders and self._parts.ledger.owned(HOST, entry):
-            storage.buffers.move(entry, item)
+            self._parts.ledger.move(HOST, entry, item)
             return True
         return storage.reserve([(item, entry.num_bytes)])
 
@@ -174,8 +173,7 @@ class Holdings:
         self.touch([item])
 
     def _free_reserved(self, item: Occurrence) -> None:
-        if self._parts.ledger.owned(HOST, item):
-            self._parts.storage.buffers.release(item)
+        if self._parts.ledger.release(HOST, item):
             self._parts.storage.was_freed = True
 
     # --- tickets
@@ -353,10 +351,9 @@ class Admission:
     def _let_in(self, ticket: Ticket, group: _Group) -> None:
         parts, entry = self._parts, group.entry
         if (heir := group.inheritance(parts)) is not None:
-            parts.storage.buffers.move(heir, entry)
+            parts.ledger.move(HOST, heir, entry)
         for item in group.items:
-            if parts.ledger.owned(HOST, item):
-                parts.storage.buffers.release(item)
+            parts.ledger.release(HOST, item)
         if group.is_new:
             parts.stats.misses += 1
             parts.stats.rejected_hits += group.is_rejected

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
+from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Event
 from fxsplit_encoder.connector.interfaces import (
     DeviceEncoder,
@@ -355,21 +356,20 @@ class _WorkerThread(BatchThread[Batch]):
 
     def _copy(self, batch: Batch, arrival: Arrival) -> None:
         try:
-            if arrival.buffer is None:
-                arrival.buffer = self._allocate(arrival.capacity)
-                with self._core.change() as books:
-                    if not books.encoding.attach(batch, arrival, arrival.buffer):
-                        return
-            arrival.feature.rows, event = self._copies.to_host(arrival.rows, arrival.buffer)
+            buffer = self._allocate(arrival.capacity)
+            arrival.feature.rows, event = self._copies.to_host(arrival.rows, buffer)
             batch.events.append(event)
         except Exception as error:
             batch.failures[arrival.entry] = failure_of(error, "encoder")
 
     def _allocate(self, num_bytes: int) -> Any:
+        """A host buffer. The allocator keeps those that were let go; they count as free memory, too."""
         with self._core.lock:
-            buffers = self._core.books.parts.storage.buffers
-            was_dropped, buffers.was_dropped = buffers.was_dropped, False
-        if was_dropped:
+            storage = self._core.books.parts.storage
+            used = storage.ledger.used(HOST) + storage.idle_bytes
+            is_too_much = used > self._core.books.parts.config.host_bytes
+            storage.idle_bytes = 0 if is_too_much else max(0, storage.idle_bytes - num_bytes)
+        if is_too_much:
             self._copies.give_back()
         return self._copies.allocate(num_bytes)
 
