@@ -406,7 +406,9 @@ time.sleep(0.1)
 
 
 def test_the_interpreter_may_end_while_items_are_encoded() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=10 * PATIENCE_S
+    )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.split()
     assert lines[-1] == "closed" and 1 <= lines.count("landed") <= 3

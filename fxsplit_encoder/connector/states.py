@@ -69,6 +69,10 @@ WAITING = frozenset({State.NEW, State.QUEUED, State.ENCODING})
 """The states from which an item may still become ready."""
 
 
+GONE = frozenset({State.FAILED, State.CANCELLED})
+"""The states that an item does not leave."""
+
+
 def check_transition(before: State, after: State, what: object) -> None:
     """Asserts that one state may follow another."""
     assert after in TRANSITIONS[before], f"{what}: {before} -> {after}"

@@ -194,6 +194,7 @@ class Engine:
             draw.choice(["discard", "keep"]),
             timeout_s=draw.choice([None] * 20 + [0.003]),
             salt=draw.choice(["", "", "tenant"]),
+            tenant=draw.choice(["", "", "other"]),
         )
         try:
             ticket = self.connector.submit(request)

@@ -14,7 +14,7 @@ from fxsplit_encoder.connector.books.parts import INPUTS, Parts
 from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, Occurrence, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem, Reduction
 from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
-from fxsplit_encoder.connector.states import WAITING, Availability, State
+from fxsplit_encoder.connector.states import GONE, WAITING, Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
 
@@ -283,9 +283,9 @@ class Books:
 
         "unavailable": nothing has changed. One item alone is not waited for while its ticket holds others.
         """
-        if self.is_closed or ticket.state in _GONE:
+        if self.is_closed or ticket.state in GONE:
             return "unavailable"
-        chosen = [each for each in _chosen(ticket, item) if not ticket.text_only and each.state not in _GONE]
+        chosen = [each for each in _chosen(ticket, item) if not ticket.text_only and each.state not in GONE]
         released = [each for each in chosen if each.state is State.RELEASED]
         if not chosen and not ticket.is_text:
             return "unavailable"
@@ -395,7 +395,7 @@ class Books:
         return Step(
             ready=tuple(ticket for ticket in told if ticket.state is State.READY),
             deferred=tuple(self.parts.unsettled.values()),
-            unavailable=tuple(t for t in told if t.state in _GONE),
+            unavailable=tuple(t for t in told if t.state in GONE),
             recounted=tuple(recounted),
             released=tuple(ticket for ticket in told if ticket.state is State.RELEASED),
         )
@@ -452,9 +452,6 @@ class Books:
         for ticket in list(self.parts.tickets.values()):
             self.cancel(ticket)
         self.clear_cache()
-
-
-_GONE = (State.FAILED, State.CANCELLED)
 
 
 def _media_bytes(request: EncodeRequest) -> int:

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from fxsplit_encoder.connector.books.parts import INPUTS, MEDIA, Parts
 from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
-from fxsplit_encoder.connector.states import WAITING, State
+from fxsplit_encoder.connector.states import GONE, WAITING, State
 from fxsplit_encoder.errors import ConnectorError
-
-_ENDED = (State.RELEASED, State.FAILED, State.CANCELLED)
 
 
 class Holdings:
@@ -203,7 +201,7 @@ class Holdings:
                 parts.unsettled.pop(ticket.number, None)
             else:
                 parts.unsettled[ticket.number] = ticket
-            if ticket.state in _ENDED:
+            if ticket.state in GONE or ticket.state is State.RELEASED:
                 del parts.tickets[ticket.number]
                 parts.stats.outcomes[ticket.state] += 1
                 parts.news[ticket.number] = ticket

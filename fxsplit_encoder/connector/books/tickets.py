@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
-from fxsplit_encoder.connector.states import WAITING, Availability, Residence, State, check_transition
+from fxsplit_encoder.connector.states import GONE, WAITING, Availability, Residence, State, check_transition
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -248,8 +248,7 @@ class Ticket:
 
     def forget_media(self) -> None:
         """Keep no media of items that are of no use any more."""
-        gone = (State.FAILED, State.CANCELLED)
-        if self.items and all(item.state in gone for item in self.items):
+        if self.items and all(item.state in GONE for item in self.items):
             for item in self.items:
                 item.media = MediaItem(item.media.modality, None, item.media.options)
             self.request = replace(self.request, items=tuple(item.media for item in self.items))

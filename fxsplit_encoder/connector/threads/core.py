@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fxsplit_encoder.connector.books.books import Books
+from fxsplit_encoder.connector.books.encoding import Worker
 from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.tickets import wake
 from fxsplit_encoder.encode_queue import Clock
@@ -32,8 +33,8 @@ class Core:
         """Whether threads are to end once they have nothing to do."""
         self.dtypes: dict[str, torch.dtype] = {}
         """Of rows, by modality, once some were encoded."""
-        self.on_hang: Callable[[str], None] = lambda name: None
-        """Called with the name of a worker that hangs."""
+        self.on_hang: Callable[[Worker], None] = lambda worker: None
+        """Called with a worker that hangs, to give it up."""
         self.clock = Clock(
             threading.Condition(lock), self.books.next_deadline, self._expire, parts.clock, "connector-clock"
         )
@@ -80,9 +81,9 @@ class Core:
         """Fail what was not ready in time, whether or not anybody asks for steps; give up who hangs."""
         with self.change() as books:
             books.expire()
-            hung = [worker.name for worker in books.encoding.hung_workers()]
-        for name in hung:
-            self.on_hang(name)
+            hung = books.encoding.hung_workers()
+        for worker in hung:
+            self.on_hang(worker)
 
     def _watch_devices(self) -> None:
         """Free memory that was let go of while a device used it, once the device is through with it."""

@@ -117,10 +117,8 @@ class Pool:
             raise InputError(f"worker: expected one of {names_of(self._workers)}; got {shown(name)}")
         return self._workers[name]
 
-    def give_up(self, name: str) -> None:
-        """A worker that hangs is lost: its thread is left to itself, and another takes its place."""
-        with self._core.lock:
-            worker = self._workers[name]
+    def give_up(self, worker: Worker) -> None:
+        """Leave the thread of a worker that hangs to itself; another takes its place."""
         self._lost(worker, is_running=True)
 
     def _lost(self, worker: Worker, is_running: bool = False) -> None:

@@ -450,7 +450,7 @@ def test_a_listener_that_fails_ends_its_process_and_tells_whoever_waits(
         with process.asking(1) as replies:
             process.send(Start(VERSION, "os:nothing", {}))
             with pytest.raises(EncoderLostError, match="no such message"):
-                process.next_reply(replies, 60)
+                process.next_reply(replies, 600)
         eventually(lambda: not process.is_alive)
         process.close()
         assert launched[0].poll() == -signal.SIGKILL
