@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -297,54 +297,54 @@ class QueueStats:
 
 
 @dataclass(eq=False)
-class _Item(Generic[ItemT, ResultT]):
-    value: ItemT
+class _Item:
+    value: Any
     cost: float
     priority: int
     tenant: str
-    future: Future[ResultT]
+    future: Future[Any]
     deadline: float = math.inf
     num_losses: int = 0
     """Workers that were lost while they had it."""
 
 
 @dataclass(eq=False)
-class _Batch(Generic[ItemT, ResultT]):
-    items: list[_Item[ItemT, ResultT]]
+class _Batch:
+    items: list[_Item]
     begin: float = 0.0
     """When its worker took it."""
-    handle: BatchHandle[ResultT] | None = None
+    handle: BatchHandle[Any] | None = None
 
 
-class _Waiting(Generic[ItemT, ResultT]):
+class _Waiting:
     """Items that wait: by priority, then each tenant in turn, then in order of arrival."""
 
     def __init__(self) -> None:
-        self.items: dict[_Item[ItemT, ResultT], None] = {}
-        self._levels: dict[int, dict[str, dict[_Item[ItemT, ResultT], None]]] = {}
+        self.items: dict[_Item, None] = {}
+        self._levels: dict[int, dict[str, dict[_Item, None]]] = {}
         """By priority and tenant; the tenant whose turn it is comes first."""
         self.shares = Shares()
 
-    def push(self, item: _Item[ItemT, ResultT]) -> None:
+    def push(self, item: _Item) -> None:
         self.items[item] = None
         self._levels.setdefault(item.priority, {}).setdefault(item.tenant, {})[item] = None
         self.shares.change(item.tenant, 1)
 
-    def first(self) -> _Item[ItemT, ResultT] | None:
+    def first(self) -> _Item | None:
         """The item that is due."""
         if not self.items:
             return None
         tenants = self._levels[max(self._levels)]
         return next(iter(next(iter(tenants.values()))))
 
-    def take(self, item: _Item[ItemT, ResultT]) -> None:
+    def take(self, item: _Item) -> None:
         """Remove the item that is due; it is another tenant's turn."""
         self.remove(item)
         tenants = self._levels.get(item.priority, {})
         if (own := tenants.pop(item.tenant, None)) is not None:
             tenants[item.tenant] = own
 
-    def remove(self, item: _Item[ItemT, ResultT]) -> None:
+    def remove(self, item: _Item) -> None:
         del self.items[item]
         tenants = self._levels[item.priority]
         del tenants[item.tenant][item]
@@ -406,15 +406,15 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
         """Told whenever a worker may have something to do, or an item is over."""
-        self._waiting: _Waiting[ItemT, ResultT] = _Waiting()
-        self._again: deque[_Batch[ItemT, ResultT]] = deque()
+        self._waiting: _Waiting = _Waiting()
+        self._again: deque[_Batch] = deque()
         """Batches ahead of all that waits: halves of failed ones, items of lost workers."""
-        self._deadlines: list[tuple[float, int, _Item[ItemT, ResultT]]] = []
-        self._late: list[_Item[ItemT, ResultT]] = []
+        self._deadlines: list[tuple[float, int, _Item]] = []
+        self._late: list[_Item] = []
         """Items that a worker found past their deadlines, for the clock."""
         self._num_submitted = 0
-        self._workers: list[_QueueWorker[ItemT, ResultT]] = []
-        self._given_up: list[_QueueWorker[ItemT, ResultT]] = []
+        self._workers: list[_QueueWorker] = []
+        self._given_up: list[_QueueWorker] = []
         self._is_closed = False
         self._counts = QueueStats()
         self._changed = threading.Condition(self.lock)
@@ -514,7 +514,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             self._counts.refused += 1
             raise QueueFullError(f"{shares.used} items wait, and max_items is {most}; submit it later")
 
-    def _forget(self, entry: _Item[ItemT, ResultT]) -> None:
+    def _forget(self, entry: _Item) -> None:
         """An item was cancelled."""
         with self.lock:
             if entry in self._waiting.items:
@@ -560,7 +560,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
 
     # --- batches, for the workers
 
-    def take(self, worker: _QueueWorker[ItemT, ResultT]) -> _Batch[ItemT, ResultT] | None:
+    def take(self, worker: _QueueWorker) -> _Batch | None:
         """The next batch of a worker; None: there is none, or it has enough. Called with the lock."""
         if worker.is_lost or len(worker.batches) >= worker.in_flight:
             return None
@@ -575,8 +575,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._clock.look()
         return batch
 
-    def _choose(self) -> list[_Item[ItemT, ResultT]]:
-        chosen: list[_Item[ItemT, ResultT]] = []
+    def _choose(self) -> list[_Item]:
+        chosen: list[_Item] = []
         cost = 0.0
         while len(chosen) < self._max_batch_items and (entry := self._waiting.first()) is not None:
             if chosen and cost + entry.cost > self._max_batch_cost:
@@ -592,23 +592,18 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._clock.look()
         return chosen
 
-    def halves(self, batch: _Batch[ItemT, ResultT]) -> list[_Batch[ItemT, ResultT]]:
+    def halves(self, batch: _Batch) -> list[_Batch]:
         """Two batches of one; called with the lock."""
         self._counts.bisections += 1
         middle = len(batch.items) // 2
         return [_Batch(batch.items[:middle]), _Batch(batch.items[middle:])]
 
-    def is_done(self, worker: _QueueWorker[ItemT, ResultT]) -> bool:
+    def is_done(self, worker: _QueueWorker) -> bool:
         """Whether a worker has nothing to take any more; called with the lock."""
         others = any(each.batches for each in self._workers)  # which may fail, and come again in halves
         return worker.is_lost or (self._is_closed and not (self._again or self._waiting.items or others))
 
-    def finish(
-        self,
-        worker: _QueueWorker[ItemT, ResultT],
-        batch: _Batch[ItemT, ResultT],
-        results: Sequence[ResultT | Exception],
-    ) -> None:
+    def finish(self, worker: _QueueWorker, batch: _Batch, results: Sequence[Any]) -> None:
         """Publish the results of a batch, unless its worker was given up."""
         with self.lock:
             if not worker.end(batch):
@@ -623,14 +618,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             else:
                 entry.future.set_result(result)
 
-    def retry(self, worker: _QueueWorker[ItemT, ResultT], batch: _Batch[ItemT, ResultT]) -> None:
+    def retry(self, worker: _QueueWorker, batch: _Batch) -> None:
         """Have a batch that failed when it landed launched again in halves."""
         with self.lock:
             if worker.end(batch):
                 self._again.extendleft(reversed(self.halves(batch)))
                 self.work.notify_all()
 
-    def lose(self, worker: _QueueWorker[ItemT, ResultT], why: str) -> None:
+    def lose(self, worker: _QueueWorker, why: str) -> None:
         """Give a worker up; what it had goes to others, one item at a time, or fails."""
         failed = []
         with self.lock:
@@ -696,14 +691,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             self.lose(worker, f"it has not landed a batch for {longest:g} s")
 
 
-class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT]):
+class _QueueWorker(BatchThread[_Batch]):
     """A worker of an `EncodeQueue`."""
 
     def __init__(
         self,
         name: str,
-        source: EncodeQueue[ItemT, ResultT],
-        launch: Launch[ItemT, ResultT],
+        source: EncodeQueue[Any, Any],
+        launch: Launch[Any, Any],
         start: Callable[[], None] | None,
         close: Callable[[], None] | None,
         in_flight: int,
@@ -713,16 +708,16 @@ class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT])
         self._launch, self._start, self._close = launch, start, close
         self.in_flight = in_flight
         self.started: Future[None] = Future()
-        self.batches: dict[_Batch[ItemT, ResultT], None] = {}
+        self.batches: dict[_Batch, None] = {}
         """Those that it has taken and that have not landed."""
         self.is_lost = False
 
-    def begin(self, batch: _Batch[ItemT, ResultT], now: float) -> None:
+    def begin(self, batch: _Batch, now: float) -> None:
         """It has a batch; called with the lock."""
         batch.begin = now
         self.batches[batch] = None
 
-    def end(self, batch: _Batch[ItemT, ResultT]) -> bool:
+    def end(self, batch: _Batch) -> bool:
         """It has a batch no more; False: nor had it, since it was given up. Called with the lock."""
         was_there = batch in self.batches
         self.batches.pop(batch, None)
@@ -735,7 +730,7 @@ class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT])
         self.started.set_result(None)
         yield
 
-    def take(self) -> _Batch[ItemT, ResultT] | None:
+    def take(self) -> _Batch | None:
         source = self._source
         with source.lock:
             while True:
@@ -744,10 +739,10 @@ class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT])
                     return batch
                 source.work.wait()
 
-    def launch(self, batch: _Batch[ItemT, ResultT]) -> None:
+    def launch(self, batch: _Batch) -> None:
         batch.handle = self._launch([entry.value for entry in batch.items])
 
-    def split(self, batch: _Batch[ItemT, ResultT], error: Exception) -> Sequence[_Batch[ItemT, ResultT]]:
+    def split(self, batch: _Batch, error: Exception) -> Sequence[_Batch]:
         if len(batch.items) == 1:
             self._source.finish(self, batch, [error])
             return []
@@ -759,12 +754,12 @@ class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT])
                 self.begin(half, self._source.clock())
         return halves
 
-    def is_over(self, batch: _Batch[ItemT, ResultT]) -> bool:
+    def is_over(self, batch: _Batch) -> bool:
         return False
 
-    def launched(self, batch: _Batch[ItemT, ResultT]) -> None: ...
+    def launched(self, batch: _Batch) -> None: ...
 
-    def land(self, batch: _Batch[ItemT, ResultT]) -> None:
+    def land(self, batch: _Batch) -> None:
         assert batch.handle is not None
         handle, batch.handle = batch.handle, None
         try:

@@ -180,11 +180,7 @@ class Connector:
 
     @contextlib.contextmanager
     def read(
-        self,
-        ticket: Ticket,
-        items: Sequence[int] | None = None,
-        *,
-        device: torch.device | str = "cpu",
+        self, ticket: Ticket, items: Sequence[int] | None = None, *, device: torch.device | str = "cpu"
     ) -> Iterator[dict[int, FeatureRows]]:
         """The rows of some items, which stay until the work is over that the current stream of `device` was
         given inside; raises InputError where one is not ready.

@@ -153,13 +153,7 @@ class Entry:
 class Ticket:
     """The state of one request. Reading it takes no lock; only the connector changes it."""
 
-    def __init__(
-        self,
-        request: EncodeRequest,
-        number: int,
-        settled: threading.Condition,
-        now: float,
-    ) -> None:
+    def __init__(self, request: EncodeRequest, number: int, settled: threading.Condition, now: float) -> None:
         self.request = request
         self.number = number
         """Unlike the request's id, unique in its connector."""
