@@ -1,7 +1,7 @@
 """Batches on worker threads: `BatchThread` launches and lands them, `EncodeQueue` forms them from items.
 
 A worker *launches* a batch, which returns as soon as its device or process has the work, and *lands* it,
-which waits for the results. A second thread lands, in order, so that the next batch is launched meanwhile. A
+which waits for the results. A second thread lands, in order, so that the next batch is launched in time. A
 batch that fails is halved until single items do. A worker that ends by a fault or hangs is given up, and
 others take its items.
 """

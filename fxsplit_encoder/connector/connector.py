@@ -47,7 +47,7 @@ _ANY_TOWER = TowerIdentity(b"", "", "")
 
 
 class Connector:
-    """Encodes the media of requests beside the engine that serves them. Threads may share it.
+    """Encodes the media of requests in the background of the engine that serves them. Threads may share it.
 
     CPU workers read, hash, decode and preprocess; workers with an encoder each form batches of different
     requests' items; features wait in bounded memory until the engine merges them and releases them.
@@ -268,7 +268,7 @@ class Connector:
             books.clear_cache()
 
     def clear_cache(self) -> None:
-        """Frees what nobody holds, and idle host buffers."""
+        """Frees features without holders, and idle host buffers."""
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()

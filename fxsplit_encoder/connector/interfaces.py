@@ -123,7 +123,7 @@ class TypedEncoder(Protocol):
 
 @runtime_checkable
 class StagingEncoder(Protocol):
-    """A ``FeatureEncoder`` part of whose work can be done beside the thread that encodes."""
+    """A ``FeatureEncoder`` part of whose work can be done on other threads."""
 
     def stage(self, item: PreparedItem) -> PreparedItem:
         """The same item in the form that ``encode`` reads soonest, such as in pinned memory. Called from any

@@ -193,7 +193,7 @@ def _mismatch(entry: Entry, prepared: PreparedItem) -> ConnectorError | None:
 
 
 class Step(NamedTuple):
-    """What an engine is told in one of its steps."""
+    """Changes of tickets since the last step."""
 
     ready: tuple[Ticket, ...]
     """Tickets that have become ready since the last step."""
@@ -441,7 +441,7 @@ class Books:
         return snapshot
 
     def clear_cache(self) -> None:
-        """Frees every feature that nobody holds."""
+        """Free every feature that no item holds."""
         for entry in list(self.parts.cache.resting()):
             self.holdings.drop(entry, State.RELEASED)
         self.parts.storage.settle()

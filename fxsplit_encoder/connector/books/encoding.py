@@ -359,7 +359,7 @@ class Encoding:
         self._close(batch)
 
     def _note_encoding(self, batch: Batch, entry: Entry) -> float:
-        """How long an entry was in a batch, which its tickets are told."""
+        """Seconds that an entry was in a batch, noted on its tickets."""
         seconds = self._parts.clock() - batch.taken_at
         for ticket in self._tickets_of(entry):
             ticket.encode_seconds = max(ticket.encode_seconds, seconds)

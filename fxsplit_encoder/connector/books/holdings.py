@@ -69,7 +69,7 @@ class Holdings:
         self.touch(entry.holders)
 
     def drop(self, entry: Entry, state: State) -> None:
-        """An entry that nobody holds is no more, and what it has is free."""
+        """Remove an entry without holders and free its memory."""
         assert not entry.holders
         entry.move(state)
         parts = self._parts

@@ -94,7 +94,7 @@ class FairQueue(Generic[T]):
         return len(self._tenant_of)
 
     def __iter__(self) -> Iterator[T]:
-        """In the order in which they are due. The queue must not change meanwhile."""
+        """In the order in which they are due. The queue must not change during iteration."""
         served = dict(self._served)
         heads = [(_due(flows.order[0][0], served[name]), name, 0) for name, flows in self._tenants.items()]
         heapify(heads)
@@ -118,7 +118,7 @@ class FairQueue(Generic[T]):
             flow: whose share it uses, such as a request.
             cost: not negative, in any unit.
             tenant: the flow's.
-            first: ahead of all, and for free: it was served before, in vain.
+            first: ahead of all, and for free: it was served before without a result.
         """
         assert thing not in self._tenant_of
         if tenant not in self._tenants:
@@ -141,7 +141,7 @@ class FairQueue(Generic[T]):
             self.remove(thing)
 
     def remove(self, thing: T) -> None:
-        """Remove a thing because nobody wants it any more."""
+        """Remove a thing that is not wanted any more."""
         self._remove(thing, is_served=False)
 
     def _remove(self, thing: T, *, is_served: bool) -> _Tag:

@@ -112,8 +112,8 @@ def capacity_of(num_bytes: int) -> int:
 
 
 class FeatureCache:
-    """Entries by key, from the moment that one is being made. What nobody holds rests, and makes way for
-    others, least recently used first.
+    """Entries by key, from the moment that one is being made. Entries without holders rest, and are
+    evicted least recently used first.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class FeatureCache:
         self._resting: OrderedDict[Entry, None] = OrderedDict()
 
     def resting(self) -> Iterator[Entry]:
-        """Those that nobody holds, least recently used first."""
+        """Entries without holders, least recently used first."""
         return iter(self._resting)
 
     def find(self, key: bytes) -> Entry | None:
@@ -131,7 +131,7 @@ class FeatureCache:
         return self._by_key.get(key)
 
     def add(self, entry: Entry) -> None:
-        """From now on others may join; an entry without a key is nobody else's."""
+        """From now on others may join; an entry without a key is not shared."""
         self.entries[entry] = None
         if entry.key is not None:
             assert entry.key not in self._by_key
@@ -191,7 +191,7 @@ class Storage:
     # --- host
 
     def reserve(self, needs: Sequence[tuple[Hashable, int]], spared: Collection[Entry] = ()) -> bool:
-        """Host memory for several owners, or for none of them: then nothing is evicted in vain."""
+        """Host memory for several owners, or for none of them, and then nothing is evicted."""
         self.settle()
         wanted = sum(capacity_of(num_bytes) for _, num_bytes in needs)
         missing = wanted - self.ledger.free(HOST)
@@ -203,7 +203,7 @@ class Storage:
         return True
 
     def _evict(self, account: str, missing: int, spared: Collection[Entry] = ()) -> bool:
-        """Frees at least so many bytes, of what nobody holds, or none if there are not as many."""
+        """Free at least so many bytes of entries without holders, or none if there are not as many."""
         chosen = []
         for entry in self._cache.resting():
             feature = entry.feature
@@ -238,13 +238,13 @@ class Storage:
     # --- both
 
     def drop_feature(self, entry: Entry) -> None:
-        """Free what an entry has, now or as soon as nobody reads it any more."""
+        """Free what an entry has, now or once its reads are over."""
         if entry.feature is not None:
             feature, entry.feature = entry.feature, None
             self.free(feature)
 
     def free(self, feature: Feature) -> None:
-        """Free rows that nobody finds any more, now or as soon as no device uses them."""
+        """Free rows that are not found any more, now or once no device uses them."""
         self.quarantine[feature] = None
         self.settle()
 

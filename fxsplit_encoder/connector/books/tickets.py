@@ -232,7 +232,7 @@ class Ticket:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing more happens to it unless somebody asks."""
+        """Whether nothing more happens to it unless it is held again."""
         return self.state not in WAITING
 
     @property

@@ -53,7 +53,7 @@ Replies = queue.SimpleQueue[Started | Encoded | Failed | EncoderLostError]
 class EncoderProcess:
     """A process that encodes, and the thread of this one that listens to it.
 
-    The thread hands replies to whoever waits for them, and learns of the process's end from the kernel, not
+    The thread hands replies to their requests, and learns of the process's end from the kernel, not
     from a time that ran out.
 
     Args:
@@ -185,7 +185,7 @@ class EncoderProcess:
             self._discard(message)
 
     def _discard(self, message: Started | Encoded | Failed | EncoderLostError) -> None:
-        """Release the features of a reply that nobody waits for."""
+        """Release the features of a reply whose request is over."""
         if isinstance(message, Encoded):
             for block in message.features.values():
                 self.send(Release(block.number))
@@ -371,7 +371,7 @@ class ProcessEncoder:
         """Bytes of one row of a feature; None: the encoder does not encode these.
 
         Raises:
-            InputError: it was neither declared nor told yet by an encoder that was started.
+            InputError: it was not declared, and no encoder was started.
         """
         if self._row_bytes is None:
             raise InputError("row_bytes: known once the encoder was started; declare it, or call start first")

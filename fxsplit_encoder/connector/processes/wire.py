@@ -178,7 +178,7 @@ class SharedMemory:
 
 
 class Half:
-    """The half that this process puts tensors into: first fit, and whoever has waited longest goes first.
+    """The half that this process puts tensors into: first fit, longest waiting first.
 
     Args:
         memory: of both.
@@ -261,7 +261,7 @@ class Half:
         return end if self._memory.half_bytes - end >= num_bytes else None
 
     def release(self, number: int) -> None:
-        """Free a block; one that nobody holds is left alone."""
+        """Free a block; one that is not held is left alone."""
         with self._changed:
             if (held := self._held.get(number)) is None:
                 return
@@ -272,7 +272,7 @@ class Half:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Hold nothing any more, and wake whoever waits for room; idempotent."""
+        """Hold nothing any more, and wake all that wait for room; idempotent."""
         with self._changed:
             self._is_open = False
             self._held.clear()
@@ -368,7 +368,7 @@ class Channel(Generic[T]):
 
     Args:
         connection: a connected Unix socket, which belongs to the channel.
-        process: a descriptor of the other process: its end counts, whoever else has inherited its socket.
+        process: a descriptor of the other process, whose end is noticed though others have its socket.
         kinds: the messages that are read.
     """
 

@@ -189,7 +189,7 @@ def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
 
 
 def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int | None]:
-    """Bytes of a feature's rows by modality; None: nobody encodes it.
+    """Bytes of a feature's rows by modality; None: no encoder takes it.
 
     Raises:
         InputError: two encoders do not agree, or there is none.
@@ -410,7 +410,7 @@ class _WorkerThread(BatchThread[Batch]):
             raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
 
     def _rest(self, batch: Batch, begin: float) -> None:
-        """As long as a slice asks for, unless the worker is told to end."""
+        """Rest for as long as a slice asks for, or until the worker has to end."""
         core, clock = self._core, self._core.books.parts.clock
         with core.lock:
             self.worker.finish_slice(batch, begin, clock(), core.books.parts.config.max_busy_share)
