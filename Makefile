@@ -28,17 +28,17 @@ test-vllm: $(VLLM)/.installed
 			../../$(VLLM)/bin/pytest -n 2 --dist loadscope test_plugin.py test_classes.py test_reloads.py) || exit 1; \
 	done
 
-# Ray's own classes, clusters of this machine and a service under load, in an environment of their own.
+# Ray's own classes, clusters of this machine and a service on one, in an environment of their own.
 test-ray: $(RAY)/.installed
-	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/integrations/ray tests/integrations/serve tests/integrations/images
+	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/service
 
 # What a change needs first: all tests but those marked `slow` and those of a GPU.
 quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not exhaustive and not soak" --ignore tests/gpu
 
-# Ten thousand requests to the connector, with every fault that can be injected.
+# Ten thousand requests to the connector, with every fault that can be injected, and five to the service.
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/connector
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/connector tests/service
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -16,7 +16,7 @@ from storage import RESULTS, load
 from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.config import Mode, Packing
 from fxsplit_encoder.kernels.attention import KERNELS as ATTENTION_KERNELS
-from fxsplit_encoder.kernels.products.kernels import KERNELS as PRODUCT_KERNELS
+from fxsplit_encoder.kernels.products.measured import KERNELS as PRODUCT_KERNELS
 
 LEDGER = Path(__file__).with_name("features.toml")
 LEAST_GAIN = 0.02

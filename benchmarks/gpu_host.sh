@@ -27,8 +27,9 @@ set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 packages=(
-    accelerate annotated-types blake3 execnet msgspec peft platformdirs plotext prometheus-client pydantic
-    pydantic-core pytest-timeout pytest-xdist pyzmq simpy typing-extensions typing-inspection
+    accelerate annotated-types anyio blake3 click execnet h11 httptools idna msgspec peft platformdirs plotext
+    prometheus-client pydantic pydantic-core pytest-timeout pytest-xdist python-multipart simpy starlette
+    typing-extensions typing-inspection uvicorn
 )
 
 # FlashAttention 4 with the compiler that it calls, and cuDNN's front end. The largest wheel, of 88 MiB, is

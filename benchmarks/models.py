@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import save_file
 from storage import ROOT
 from torch import Tensor
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
@@ -19,8 +22,8 @@ from workloads import Request, most_square
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.ways import Prepared, cut_items, prepare
-from fxsplit_encoder.models.random import demo_tower
-from fxsplit_encoder.models.registry import ARCHITECTURES
+from fxsplit_encoder.models.random import demo_tower, draw_weights
+from fxsplit_encoder.models.registry import ARCHITECTURES, FAMILIES, architecture
 
 DEFAULT_TOWERS = ("qwen3-vl-8b", "qwen2.5-vl-7b", "internvl3-8b", "deepseek-ocr")
 TINY = "tiny"
@@ -235,6 +238,30 @@ def photographs(size: tuple[int, int]) -> list[bytes]:
         Image.open(path).convert("RGB").resize(size).save(stream, "JPEG", quality=90)
         files.append(stream.getvalue())
     return files
+
+
+def make_checkpoint(
+    directory: Path, model: str, settings: Mapping[str, Any] | None = None, blocks: int | None = None
+) -> Path:
+    """A checkpoint of a model's vision tower with random weights, in bf16 where there is a GPU.
+
+    Args:
+        directory: to make.
+        model: a name of `ARCHITECTURES`.
+        settings: a config.json in place of that model's.
+        blocks: its depth; None: the model's own.
+    """
+    settings = settings or architecture(model).settings(blocks)
+    family = FAMILIES[settings["model_type"]]
+    tower = family.empty_tower(settings, torch.device("cpu"))
+    draw_weights(tower, 0)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    prefix = next(iter(family.prefixes))
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    weights = {f"{prefix}{name}": each.to(dtype, copy=True) for name, each in tower.named_parameters()}
+    save_file(weights, directory / "model.safetensors")
+    return directory
 
 
 def rows_of(output: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 
 _EACH = 4
 

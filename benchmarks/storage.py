@@ -34,6 +34,7 @@ _ATTENTION_PACKAGES = (
     "torch-c-dlpack-ext",
     "vllm",
 )
+_FASTER_ATTENTION = "flash-attn-4"
 _DIGITS = 5
 
 
@@ -70,19 +71,17 @@ def commit_of(root: Path) -> str | None:
 
 
 def described(result: Mapping[str, Any], *more: str, rows: Iterable[Mapping[str, Any]] = ()) -> str:
-    """Where figures are from, in one line.
+    """Where figures are from, in one line; driver and further versions are in the stored result.
 
     Args:
         more: what they are of.
         rows: those that are shown, where a merged result has rows of several commits.
     """
-    driver = f", driver {result['driver']}" if result["driver"] else ""
-    packages = {"torch": result["torch"], "transformers": result["transformers"]}
-    packages |= {**result["attention packages"], "Python": result["python"]}
-    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    attention = result["attention packages"].get(_FASTER_ATTENTION)
+    versions = f"torch {result['torch']}" + (f", {_FASTER_ATTENTION} {attention}" if attention else "")
     commits = dict.fromkeys(row.get("commit", result["commit"]) for row in rows) or [result["commit"]]
     shown = " and ".join((commit or "unknown")[:9] for commit in commits)
-    return ", ".join([f"{result['gpu'] or 'CPU'}{driver}", *more, versions, f"commit {shown}"])
+    return ", ".join([result["gpu"] or "CPU", *more, versions, f"commit {shown}"])
 
 
 def store(path: Path | None, result: Mapping[str, Any]) -> None:

@@ -4,7 +4,8 @@
     python benchmarks/bench.py tables out/readme.json          # stores this result first, in place of the old
     python benchmarks/bench.py tables a/towers.json b/towers.json   # two parts of one result
 
-A result keeps the name of its file, and `TABLES` says which tables are made of it. A mark is
+A result keeps the name of its file, and `TABLES` says which tables are made of it; others are read by
+the ledger of features alone. A mark is
 `<!-- table: NAME ARGUMENT -->` on a line of its own; what it marks ends at `<!-- end -->`. Nothing else is
 touched but the README's claim. A test fails where a table is not what is stored.
 """
@@ -70,13 +71,19 @@ def take_in(files: Sequence[Path]) -> None:
     by_name: dict[str, list[Result]] = {}
     for file in files:
         result = load(file)
-        if file.stem not in TABLES:
-            raise SystemExit(f"{file}: no table is made of it; expected one of {', '.join(TABLES)}")
+        if file.stem not in result_names():
+            raise SystemExit(f"{file}: no table is made of it; expected one of {', '.join(result_names())}")
         if result["gpu"] is None:
             raise SystemExit(f"{file}: was measured without a GPU; expected figures of one")
         by_name.setdefault(file.name, []).append(result)
     for name, parts in by_name.items():
         store(RESULTS / name, parts[0] if len(parts) == 1 else merge(parts))
+
+
+def result_names() -> list[str]:
+    """The results that a table is made of, and those that only the ledger of features reads."""
+    read = [Path(feature.result["file"]).stem for feature in features.read_features()]
+    return list(dict.fromkeys([*TABLES, *read]))
 
 
 # --- documents
@@ -199,7 +206,7 @@ def _best_of_vllm(results: Sequence[Result]) -> dict[str, float]:
 
 
 def summary(result: Result, tower: str) -> str:
-    """The floor, the main variants and ours, milliseconds, and how many times as fast ours is."""
+    """The floor, the main variants and ours, milliseconds, and ours beside the floor and a CUDA graph."""
     workloads = _by_variant(result, tower)
     measured = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
     shown = [name for name in _VARIANTS if name in measured]
@@ -207,12 +214,11 @@ def summary(result: Result, tower: str) -> str:
     for workload, rows in workloads.items():
         times = {name: row.get("p50") for name, row in rows.items()}
         ours, floor = times.get(OURS), times.get("floor")
-        line = [workload, rows["eager"]["patches"], floor, *map(times.get, shown), ours, _ratio(ours, floor)]
-        lines.append([*line, *(_ratio(times.get(name), ours) for name in shown)])
-    headers = ["workload", "patches", "floor", *shown, "ours", "ours / floor"]
+        line = [workload, rows["eager"]["patches"], floor, *map(times.get, shown), ours]
+        lines.append([*line, _ratio(ours, floor), _ratio(times.get("graph-exact"), ours)])
+    headers = ["workload", "patches", "floor", *shown, "ours", "ours / floor", "graph-exact / ours"]
     where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, tower))
-    table = formatted([*headers, *(f"{name} / ours" for name in shown)], lines)
-    return f"{table}\n\nMilliseconds, medians{_settled(result, tower)}. {where}."
+    return f"{formatted(headers, lines)}\n\nMilliseconds, medians{_settled(result, tower)}. {where}."
 
 
 def modes(result: Result) -> str:
@@ -271,7 +277,7 @@ def towers(result: Result) -> str:
     rows = [_tower_row(name, its_rows) for name, its_rows in _grouped(result["rows"], "tower").items()]
     shown = ["tower", "small", "medium", "large", "batch of 8", "error", "compile s", "capture s", "GiB"]
     shown += ["failure"] if any("failure" in row for row in rows) else []
-    caption = "Eager / `manager.execute` = ratio, medians in milliseconds."
+    caption = "Eager / `manager.execute`, medians in milliseconds."
     return f"{by_columns({n: n for n in shown}, rows)}\n\n{caption} {described(result, rows=result['rows'])}."
 
 
@@ -320,8 +326,7 @@ def _tower_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
         if "eager" in measured:
             sizes = measured["sizes"]
             size = f"{sizes[0]}: " if len(sizes) == 1 else ""
-            times = f"{measured['eager']:.2f} / {measured['ours']:.2f}"
-            row[measured["workload"]] = f"{size}{times} = {measured['eager'] / measured['ours']:.2f}"
+            row[measured["workload"]] = f"{size}{shown(measured['eager'])} / {shown(measured['ours'])}"
             row["error"] = f"{max(float(row.get('error', 0)), measured['rms error']):.2f}"
         elif "bytes" in measured:
             row |= {what: f"{measured[what]:.0f}" for what in ("compile s", "capture s")}
@@ -329,67 +334,60 @@ def _tower_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     return row
 
 
-# Of what is timed at known lengths, for which other calls it is chosen.
-_IN_GRAPHS = {"batch": "†", "single": "‡"}
+# Where a kernel is chosen, and which of its times counts there.
+_CHOSEN_FOR = {
+    "known lengths": ("known", "known"),
+    "in a graph": ("captured", "captured"),
+    "a batch in a graph": ("batch", "known"),
+    "one segment in a graph": ("single", "known"),
+}
 
 
 def attention(result: Result) -> str:
-    """Microseconds at known lengths and in a graph, "known / captured", a column for each kernel."""
-    names = list(dict.fromkeys(row["kernel"] for row in result["rows"]))
+    """Microseconds of torch's kernel at known lengths, and the one that each kind of call gets."""
     lines = []
     for segments, rows in _grouped(result["rows"], "segments").items():
-        cells = {row["kernel"]: _known_and_captured(row) for row in rows}
-        lines.append([segments, *map(cells.get, names)])
+        times = {row["kernel"]: row.get("known") for row in rows}
+        chosen = [_chosen(rows, *where) for where in _CHOSEN_FOR.values()]
+        lines.append([segments, times.get("torch_flash"), *chosen])
     heads = f"{result['settings']['heads']} heads of {result['settings']['head_dim']}"
-    caption = "Microseconds, known lengths / in a graph; bold: what is chosen; †: for a batch in a graph"
-    if any("single" in row["chosen"].split(", ") for row in result["rows"]):
-        caption += "; ‡: for one segment in a graph"
-    table = formatted(["segments", *(f"`{name}`" for name in names)], lines)
+    table = formatted(["segments", "`torch_flash`", *_CHOSEN_FOR], lines)
+    caption = "Microseconds; what is chosen, in the last two columns with its time at known lengths"
     return f"{table}\n\n{caption}. {described(result, 'bf16', heads)}."
 
 
-def _known_and_captured(row: Row) -> str:
-    """What was chosen is bold; what failed says so."""
-    missing = "failed" if "failure" in row else "-"
-    cells, chosen = [], row["chosen"].split(", ")
-    for where in ("known", "captured"):
-        value = row.get(where)
-        text = missing if value is None else f"{value:.1f}"
-        text = f"**{text}**" if where in chosen else text
-        marks = [mark for what, mark in _IN_GRAPHS.items() if where == "known" and what in chosen]
-        cells.append(text + "".join(marks))
-    return " / ".join(cells)
+def _chosen(rows: Iterable[Row], where: str, time: str) -> str | None:
+    """A kernel and its time; None: none is chosen there."""
+    chosen = next((row for row in rows if where in row["chosen"].split(", ")), None)
+    return None if chosen is None else f"`{chosen['kernel']}` {chosen[time]:.1f}"
 
 
 def products(result: Result) -> str:
-    """Microseconds, a column for each kernel, and the reasons of those that failed or cannot run."""
-    names = list(dict.fromkeys(row["kernel"] for row in result["rows"]))
+    """Microseconds of cuBLAS and of the chosen kernel, and why others failed or cannot run."""
     lines = []
     for layer, of_layer in _grouped(result["rows"], "layer").items():
         for rows, found in _grouped(of_layer, "rows").items():
-            cells = {row["kernel"]: _chosen_or_not(row) for row in found}
+            times = {row["kernel"]: row.get("us") for row in found}
+            chosen = [f"`{row['kernel']}` {row['us']:.1f}" for row in found if row["chosen"]]
             errors = [row["error"] for row in found if "error" in row]
-            lines.append([layer, rows, *map(cells.get, names), max(errors, default=None)])
-    table = formatted(["layer", "rows", *(f"`{name}`" for name in names), "largest error"], lines)
-    caption = "Microseconds of a call, weights from memory; bold: what is chosen"
+            lines.append([layer, rows, times.get("cublas"), ", ".join(chosen), max(errors, default=None)])
+    table = formatted(["layer", "rows", "`cublas`", "chosen", "largest error"], lines)
     failures = [
         f"{row['kernel']}, {row['layer']}, {row['rows']} rows: {row['failure']}"
         for row in result["rows"]
         if "failure" in row
     ]
     failures += [f"{name}: {reason}" for name, reason in result["settings"]["unavailable"].items()]
-    return "\n\n".join([table, f"{caption}. {described(result, 'bf16')}.", *failures])
-
-
-def _chosen_or_not(row: Row) -> str:
-    text = "failed" if "failure" in row else f"{row['us']:.1f}"
-    return f"**{text}**" if row["chosen"] else text
+    where = described(result, "bf16")
+    return "\n\n".join([table, f"Microseconds of a call, weights from memory. {where}.", *failures])
 
 
 def passes(result: Result) -> str:
+    """Milliseconds of one replay with all passes, without any and without each of them."""
     sizes = [str(count) for count in result["settings"]["patches"]]
     shown = ["candidate", *sizes, "error", *_if_any("failure", result["rows"])]
-    table = by_columns({name: name for name in shown}, result["rows"])
+    rows = [row for row in result["rows"] if not row["candidate"].startswith("pass ")]
+    table = by_columns({name: name for name in shown}, rows)
     unit = result["settings"].get("unit", "patches")
     return f"{table}\n\nMilliseconds of one full graph replay, by {unit}. {described(result)}."
 
@@ -431,6 +429,24 @@ def map_batches(result: Result) -> str:
     return f"{table}\n\n{caption} {described(result, settings['tower'])}."
 
 
+def serve(result: Result) -> str:
+    """Latency over HTTP by load, of both servers."""
+    groups = _grouped(result["rows"], "model")
+    servers = list(dict.fromkeys(row["server"] for row in result["rows"]))
+    lines, capacities = [], []
+    for model, rows in groups.items():
+        found = {(row["server"], row["share"]): row for row in rows}
+        rates = ", ".join(f"{name} {shown(found[name, 1.0]['images/s'])}" for name in servers)
+        capacities.append(f"{model}: {rates} images/s.")
+        for share in sorted({row["share"] for row in rows} - {1.0}):
+            times = [found.get((name, share), {}).get(part) for name in servers for part in ("p50", "p99")]
+            lines.append([model, f"{share:.0%}", found[servers[0], share]["rate"], *times])
+    columns = [f"{name}: {part}" for name in servers for part in ("p50", "p99")]
+    table = formatted(["tower", "load", "images/s", *columns], lines)
+    note = "Milliseconds; a server that cannot take the load has none. Capacity: "
+    return f"{table}\n\n{note}{' '.join(capacities)} {described(result)}."
+
+
 def accelerate(result: Result) -> str:
     groups = _grouped(result["rows"], "workload")
     ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
@@ -441,6 +457,25 @@ def accelerate(result: Result) -> str:
     made = [f"{what} {count}" for each in _generated(result).values() for what, count in each.items()]
     again = f"Of `generate`, requests after the first: {', '.join(dict.fromkeys(made))}."
     return f"{formatted(['images', *ways], lines)}\n\nMilliseconds, medians. {again} {described(result)}."
+
+
+def backend(result: Result) -> str:
+    """A line for each model and batch; "ratio": this backend's time over that of the faster of torch's modes;
+    "error": over eager's.
+    """
+    ways = ("eager", "reduce-overhead", "max-autotune", "encoder_cg")
+    lines = []
+    for name, rows in _grouped(result["rows"], "model").items():
+        for batch, its_rows in _grouped([row for row in rows if "way" in row], "batch").items():
+            times = {row["way"]: row["p50"] for row in its_rows if "p50" in row}
+            errors = {row["way"]: row["error"] for row in its_rows if "error" in row}
+            best = min(filter(None, map(times.get, ways[1:3])), default=None)
+            ratio = times["encoder_cg"] / best if best and "encoder_cg" in times else None
+            error = errors["encoder_cg"] / errors["eager"] if errors.get("eager") else None
+            lines.append([name, batch, *map(times.get, ways), ratio, error])
+    failures = [f"{row['model']}: {row['failure']}" for row in result["rows"] if "failure" in row]
+    table = formatted(["model", "batch", *ways, "ratio", "error"], lines)
+    return "\n\n".join([table, *failures, f"Milliseconds, medians. {described(result)}."])
 
 
 def _generated(result: Result) -> dict[str, dict[str, int]]:
@@ -463,7 +498,7 @@ def starts(result: Result) -> str:
         first = row["capture"] + row["first embedding"]
         ready = (
             f"`capture(wait=False)`: the first embedding after {first:.1f} s, everything captured after "
-            f"{row['done']:.1f}; of {row['requests']} requests meanwhile the longest took "
+            f"{row['done']:.1f}; of {row['requests']} requests until then the longest took "
             f"{row['longest request']:.1f} ms, the median {row['median request']:.1f}, "
             f"eager {row['eager']:.1f}. "
         )
@@ -480,7 +515,8 @@ def data_parallel(result: Result) -> str:
 
 def vllm(result: Result) -> str:
     """vLLM's classes eagerly, by its manager and by ours, milliseconds; a sentence where ours was not run."""
-    lines = []
+    lines: list[list[Any]] = []
+    errors: list[float] = []
     for tower in dict.fromkeys(row["tower"] for row in result["rows"]):
         for workload, rows in _by_variant(result, tower).items():
             times = {name: row.get("p50") for name, row in rows.items()}
@@ -488,8 +524,8 @@ def vllm(result: Result) -> str:
             if not theirs or not times.keys() & {"ours", "ours-compiled"}:
                 continue
             best = [_ratio(min(theirs), times.get(name)) for name in ("ours", "ours-compiled")]
-            errors = [row["error"] for row in rows.values() if "error" in row]
-            lines.append([tower, workload, *map(times.get, _IN_VLLM), *best, f"{max(errors):.1e}"])
+            errors += [row["error"] for row in rows.values() if "error" in row]
+            lines.append([tower, workload, *map(times.get, _IN_VLLM), *best])
     if not lines:
         return _NOT_MEASURED
     headers = [
@@ -500,10 +536,8 @@ def vllm(result: Result) -> str:
         "ours, its kernels",
         "ours, `compile: true`",
     ]
-    headers += ["vLLM's best / ours", "/ compiled", "error"]
-    caption = (
-        "Milliseconds, medians; error: root mean square of the difference from eager, the largest of a row."
-    )
+    headers += ["vLLM's best / ours", "/ compiled"]
+    caption = f"Milliseconds, medians; root mean square difference from eager: up to {max(errors):.1e}."
     dtype = result["settings"]["dtype"]
     where = described(result, f"vLLM {result['vllm']}", dtype, "random weights", rows=result["rows"])
     return f"{formatted(headers, lines)}\n\n{caption} {where}."
@@ -517,25 +551,30 @@ def vllm_serving(result: Result) -> str:
             row["p50 by engine"] = " / ".join(f"{p50:#.3g}".rstrip(".") for p50 in each)
     columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50"}
     columns |= {name: name for name in _if_any("p50 by engine", rows)} | {"p99": "p99"}
-    parts = ("until queued", "in engine", "encoder host", "encoder device")
+    parts = ("encoder host", "encoder device")
     columns |= {name: name for name in parts if _if_any(name, rows)}
-    columns |= {"requests / s": "requests per second", "same tokens": "same"}
+    columns |= {"requests / s": "requests per second"}
+    same = all(row.get("same") == 1.0 for row in rows)
+    columns |= {} if same else {"same tokens": "same"}
     where = described(result, f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
     ordered = sorted(rows, key=lambda row: str(row["requests"]))
-    return f"{by_columns(columns, ordered)}\n\nMilliseconds to the first token. {where}."
+    caption = "Milliseconds to the first token" + (", which is the same of all" if same else "")
+    return f"{by_columns(columns, ordered)}\n\n{caption}. {where}."
 
 
 def ab(result: Result) -> str:
-    lines = [
-        [row["workload"], row["time"], row["baseline"]["p50"], row["this"]["p50"], _ratio_of_commits(row)]
-        for row in result["rows"]
-    ]
-    headers = ["images", "what", result["settings"]["baseline"], result["commit"], "ratio (turns)"]
-    return f"{formatted(headers, lines)}\n\nMilliseconds, medians. {described(result)}."
+    """Milliseconds of the baseline and of this commit, and their ratio; a column for each time."""
+    times = list(dict.fromkeys(row["time"] for row in result["rows"]))
+    lines = []
+    for workload, rows in _grouped(result["rows"], "workload").items():
+        cells = {row["time"]: _both_commits(row) for row in rows}
+        lines.append([workload, *map(cells.get, times)])
+    caption = f"Milliseconds at {result['settings']['baseline']} and here, medians; in brackets their ratio"
+    return f"{formatted(['images', *times], lines)}\n\n{caption}. {described(result)}."
 
 
-def _ratio_of_commits(row: Row) -> str:
-    return f"{row['ratio']:.3f} ({row['lowest']:.3f} to {row['highest']:.3f})"
+def _both_commits(row: Row) -> str:
+    return f"{shown(row['baseline']['p50'])}, {shown(row['this']['p50'])} ({row['ratio']:.3f})"
 
 
 def _grouped(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:
@@ -561,10 +600,11 @@ def feature_rows(kind: str) -> str:
         with_it, *without = feature.values()
         unit, result = feature.result["unit"], load(RESULTS / feature.result["file"])
         figure = f"{shown(with_it)} {unit}" + (f", {shown(without[0])} without" if without else "")
-        file = f"[{feature.result['file']}](../benchmarks/results/{feature.result['file']})"
+        linked = f"[{figure}](../benchmarks/results/{feature.result['file']})"
         gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
-        lines.append([f"`{feature.name}`", feature.purpose, feature.user, figure, _where(feature), file, gpu])
-    return formatted([kind, "for", "who needs it", "measured", "where", "result", "GPU"], lines)
+        where = f"{_where(feature)}, {gpu}"
+        lines.append([f"`{feature.name}`", feature.purpose, feature.user, linked, where])
+    return formatted([kind, "for", "who needs it", "measured", "where"], lines)
 
 
 def _where(feature: features.Feature) -> str:
@@ -574,19 +614,17 @@ def _where(feature: features.Feature) -> str:
 
 
 TABLES: Mapping[str, Callable[..., str]] = {
-    **dict.fromkeys(("readme", "readme_h200", "torch_2_14"), readme),
+    **dict.fromkeys(("readme", "torch_2_14"), readme),
     **dict.fromkeys(("encoder", "internvl"), summary),
     "modes": modes,
     "requests": requests,
     "towers": towers,
     "attention": attention,
     "products_activations": products,
-    **dict.fromkeys(
-        ("passes", "passes_h100", "passes_internvl", "passes_qwen2_5", "passes_deepseek_ocr"), passes
-    ),
+    "passes": passes,
     "host": host,
     "accelerate": accelerate,
-    **dict.fromkeys(("start", "start_slow_host", "start_quack"), starts),
+    **dict.fromkeys(("start", "start_slow_host"), starts),
     **dict.fromkeys(
         ("connector", "connector_slices", "connector_synchronous", "connector_own_gpu"), connector
     ),
@@ -594,9 +632,10 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "data_parallel": data_parallel,
     "kernels": kernels,
     **dict.fromkeys(("vllm", "vllm_towers", "vllm_h100"), vllm),
-    **dict.fromkeys(("vllm_serving", "vllm_serving_pairs", "vllm_serving_compiled"), vllm_serving),
+    **dict.fromkeys(("vllm_serving_pairs", "vllm_serving_compiled"), vllm_serving),
     "ab": ab,
     "map_batches": map_batches,
+    "serve": serve,
 }
 """Makes Markdown from a result and the arguments of a mark. A name is that of the mark and of the file in
 benchmarks/results.

@@ -25,8 +25,8 @@ from workloads import Workload
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward
-from fxsplit_encoder.kernels import choosing
 from fxsplit_encoder.kernels.attention import KernelChooser
+from fxsplit_encoder.kernels.choice import choosing
 
 MODES = ("auto", "full", "piecewise", "breakable", "exact", "none")
 

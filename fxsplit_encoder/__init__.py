@@ -24,7 +24,8 @@ from fxsplit_encoder.errors import (
     WeightsLayoutError,
     WeightsMovedError,
 )
-from fxsplit_encoder.planning import MissReason, Plan, generate_budgets
+from fxsplit_encoder.planning.limits import generate_budgets
+from fxsplit_encoder.planning.plan import MissReason, Plan
 from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
     EncoderCudaGraphCaptureInputs,
@@ -38,12 +39,9 @@ from fxsplit_encoder.protocol import (
 from fxsplit_encoder.version import VERSION
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.capture import (
-        BreakableCUDAGraphCapture,
-        BreakableCUDAGraphWrapper,
-        GraphPool,
-        eager_break_during_capture,
-    )
+    from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, eager_break_during_capture
+    from fxsplit_encoder.capture.pool import GraphPool
+    from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
     from fxsplit_encoder.hugging_face import accelerate, restore
     from fxsplit_encoder.integrations.serving import refresh, stats, warmup
     from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats
@@ -97,23 +95,15 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "accelerate": "hugging_face",
-    "restore": "hugging_face",
-    "refresh": "integrations.serving",
-    "stats": "integrations.serving",
-    "warmup": "integrations.serving",
-    "BreakableCUDAGraphCapture": "capture",
-    "BreakableCUDAGraphWrapper": "capture",
-    "GraphPool": "capture",
-    "eager_break_during_capture": "capture",
-    "EncoderCudaGraphManager": "manager",
-    "ManagerStats": "manager",
-    "DenseTowerSpec": "towers",
-    "PackedTower": "towers",
-    "supported_towers": "towers",
-    "wrap": "towers",
+    **dict.fromkeys(("accelerate", "restore"), "hugging_face"),
+    **dict.fromkeys(("refresh", "stats", "warmup"), "integrations.serving"),
+    **dict.fromkeys(("BreakableCUDAGraphCapture", "eager_break_during_capture"), "capture.breakable"),
+    "BreakableCUDAGraphWrapper": "capture.wrapper",
+    "GraphPool": "capture.pool",
+    **dict.fromkeys(("EncoderCudaGraphManager", "ManagerStats"), "manager"),
+    **dict.fromkeys(("DenseTowerSpec", "PackedTower", "supported_towers", "wrap"), "towers"),
 }
-"""The packages of names that are imported when they are used."""
+"""The modules of names that are imported when they are used."""
 
 
 def __getattr__(name: str) -> Any:

@@ -53,7 +53,7 @@ class reading_once:
 
 
 def read_once(reader: object, given: object, read: Callable[[], _Read]) -> _Read:
-    """What a reader makes of an object: inside `reading_once` what it made of it the first time."""
+    """Returns `read()`; inside `reading_once` the result of the first call of this reader for this object."""
     known = _known.get()
     if known is None:
         return read()

@@ -1,7 +1,4 @@
-"""Start, ask, watch and end a process that runs a module of this library in a Python interpreter of its own.
-
-`start_module` starts one; a `Child` also holds its pipes and what it writes to standard error.
-"""
+"""Processes that run a module of this library in a Python interpreter of their own."""
 
 from __future__ import annotations
 
@@ -25,15 +22,8 @@ def start_module(
     executable: str = "",
     **options: Any,
 ) -> subprocess.Popen[str]:
-    """Starts a module as a process.
-
-    Args:
-        environment: variables that it has besides this process's.
-        executable: the Python that runs it; "": this one, which then finds the same packages.
-        options: of `subprocess.Popen`.
-
-    Raises:
-        OSError: it cannot be started.
+    """Starts a module by `subprocess.Popen` and its `options`, with the variables of this process and of
+    `environment`; OSError if that fails. Without `executable` this Python runs it, with the same packages.
     """
     variables = {**os.environ, **environment}
     if not executable:
@@ -44,16 +34,12 @@ def start_module(
 
 
 class Child:
-    """A process that reads lines from standard input and ends with it. Its `pid` is the process's.
+    """A process that reads lines from standard input until that is closed; OSError if it cannot be started.
 
     Args:
-        module: that it runs, with `arguments`.
-        environment: variables that it has besides this process's.
+        module, arguments, environment: as of `start_module`.
         is_heard: whether `lines` reads its standard output.
-        own_session: whether what it starts is ended with it.
-
-    Raises:
-        OSError: it cannot be started.
+        own_session: whether the processes that it starts are killed with it.
     """
 
     def __init__(
@@ -84,34 +70,34 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """Its exit status, minus the number of a signal that ended it; None: it runs."""
+        """The exit status, minus the number of a signal that ended it; None while it runs."""
         return self._process.poll()
 
     @property
     def is_asked(self) -> bool:
-        """Whether it still takes lines."""
+        """Whether its standard input is open."""
         return self._process.stdin is not None and not self._process.stdin.closed
 
     def ask(self, line: str) -> None:
-        """Writes a line to it; OSError where it has ended."""
+        """Writes a line to its standard input; OSError if it has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def ask_no_more(self) -> None:
-        """Lets it end when it has done what it was asked."""
+        """Closes its standard input, so that it ends after the lines that it has."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self._process.stdin.close()
 
     def lines(self) -> Iterator[str]:
-        """What it writes to standard output, until it ends or `close` is called."""
+        """Lines of its standard output, until it ends or `close` is called."""
         assert self._process.stdout is not None
         with contextlib.suppress(ValueError):  # closed
             yield from self._process.stdout
 
     def last_words(self) -> str:
-        """The last line that it wrote to standard error; empty: there is none, or `close` was called."""
+        """The last line of its standard error; empty if there is none, or after `close`."""
         said: list[str] = []
         with contextlib.suppress(ValueError):  # closed, perhaps by another thread
             self._errors.seek(0)
@@ -119,7 +105,7 @@ class Child:
         return said[-1][-_LAST_WORDS:] if said else ""
 
     def end(self, seconds: float = 0.0) -> int:
-        """Asks no more, waits until it ends, for so long at most, and kills it then; its exit status."""
+        """Closes its standard input, kills it if it then runs longer than this; returns its exit status."""
         self.ask_no_more()
         try:
             return self._process.wait(seconds)
@@ -128,14 +114,14 @@ class Child:
             return self._process.wait()
 
     def kill(self) -> None:
-        """Kills it, and what it started in a session of its own, unless it has ended."""
+        """Kills it, and with `own_session` the processes that it started."""
         if self._own_session and self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
 
     def close(self) -> None:
-        """Closes this process's ends of its pipes; it goes on until it has done what it was asked."""
+        """Closes this process's ends of its pipes; it runs on until it has read all lines."""
         self.ask_no_more()
         if self._process.stdout is not None:
             self._process.stdout.close()

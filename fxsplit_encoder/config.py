@@ -47,8 +47,6 @@ _MOST = 2**31 - 1
 
 _MOST_BUDGETS = 4096
 
-_OF_COMPILED_PIECES = ("piece_compiler", "passes")
-
 
 def _check_kernels(value: object) -> object:
     """The form alone: which kernels and conditions there are is known to the operations."""
@@ -120,9 +118,8 @@ class PathConfig(Settings):
     """What one encoder path (for example "global" or "local") sets differently."""
 
     token_budgets: _PathBudgets = ()
-    """Output tokens of each captured budget of this path, increasing. 0 may come first on a path that a batch
-    without tokens there skips, and means just that; if it is alone, the path is never captured. Empty: as for
-    every path."""
+    """Output tokens of each captured budget of this path, increasing. 0 may come first on a path that batches
+    without tokens there skip; alone, it means that nothing is captured. Empty: as for every path."""
     mode: _Mode | None = None
     """How this path is captured. None: as for every path."""
 
@@ -137,15 +134,14 @@ class EncoderConfig(Settings):
     enabled: StrictBool = True
     """Whether anything is captured. False: every item is encoded eagerly and counted as a miss."""
     token_budgets: _Budgets = ()
-    """Output tokens of each captured budget, increasing, or a single one; they hold on every path that does
-    not list its own. Empty: powers of two times the smallest and the quarters between them, over the range
-    that the tower declares."""
+    """Output tokens of each captured budget, increasing, or a single one, for every path that does not list
+    its own. Empty: powers of two times the smallest and the quarters between, over the tower's range."""
     max_items_per_batch: _Count = 0
-    """Images and videos that one replay encodes at most; not above the smallest budget. A tower's own forward
-    may take more where that was measured to be quicker. 0: inferred from the tower's range."""
+    """Images and videos of one replay at most; not above the smallest budget. A tower's own forward may take
+    more where that was measured to be quicker. 0: inferred from the tower's range."""
     max_frames_per_batch: _Count | None = None
-    """Video frames that one replay encodes at most. 0: images only. None: inferred, as many as
-    `max_items_per_batch` of the longest videos hold."""
+    """Video frames of one replay at most. 0: images only. None: those of `max_items_per_batch` longest
+    videos."""
     mode: _Mode = "auto"
     """What is captured. full: budgets, as one graph each; piecewise: budgets, broken at every splitting op;
     breakable: budgets of the untouched module, not compiled, broken there and wherever its code asks for it;
@@ -155,23 +151,22 @@ class EncoderConfig(Settings):
     exact_min_hits: _Number = 2
     """With `mode: exact`: how often a token count has to come before it is captured."""
     exact_max_graphs: _Number = 64
-    """Token counts of each path that are captured at exact shapes at most; those that were not used for
-    longest give way."""
+    """Token counts of each path captured at exact shapes at most; the least recently used give way."""
     capture_recurring: StrictBool = True
     """With `mode: auto`: whether token counts get captures of their own while requests are served, once
     padding or launches have cost more than these. False: what `capture` made is all that there will be, and
     no request waits for a capture."""
     weight_check_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """How long replays go on without a look at the addresses and versions of the parameters. A look takes
-    about 0.1 microseconds a parameter, several times that out of cold processor caches. 0: every replay
-    looks. Above 0, until the next look outputs come from where parameters were, whose memory captures hold,
-    and perhaps from the old form of those that passes keep in another, whose samples are compared at
-    every replay; `refresh` has the next one look. The same holds for the tower's modules; behind
-    torch.compile for its blocks, and other forms are compared at every call there."""
+    """Seconds between two checks of the addresses and versions of the parameters, and of the tower's modules
+    (behind torch.compile of its blocks). A check takes about 0.1 microseconds a parameter, several times that
+    out of cold processor caches. 0: before every replay. Above 0, outputs until the next check come from
+    where parameters were, whose memory captures hold, and perhaps from the old form of those that passes keep
+    in another, of which every replay compares samples (behind torch.compile every call all of it); `refresh`
+    has the next replay check."""
     packing: Annotated[Packing, one_of(get_args(Packing))] = "cost"
-    """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add
-    up to the least; greedy: by ascending size, as many as fit the largest budget; greedy_defer: the same, but
-    an item for which a batch would grow by more than its own budget starts the next one."""
+    """How items are grouped into replays. cost: by the least sum of the measured costs of all replays and
+    fallbacks; greedy: by ascending size, as many as fit the largest budget; greedy_defer: the same, but an
+    item for which a batch would grow by more than its own budget starts the next one."""
     splitting_ops: tuple[Annotated[str, AfterValidator(_check_operator)], ...] = (
         "fxsplit::varlen_attention",
         "aten::scaled_dot_product_attention",
@@ -183,15 +178,13 @@ class EncoderConfig(Settings):
     piece_compiler: Annotated[
         PieceCompiler | Callable[..., Any], one_of(get_args(PieceCompiler), or_callable=True)
     ] = "auto"
-    """What compiles the pieces between splitting ops. auto: inductor on CUDA, eager on a CPU. In Python, any
-    callable that takes a graph module and its example inputs and returns a callable. torch.compile will not
-    do: Dynamo skips a frame, silently and permanently, if its first call is inside another compilation.
-    """
+    """Compiler of the pieces between splitting ops. auto: inductor on CUDA, eager on a CPU. In Python, any
+    callable that takes a graph module and its example inputs and returns a callable; not torch.compile, since
+    Dynamo skips a frame for good if its first call is inside another compilation."""
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
-    """Which rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that
-    were measured to pay on the device; on CUDA all, but `decomposed_bias` from compute capability 9.0 on and
-    `measured_activations` on Hopper where quack-kernels is installed. `pad_mlp_width` and `wide_heads` take
-    memory."""
+    """Rewrites of the graph, a list of names (docs/passes.md). auto: those that were measured to pay on the
+    device; on CUDA all, but `decomposed_bias` from compute capability 9.0 on and `measured_activations` on
+    Hopper where quack-kernels is installed. `pad_mlp_width` and `wide_heads` take memory."""
     invariant: StrictBool = False
     """Whether an image or a video gets the same bits alone, in any batch, on any budget and on any rank: one
     algorithm a layer, however many rows it gets. A tower for which that cannot be kept is refused
@@ -213,9 +206,8 @@ class EncoderConfig(Settings):
     with the same inputs, encodes its share and returns all items."""
     start_file: Path | None = None
     """A file of `EncoderCudaGraphManager.save_start` or `encoder-cg build`, with which managers start without
-    compiling and measuring. One that is missing, damaged or made for something else is ignored, with a
-    warning. It holds compiled code: name one that you trust. None: everything is compiled and measured, or
-    found in the caches of this machine."""
+    compiling and measuring. It holds compiled code: name one that you trust. One that is missing, damaged or
+    made for something else is ignored, with a warning."""
     paths: Mapping[str, PathConfig] = Field(default_factory=dict)
     """Settings of single encoder paths, by the path's name."""
     debug: StrictBool = False
@@ -225,12 +217,11 @@ class EncoderConfig(Settings):
     def _compiles_what_needs_it(self) -> Self:
         if self.compile:
             return self
-        defaults = {name: type(self).model_fields[name].default for name in _OF_COMPILED_PIECES}
         problems = [
-            f"{name}: applies to compiled pieces, and compile is false; allowed: {default}; got "
+            f"{name}: applies to compiled pieces, and compile is false; allowed: auto; got "
             f"{shown(getattr(self, name))}"
-            for name, default in defaults.items()
-            if getattr(self, name) != default
+            for name in ("piece_compiler", "passes")
+            if getattr(self, name) != "auto"
         ]
         if problems:
             raise ConfigError(*problems)
@@ -275,11 +266,7 @@ class EncoderConfig(Settings):
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
-        """The configuration in the YAML file at `path`; an empty file gives the defaults.
-
-        Raises:
-            ConfigError: the file cannot be read, is not YAML (with line and column), or holds bad settings.
-        """
+        """The configuration in a YAML file, else ConfigError; an empty file gives the defaults."""
         try:
             return cls._from_mapping(read_settings(path))
         except ConfigError as error:
@@ -287,13 +274,9 @@ class EncoderConfig(Settings):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """The configuration in the `options` of `torch.compile(..., options=options)`.
-
-        The keys are this class's fields. One more key, `config`, holds the path of a YAML file, a mapping or
-        an `EncoderConfig`; the other keys override what it sets.
-
-        Raises:
-            ConfigError: an option is unknown, or holds a bad setting.
+        """The configuration in the `options` of `torch.compile(..., options=options)`, else ConfigError. The
+        keys are this class's fields, and `config`, the path of a YAML file, a mapping or an `EncoderConfig`
+        whose settings the others override.
         """
         allowed = ("config", *cls.model_fields)
         if unknown := [name for name in options if name not in allowed]:
@@ -311,11 +294,7 @@ class EncoderConfig(Settings):
         )
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with `changes`, validated as a whole.
-
-        Raises:
-            ConfigError: a change is unknown or not allowed.
-        """
+        """A copy with `changes`, validated as a whole; ConfigError for an unknown or wrong one."""
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     @classmethod

@@ -44,10 +44,7 @@ class FxSplitError(Exception):
 
 
 class ConfigError(FxSplitError, ValueError):
-    """One or more settings are wrong.
-
-    Each argument is one problem, a line that starts with the dotted path of the field.
-    """
+    """Settings are wrong: each argument is a line that starts with the dotted path of a field."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -75,18 +72,12 @@ class MediaError(InputError):
 
 
 class StartFileError(InputError):
-    """A saved start cannot be used here: it is damaged, or another device, version, tower or setting made it.
-
-    Each argument is one difference: its name, what was expected, what the file has.
+    """A saved start is damaged, or another device, version, tower or setting made it. Each argument is one
+    difference: its name, what was expected, what the file has.
     """
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """The single differences."""
-        return tuple(str(problem) for problem in self.args)
-
     def __str__(self) -> str:
-        return "; ".join(self.problems)
+        return "; ".join(map(str, self.args))
 
 
 class UnsupportedTowerError(FxSplitError, TypeError):
@@ -118,12 +109,8 @@ class WeightsMovedError(ReplayError):
 
 
 class ConnectorError(FxSplitError, RuntimeError):
-    """Media of one request were not encoded; other requests are not concerned.
-
-    Args:
-        message: what happened.
-        kind: one of `fxsplit_encoder.connector.FAILURE_KINDS`, by which failures are counted.
-        retryable: whether the same request may succeed if it is submitted again.
+    """Media of one request were not encoded; other requests are not concerned. `kind` is one of
+    `fxsplit_encoder.connector.FAILURE_KINDS`, by which failures are counted.
     """
 
     def __init__(self, message: str, kind: str, retryable: bool) -> None:

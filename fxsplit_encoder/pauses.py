@@ -1,8 +1,5 @@
-"""Points of long work at which requests may go first.
-
-Capturing compiles, runs, times and records for seconds. `capture(wait=False)` does the same while requests
-are served: what uses the device holds the manager's turn, and gives it up at each `pause`. In the foreground,
-without `pausing_by`, a pause does nothing.
+"""Points at which `capture(wait=False)` gives up the manager's turn, so that requests are served while it
+compiles, runs, times and records for seconds. In the foreground, without `pausing_by`, a pause does nothing.
 """
 
 from __future__ import annotations
@@ -17,30 +14,24 @@ Result = TypeVar("Result")
 
 
 class StoppedError(BaseException):
-    """The work was stopped before it was done. A `BaseException`, so that what handles the errors of kernels
-    lets it pass.
-    """
+    """The work was canceled. A `BaseException`: handlers of the errors of kernels let it pass."""
 
 
 class Scheduler(Protocol):
-    """Does work between requests."""
+    """Runs work between requests."""
 
     seconds_paused: float
-    """Time spent waiting for its turn."""
+    """Time spent waiting for the turn."""
 
     def pause(self) -> None:
-        """Lets requests go first, and returns with the turn.
-
-        Raises:
-            StoppedError: the work was canceled.
-        """
+        """Gives up the turn and takes it again; StoppedError if the work was canceled."""
 
     def turn(self) -> AbstractContextManager[object]:
         """Holds the turn, so that no request is served inside."""
 
     def capture(self, work: Callable[[], Result]) -> Result:
-        """Runs work that records a CUDA graph while no other thread waits for the device, which would fail
-        and the recording with it; returns its result.
+        """Runs work that records a CUDA graph, while no other thread waits for the device: that would fail,
+        and the recording with it.
         """
 
 
@@ -49,7 +40,7 @@ _scheduler: ContextVar[Scheduler | None] = ContextVar("fxsplit_encoder_scheduler
 
 @contextlib.contextmanager
 def pausing_by(scheduler: Scheduler) -> Iterator[None]:
-    """Inside, on this thread, work pauses as a scheduler says."""
+    """Inside, work on this thread pauses by a scheduler."""
     token = _scheduler.set(scheduler)
     try:
         yield
@@ -58,23 +49,23 @@ def pausing_by(scheduler: Scheduler) -> Iterator[None]:
 
 
 def seconds_paused() -> float:
-    """Time that the work on this thread has waited for its turn."""
+    """Time that the work on this thread has waited for the turn."""
     return 0.0 if (scheduler := _scheduler.get()) is None else scheduler.seconds_paused
 
 
 def pause() -> None:
-    """Lets requests go first, where work is done between them."""
+    """Lets requests be served, if the work runs between them."""
     if (scheduler := _scheduler.get()) is not None:
         scheduler.pause()
 
 
 def has_turn() -> AbstractContextManager[object]:
-    """Inside, no request is served, where requests are served during the rest."""
+    """Holds the turn inside, if the work runs between requests."""
     return contextlib.nullcontext() if (scheduler := _scheduler.get()) is None else scheduler.turn()
 
 
 def run_capture(work: Callable[[], Result]) -> Result:
-    """Runs work that records a CUDA graph; returns its result."""
+    """Runs work that records a CUDA graph, by the scheduler if there is one."""
     scheduler = _scheduler.get()
     if scheduler is None:
         return work()

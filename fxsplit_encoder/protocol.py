@@ -1,7 +1,5 @@
-"""What a tower tells the manager, and what they exchange.
-
-The names are those of vLLM 0.33, so a model written for its encoder CUDA graphs is a tower here too. The
-manager only reads attributes: objects of vLLM's own classes serve as well as these.
+"""The protocol between a tower and the manager, in the names of vLLM 0.33: a model written for its encoder
+CUDA graphs is a tower here too. The manager reads attributes only, so vLLM's own classes serve as well.
 """
 
 from __future__ import annotations
@@ -35,9 +33,8 @@ class EncoderItemSpec:
     path_output_tokens: dict[str, int] = field(default_factory=dict)
     """Output tokens on each path of a multi-path encoder; empty if "default" is the only path."""
     global_output_tokens: int | None = None
-    """Another spelling of `path_output_tokens["global"]`."""
     local_output_tokens: int | None = None
-    """Another spelling of `path_output_tokens["local"]`."""
+    """These two: other spellings of `path_output_tokens["global"]` and `["local"]`."""
 
     def __post_init__(self) -> None:
         if self.global_output_tokens or self.local_output_tokens:  # vLLM 0.26 says 0 of both for one path
@@ -56,8 +53,7 @@ class EncoderCudaGraphPathConfig:
     """How one independently captured path is budgeted."""
 
     min_token_budget: int | None = None
-    """Output tokens of one tile: the smallest budget worth capturing, of which inferred ones are multiples.
-    None: the lower end of the range, and any budget."""
+    """Output tokens of a tile, of which inferred budgets are multiples. None: the lower end of the range."""
     allow_zero_tokens: bool = False
     """Whether a batch may have no tokens on this path, which is then skipped."""
 
@@ -71,7 +67,6 @@ class EncoderCudaGraphConfig:
     buffer_keys: list[str]
     """Names of the tensors that a capture reads."""
     out_hidden_size: int
-    """Columns of the encoder's output."""
     padding_logics: dict[str, EncoderCudaGraphPaddingLogic] = field(default_factory=dict)
     """How a buffer is filled if not by copying into the first rows and clearing the others."""
     max_frames_per_video: int = 1
@@ -81,14 +76,12 @@ class EncoderCudaGraphConfig:
     )
     """The independently captured paths, by name."""
     capture_axes: tuple[tuple[Hashable, ...], ...] = ()
-    """The keys of every further axis along which graphs differ; each budget is captured for each
-    combination."""
+    """The keys of further axes along which graphs differ; each budget is captured for each combination."""
     enable_dual_path_graph: bool = False
     """Another spelling of two `paths`, "global" and "local"; without local tokens the second is skipped."""
     global_token_per_image: int | None = None
-    """With `enable_dual_path_graph`: the smallest budget of the path "global"."""
     local_token_per_patch: int | None = None
-    """With `enable_dual_path_graph`: the smallest budget of the path "local"."""
+    """These two, with `enable_dual_path_graph`: the smallest budgets of the paths."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +101,7 @@ class EncoderCudaGraphCaptureInputs:
     """The tensors of one capture."""
 
     values: Mapping[str, torch.Tensor | None]
-    """Becomes the graph's input buffers, which every replay reads. None: the forward gets None, and there is
-    no buffer."""
+    """The graph's input buffers by name; for None the forward gets None, without a buffer."""
 
 
 @dataclass(eq=False)
@@ -117,9 +109,9 @@ class EncoderCudaGraphReplayBuffers:
     """The values of one replay."""
 
     values: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]
-    """What goes into each captured buffer, at most as many rows; a tensor of no dimensions fills all of it.
-    None keeps what the buffer holds; one that still holds the contents of the capture may be left out.
-    Several tensors are copied one after the other, without being joined first."""
+    """Copied into each captured buffer, at most as many rows: a tensor, of which one without dimensions fills
+    the buffer, or several one after the other. None keeps the contents; one with those of the capture may be
+    left out."""
 
 
 class Replayable(Protocol):
@@ -134,11 +126,9 @@ class BudgetGraphMetadata:
     """One captured budget of one path."""
 
     token_budget: int
-    """Output tokens that it has room for."""
     max_batch_size: int
-    """Items that it has room for."""
     max_frames_per_batch: int
-    """Video frames that it has room for."""
+    """These three: the most output tokens, items and video frames of a replay."""
     graph: Replayable
     input_buffers: dict[str, torch.Tensor]
     """The tensors that the forward reads, owned by this capture."""
@@ -154,16 +144,14 @@ class BudgetGraphMetadata:
 
 @runtime_checkable
 class SupportsEncoderCudaGraph(Protocol):
-    """A vision encoder that the manager can pack, capture and replay.
-
-    `mm_kwargs` are the multimodal inputs of a batch, as the encoder's processor made them; only the tower
-    looks inside. Items keep the order in which the inputs hold them.
+    """A vision encoder that the manager can pack, capture and replay. `mm_kwargs` are the multimodal inputs
+    of a batch, as its processor made them; only the tower looks inside. Items keep the order of the inputs.
     """
 
     supports_encoder_cudagraph: ClassVar[Literal[True]] = True
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """What is fixed about this tower."""
+        """The constants of this tower."""
 
     def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
         """The modality of a batch, "image" or "video"."""
@@ -173,18 +161,14 @@ class SupportsEncoderCudaGraph(Protocol):
         """Frames of the longest video that this tower encodes."""
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
-        """Output tokens of the smallest item, and of the largest batch that is worth capturing.
-
-        `vllm_config` is the configuration of the serving engine, None where there is none.
-        """
+        """Output tokens of the smallest item, and of the largest batch worth capturing."""
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         """The size of every item of a batch, in order."""
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-        """The inputs of the items `indices` alone, in that order.
-
-        A tower with capture axes adds their keys under `ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG`.
+        """The inputs of the items `indices` alone, in that order; with capture axes also their keys, under
+        `ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG`.
         """
 
     def prepare_encoder_cudagraph_capture_inputs(
@@ -225,17 +209,14 @@ class SupportsEncoderCudaGraph(Protocol):
         clone: bool = False,
         batch_mm_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Put the embedding of every item of a batch into `dest`, from each path's packed output.
-
-        The default takes the rows of the "default" path as they are, see `scatter_output_slices`.
+        """Puts the embedding of every item of a batch into `dest`, from each path's packed output. By default
+        these are the rows of the path "default", as of `scatter_output_slices`.
         """
         scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
 
 
 def missing_methods(tower: object) -> list[str]:
-    """The methods of `SupportsEncoderCudaGraph` that an object lacks, those that a wrapper passes on not
-    among them.
-    """
+    """The methods of `SupportsEncoderCudaGraph` that an object lacks, also by `__getattr__`."""
     methods = (name for name, value in vars(SupportsEncoderCudaGraph).items() if callable(value))
     public = (name for name in methods if not name.startswith("_"))
     return [name for name in public if not callable(getattr(tower, name, None))]
@@ -248,7 +229,7 @@ def scatter_output_slices(
     dest: dict[int, torch.Tensor] | list[torch.Tensor | None],
     clone: bool = False,
 ) -> None:
-    """Cut the packed output of a batch into the embeddings of its items.
+    """Cuts the packed output of a batch into the embeddings of its items.
 
     Args:
         output: (rows, ...), the items' rows one after the other in the order of `indices`, then padding.

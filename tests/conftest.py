@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import entry
-from fxsplit_encoder.compile import blocks, trace
+from fxsplit_encoder.compile import trace
+from fxsplit_encoder.compile.blocks import block_ops
 
 Grid = tuple[int, int, int]
 INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
@@ -187,5 +188,5 @@ def inlined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(trace, "inline_blocks", counted)
     yield counts
-    assert not blocks._groups
-    assert not blocks._open.modules
+    assert not block_ops.groups
+    assert not block_ops.begun

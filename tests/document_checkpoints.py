@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fxsplit_encoder.planning import inferred_budgets
+from fxsplit_encoder.planning.limits import inferred_budgets
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 IMAGE_TOKEN, TOKENS = 61, 64

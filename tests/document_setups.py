@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.kernels.attention import varlen_attention
 from tests.conftest import random_tower
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +60,28 @@ def model_of_transformers() -> Names:
     return {"model": small_model(), "inputs": image_prompt()}
 
 
+class _Merged(nn.Module):
+    """Attention over packed patches, two of which make a row of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.merge = nn.Linear(48, 48), nn.Linear(32, 24)
+
+    def forward(self, patches: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(patches).view(-1, 3, 2, 8).unbind(1)
+        return self.merge(varlen_attention(q, k, v, cu_seqlens, patches.shape[0], 8**-0.5).view(-1, 32))
+
+
+def recorded_on_a_cpu() -> Names:
+    """A tower and a batch of three images; a recording of the library's in place of a CUDA graph."""
+    return {
+        "BreakableCUDAGraphCapture": fx.BreakableCUDAGraphCapture,
+        "tower": _Merged().eval(),
+        "patches": torch.randn(40, 48),
+        "cu_seqlens": torch.tensor([0, 8, 24, 40], dtype=torch.int32),
+    }
+
+
 class _Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -92,10 +115,10 @@ LOADING = frozenset({"quick_start"})
 SETUPS: dict[str, Callable[[], Names]] = {
     "backend": loaded_model,
     "breakable": routed_module,
+    "capture": recorded_on_a_cpu,
     "data_parallel": wrapped_tower,
     "hugging_face": model_of_transformers,
     "manager": one_rank,
-    "performance": wrapped_tower,
     "start": manager_in_a_folder,
 }
 """By the name of the page; a page without one stands by itself."""
@@ -103,6 +126,17 @@ SETUPS: dict[str, Callable[[], Names]] = {
 FEW = '"mode": "full", "token_budgets": [16, 32]'
 REPLACED: dict[str, dict[str, str]] = {
     "backend": {'"mode": "full"': FEW},
+    "capture": {
+        'device="cuda"': 'device="cpu"',
+        "dtype=torch.bfloat16": "dtype=torch.float32",
+        "stream = torch.cuda.Stream()": "stream = None",
+        "        stream.wait_stream(torch.cuda.current_stream())\n": "",
+        "        torch.cuda.current_stream().wait_stream(stream)\n": "",
+        "torch.cuda.CUDAGraph()": "BreakableCUDAGraphCapture()",
+        "torch.cuda.graph(self.graph, stream=stream)": "self.graph",
+        "embeddings = capture(patches, cu_seqlens)": "embeddings = capture(patches, cu_seqlens)\n"
+        "torch.testing.assert_close(embeddings, tower(patches, cu_seqlens))",
+    },
     "data_parallel": {
         'init_process_group("nccl")': 'init_process_group("gloo", rank=0, world_size=1)',
         "data_parallel=True": "data_parallel=True, token_budgets=[4, 16]",

@@ -32,7 +32,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 LEDGER = Path(__file__).with_name("house.toml")
 PACKAGE = "fxsplit_encoder"
-SIDE_HOUSES = ("cli", "connector", "integrations", "media", "models", "tuning")
+SIDE_HOUSES = ("cli", "connector", "encode_queue", "integrations", "media", "models", "service", "tuning")
 """Rooms that the core does not import."""
 SMALL_FILE, LONG_FUNCTION = 60, 80
 BANNED = (
@@ -74,7 +74,7 @@ def _sources(folder: Path) -> dict[str, str]:
 
 
 def _is_side(path: str) -> bool:
-    parts = Path(path).parts
+    parts = Path(path).with_suffix("").parts
     return parts[0] in SIDE_HOUSES
 
 
@@ -82,7 +82,9 @@ def _room(path: str) -> str:
     parts = Path(path).parts
     if parts[0] == "integrations" and len(parts) > 2:
         return f"integrations/{parts[1]}"
-    return parts[0] if len(parts) > 1 else "face"
+    if len(parts) > 1 or _is_side(path):
+        return Path(path).with_suffix("").parts[0]
+    return "face"
 
 
 def _lines(sources: Mapping[str, str]) -> int:
@@ -354,7 +356,7 @@ def _reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
 def _registries() -> dict[str, Figure | int]:
     from fxsplit_encoder.compile.passes import PASSES
     from fxsplit_encoder.kernels.attention import KERNELS as attention
-    from fxsplit_encoder.kernels.products.kernels import KERNELS as products
+    from fxsplit_encoder.kernels.products.measured import KERNELS as products
 
     kernels = {"attention kernels": attention, "product kernels": products, "passes": PASSES}
     return {name: Figure(len(each), tuple(map(str, each))) for name, each in kernels.items()}

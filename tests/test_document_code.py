@@ -17,6 +17,7 @@ from bench import parse
 from prometheus_client import REGISTRY
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.service.settings import ServiceSettings
 from tests.document_checkpoints import infer_few_budgets, load_stand_ins
 from tests.document_setups import LOADING, REPLACED, SETUPS, nothing, working_directory
 
@@ -100,7 +101,11 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=lambda b: b.page)
 def test_the_settings_of_a_page_are_settings(block: Block) -> None:
-    fx.EncoderConfig(**yaml.safe_load(block.code))
+    settings = yaml.safe_load(block.code)
+    if block.page == "serve":
+        ServiceSettings(model="m", **settings)
+    else:
+        fx.EncoderConfig(**settings)
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: str(value)[:40])

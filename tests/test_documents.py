@@ -19,8 +19,11 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "index.md"})
+SHORT = [page for page in PAGES if page.stem != "connector"]
+"""Pages without long paragraphs."""
 DOCUMENTS = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *PAGES]
 MOST_LINES_OF_THE_README = 120
+MOST_WORDS_OF_A_PARAGRAPH = 120
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -86,16 +89,28 @@ def test_the_claim_of_the_readme_is_what_its_table_shows() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_a_page_says_first_whom_it_is_for(page: Path) -> None:
+def test_a_page_says_first_what_it_is_for(page: Path) -> None:
     title, blank, first, *_ = text_of(page).splitlines()
     assert title.startswith("# ")
     assert blank == ""
-    assert first.startswith("For ")
+    assert first.startswith(("For ", "To "))
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    linked = set(re.findall(r"\]\(docs/(\w+\.md)", text_of(README)))
-    assert linked == {page.name for page in PAGES}
+@pytest.mark.parametrize("page", SHORT, ids=names(SHORT))
+def test_paragraphs_are_short(page: Path) -> None:
+    paragraphs = re.split(
+        r"\n\n|\n(?=[-*|]|\d+\. )",
+        re.sub(r"<!-- table: .*?<!-- end -->", "", prose_of(page), flags=re.DOTALL),
+    )
+    assert [text for text in paragraphs if len(text.split()) > MOST_WORDS_OF_A_PARAGRAPH] == []
+
+
+def test_the_index_leads_to_every_page() -> None:
+    tree = re.findall(
+        r"^```{toctree}\n(.*?)```$", text_of(ROOT / "docs" / "index.md"), re.DOTALL | re.MULTILINE
+    )
+    listed = [name for part in tree for name in part.splitlines() if name and not name.startswith(":")]
+    assert sorted(listed) == sorted([*names(PAGES), "reference/index"])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))

@@ -328,7 +328,7 @@ def test_inspect_refuses_such_a_budget_and_traces_small_ones(
     made: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
-    monkeypatch.setattr("fxsplit_encoder.capture.buffers._memory_of", lambda device: 16 * 2**30)
+    monkeypatch.setattr("fxsplit_encoder.manager.generation.memory_of", lambda device: 16 * 2**30)
     blocks, family = Blocks(None).eval(), Family()
     too_large = fx.EncoderConfig(token_budgets=(2**31 - 1,))
     assert_refused(lambda: run_inspect(blocks, family, too_large, Document()), "^token_budgets: 2147483647")  # type: ignore[arg-type]

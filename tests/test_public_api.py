@@ -42,7 +42,7 @@ def test_what_captures_is_imported_without_what_compiles() -> None:
         "import fxsplit_encoder as fx\n"
         "fx.EncoderCudaGraphManager, fx.BreakableCUDAGraphWrapper, fx.GraphPool, fx.EncoderConfig()\n"
         f"print(sorted(set({heavy}) & (set(sys.modules) - before)))\n"
-        "from fxsplit_encoder.compile import trace_forward\n"
+        "from fxsplit_encoder.compile.trace import trace_forward\n"
         "print('torch._dynamo' in sys.modules)\n"
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -23,9 +23,11 @@ import torch
 from storage import Result, new_result, one_line, store
 from timing import host_us
 
-from fxsplit_encoder.kernels import measuring, microseconds, works
 from fxsplit_encoder.kernels.attention import KERNELS, AttentionKernel, KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import Measurements, shape_of
+from fxsplit_encoder.kernels.choice import measuring
+from fxsplit_encoder.kernels.kernel import works
+from fxsplit_encoder.kernels.meter import microseconds
 
 HEADS = 16
 EMPTY_SEGMENTS = 8

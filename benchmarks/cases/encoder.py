@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     preset = parser.add_mutually_exclusive_group()
     preset.add_argument("--readme", action="store_true", help="what the README's table needs")
-    preset.add_argument("--modes", action="store_true", help="what the table in docs/modes.md needs")
+    preset.add_argument("--modes", action="store_true", help="what the table in docs/capture.md needs")
     preset.add_argument("--quick", action="store_true", help="a tiny tower and small images")
     add("--towers", nargs="+", choices=tower_names(), metavar="TOWER", help=", ".join(tower_names()))
     add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import tempfile
 import time
@@ -24,17 +23,14 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from models import photographs
-from safetensors.torch import save_file
+from models import make_checkpoint, photographs
 from storage import Result, new_result, store
 from timing import synchronize
 
-from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettings, ImagePreparer
-from fxsplit_encoder.integrations.images.encoder import upload
-from fxsplit_encoder.integrations.ray import EncodeImages, prepare_images
-from fxsplit_encoder.integrations.ray.encode_images import PREPARING, pool
-from fxsplit_encoder.models.random import draw_weights
-from fxsplit_encoder.models.registry import FAMILIES, architecture
+from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, upload
+from fxsplit_encoder.service.ray import EncodeImages, prepare_images
+from fxsplit_encoder.service.ray.encode_images import PREPARING, pool
+from fxsplit_encoder.service.settings import ImageEncoderSettings
 
 Row = dict[str, Any]
 
@@ -45,15 +41,18 @@ STORE_BYTES = 4 << 30
 _PREPARED = 32
 """Images of a task, as in `encode_images`."""
 
-_TINY = {
-    "num_hidden_layers": 1,
-    "hidden_size": 32,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "image_size": 224,
-    "patch_size": 14,
+_TINY_MODEL = {
+    "model_type": "siglip",
+    "vision_config": {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "image_size": 224,
+        "patch_size": 14,
+    },
 }
-"""SigLIP's settings of `--tiny`."""
+"""Of `--tiny`."""
 
 
 class Measured(EncodeImages):
@@ -61,7 +60,7 @@ class Measured(EncodeImages):
 
     def __init__(self, batch: int, seconds: float, **settings: Any) -> None:
         super().__init__(**settings)
-        self._alone = self._thread.submit(alone_rate, self.encoder, batch, seconds).result()
+        self._alone = alone_rate(self.encoder.first, batch, seconds)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         encoded = super().__call__(table)
@@ -115,7 +114,8 @@ def run(arguments: argparse.Namespace) -> Result:
     ray.data.DataContext.get_current().enable_progress_bars = False
     try:
         with tempfile.TemporaryDirectory() as temporary:
-            model = make_checkpoint(Path(temporary) / "model", arguments.model, tiny)
+            settings_of = _TINY_MODEL if tiny else None
+            model = make_checkpoint(Path(temporary) / "model", arguments.model, settings_of)
             settings: dict[str, Any] = {"model": str(model), "pooling": "mean"}
             settings |= {"config": {"enabled": False}} if tiny else {}
             result["rows"].append(prepare_row(settings, int(ray.cluster_resources()["CPU"])))
@@ -128,21 +128,6 @@ def run(arguments: argparse.Namespace) -> Result:
     first["CPUs needed"] = max(row["execute alone"] for row in runs) / first["images/s"]
     store(arguments.output, result)
     return result
-
-
-def make_checkpoint(directory: Path, model: str, tiny: bool) -> Path:
-    """The vision tower of a model with random weights, without the rest of it."""
-    family, settings = FAMILIES["siglip"], {"model_type": "siglip", "vision_config": _TINY}
-    if not tiny:
-        family, settings = architecture(model).family, architecture(model).settings(None)
-    tower = family.empty_tower(settings, torch.device("cpu"))
-    draw_weights(tower, 0)
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    prefix, dtype = next(iter(family.prefixes)), torch.float32 if tiny else torch.bfloat16
-    weights = {f"{prefix}{name}": each.to(dtype, copy=True) for name, each in tower.named_parameters()}
-    save_file(weights, directory / "model.safetensors")
-    return directory
 
 
 def prepare_row(settings: dict[str, Any], cpus: int) -> Row:

@@ -29,10 +29,16 @@ from timing import synchronize, wall_ms
 from torch import Tensor
 from worker import relative_error
 
-from fxsplit_encoder.kernels import KernelMeasurements, measuring, works
-from fxsplit_encoder.kernels.products import ProductChooser, ProductShape
-from fxsplit_encoder.kernels.products.kernels import KERNELS, ProductKernel, activate
-from fxsplit_encoder.kernels.products.measured import ProductMeter
+from fxsplit_encoder.kernels.choice import KernelMeasurements, measuring
+from fxsplit_encoder.kernels.kernel import works
+from fxsplit_encoder.kernels.products.measured import (
+    KERNELS,
+    ProductChooser,
+    ProductKernel,
+    ProductMeter,
+    ProductShape,
+    activate,
+)
 
 WEIGHTS = 27
 ROUNDS = 15

@@ -13,16 +13,8 @@ from torch import Tensor
 
 
 def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:
-    """Makes the device's allocator forget a capture whose `capture_end` raised.
-
-    That resets the stream, but the allocator goes on recording to the pool, and up to torch 2.13 the graph
-    keeps its hold on the pool (https://github.com/pytorch/pytorch/pull/190348).
-
-    Args:
-        graph: what was captured; it is reset.
-        memory: the pool that it was captured to.
-        uses: `memory.use_count()` before the capture began.
-    """
+    """Resets a graph whose `capture_end` raised, and its pool, whose `use_count` was `uses` before."""
+    # Up to torch 2.13 the graph keeps its hold on the pool (https://github.com/pytorch/pytorch/pull/190348).
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # it does not record where only the graph could not be made
         torch._C._cuda_endAllocateToPool(device, memory.id)
@@ -46,9 +38,7 @@ _this_thread = threading.local()
 
 
 def free_later(resources: Iterable[Any]) -> None:
-    """Keeps graphs and pools until this thread has left `defer_frees`; does nothing outside of it. Freeing
-    one on a thread that captures is an error, which ends the capture.
-    """
+    """Keeps graphs and pools until this thread leaves `defer_frees`, if inside: a free ends a capture."""
     deferred = getattr(_this_thread, "deferred", None)
     if deferred is not None:
         deferred.extend(resources)
@@ -69,3 +59,12 @@ def defer_frees() -> Iterator[None]:
         _this_thread.deferred = None
         if was_enabled:
             gc.enable()
+
+
+def freeze_objects() -> None:
+    """Have the garbage collector skip all objects of this moment, for the command that owns the process.
+
+    A full collection among the objects of torch and transformers stops every thread for a third of a second.
+    """
+    gc.collect()
+    gc.freeze()

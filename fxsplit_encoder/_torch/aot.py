@@ -20,12 +20,7 @@ def to_aten(
     compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
     """Calls `compile_graph` with the ATen graph of a module, without gradients; returns its result wrapped in
-    what AOT took out: aliases, and writes to inputs. `torch.export` has no such wrapper, and takes no fake
-    tensors.
-
-    Args:
-        module: a forward from tensors and numbers to a tuple; its weights, if any, become inputs.
-        example_inputs: traced ones where a trace is under way.
+    the aliases and writes to inputs that AOT took out, which `torch.export` does not.
     """
     from torch._dynamo.backends.common import aot_autograd
 
@@ -52,5 +47,5 @@ def tracing_context(fake_mode: Any) -> contextlib.AbstractContextManager[object]
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any:
-    """Returns the fake mode of the first traced tensor, whatever the surrounding trace has; or None."""
+    """Returns the fake mode of the first traced tensor, or None."""
     return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)

@@ -14,13 +14,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._device import DeviceContext
 
 ALREADY = contextlib.nullcontext()
-"""What `on_device` gives where there is nothing to do."""
+"""The result of `on_device` for the current device."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU current if it is not. Kernels of Triton, events and the current stream do not find their
-    device by tensors, as torch's own operators do.
-    """
+    """Makes a GPU current if it is not, for kernels of Triton, events and the current stream."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return ALREADY
     return torch.cuda.device(device)
@@ -57,7 +55,7 @@ def _replace_modes(modes: list[TorchFunctionMode], others: list[TorchFunctionMod
 # Cycles of a microsecond; GPUs that run slower wait longer.
 _CYCLES = 2000
 
-# Longer is not waited for: the host is taken to be at something else.
+# Beyond this the host is taken to be busy with something else.
 _LONGEST_S = 0.02
 
 
@@ -67,12 +65,8 @@ def wait_on_device(seconds: float) -> None:
 
 
 class Branch:
-    """A sibling of the stream that is current where this is made, for a `purpose`; without CUDA there is
-    none.
-
-    The caller of `fork` keeps what the sibling reads and writes allocated until `join`: an allocator gives
-    freed memory to the next request on the same stream, though a sibling may still read it. What the sibling
-    itself allocates may be read after `join`, and goes back to the sibling, which waits at its next `fork`.
+    """A sibling of the current stream for a `purpose`; without CUDA there is none. The caller of `fork` keeps
+    what the sibling reads and writes allocated until `join`: the allocator would reuse it on the main stream.
     """
 
     def __init__(self, device: torch.device, purpose: str) -> None:
@@ -82,12 +76,12 @@ class Branch:
             self._sibling = _sibling(device, self._main.cuda_stream, self._main.priority, purpose)
 
     def fork(self) -> None:
-        """Makes the sibling wait for what its stream holds already."""
+        """Makes the sibling wait for its stream."""
         if self._main is not None:
             self._sibling.wait_stream(self._main)
 
     def join(self) -> None:
-        """Makes the stream wait for what its sibling holds already."""
+        """Makes the stream wait for its sibling."""
         if self._main is not None:
             self._main.wait_stream(self._sibling)
 

@@ -15,9 +15,7 @@ _COLLECTIVE = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's tensor of a `DTensor` (its shard) or of a collective's result (its value), which
-    have no address. The public `DTensor.to_local` makes a new tensor at each call: too slow for every replay.
-    """
+    """Returns this rank's shard of a `DTensor`, without a new tensor, or a collective's value."""
     inner = getattr(tensor, "_local_tensor", None)
     if inner is None:
         inner = getattr(tensor, "elem", None)

@@ -7,49 +7,24 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
 
 current_compile_id = CompileContext.current_compile_id
-"""What Dynamo compiles now, or None: tells a trace from one that failed before its backend."""
+"""The id of Dynamo's current compilation, or None."""
 
 # Attributes under which Dynamo's wrappers of a backend have what they wrap.
 _WRAPPED = ("compiler_fn", "__wrapped__", "_torchdynamo_orig_backend")
 
 
-# torch.compile's documentation tells users of these, but no public module has them. A size that may be 1 must
-# be unbacked, or a trace is specialized to it.
-
-
-def mark_dynamic(tensor: Tensor, dims: int | list[int]) -> None:
-    """Makes sizes vary: a trace that makes one a constant is an error."""
-    from torch._dynamo import mark_dynamic
-
-    mark_dynamic(tensor, dims)
-
-
 def maybe_mark_dynamic(tensor: Tensor, dims: int | list[int]) -> None:
-    """Lets sizes vary."""
+    """Lets sizes vary. torch.compile's documentation names this function, which no public module has."""
     from torch._dynamo import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, dims)
-
-
-def mark_static(tensor: Tensor, dims: int | list[int]) -> None:
-    """Keeps sizes constant."""
-    from torch._dynamo import mark_static
-
-    mark_static(tensor, dims)
-
-
-def mark_unbacked(tensor: Tensor, dim: int) -> None:
-    """Makes a size vary that a trace may not look at."""
-    from torch._dynamo.decorators import mark_unbacked
-
-    mark_unbacked(tensor, dim)
 
 
 def is_traced() -> bool:
@@ -60,17 +35,16 @@ def is_traced() -> bool:
 
 
 class Marks:
-    """Marks of sizes for one tensor after another, written by functions above."""
+    """Marks the first size of tensors as one that varies, and the others as constant. The first may become
+    constant ("maybe") or is an error then ("dynamic"); a trace may not look at one that is "unbacked".
+    """
 
-    def __init__(self, write: Callable[[Tensor], None]) -> None:
-        self._write = write
+    def __init__(self, first: Literal["dynamic", "maybe", "unbacked"]) -> None:
+        self._first = first
         self._written: dict[int, dict[str, Any]] = {}
 
     def on_alias(self, tensor: Tensor) -> Tensor:
-        """Returns an alias with the marks; the caller's tensor stays as it is.
-
-        torch's functions take tens of microseconds, so the marks of the first tensor of each rank are copied.
-        """
+        """Returns an alias with the marks, which are copied from the first tensor of each rank."""
         alias = tensor.view_as(tensor)
         if type(alias) is not Tensor:  # theirs are on what a subclass is made of, too
             self._write(alias)
@@ -83,13 +57,18 @@ class Marks:
             vars(alias).update(written)
         return alias
 
+    def _write(self, tensor: Tensor) -> None:
+        from torch._dynamo import mark_dynamic, mark_static, maybe_mark_dynamic
+        from torch._dynamo.decorators import mark_unbacked
+
+        marks = {"dynamic": mark_dynamic, "maybe": maybe_mark_dynamic, "unbacked": mark_unbacked}
+        marks[self._first](tensor, 0)
+        mark_static(tensor, list(range(1, tensor.dim())))
+
 
 def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function that Dynamo does not trace, though it traces what the function calls.
-
-    `torch.compiler.disable` alone is asked at every call again, two thirds of the Python time of a compiled
-    tower's call, so the frame is also marked as one to skip.
-    """
+    """Wraps a function that Dynamo does not trace, though it traces what the function calls."""
+    # `torch.compiler.disable` alone takes two thirds of a call's Python time: it is asked again every time.
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
@@ -98,9 +77,7 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backends_in_use() -> Iterator[Any]:
-    """Returns the backend of the current trace, and those inside of its wrappers, outermost first. Called
-    from a frame that Dynamo does not trace.
-    """
+    """Returns the backend of the current trace and those inside of its wrappers, outermost first."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return _unwrapped(InstructionTranslator.current_tx().output.compiler_fn)
@@ -114,9 +91,7 @@ def _unwrapped(backend: Any) -> Iterator[Any]:
 
 
 def owners_of_trace() -> list[weakref.ref[Any]]:
-    """Returns the owners of the graph that Dynamo is handing over: the call of `torch.compile`, and the
-    module whose forward is traced; `owners_of` returns the same.
-    """
+    """Returns the owners of the graph from Dynamo, as `owners_of`: torch.compile's call, and the module."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -138,15 +113,13 @@ def owners_of(compiled: Callable[..., Any]) -> list[Any]:
 
 
 def drop_guards_on(paths: Collection[str], attribute: str, constants: str) -> None:
-    """Removes guards of the current trace that the caller checks itself: those on submodules of one module
-    and what they hold, and on an attribute of that module. `guard_filter_fn` is for the caller of
-    torch.compile only.
+    """Removes guards of the current trace that the caller checks itself.
 
     Args:
-        paths: the dotted names of all submodules of which the trace has read `attribute`; where it has read
-            that of others, or does not tell, all guards stay.
-        constants: an attribute that holds an object whose own attributes are compared by identity. Its guards
-            stay where the trace has read what lies deeper.
+        paths: the dotted names of all submodules of which the trace has read `attribute`, whose guards go; if
+            it has read that of others, or does not tell, all stay.
+        constants: an attribute with an object whose own attributes are compared by identity; its guards stay
+            if the trace has read deeper.
     """
     context = TracingContext.try_get()
     guards = None if context is None else context.guards_context.dynamo_guards
@@ -174,18 +147,16 @@ def _source_name(guard: Any) -> str:
 
 
 def _is_own(owner: Any) -> bool:
-    """Whether it belongs to one call of `torch.compile`: a backend's function serves all of them."""
+    # A backend's function belongs to every call of `torch.compile`.
     return owner is not None and not inspect.isroutine(owner) and hasattr(owner, "__weakref__")
 
 
 def allow_no_frame() -> None:
-    """Lets the current call end without a compiled frame, which `fullgraph=True` makes an error: for one that
-    runs eagerly. Older versions of torch do not ask.
-    """
+    """Lets the current call end without a compiled frame, which is an error with `fullgraph=True`."""
     from torch._C._dynamo import eval_frame
 
     set_count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
-    if set_count is None:
+    if set_count is None:  # an older torch
         return
     if set_count(0) < 0:
         set_count(-1)  # no such call is under way

@@ -1,14 +1,9 @@
-"""Inductor: compiles a graph of ATen operations for symbolic sizes. Importing this loads Inductor.
-
-The public `torch.compile` and `torch._inductor.standalone_compile` trace again and wrap every graph; a piece
-is traced already, and called once per layer.
-"""
+"""Inductor: compiles a graph of ATen operations for symbolic sizes. Importing this loads Inductor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import fx
@@ -29,18 +24,15 @@ __all__ = ["select_decomp_table"]
 LONGEST_ROW = 4096
 """Entries of a row that stay in registers; blocks of vision towers are 768 to 3200 wide."""
 
-# What torch calls the question in which blocks a row is to be reduced: 2.14 of sums alone, and later ones.
+# Methods that give the blocks in which a row is to be reduced: of 2.14 for sums alone, and of later ones.
 _BLOCKS = ("strict_sum_rblock", "strict_reduction_rblock")
-
 
 # Settings that forbid choices by time, and by sizes, where they show in the numbers. 2.13 has the first.
 _INVARIANT = ("batch_invariant", "deterministic")
 
 
 def start_workers() -> None:
-    """Starts Inductor's processes for Triton kernels, and asks whether they are ready: Inductor itself asks
-    at its first kernel, and compiles in this process until the answer comes.
-    """
+    """Starts Inductor's processes for Triton kernels, and asks at once whether they are ready."""
     maybe_warm_pool()
     started = getattr(AsyncCompile.process_pool, "cache_info", None)
     if started is not None and started().currsize:
@@ -57,8 +49,7 @@ def compile_graph(
         inputs: traced values, as many as the graph has inputs.
         invariant: whether no kernel is chosen by time or a guessed size, where that changes its sums.
 
-    Returns:
-        A function of the list of arguments, which it empties.
+    Returns a function of the list of arguments, which it empties.
     """
     fake_mode = fake_mode_of(inputs)
     # On CUDA Inductor keeps convolutions of symbolic sizes as they are. On a CPU it makes them channels-last,
@@ -78,16 +69,11 @@ def compile_graph(
 
 
 class PersistentRows(InductorChoices):
-    """Inductor's heuristics, but reductions keep rows of up to `longest` entries in registers: its own limit
-    is 1024, and every layer norm reads a longer row twice.
-    """
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
+    """Inductor's heuristics, but rows of up to `LONGEST_ROW` entries, not 1024, stay in registers."""
 
     def uuid(self) -> str:
         """Returns the key of these choices in Inductor's caches."""
-        return f"{type(self).__name__}-{self.longest}"
+        return f"{type(self).__name__}-{LONGEST_ROW}"
 
     def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:  # type: ignore[override]
         """Whether a reduction keeps its rows in registers, see `InductorChoices`."""
@@ -96,27 +82,23 @@ class PersistentRows(InductorChoices):
         if cooperative_reduction or not config.triton.persistent_reductions or _is_ordered(features):
             return False
         return features.get_reduction_hint() == ReductionHint.INNER and V.graph.sizevars.statically_known_leq(
-            features.reduction_numel, self.longest
+            features.reduction_numel, LONGEST_ROW
         )
 
 
 def _is_ordered(features: Any) -> bool:
-    """Whether rows have to be reduced in blocks of a given size, which torch can ask for since 2.14."""
     asked = (getattr(features, name, None) for name in _BLOCKS)
     return any(block is not None and block() is not None for block in asked)
 
 
 @contextmanager
-def persistent_rows(longest: int = LONGEST_ROW) -> Iterator[None]:
-    """Keeps rows of up to `longest` entries in registers in what is compiled inside. Choices of the user
-    stay, and so does a torch without such a choice.
-    """
+def persistent_rows() -> Iterator[None]:
+    """Compiles with `PersistentRows`, unless the user or torch has other choices."""
     asked = hasattr(InductorChoices, "should_use_persistent_reduction")
     chosen = config.inductor_choices_class is not None or type(V.choices) is not InductorChoices
     if chosen or not asked:
         yield
         return
-    choices = partial(PersistentRows, longest)
     # The setting is part of the key of Inductor's cache of graphs; the handler is what is asked.
-    with config.patch(inductor_choices_class=choices), V.set_choices_handler(choices()):
+    with config.patch(inductor_choices_class=PersistentRows), V.set_choices_handler(PersistentRows()):
         yield

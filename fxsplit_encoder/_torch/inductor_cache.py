@@ -108,9 +108,7 @@ def _found(key: str, guards: str) -> Any:
 
 
 def _name_sources(bundle: Any) -> None:
-    """Names the kernels' sources by this process's cache: next to one Inductor looks for the kernel's best
-    configuration, else it times all again.
-    """
+    """Names the kernels' sources by this process's cache, where Inductor looks for their configurations."""
     for each in bundle.static_autotuners:
         source = Path(each.kernel.filename or "")
         if source.suffix:
@@ -118,11 +116,10 @@ def _name_sources(bundle: Any) -> None:
 
 
 def _has_its_libraries(compiled: Any) -> bool:
-    """Whether its kernels were linked with the libraries of this process; torch asks since 2.13."""
     expected = getattr(compiled, "extern_libs_key", None)
-    if expected is None:
+    if expected is None:  # torch before 2.13
         return True
     try:
         return bool(_triton._extern_libs_key(_triton.triton_backend()) == expected)
-    except Exception:  # of a backend that has none, which is not what the kernels were compiled for
+    except (ImportError, OSError, RuntimeError, AttributeError):  # no such backend
         return False

@@ -1,7 +1,9 @@
-"""Modes and hooks around a call: detect those of others; switch gradients and inference mode."""
+"""Modes, hooks and settings around a call: gradients, inference mode, and splits of cuBLAS's products."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ _BEFORE, _AFTER = _modules._global_forward_pre_hooks, _modules._global_forward_h
 
 
 def foreign_around() -> str | None:
-    """Returns what would not see the operations of a replay, or None. Takes a quarter of a microsecond."""
+    """Returns a mode, hooks or a transform that would not see a replay's operations, or None."""
     if _BEFORE or _AFTER:
         return "hooks for all modules"
     if transform_level() is not None:
@@ -65,3 +67,24 @@ class in_inference_mode:
 
     def __exit__(self, *raised: object) -> None:
         self._inside.__exit__(None, None, None)
+
+
+_REDUCTIONS = {
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+}
+
+
+@contextlib.contextmanager
+def split_k_forbidden(dtype: torch.dtype) -> Iterator[None]:
+    """Forbids cuBLASLt, if torch can, to split products of 16 bits; cuBLAS's own raise RuntimeError then."""
+    matmul, name = torch.backends.cuda.matmul, _REDUCTIONS.get(dtype)
+    if name is None or not hasattr(matmul, f"{name}_split_k"):
+        yield
+        return
+    before = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+    setattr(matmul, name, (False, False))
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)

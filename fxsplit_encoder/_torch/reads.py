@@ -31,7 +31,6 @@ _ADDS = frozenset(("append", "extend", "insert", "add", "update", "setdefault", 
 _OF_ITS_OWN = ("_ATTR", "_METHOD", "GET_ITER", "COPY")
 """Instructions that take `self` for one of its attributes: the last for one that is added to."""
 
-
 _LOADS = ("LOAD_FAST", "LOAD_DEREF")
 
 
@@ -44,7 +43,7 @@ class _Step(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What code reads."""
+    """Names that code reads and writes."""
 
     names: frozenset[str]
     """Of attributes, globals and methods, and every string, by which code may read one too."""
@@ -55,9 +54,7 @@ class Reads(NamedTuple):
 
 
 def reads_of(kind: type) -> Reads:
-    """Returns what the forward of a class's modules reads, with all that it calls by name, and what this code
-    and the other methods of a manager write.
-    """
+    """Returns what a class's forward and all that it calls by name read, and what they and requests write."""
     found, passes_self = _reach(_defined(kind, _ENTRIES), kind)
     writing = [*found, *_reach(_defined(kind, CALLED_AT_REQUESTS), kind)[0]]
     forwards = list(_defined(kind, ("forward",)))
@@ -72,7 +69,7 @@ def reads_of(kind: type) -> Reads:
 
 
 def _reach(entries: Iterable[Any], kind: type) -> tuple[list[Reads], bool]:
-    """What functions and all that they call by name read; whether one of them gives `self` away."""
+    """The reads of functions and all that they call by name; whether one gives `self` away."""
     pending, known, found, passes_self = list(entries), set[int](), list[Reads](), False
     while pending:
         function = pending.pop()
@@ -131,11 +128,9 @@ def _reads_of_code(code: types.CodeType) -> Reads:
 
 
 def _written(steps: Iterable[_Step]) -> set[str]:
-    """Attributes that code assigns, and containers that it adds to, also through a variable. `self.runs[key]`
-    and its `self.runs` start at the same place in the source.
-    """
+    """Attributes that code assigns, and containers that it adds to, also through a variable."""
     written, variables = set[str | None](), dict[str, str | None]()
-    # The attribute that was read last, by where its expression starts.
+    # The attribute read last, by the start of its expression: `self.runs[key]` starts where `self.runs` does.
     held: dict[tuple[int | None, int | None], str | None] = {}
     before = _Step("", None, (None, None))
     for step in steps:

@@ -1,6 +1,4 @@
-"""Symbolic sizes: their sympy expressions, and what a trace knows of them. No public API evaluates a graph's
-sizes without the trace that made it.
-"""
+"""Symbolic sizes: their sympy expressions, and what a trace knows of them."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ def expression_of(value: Any) -> sympy.Basic:
 
 
 def under_own_name(value: Any) -> Any:
-    """Returns a traced number by the name that all sizes use. Inductor takes the name before the trace found
-    two to be equal, and misses the other.
-    """
+    """Returns a traced number by the name of all equal sizes, where Inductor would take an earlier one."""
     if not isinstance(value, torch.SymInt) or value.node._expr == value.node.expr:
         return value
     node = value.node

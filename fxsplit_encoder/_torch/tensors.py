@@ -21,9 +21,7 @@ version_of = attrgetter("_version")
 
 
 def wrapped(tensor: object) -> Sequence[str] | None:
-    """Returns the attributes with the inner tensors of a wrapper subclass (`DTensor`, torchao's); None for
-    others.
-    """
+    """Returns the attributes with the inner tensors of a wrapper subclass (`DTensor`, torchao's), or None."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return None
@@ -50,19 +48,17 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
 
 
 def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Returns a module's dictionaries of hooks before and after its forward, which are fast to compare."""
+    """Returns a module's dictionaries of hooks before and after its forward."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the dictionary of a module's submodules, for the same reason."""
+    """Returns the dictionary of a module's submodules."""
     return module._modules
 
 
 def tensors_of(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:
-    """Returns the dictionaries of a module's own parameters and buffers, None included. Public methods yield
-    copies, which are slow and do not follow a replaced tensor.
-    """
+    """Returns the dictionaries of a module's own parameters and buffers, which follow replaced tensors."""
     return module._parameters, module._buffers
 
 
@@ -74,24 +70,18 @@ _NAMED = (
 
 
 def share_names(module: nn.Module, owner: nn.Module) -> None:
-    """Gives a module the parameters, buffers and submodules of another under the same names, also once
-    replaced.
-    """
+    """Gives a module the dictionaries of parameters, buffers and submodules of another."""
     for name in _NAMED:
         module.__dict__[name] = owner.__dict__[name]
 
 
 def linked_copy(module: nn.Module) -> nn.Module:
-    """Copies a tree of modules that holds its parameters and buffers in the tree's own dictionaries, so that
-    what is replaced or moved there is here. Other attributes are the copy's own, without own `forward`s.
-    """
+    """Copies a tree of modules, without own `forward`s, that shares its dictionaries of tensors."""
     return _linked(module, {})
 
 
 def traced_copy(module: nn.Module) -> nn.Module:
-    """Returns a linked copy with the same parameters in dictionaries of its own: a trace puts fake tensors
-    there, which other threads that run the tree must not see.
-    """
+    """Returns a linked copy with dictionaries of its own, where a trace may put fake tensors unseen."""
     twin = linked_copy(module)
     for submodule in twin.modules():
         own = vars(submodule)
@@ -131,7 +121,7 @@ def copy_each(copies: list[Tensor], tensors: list[Tensor]) -> None:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Returns what tensors over one storage share, fake ones too, which have no address."""
+    """Returns an id of a tensor's storage; fake ones have no address."""
     found: int = tensor.untyped_storage()._cdata
     return found
 

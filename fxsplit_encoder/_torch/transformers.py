@@ -62,8 +62,8 @@ def collects_outputs(hook: Any) -> bool:
 
 def collected_by(hook: Any) -> tuple[str, int]:
     """Returns the arguments with which `output_hook` makes a hook again in another process."""
-    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-    return held["key"].cell_contents, held["index"].cell_contents
+    held = _closure_of(hook)
+    return held["key"], held["index"]
 
 
 def output_hook(key: str, index: int) -> Any:
@@ -77,18 +77,17 @@ def output_hook(key: str, index: int) -> Any:
 
 
 def collects_attention(hook: Any) -> bool:
-    """Whether a hook of transformers collects attention weights, which no tower of ours asks for: kernels do
-    not return them. Only a variable of its closure tells.
-    """
-    if not collects_outputs(hook):
-        return False
-    keys = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-    return "key" in keys and keys["key"].cell_contents == "attentions"
+    """Whether a hook of transformers collects attention weights, which no kernel returns."""
+    return collects_outputs(hook) and _closure_of(hook).get("key") == "attentions"
+
+
+def _closure_of(hook: Any) -> dict[str, Any]:
+    cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 INNER_FORWARD = "_old_forward"
 """Where a module keeps the forward that accelerate's hook surrounds."""
-
 
 BOOKKEEPING = (
     *("_is_hf_initialized", "_output_capturing_hooks_installed", "_hf_hook", INNER_FORWARD),
@@ -110,9 +109,7 @@ def no_init_weights() -> contextlib.AbstractContextManager[object]:
 
 
 def llama4_angles(rotary_embedding: Any) -> Tensor:
-    """Returns the complex rotations of a Llama 4 tower, in float32: its public buffer loses the imaginary
-    part.
-    """
+    """Returns the complex rotations of a Llama 4 tower in float32: its buffer loses the imaginary part."""
     with torch.device("cpu"):  # not the default device
         angles: Tensor = rotary_embedding._compute_freqs_ci(rotary_embedding.config)
     return angles

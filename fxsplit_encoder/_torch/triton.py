@@ -1,6 +1,4 @@
-"""Triton's driver, which launches a compiled kernel faster than `kernel[grid](...)` looks it up, and its
-cache of kernels. Imported only where Triton is installed.
-"""
+"""Triton's driver and its cache of kernels. Imported only where Triton is installed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,22 +21,21 @@ from fxsplit_encoder.backend.forward import (
     CallParameters,
     ProgramBudgets,
     ProgramForward,
-    region_of,
     sizes_of,
 )
 from fxsplit_encoder.caching import Recent
-from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.compile import Bindings, Program
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.blocks import LiveWeights
-from fxsplit_encoder.compile.program import Argument, Ref, TensorInfo
+from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref, TensorInfo
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.kernels.attention import KnownSegments
-from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
-from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.planning.costs import CostModel
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan
+from fxsplit_encoder.planning.planner import Captured, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime import CapturedProgram, CaptureSet, Choosers
-from fxsplit_encoder.runtime.requests import warn_of_new_captures
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 logger = logging.getLogger(__name__)
@@ -49,13 +48,12 @@ _KEPT_PLANS = 1024
 
 _PATH = "default"
 
-_dispatchers: weakref.WeakSet[BudgetDispatcher] = weakref.WeakSet()
 _warming = threading.local()
 
 
 def dispatchers() -> list[BudgetDispatcher]:
     """Returns the live dispatchers of this process."""
-    return list(_dispatchers)
+    return list(BudgetDispatcher.alive)
 
 
 @contextlib.contextmanager
@@ -79,6 +77,9 @@ class BudgetDispatcher:
         weights: the program's last inputs, which a call is not given.
     """
 
+    alive: ClassVar[weakref.WeakSet[BudgetDispatcher]] = weakref.WeakSet()
+    """Those of this process."""
+
     def __init__(self, program: Program, config: EncoderConfig, weights: LiveWeights) -> None:
         self.program = program
         self.config = config
@@ -92,7 +93,8 @@ class BudgetDispatcher:
         """By the sizes other than the token count: they are part of a capture's shape."""
         self._captures = CaptureSet(config, self.pool)
         self._captures.programs = self.programs
-        self._region = region_of(program)
+        slots = {entry.slot: f"input {entry.slot}" for entry in program.region_inputs}
+        self._region = NamedRegion(program, slots)  # whose inputs have no names but those of their slots
         self._parameters = CallParameters(program, weights, config.weight_check_seconds)
         self._derived_stamp: object = None
         self._has_warned = False
@@ -100,7 +102,7 @@ class BudgetDispatcher:
         self._known_budgets: ProgramBudgets | None = None
         self._plans: Recent[tuple[Any, ...], PathPlan] = Recent(_KEPT_PLANS)
         self._lock = threading.RLock()
-        _dispatchers.add(self)
+        self.alive.add(self)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the graph on its inputs; the outputs are the caller's own (capture rule 7)."""
@@ -109,7 +111,7 @@ class BudgetDispatcher:
             weights = self._parameters.current(args)
             if self._parameters.have_moved:
                 if self.programs:
-                    warn_of_new_captures("parameters were replaced since the capture")
+                    logger.warning("capturing again: parameters were replaced since the capture")
                 self.clear()
             stamp = self._derived_stamp if self._parameters.are_the_same else None
             bindings = self.program.begin([*args, *weights], stamp)
@@ -155,9 +157,7 @@ class BudgetDispatcher:
         return Counter(self.statistics.snapshot().misses)
 
     def stats(self) -> ManagerStats:
-        """Returns statistics of calls, each of which is one item; sizes other than the token count are axis
-        keys.
-        """
+        """Returns statistics of calls, each one item; sizes other than the token count are axis keys."""
         with self._lock:
             self._captures.record(self.statistics)
             self._captures.record_unpadded(self.statistics)
@@ -171,7 +171,6 @@ class BudgetDispatcher:
     # --- which capture
 
     def _never_captured(self, bindings: Bindings) -> MissReason | None:
-        """Why no capture serves calls like this one; None: one may."""
         if not self.config.enabled or self.config.mode == "none":
             return MissReason.DISABLED
         if self.program.tokens(bindings) is None:
@@ -203,7 +202,6 @@ class BudgetDispatcher:
         return self.programs[key]
 
     def _warn_of_no_padding(self) -> None:
-        """Names, once, the node and the line of code for which calls are not padded."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -216,7 +214,7 @@ class BudgetDispatcher:
         )
 
     def _plan(self, program: CapturedProgram, bindings: Bindings, rows: int) -> PathPlan:
-        """How a call of so many rows is served, after the smallest budget for it has been captured."""
+        """Plans a call of so many rows, after the smallest budget for it has been captured."""
         budgets = self._budgets(bindings)
         tokens, segments = budgets.tokens_of(rows), self._num_segments(bindings)
         key = (id(program), tokens, segments)
@@ -244,9 +242,7 @@ class BudgetDispatcher:
     def _capture_smallest(
         self, program: CapturedProgram, bindings: Bindings, tokens: int, segments: int
     ) -> bool:
-        """Captures the smallest budget with capacity for a call, unless the exact shape is as fast; returns
-        whether a budget had capacity for its tokens and not for its segments.
-        """
+        """Captures the smallest budget for a call; whether one had room for its tokens, not its segments."""
         too_small = False
         if program.mode == "exact" or program.padding_refused:
             return too_small
@@ -271,7 +267,6 @@ class BudgetDispatcher:
         self._captures.capture([(key, budget) for budget in new])
 
     def _num_segments(self, bindings: Bindings) -> int:
-        """Images or frames of this call, as the cumulative lengths tell of which a capture may hold more."""
         if not self.program.padding.segments_may_grow:
             return 1  # captures have just as many as the call, which selects its program by their number
         budgets = self._budgets(bindings)
@@ -283,7 +278,6 @@ class BudgetDispatcher:
         return max(counts, default=1)
 
     def _segment_capacity(self, bindings: Bindings, budget: int) -> float:
-        """Images or frames that the capture of a budget has capacity for."""
         if not self.program.padding.segments_may_grow:
             return float("inf")
         budgets = self._budgets(bindings)
@@ -315,9 +309,7 @@ class BudgetDispatcher:
 
 
 class CallProgram(CapturedProgram):
-    """The program with its captures for calls of the same sizes other than the token count; a batch is the
-    bindings of a call.
-    """
+    """The program with its captures for calls of equal other sizes; a batch is the bindings of a call."""
 
     forward: ProgramForward
 
@@ -368,7 +360,7 @@ class Output:
 
     @classmethod
     def of(cls, argument: Argument, info: TensorInfo | None) -> Output:
-        """That of a program's output, and of what its trace knows of it."""
+        """Makes it from an output of the program and its traced info."""
         shape = () if info is None else info.shape
         return cls(argument, tuple((dim, size) for dim, size in enumerate(shape) if size.symbols))
 
@@ -404,13 +396,16 @@ def own_outputs(outputs: Sequence[Output], replayed: Sequence[Any], bindings: Bi
 
 
 def stats_of_compiled(compiled: Callable[..., Any]) -> ManagerStats:
-    """The counts of all graphs of a compiled module or function, as those of a manager; each call is an item.
-
-    A wrapped tower's calls that its own forward served are misses among them, by why. Calls that
-    Dynamo ran without this backend are not counted: it does not see them.
+    """Counts of all graphs of a compiled module or function, each call an item; calls that a wrapped tower's
+    own forward served are misses. Dynamo's calls without this backend are not counted.
     """
-    parts = [dispatcher.stats() for dispatcher in _dispatchers_of(compiled)]
-    return with_eager_calls(ManagerStats.total(parts), original_module(compiled))
+    stats = ManagerStats.total(dispatcher.stats() for dispatcher in _dispatchers_of(compiled))
+    calls: Counter[MissReason] = Counter(getattr(original_module(compiled), "eager_calls", ()))
+    if not calls:
+        return stats
+    misses = dict(calls + Counter(stats.misses))
+    runs = {**stats.fallback_runs, "eager": stats.fallback_runs.get("eager", 0) + calls.total()}
+    return replace(stats, misses=misses, fallback_runs=runs)
 
 
 def refresh_compiled(compiled: Callable[..., Any]) -> None:
@@ -427,13 +422,3 @@ def _dispatchers_of(compiled: Callable[..., Any]) -> list[BudgetDispatcher]:
         for dispatcher in dispatchers()
         if any(id(reference()) in owners for reference in dispatcher.owners)
     ]
-
-
-def with_eager_calls(stats: ManagerStats, module: Any) -> ManagerStats:
-    """Statistics with the calls that a wrapped tower's own forward served."""
-    calls: Counter[MissReason] = Counter(getattr(module, "eager_calls", ()))
-    if not calls:
-        return stats
-    misses = dict(calls + Counter(stats.misses))
-    runs = {**stats.fallback_runs, "eager": stats.fallback_runs.get("eager", 0) + calls.total()}
-    return replace(stats, misses=misses, fallback_runs=runs)

@@ -1,4 +1,4 @@
-"""What torch.compile calls, and warming it up."""
+"""The entry of torch.compile, and warming it up."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from torch import fx
 from fxsplit_encoder._torch.dynamo import original_module
 from fxsplit_encoder._torch.dynamo_errors import RestartAnalysis, TraceAgain
 from fxsplit_encoder.backend.dispatch import BudgetDispatcher, capturing_all
-from fxsplit_encoder.compile import CompileOptions, Program, compile_graph
 from fxsplit_encoder.compile.blocks import LiveWeights, end_blocks, takes_blocks
+from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.program import Program
+from fxsplit_encoder.compile.trace import compile_graph
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, ConfigError, InputError
+from fxsplit_encoder.planning.plan import InvariantPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +66,12 @@ def _compiled(
         )
     config = EncoderConfig.from_options(options or {})
     check_applies(config)
-    if _needs_gradients(example_inputs):
-        if config.invariant:
+    compile_options = CompileOptions.of(config)
+    policy = compile_options.policy
+    if torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+    ):
+        if not policy.own_forward_may_serve:
             raise ConfigError(
                 "invariant: a call with gradients enabled runs the module's own code, whose bits depend on "
                 "the batch; call under torch.no_grad() or torch.inference_mode()"
@@ -74,7 +81,6 @@ def _compiled(
             "graphs; call under torch.no_grad() or torch.inference_mode()"
         )
         return module.forward
-    compile_options = CompileOptions.of(config)
     if config.mode == "breakable":
         compile_options = replace(compile_options, piece_compiler="eager")
 
@@ -85,27 +91,24 @@ def _compiled(
         return compile_graph(module, example_inputs, compile_options, dispatcher)
     except (ConfigError, RestartAnalysis):
         raise  # the second is how AOT asks Dynamo to trace again
-    except CompileError as error:
-        _trace_without_blocks(error)
-        _refuse_eager(config, error)
-        _warn_once(f"encoder_cg: a graph runs eagerly because it cannot be split: {error}")
-    except Exception as error:
-        _trace_without_blocks(error)
-        _refuse_eager(config, error)
-        # Whatever Dynamo hands over must give eager's results, so no failure of ours may end a forward.
-        logger.exception("compiling a graph failed")
-        _warn_once(
-            f"encoder_cg: a graph runs eagerly because compiling it failed: {type(error).__name__}: {error}"
-        )
+    except Exception as error:  # what Dynamo hands over must give eager's results, whatever fails here
+        _warn_once(f"encoder_cg: a graph runs eagerly because {_why_eager(policy, error)}")
     return module.forward
 
 
-def _refuse_eager(config: EncoderConfig, error: Exception) -> None:
-    """Raises ConfigError where a graph may not run eagerly."""
-    if config.invariant:
+def _why_eager(policy: InvariantPolicy, error: Exception) -> str:
+    """A sentence on why a graph did not compile, where it may run eagerly; else raises."""
+    if end_blocks(refused=True):  # equal blocks were traced once, which may be at fault
+        logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
+        raise TraceAgain(restart_reason="equal blocks are traced one by one")
+    if not policy.own_forward_may_serve:
         raise ConfigError(
             f"invariant: a graph does not compile, and run eagerly its bits depend on the batch: {error}"
         ) from error
+    if isinstance(error, CompileError):
+        return f"it cannot be split: {error}"
+    logger.exception("compiling a graph failed")
+    return f"compiling it failed: {type(error).__name__}: {error}"
 
 
 def check_applies(config: EncoderConfig) -> None:
@@ -124,13 +127,6 @@ def check_applies(config: EncoderConfig) -> None:
         )
     if problems:
         raise ConfigError(*problems)
-
-
-def _trace_without_blocks(error: Exception) -> None:
-    """Lets Dynamo trace again if equal blocks were traced once, which may be at fault."""
-    if end_blocks(refused=True):
-        logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
-        raise TraceAgain(restart_reason="equal blocks are traced one by one")
 
 
 def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
@@ -158,12 +154,6 @@ def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     with torch.no_grad(), capturing_all() as called:
         compiled(*args, **kwargs)
     return sum(dispatcher.num_captured for dispatcher in called)
-
-
-def _needs_gradients(example_inputs: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
-    )
 
 
 @functools.cache

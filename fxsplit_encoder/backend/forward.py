@@ -1,4 +1,4 @@
-"""What of a traced graph is captured: its program at any token count, its budgets, and its parameters."""
+"""The forward of a traced graph: its program at any token count, its budgets, and its parameters."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import (
-    CapturedForward,
-    CaptureRequest,
-    SharedBuffers,
-    StaticParameters,
-    segment_capacity,
-)
-from fxsplit_encoder.capture.buffers import gibibytes, memory_of
-from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens
-from fxsplit_encoder.capture.parameters import MemoryOrders
-from fxsplit_encoder.compile import Bindings, HostOp, NamedRegion, Program, RegionInput
+from fxsplit_encoder.capture.buffers import SharedBuffers, gibibytes, memory_of
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
+from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.parameters import MemoryOrders, StaticParameters
 from fxsplit_encoder.compile.blocks import LiveWeights
+from fxsplit_encoder.compile.options import HostOp
+from fxsplit_encoder.compile.program import Bindings, NamedRegion, Program, RegionInput
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureMemoryError, ConfigError
-from fxsplit_encoder.planning import generate_budgets, inferred_budgets
+from fxsplit_encoder.planning.limits import generate_budgets, inferred_budgets
 from fxsplit_encoder.protocol import BudgetDeclaration
 from fxsplit_encoder.runtime import FreshInputs, request_of_program
 from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
@@ -38,11 +33,6 @@ from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
 _LADDER_OF_UNKNOWN_RANGE = tuple(generate_budgets(1, 16384))
 
 
-def region_of(program: Program) -> NamedRegion:
-    """The region of a graph, whose inputs have no names but those of their slots."""
-    return NamedRegion(program, {entry.slot: f"input {entry.slot}" for entry in program.region_inputs})
-
-
 def sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
     """Returns the sizes of a call other than the token count."""
     return tuple(bindings.symbols[symbol] for symbol in program.region_symbols)
@@ -50,7 +40,7 @@ def sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ProgramBudgets:
-    """What a configuration and the host ops of a program, which know its tower, tell of its budgets."""
+    """The budgets that a configuration and the host ops of a program give."""
 
     tokens: tuple[int, ...]
     """The budgets, in output tokens."""
@@ -63,9 +53,7 @@ class ProgramBudgets:
 
     @classmethod
     def of(cls, program: Program, config: EncoderConfig, bindings: Bindings) -> ProgramBudgets:
-        """Asks a program's host ops, with the arguments that `bindings` hold; ConfigError where the smallest
-        budget has no capacity for an image.
-        """
+        """Asks a program's host ops; ConfigError where the smallest budget has no capacity for an image."""
         rows_per_token: int | Fraction = 1
         inferred = _LADDER_OF_UNKNOWN_RANGE
         segment_factors: dict[int, int] = {}
@@ -109,12 +97,7 @@ class ProgramBudgets:
 
 
 class ProgramForward:
-    """A program as it runs for calls that differ in the token count alone.
-
-    Args:
-        region: of the program.
-        bindings: of one of these calls, whose parameters captures are bound to.
-    """
+    """A program for calls that differ in the token count; `bindings` of one hold the parameters."""
 
     def __init__(self, region: NamedRegion, budgets: ProgramBudgets, bindings: Bindings) -> None:
         self.region = region
@@ -136,11 +119,8 @@ class ProgramForward:
         return None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
-
-        Raises:
-            CaptureError: the trace does not hold for so many.
-            CaptureMemoryError: the device's memory does not hold its inputs; none was made.
+        """Makes a capture request of so many output tokens over `shared` inputs; CaptureError where the trace
+        does not hold for so many, or, before any is made, memory does not hold them.
         """
         program, rows = self.region.program, self.budgets.rows(tokens)
         bindings = self._template.copy()
@@ -192,11 +172,8 @@ _WHAT_TO_DO = "Compile the module again after torch._dynamo.reset()"
 
 
 class CallParameters:
-    """Parameters of a program: those among the arguments of a call, and the weights of blocks.
-
-    Args:
-        weights: of blocks, which a call is not given.
-        seconds: between two looks at them; 0: every call looks.
+    """Parameters of a program: those among the arguments of a call, and the `weights` of blocks, looked at
+    once in `seconds` (0: at every call).
     """
 
     def __init__(self, program: Program, weights: LiveWeights, seconds: float) -> None:
@@ -218,12 +195,8 @@ class CallParameters:
         """Whether the last two calls had the same tensors, at the same addresses if they looked."""
 
     def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
-        """The weights of blocks now, after all parameters have been looked at. Captures read them by address
-        (capture rule 6).
-
-        Raises:
-            WeightsLayoutError: one has another layout than it was compiled for, or was removed.
-            InputError: a block has changed.
+        """Checks all parameters and returns the weights of blocks (capture rule 6). WeightsLayoutError where
+        one has another layout than it was compiled for; InputError where a block has changed.
         """
         given = self._given_of(args)
         self.have_moved = False
@@ -274,7 +247,7 @@ class CallParameters:
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What returns the items at these indices, without Python for each of them."""
+    """A getter of the items at these indices, without Python for each of them."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda items: [items[index] for index in indices]

@@ -1,12 +1,11 @@
-"""Breakable capture: an untouched eager module becomes CUDA graphs with eager steps between them.
+"""Breakable capture: an eager module becomes CUDA graphs with eager steps between them.
 
 with BreakableCUDAGraphCapture(pool) as capture:
     y = module(x)           # breaks at attention, and at what `eager_break_during_capture` decorates
 x.copy_(other)
 capture.replay()            # y holds the result for `other`
 
-Its base, `SegmentedCapture`, also captures compiled programs, which break at splitting ops (`piecewise`) or
-nowhere (`full`). Without CUDA both record calls and replay them over the same tensors.
+Its base, `SegmentedCapture`, also captures compiled programs. Without CUDA both record calls and replay them.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ from fxsplit_encoder._torch.dispatch import (
     tree_unflatten,
 )
 from fxsplit_encoder._torch.distributed import calls_other_ranks, num_ranks
-from fxsplit_encoder.capture.buffers import (
-    OwnedBuffers,
-    copy_results,
-    storage_address,
-    tensors_in,
-    unstrided,
-)
+from fxsplit_encoder.capture.buffers import OwnedBuffers, storage_address, tensors_in, unstrided
 from fxsplit_encoder.capture.pool import GraphPool, RecordedOps
 from fxsplit_encoder.compile.options import DENSE_ATTENTION, splitting_targets
 from fxsplit_encoder.errors import CaptureError, ReplayError
@@ -71,11 +64,7 @@ _METADATA = frozenset(
 )
 
 
-class _ThisThread(threading.local):
-    capture: BreakableCUDAGraphCapture | None = None
-
-
-_this_thread = _ThisThread()
+_this_thread = threading.local()
 
 # torch counts active dispatch modes in global variables, which two threads would leave in disorder: such
 # captures are made one after the other.
@@ -84,7 +73,7 @@ _one_at_a_time = threading.RLock()
 
 def active_capture() -> BreakableCUDAGraphCapture | None:
     """The breakable capture that this thread is recording."""
-    return _this_thread.capture
+    return getattr(_this_thread, "capture", None)
 
 
 def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
@@ -94,10 +83,9 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
     recorded and begins the next graph. Inside another break, in mode "full", under `torch.compile` and
     outside of captures it is a plain call.
 
-    At every replay it gets the recorded arguments: the same tensors, with their contents of that time. It may
-    return tensors, None, numbers and strings, in tuples, lists and dicts; shapes and all that is not a tensor
-    have to be the same at every replay. If it works on another CUDA stream, the current one has to wait for
-    that before it returns.
+    At every replay it gets the recorded tensors, with their contents of that time. It may return tensors,
+    None, numbers and strings, in tuples, lists and dicts; shapes and all that is not a tensor must stay the
+    same. If it works on another CUDA stream, the current one has to wait for that before it returns.
     """
     is_op = isinstance(function, OpOverload | OpOverloadPacket)
 
@@ -115,11 +103,7 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class SegmentedCapture:
-    """Records a forward as a list of callables, each the replay of a CUDA graph or an eager step.
-
-    Inside its context, every call goes through `captured` (part of a graph) or `eager` (ends the running
-    graph, runs now and at every replay). Their results lie at fixed addresses as long as this object lives.
-    """
+    """Records calls as a list of callables, each the replay of a CUDA graph or an eager step."""
 
     def __init__(self, pool: GraphPool, live: LiveSegments | None = None) -> None:
         self.pool = pool
@@ -129,7 +113,6 @@ class SegmentedCapture:
         self.running: str | None = None
         """The op or piece that was called last, for error messages."""
         self._graph: torch.cuda.CUDAGraph | RecordedOps | None = None
-        self._kept: list[Any] = []
         self._scope: Any = None
         self.release()
 
@@ -154,26 +137,14 @@ class SegmentedCapture:
             self._scope.__exit__(None, None, None)
 
     def captured(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls as part of the running graph, and begins one if need be; returns the result."""
-        if self.pool.is_cuda:
-            self._begin_graph()
-        if self._graph is not None:
-            result = call(*args, **kwargs)
-            self.pool.note_allocated(result, (args, kwargs))
-            return result
+        """Calls as part of the running graph, or of a new one; returns the result."""
+        self._begin_graph()
         result = call(*args, **kwargs)
-        self._kept.append(result)
-        self.segments.append(lambda: copy_results(result, call(*args, **kwargs)))
-        self.num_graphs += 1
+        self._note(call, args, kwargs, result)
         return result
 
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
-        """Ends the graph, runs `first` (`call` without one) and returns its result; replays run `call`, which
-        owns its outputs.
-
-        Raises:
-            CaptureError: the current stream is not the captured one.
-        """
+        """Ends the graph, runs `first` or `call`, which replays run, and returns its result."""
         self._check_stream()
         self._end_graph()
         result = (first or call)()
@@ -182,11 +153,7 @@ class SegmentedCapture:
         return result
 
     def break_at(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a function as a break: see `eager_break_during_capture`.
-
-        Raises:
-            CaptureError: it returned something that cannot be kept at a fixed address.
-        """
+        """Calls a function as a break; CaptureError if its result cannot be kept at a fixed address."""
         step = RecordedBreak(function, args, kwargs, self.pool, self._buffers)
         self.running = step.name
         return self.eager(step, lambda: step.first_run(args, kwargs))
@@ -194,12 +161,7 @@ class SegmentedCapture:
     def break_at_attention(
         self, args: tuple[Tensor, Tensor, Tensor, Tensor, int, float], *, masked: bool
     ) -> Tensor:
-        """Breaks at an attention over the real rows; returns its result, in a buffer that it owns.
-
-        Args:
-            args: those of `fxsplit::varlen_attention`.
-            masked: whether pad rows are set to zero; else later steps keep them finite.
-        """
+        """Breaks at `varlen_attention` over the real rows, with zero pad rows if `masked`."""
         buffers, live = self._attention_buffers, self.live  # a step that held this object would be a cycle
         query, key, value, cu_seqlens = (self.pool.hold(tensor) for tensor in args[:4])
         max_seqlen, scale = args[4:]
@@ -228,11 +190,7 @@ class SegmentedCapture:
         return result
 
     def replay(self) -> None:
-        """Runs every segment in order, on the current stream.
-
-        Raises:
-            ReplayError: nothing is recorded, or not to its end.
-        """
+        """Runs every segment in order, on the current stream; ReplayError unless a capture was completed."""
         if not self._is_complete:
             raise ReplayError("nothing to replay: the capture has not ended, has failed, or was released")
         if torch.is_grad_enabled():
@@ -245,7 +203,6 @@ class SegmentedCapture:
         """Drops graphs, eager steps and their buffers; the object records again."""
         free_later(self.segments)
         self.segments.clear()
-        self._kept.clear()
         self.num_graphs = self.num_eager_breaks = 0
         self._is_complete = False
         self._buffers = OwnedBuffers()
@@ -260,13 +217,18 @@ class SegmentedCapture:
                 "the captured stream wait for the other, and leave it, before that"
             )
 
-    def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
-        return torch.cuda.CUDAGraph()
+    def _note(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
+    ) -> None:
+        if isinstance(self._graph, RecordedOps):
+            self._graph.record(call, args, kwargs, results)
+        else:
+            self.pool.note_allocated(results, (args, kwargs))
 
     def _begin_graph(self) -> None:
         if self._graph is None:
             self._check_stream()
-            self._graph = self._new_graph()
+            self._graph = torch.cuda.CUDAGraph() if self.pool.is_cuda else RecordedOps()
             self.pool.begin(self._graph)
 
     def _end_graph(self) -> None:
@@ -283,7 +245,6 @@ class SegmentedCapture:
         self.num_graphs += 1
 
     def _abandon(self) -> None:
-        """Ends an open capture after an exception, on the stream on which its graph began."""
         with self.pool.on_stream(), contextlib.suppress(RuntimeError):
             self._end_graph()
         self.release()
@@ -296,17 +257,15 @@ class SegmentedCapture:
 class BreakableCUDAGraphCapture(SegmentedCapture):
     """Captures the ops inside its context, without gradients, and replays them.
 
-    Results lie at fixed addresses: those of captured ops as long as they are referred to, those of breaks in
-    buffers that they keep alive. As with any CUDA graph, warm the code up before. One context may be open in
-    a thread; another thread waits to open its own. A function compiled by `torch.compile` runs eagerly
-    inside. Without CUDA, ops that read values on the host are refused, too.
+    Results of captured ops keep their addresses as long as they are referred to. Warm the code up before. One
+    context may be open in a thread; another thread waits to open its own. A function compiled by
+    `torch.compile` runs eagerly inside.
 
     Args:
         pool: the memory; None: a new pool on the current CUDA device, or on the CPU.
         splitting_ops: names of ops that break.
         breaks: False: nothing breaks (mode "full").
-        live: the true segments of a padded batch, which eager attention reads at a replay; rows outside every
-            segment of `fxsplit::varlen_attention` are then zero. None: nothing is padded.
+        live: the segments of a padded batch, for eager attention; rows outside of them are then zero.
         is_alone: whether to refuse collectives where there are other ranks, which may not capture the same.
     """
 
@@ -337,18 +296,17 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
             raise CaptureError(
                 "this thread is recording another BreakableCUDAGraphCapture; captures do not nest"
             )
-        super().__enter__()
-        try:
-            self._modes.enter_context(_one_at_a_time)
-            self._modes.enter_context(torch.inference_mode(False))
-            self._modes.enter_context(torch.no_grad())
+        with contextlib.ExitStack() as entered:
+            super().__enter__()
+            entered.push(super().__exit__)
+            modes = entered.enter_context(contextlib.ExitStack())
+            modes.enter_context(_one_at_a_time)
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())
             self._begin_graph()
-            self._modes.enter_context(_EveryOp(self))
-        except BaseException as error:
-            self._modes.close()
-            super().__exit__(type(error), error, error.__traceback__)
-            raise
-        self._failed = False
+            modes.enter_context(_EveryOp(self))
+            entered.pop_all()
+        self._modes, self._failed = modes, False
         _this_thread.capture = self
         return self
 
@@ -371,17 +329,16 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         return super().break_at(function, args, kwargs)
 
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
-        """Breaks the graph, see `SegmentedCapture.eager`, and begins the next one."""
-        self._in_break = True
+        """As `SegmentedCapture.eager`, and begins the next graph."""
+        self._in_break = self._failed = True
         try:
             result = super().eager(call, first)
             self._begin_graph()
-        except BaseException:
-            self._failed = True
-            self._abandon()
-            raise
+            self._failed = False
         finally:
             self._in_break = False
+            if self._failed:
+                self._abandon()
         return result
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -426,19 +383,11 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         results = call(*args, **kwargs)
         if (kind := unstrided(tensors_in(results))) is not None:
             raise CaptureError(f"{self.running} cannot be captured: it makes a {kind} tensor")
-        if isinstance(self._graph, RecordedOps):
-            self._graph.record(call, args, kwargs, results)
-        else:
-            self.pool.note_allocated(results, (args, kwargs))
+        self._note(call, args, kwargs, results)
         return results
-
-    def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
-        return torch.cuda.CUDAGraph() if self.pool.is_cuda else RecordedOps()
 
 
 class _EveryOp(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes every op to the capture."""
-
     supports_higher_order_operators = True
 
     def __init__(self, capture: BreakableCUDAGraphCapture) -> None:
@@ -465,7 +414,9 @@ def refuse_synchronization(
     """Raises CaptureError if the op, called with these arguments, would wait for `device`."""
     if op in _COPIES:
         reason = _waiting_copy(args, kwargs, device)
-    elif _depends_on_values(op, args, kwargs) and _on_device(args, kwargs, device):
+    elif _depends_on_values(op, args, kwargs) and any(
+        tensor.device.type == device.type for tensor in tensors_in((args, kwargs))
+    ):
         reason = "the host needs values that the device computes"
     else:
         return
@@ -494,10 +445,6 @@ def _gives_numbers(op: Any) -> bool:
     return bool(kinds) and all(kind in _NUMBERS for kind in kinds)
 
 
-def _on_device(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    return any(tensor.device.type == device.type for tensor in tensors_in((args, kwargs)))
-
-
 def _waiting_copy(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> str | None:
     if "device" in kwargs or len(args) == 1:  # aten::_to_copy(source, *, device, non_blocking)
         source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
@@ -516,7 +463,7 @@ def _waiting_copy(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What the attentions over one tensor of cumulative lengths were captured with."""
+    """The rows and the bound with which attention over some cumulative lengths was captured."""
 
     rows: int
     """Of the query."""
@@ -525,7 +472,7 @@ class Attended:
 
 
 class LiveSegments:
-    """The true segments of the running batch, which eager attention reads at every replay."""
+    """The segments of the running batch, which eager attention reads at every replay."""
 
     def __init__(self, rows: int | None = None, segments: Iterable[KnownSegments] = ()) -> None:
         self.attended: dict[int, Attended] = {}
@@ -570,10 +517,8 @@ CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.devi
 
 class _Kept(NamedTuple):
     aspect: Callable[[Any], Any]
-    expected: Any
-    """The aspect of every later result."""
-    buffer: Tensor | None = None
-    """Where it is copied to."""
+    expected: Any  # the aspect of every later result
+    buffer: Tensor | None = None  # where it is copied to
 
 
 class RecordedBreak:
@@ -606,11 +551,7 @@ class RecordedBreak:
         self._kept: list[_Kept] = []
 
     def first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the function with the given arguments and fixes the addresses of its results; returns those.
-
-        Raises:
-            CaptureError: it returned something else than a break may.
-        """
+        """Calls the function; returns its results at fixed addresses, or raises CaptureError."""
         leaves, self._structure = tree_flatten(self._function(*args, **kwargs))
         fixed: dict[int, tuple[Any, _Kept]] = {}
         for leaf in leaves:
@@ -620,11 +561,7 @@ class RecordedBreak:
         return tree_unflatten([fixed[id(leaf)][0] for leaf in leaves], self._structure)
 
     def __call__(self) -> None:
-        """Repeats the call.
-
-        Raises:
-            ReplayError: its results are not as they were at the capture.
-        """
+        """Repeats the call; ReplayError unless its results are as they were at the capture."""
         leaves, structure = tree_flatten(self._function(*self._args, **self._kwargs))
         if structure != self._structure:
             raise ReplayError(
@@ -641,7 +578,6 @@ class RecordedBreak:
                 kept.buffer.copy_(leaf)
 
     def _fix(self, result: Any) -> tuple[Any, _Kept]:
-        """The result as it is handed out, and what a later one is compared with or copied to."""
         if isinstance(result, torch.Tensor):
             if (kind := unstrided([result])) is not None:
                 raise CaptureError(f"{self.name}: returned a {kind} tensor; a break may return strided ones")

@@ -7,11 +7,10 @@ anything else              held by the step that reads it
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,9 +34,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """The tensors in the arguments or results of an op, in tuples, lists and dicts: ten times as fast as
-    trees.
-    """
+    """The tensors in nested tuples, lists and dicts: ten times as fast as `tree_leaves`."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
@@ -54,9 +51,7 @@ def tensors_in(values: object) -> list[Tensor]:
 
 
 def unstrided(tensors: Iterable[Tensor]) -> str | None:
-    """The layout of the first tensor without plain strides, which cannot be kept in place; None: all have
-    them.
-    """
+    """The layout of the first tensor without plain strides; None: all have them."""
     for tensor in tensors:
         if tensor.is_nested:
             return "nested"
@@ -85,8 +80,7 @@ def copy_results(kept: Any, new: Any) -> None:
 @dataclass(slots=True, eq=False)
 class _Lent:
     buffer: Tensor
-    alias: StorageWeakRef
-    """Of what was handed out; a view of it keeps it alive too."""
+    alias: StorageWeakRef  # of what was handed out; a view of it keeps it alive too
 
 
 class OwnedBuffers:
@@ -111,9 +105,7 @@ class OwnedBuffers:
     def acquire(
         self, like: Tensor, layout: torch.memory_format = torch.preserve_format
     ) -> tuple[Tensor, Tensor]:
-        """A buffer of the shape, dtype and device of `like`, and an alias to hand out, which keeps the memory
-        alive.
-        """
+        """A buffer like a tensor, and an alias to hand out, which keeps the memory alive."""
         strides = like.stride() if layout == torch.preserve_format else layout
         key = (like.shape, strides, like.dtype, like.device)
         lent = self._lent.setdefault(key, [])
@@ -131,13 +123,13 @@ class OwnedBuffers:
 
 
 class HandedOut:
-    """The memory that callers were handed and still hold, which no replay may overwrite."""
+    """The memory that callers still hold, which no replay may overwrite."""
 
     def __init__(self) -> None:
         self._held: list[tuple[range, StorageWeakRef, str]] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Records tensors, weakly, as long as their memory is held."""
+        """Records tensors, weakly."""
         self._forget_dropped()
         for tensor in tensors:
             address = storage_address(tensor)
@@ -165,13 +157,9 @@ class HandedOut:
         self._held = [entry for entry in self._held if not is_dropped(entry[1])]
 
 
-def memory_of(device: torch.device) -> int:
-    """Bytes of a device's memory, used or not; of the CPU, what the host allows this process at most."""
-    return _memory_of(device)
-
-
 @functools.cache
-def _memory_of(device: torch.device) -> int:
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device's memory, used or not; of the CPU, what the host allows this process."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -214,7 +202,7 @@ class StaticBuffer:
     Args:
         token_dim: the dimension along which replays fill a part; None: the whole tensor is replaced.
         padding_logic: fills the tensor (first) from a value (second), which may be smaller in any dimension.
-        is_permutation: whether it permutes rows (`compile.permute`), and must stay among its own.
+        is_permutation: whether it permutes rows (`compile.permute`).
         may_be_left_out: whether batches may leave it out until one has filled it, as a constant of the tower.
     """
 
@@ -271,9 +259,7 @@ class StaticBuffer:
         return shorter
 
     def check(self, value: StaticValue) -> None:
-        """Raises ReplayError unless `value` fits: same dimensions, at most as many rows; with a padding logic
-        no dimension larger (capture rule 3). A tensor of no dimensions fills any buffer.
-        """
+        """Raises ReplayError unless `value` has these dimensions and fits (capture rule 3)."""
         # Nearly every value is plainly as this one, or has fewer rows.
         is_plain = isinstance(value, Tensor) and (
             (got := value.shape) == (own := self.tensor.shape)
@@ -308,7 +294,6 @@ class StaticBuffer:
                 )
 
     def _check_order(self, value: StaticValue) -> None:
-        """Checks an order on the CPU; one on a device was checked by what computed it."""
         parts = parts_of(value)
         rows = sum(part.shape[0] for part in parts)
         for part in parts:
@@ -371,7 +356,6 @@ class StaticBuffer:
         return self.tensor.narrow(self.token_dim, start, end - start)
 
     def _clear_from(self, rows: int) -> None:
-        """Clears the rows after these, and marks these as `_mark` does."""
         capacity, dirty = self.capacity, [(0, rows)]
         for first, end in self._contents.dirty:
             start, stop = first if first > rows else rows, end if end < capacity else capacity
@@ -382,7 +366,7 @@ class StaticBuffer:
         self._contents.dirty = dirty
 
     def _mark(self, rows: int) -> None:
-        """Marks just the first rows of this buffer as filled; those after the buffer stay as they were."""
+        """Marks the first rows as filled; those after this buffer stay as they were."""
         behind = [
             (max(first, self.capacity), end) for first, end in self._contents.dirty if end > self.capacity
         ]
@@ -393,14 +377,8 @@ class StaticBuffer:
         """Whether a batch may leave it out."""
         return self._contents.is_constant
 
-    @contextlib.contextmanager
-    def kept_constant(self) -> Iterator[None]:
-        """Restores a constant after what is loaded inside, which is no batch."""
-        if not self.is_constant:
-            yield
-            return
-        contents = self.tensor.clone()
-        yield
+    def restore(self, contents: Tensor) -> None:
+        """Makes `contents` its constant again."""
         self.tensor.copy_(contents)
         self._mark(self.capacity)
         self._contents.source = None
@@ -414,24 +392,10 @@ class StaticBuffer:
                 "its memory since; give a value for every replay"
             )
 
-    def check_address(self) -> None:
-        """Raises ReplayError if the captured tensor has moved (capture rule 6)."""
-        if self.tensor.data_ptr() != self.address:
-            raise ReplayError(
-                f"capture rule 6: {self.name}: its captured buffer moved from {self.address:#x} to "
-                f"{self.tensor.data_ptr():#x}; static buffers must not be resized or replaced"
-            )
-
 
 class SharedBuffers:
-    """Memory that the captures of one forward share: smaller ones read the first rows of the largest.
-
-    Only one capture runs at a time. What is captured before a larger one comes keeps its memory, and stays
-    valid.
-
-    Args:
-        growth: how many times as many rows as before are allocated when a larger capture comes. 1: as many as
-            it needs, right where the largest comes first.
+    """Memory that the captures of one forward share: smaller ones read the first rows of the largest. A
+    larger capture gets `growth` times as many rows as the last one; 1: as many as it needs.
     """
 
     def __init__(self, growth: int = 1) -> None:
@@ -454,7 +418,6 @@ class SharedBuffers:
         return buffer
 
     def _grown(self, buffer: StaticBuffer, largest: StaticBuffer | None) -> StaticBuffer:
-        """A buffer like this one, with spare rows if there was a smaller one before."""
         own = buffer.tensor
         if largest is None or self.growth == 1 or own.dim() == 0 or buffer.token_dim not in (0, None):
             return buffer
@@ -466,7 +429,7 @@ class SharedBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is shared, or was and is still held by earlier captures."""
+        """Bytes of memory that is shared, or still held by earlier captures."""
         self._memory = {place: size for place, size in self._memory.items() if not is_dropped(place)}
         return sum(self._memory.values())
 

@@ -40,15 +40,12 @@ from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.pauses import pause, run_capture
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import Bindings, Program, Step
+    from fxsplit_encoder.compile.branches import Step
+    from fxsplit_encoder.compile.program import Bindings, Program
 
 
 class RowCount:
-    """The number of real rows, as masks of a captured forward read it on the device.
-
-    The host keeps a copy, so that only changes are written. Captures of one size that never run at the same
-    time may share it.
-    """
+    """The number of real rows, which masks read on the device; the host writes only changes."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.tensor = torch.full((), rows, dtype=torch.int64, device=device)
@@ -132,11 +129,8 @@ WARMUPS = 2
 
 
 class CapturedForward:
-    """Replays a forward over static inputs.
-
-    Args:
-        mode: "full", "piecewise" (of a program) or "breakable" (of a module's own code, whose ops are
-            captured as they are called, and keep pad rows finite themselves).
+    """Replays a forward over static inputs, in mode "full", "piecewise" (of a program) or "breakable" (of a
+    module's own code).
     """
 
     def __init__(self, request: CaptureRequest, mode: str, pool: GraphPool) -> None:
@@ -166,10 +160,8 @@ class CapturedForward:
         self._derived = (
             request.body.program.derived if isinstance(request.body, ProgramBody) else DerivedParameters()
         )
-        self._derived_stamp: object = None
-        """Of the last replay that checked parameters."""
-        self._compared: object = None
-        """Memory of the graph's comparison of derived parameters' sources."""
+        self._derived_stamp: object = None  # of the last replay that checked parameters
+        self._compared: object = None  # memory of the graph's comparison of derived parameters' sources
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
@@ -189,12 +181,8 @@ class CapturedForward:
         return isinstance(capture, BreakableCUDAGraphCapture) and not (capture.breaks or capture.met_break)
 
     def record(self, warmups: int = WARMUPS) -> None:
-        """Warms the forward up at full depth, then captures it. Keeps nothing if it fails.
-
-        Raises:
-            CaptureMemoryError: out of device memory, or over the pool's limit.
-            CaptureError: the forward did something that cannot be captured. The message names the op, and the
-                module that called it, where they are known.
+        """Warms the forward up at full depth, then captures it. Keeps nothing if it fails. CaptureError: it
+        cannot be captured; names the op and the module, if known. CaptureMemoryError: out of memory.
         """
         what = "one shape" if self.rows is None else f"{self.rows} rows"
         if self.pool.is_cuda:
@@ -226,11 +214,7 @@ class CapturedForward:
             self.num_bytes = sum(t.nbytes for t in self.outputs if isinstance(t, torch.Tensor))
         if not self.compiled:
             self._find_segment_inputs()
-        try:
-            self.pool.charge(self.num_bytes, f"the capture of {what}")
-        except CaptureMemoryError:
-            self.release()
-            raise
+        self.pool.used_bytes += self.num_bytes
 
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
@@ -261,7 +245,6 @@ class CapturedForward:
         return program.results(bindings)
 
     def _find_segment_inputs(self) -> None:
-        """Finds the inputs that attention was captured with, unless the tower pads them itself."""
         self.segment_inputs = tuple(
             name
             for name, buffer in self.inputs.buffers.items()
@@ -275,7 +258,6 @@ class CapturedForward:
         return self.live.attended.get(self.inputs.buffers[name].tensor.data_ptr())
 
     def _captured_rows(self, name: str) -> int:
-        """Rows of the sequence that an input of cumulative lengths describes."""
         attended = self._attended(name)
         if attended is not None:
             return attended.rows
@@ -283,13 +265,9 @@ class CapturedForward:
         return self.rows
 
     def load(self, values: Mapping[str, StaticValue | None], rows: int | None) -> None:
-        """Fills the static inputs with a batch of `rows` rows (None: as many as before), padded.
-
-        Cumulative lengths are extended by empty segments. Those on the CPU are checked, and eager attention
-        steps see the true segments; those on a device are not read.
-
-        Raises:
-            ReplayError: something does not fit; nothing has been copied then.
+        """Fills the static inputs with a batch of `rows` rows (None: as many as before), padded by empty
+        segments; ReplayError where something does not fit, before anything is copied. Eager attention
+        reads the real segments of cumulative lengths on the CPU; those on a device are not read.
         """
         if self.must_be_full:
             # A program is captured only where empty segments change nothing.
@@ -338,7 +316,6 @@ class CapturedForward:
         return padded, held, boundaries
 
     def _padded(self, name: str, given: Tensor, boundaries: dict[str, tuple[Tensor, list[int]]]) -> Tensor:
-        """Cumulative lengths as long as captured ones; enters in `boundaries` what the host knows of them."""
         entries = self.inputs.buffers[name].tensor.shape[0]
         if given.device.type != "cpu":
             return pad_cu_seqlens_on_device(given, entries)
@@ -346,7 +323,6 @@ class CapturedForward:
         return pad_cu_seqlens(given, entries, self._captured_rows(name))
 
     def _set_live(self, rows: int | None) -> None:
-        """Passes the segments of the batch to eager attention, if the host knows those of every input."""
         if len(self._boundaries) < len(self.segment_inputs):
             self.live.clear()
             return
@@ -358,16 +334,12 @@ class CapturedForward:
 
     def replay(self, *, debug: bool = False, parameters_are_checked: bool = False) -> list[Any]:
         """Runs the captured forward on the static inputs; returns its outputs, which the next replay
-        overwrites.
+        overwrites. WeightsMovedError: parameters lie elsewhere than at the capture. ReplayError: another rule
+        was found broken.
 
         Args:
             debug: whether to check every rule (as listed below), which waits for the device.
-            parameters_are_checked: whether the caller checked that none has moved, and that derived ones are
-                up to date, but for writes that leave no version.
-
-        Raises:
-            WeightsMovedError: parameters lie elsewhere than at the capture.
-            ReplayError: another rule was found broken.
+            parameters_are_checked: whether the caller checked them, but for writes that leave no version.
         """
         derived = self._derived
         if debug:
@@ -394,7 +366,6 @@ class CapturedForward:
         return self.outputs
 
     def _read_rows(self) -> tuple[int, int] | None:
-        """Rows of the batch and of the capture, read from cumulative lengths on the device."""
         for name in self.segment_inputs:
             if self.rows is not None or self._attended(name) is not None:
                 return int(self.inputs.buffers[name].tensor[-1]), self._captured_rows(name)
@@ -423,12 +394,7 @@ class CapturedForward:
 
 
 def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:
-    """The error of this library for what a forward raised while it was captured.
-
-    Args:
-        what: what was captured, for the message.
-        running: the op or piece that was called last.
-    """
+    """The error of this library for one that a forward raised while `what` was captured."""
     place = _place(error.__traceback__, running)
     if isinstance(error, OutOfMemoryError):
         # A stored error would keep alive what the frames hold.
@@ -478,12 +444,7 @@ def check_output_addresses(outputs: Sequence[Any], addresses: Sequence[int]) -> 
 
 
 def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Attended | None) -> None:
-    """Raises ReplayError unless captured cumulative lengths are valid (capture rule 2).
-
-    Args:
-        rows: of the captured sequence; None: not known.
-        attended: what the attentions that read them were captured with; None: not known.
-    """
+    """Raises ReplayError unless cumulative lengths fit `rows` and the captured bound (capture rule 2)."""
     lengths = cu_seqlens.tolist()
     if lengths[0] != 0:
         raise ReplayError(f"capture rule 2: {name}: starts at {lengths[0]}; cumulative lengths start at 0")
@@ -500,12 +461,7 @@ def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Att
 
 
 def check_output_padding(outputs: Sequence[Any], real: int, rows: int) -> None:
-    """Raises ReplayError unless the pad rows of outputs are finite (capture rule 1).
-
-    Args:
-        real: rows of the batch, of the `rows` that the capture has. An output has some rows for each of them,
-            or one for some of them.
-    """
+    """Raises ReplayError unless output rows after `real` of `rows` are finite (capture rule 1)."""
     for number, output in enumerate(outputs):
         if isinstance(output, torch.Tensor) and output.dim():
             _check_finite(f"output {number}", output, 0, -(-real * output.shape[0] // rows))
@@ -524,11 +480,7 @@ def _check_finite(name: str, tensor: Tensor, dim: int, first: int) -> None:
 
 
 class StepRecorder:
-    """Calls the steps of a region inside a `SegmentedCapture`.
-
-    Args:
-        breaks: whether graphs end at splitting ops, which then run eagerly at every replay.
-    """
+    """Calls the steps of a region inside a `SegmentedCapture`, which breaks at splitting ops if `breaks`."""
 
     def __init__(self, capture: SegmentedCapture, *, breaks: bool) -> None:
         self.capture = capture
@@ -549,7 +501,7 @@ class StepRecorder:
         return self.capture.captured(self._branches.placed(step), *args, **kwargs)
 
     def finish(self) -> None:
-        """Joins the side streams before the graph ends."""
+        """Joins the side streams."""
         self._branches.join()
 
 

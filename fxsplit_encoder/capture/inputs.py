@@ -27,7 +27,7 @@ _ALIGNMENT = 64
 
 
 def example_values(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Draws normal numbers for a capture from a generator of their own, so the program's stay the same."""
+    """Draws normal numbers from a generator of their own, so the program's stay the same."""
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
@@ -48,14 +48,10 @@ class StaticInputs:
         """Memory of the buffers, of their own or shared."""
         return sum(buffer.num_bytes for buffer in self.buffers.values())
 
-    def check(self, values: Mapping[str, StaticValue | None]) -> None:
-        """Raises ReplayError unless every value fits and none is missing (capture rules 3 and 4)."""
-        self._checked(values, ())
-
-    def _checked(
-        self, values: Mapping[str, StaticValue | None], held: Collection[str]
+    def check(
+        self, values: Mapping[str, StaticValue | None], held: Collection[str] = ()
     ) -> list[tuple[StaticBuffer, StaticValue]]:
-        """As `check`; returns the buffers to fill, with their values."""
+        """Returns the buffers to fill, with their values; ReplayError by capture rules 3 and 4."""
         if not self.buffers.keys() <= values.keys():
             self.check_complete(values)
         given: list[tuple[StaticBuffer, StaticValue]] = []
@@ -79,7 +75,7 @@ class StaticInputs:
                 )
 
     def check_full(self, values: Mapping[str, StaticValue | None], but: Collection[str] = ()) -> None:
-        """Raises ReplayError if a value leaves rows of its buffer to padding, but for the buffers `but`."""
+        """Raises ReplayError if a value leaves rows of its buffer to padding, but for those in `but`."""
         for name, buffer in self.buffers.items():
             value = values.get(name)
             if value is None or buffer.token_dim is None or name in but:
@@ -98,36 +94,33 @@ class StaticInputs:
                 )
 
     def load(self, values: Mapping[str, StaticValue | None], held: Collection[str] = ()) -> None:
-        """Checks everything, then fills every buffer, to be called without autograd. None keeps what a buffer
-        holds.
-
-        Args:
-            held: the names of values of None whose buffers are known to hold them.
-        """
-        for buffer, value in _pinned(self._checked(values, held)):
+        """Checks everything, then fills every buffer; None keeps what it holds. Call it without autograd."""
+        for buffer, value in _pinned(self.check(values, held)):
             buffer.load(value)
 
     @contextlib.contextmanager
     def kept_constants(self) -> Iterator[None]:
         """Restores constants after what is loaded inside, which is no batch."""
-        with contextlib.ExitStack() as buffers:
-            for buffer in self.buffers.values():
-                buffers.enter_context(buffer.kept_constant())
-            yield
+        constants = [(each, each.tensor.clone()) for each in self.buffers.values() if each.is_constant]
+        yield
+        for buffer, contents in reversed(constants):
+            buffer.restore(contents)
 
     def check_addresses(self) -> None:
         """Raises ReplayError if a captured tensor has moved (capture rule 6)."""
-        for buffer in self.buffers.values():
-            buffer.check_address()
+        for name, buffer in self.buffers.items():
+            if (now := buffer.tensor.data_ptr()) != buffer.address:
+                raise ReplayError(
+                    f"capture rule 6: {name}: its captured buffer moved from {buffer.address:#x} to "
+                    f"{now:#x}; static buffers must not be resized or replaced"
+                )
 
 
 def _pinned(
     given: Sequence[tuple[StaticBuffer, StaticValue]],
 ) -> Sequence[tuple[StaticBuffer, StaticValue]]:
-    """Copies values on the host into one piece of pinned memory, in the dtype of their buffers.
-
-    From pageable memory a copy would wait for the device, and converting there would take another copy. torch
-    reuses pinned memory only once the copies out of it are done.
+    """Copies values on the host into one piece of pinned memory, in the dtype of their buffers: from pageable
+    memory a copy would wait for the device, and converting there would take another copy.
     """
     num_bytes = 0
     for buffer, value in given:
@@ -156,7 +149,6 @@ def _pinned(
 
 
 def _can_be_sent(part: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a copy to a device neither waits for it nor makes another on the host first."""
     return part.is_cuda or (part.dtype == dtype and part.is_contiguous() and part.is_pinned())
 
 
@@ -173,29 +165,21 @@ _MIN_SEGMENTS = 8
 
 
 def segment_capacity(token_budget: int, max_segments: int) -> int:
-    """Segments (images, frames) that a capture of so many output tokens holds, `max_segments` at most."""
+    """Segments that a capture of so many output tokens holds, `max_segments` at most."""
     return max(1, min(max_segments, max(_MIN_SEGMENTS, token_budget // _TYPICAL_SEGMENT_TOKENS)))
 
 
 def full_cu_seqlens(capacity: int, rows: int, segments: int = 1) -> Tensor:
-    """(capacity + 1,) int32: lengths of `rows` rows in equal segments, then empty ones, to record with."""
+    """(capacity + 1,) int32: lengths of `rows` rows in equal segments, then empty ones."""
     result = torch.full((capacity + 1,), rows, dtype=torch.int32, device="cpu")
     result[: segments + 1] = torch.arange(segments + 1, device="cpu") * rows // segments
     return result
 
 
 def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
-    """Extends cumulative lengths on the CPU to `length` entries, by empty segments (capture rule 2).
-
-    The result is cached for equal lengths: never write to it.
-
-    Args:
-        cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0.
-        length, rows: entries of the captured buffer, rows of the captured sequence.
-
-    Raises:
-        InputError: the lengths fall, or do not start at 0.
-        ReplayError: more segments or rows than the capture has.
+    """Extends cumulative lengths on the CPU, (segments + 1,) int32 rising from 0, to `length` entries, by
+    empty segments (capture rule 2). The result is cached for equal lengths: never write to it. InputError:
+    they fall, or do not start at 0. ReplayError: more segments, or more than `rows` rows.
     """
     return _extended(tuple(cu_seqlens.tolist()), length, rows)
 
@@ -207,7 +191,7 @@ def _extended(given: tuple[int, ...], length: int, rows: int) -> Tensor:
         raise InputError(f"cu_seqlens: expected entries that rise from 0; got {list(given[:8])}...")
     real = given[-1]
     segments = bisect.bisect_left(given, real)
-    if not fits(segments, real, length, rows):
+    if real > rows or segments > length - 1:
         raise ReplayError(
             f"cu_seqlens: {segments} segments over {real} rows do not fit a capture of {length - 1} "
             f"segments over {rows} rows"
@@ -220,11 +204,7 @@ def _extended(given: tuple[int, ...], length: int, rows: int) -> Tensor:
 
 
 def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
-    """As `pad_cu_seqlens` on a device, without a host read, so values go unchecked.
-
-    Raises:
-        ReplayError: more entries than the capture has.
-    """
+    """As `pad_cu_seqlens`, without a host read: values go unchecked."""
     spare = length - cu_seqlens.shape[0]
     if spare < 0:
         raise ReplayError(f"cu_seqlens: {cu_seqlens.shape[0]} entries do not fit a capture of {length}")
@@ -232,7 +212,7 @@ def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def fill_cu_seqlens(buffer: Tensor, value: Tensor) -> None:
-    """Copies a batch's cumulative lengths, at most as many, into a buffer, extended by empty segments."""
+    """Copies cumulative lengths into a buffer of as many or more, extended by empty segments."""
     entries = value.shape[0]
     if entries == buffer.shape[0]:
         buffer.copy_(value)
@@ -247,8 +227,3 @@ def is_cumulative(tensor: Tensor) -> bool:
         return False
     entries = tensor.tolist()
     return entries[0] == 0 < entries[-1] and all(a <= b for a, b in itertools.pairwise(entries))
-
-
-def fits(num_segments: int, num_rows: int, length: int, rows: int) -> bool:
-    """Whether a batch fits captured cumulative lengths of `length` entries over `rows` rows."""
-    return num_rows <= rows and num_segments <= length - 1

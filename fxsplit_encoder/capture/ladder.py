@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +24,8 @@ from fxsplit_encoder.capture.forward import (
 )
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
-from fxsplit_encoder.kernels import TimeSpent, measuring
+from fxsplit_encoder.kernels.choice import measuring
+from fxsplit_encoder.kernels.meter import TimeSpent
 from fxsplit_encoder.pauses import pause, seconds_paused
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
@@ -77,7 +78,7 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class KnownBudget:
-    """What another ladder of the same forward measured of a budget."""
+    """A budget as another ladder of the same forward measured it."""
 
     costs: MeasuredCosts
     mode: str | None
@@ -100,9 +101,9 @@ class BudgetLadder:
         request: makes the capture request of a budget; its tensors become the capture's own.
         mode: "auto", "full", "piecewise" or "breakable".
         measured: whether every way of running is timed, to choose by it; only on a device.
-        attention_ms: what attention takes over one segment as long as a budget, as far as it is known.
-        agree: for a forward with collectives: whether every rank says yes, so that all capture the same.
-        compares_kernels: whether attention kernels are compared before a capture, where they were not.
+        attention_ms: milliseconds of attention over one segment as long as a budget.
+        agree: whether every rank says yes, so that all capture the same.
+        compares_kernels: whether attention kernels are compared before a capture.
     """
 
     def __init__(
@@ -137,8 +138,7 @@ class BudgetLadder:
         self.in_inference_mode = False
         """Whether a tower's own code is timed in inference mode, in which it will run."""
         self._capture_ms: list[float] = []
-        self._is_warm = False
-        """Whether the forward has run: another size needs one warm-up only."""
+        self._is_warm = False  # whether the forward has run: another size needs one warm-up only
         self._bound_by_host: tuple[int, MeasuredRun] | None = None
         """The largest budget at which the host bounds a tower's own code, and its run."""
         self._known: dict[int, KnownBudget] = {}
@@ -150,16 +150,23 @@ class BudgetLadder:
         self._num_bytes: Counter[int] = Counter()
 
     def capture(self, budget: int) -> CapturedForward | None:
-        """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9).
-
-        Pauses between timed runs, those before a capture, and the capture.
-        """
+        """Captures a budget once, with pauses; None if it is dropped (capture rule 9)."""
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
             return self.captured.get(budget)
+        timed = self.measured and self.pool.is_cuda
+        known = self._known.get(budget) if timed else None
         start = self._own_seconds()
         try:
             with self._comparing():
-                self._capture(budget)
+                if known is not None and known.mode is None:
+                    self.costs[budget] = replace(known.costs)
+                    self.no_graph_needed.add(budget)
+                elif not timed:
+                    request = self._agreed_request(budget)
+                    recorded = self._record(budget, request, self._preferred(request), first=True)
+                    (self.captured[budget],) = recorded.values()
+                else:
+                    self._capture_measured(budget, self._agreed_request(budget), known)
         except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
             self.dropped[budget] = str(error)
             if isinstance(error, (CaptureMemoryError, torch.OutOfMemoryError)):
@@ -175,9 +182,7 @@ class BudgetLadder:
         return time.perf_counter() - self._compared.seconds - seconds_paused()
 
     def run(self, budget: int) -> None:
-        """Runs what `capture` would run on a device of a budget that is not known; see
-        `CaptureRequest.run`.
-        """
+        """Runs, to know their kernels, what `capture` would run on a device of a budget that is not known."""
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:
@@ -186,11 +191,7 @@ class BudgetLadder:
             logger.info("budget %d cannot be run ahead: %s", budget, error)
 
     def expect(self, known: Mapping[int, KnownBudget], capture_ms: float) -> None:
-        """Takes over what another ladder of the same forward measured on a device of this kind; `clear` keeps
-        it.
-
-        Such budgets are captured as they were there, without timing; `capture_ms` is the other's.
-        """
+        """Takes measurements of another ladder on such a device: its budgets are captured without timing."""
         self._known = dict(known)
         self._capture_ms = [capture_ms] if known else []
 
@@ -202,11 +203,6 @@ class BudgetLadder:
                 mode = self.captured[budget].mode if budget in self.captured else None
                 found[budget] = KnownBudget(costs, mode)
         return found
-
-    def captures_of(self, budget: int) -> list[CapturedForward]:
-        """All captures of one budget."""
-        both = (self.captured, self.captured_single_segment)
-        return [captures[budget] for captures in both if budget in captures]
 
     def best(self, budget: int, num_segments: int | None) -> CapturedForward:
         """The capture of a captured budget for a batch of so many segments (None: unknown)."""
@@ -253,18 +249,7 @@ class BudgetLadder:
         self.costs.clear()
         self._bound_by_host = None
 
-    def _capture(self, budget: int) -> None:
-        timed = self.measured and self.pool.is_cuda
-        known = self._known.get(budget) if timed else None
-        if known is not None and known.mode is None:
-            self.costs[budget] = replace(known.costs)
-            self.no_graph_needed.add(budget)
-            return
-        request = self._agreed_request(budget)
-        if not timed:
-            recorded = self._record_first(budget, request)
-            self.captured.update((budget, each) for each in recorded.values())
-            return
+    def _capture_measured(self, budget: int, request: CaptureRequest, known: KnownBudget | None) -> None:
         if known is not None and self._capture_as_known(budget, request, known):
             return
         costs = self._capture_cheapest_mode(budget, request)
@@ -273,10 +258,9 @@ class BudgetLadder:
             self._capture_single_segment(budget, request, costs)
 
     def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> bool:
-        """Captures a budget as it was captured elsewhere; whether that was possible."""
         assert known.mode is not None
         try:
-            self.captured[budget] = self._record(budget, request, known.mode)
+            self.captured[budget] = self._record(budget, request, [known.mode])[known.mode]
         except CaptureError as error:
             logger.warning("budget %d is measured again: in mode %s %s", budget, known.mode, error)
             return False
@@ -291,12 +275,7 @@ class BudgetLadder:
         return True
 
     def _agreed_request(self, budget: int) -> CaptureRequest:
-        """Makes the request before any rank runs its forward, in which others would wait for a rank that has
-        none.
-
-        Raises:
-            CaptureError: this rank or another has none of this size.
-        """
+        """Makes the request, by a vote: inside the forward other ranks would wait for one that has none."""
         try:
             request = self._request(budget)
         except (CaptureError, torch.OutOfMemoryError):
@@ -307,7 +286,6 @@ class BudgetLadder:
         return request
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
-        """Captures in every possible mode, measures, and keeps the cheapest."""
         exact = self._exact_run(budget, request)
         pause()
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
@@ -317,8 +295,7 @@ class BudgetLadder:
             self.no_graph_needed.add(budget)
             self.costs[budget] = costs
             return costs
-        record = self._record_all if self.mode == "auto" else self._record_first
-        candidates = record(budget, request)
+        candidates = self._candidates(budget, request)
         for mode, captured in candidates.items():
             pause()
             costs.modes[mode] = captured.measure()
@@ -360,7 +337,6 @@ class BudgetLadder:
             return MeasuredRun(math.inf, math.inf)
 
     def _capture_single_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
-        """Adds a full graph for one segment, where it costs less than the capture for any number."""
         if self.captured[budget].mode != "full" and self.mode != "auto":
             return  # the user wants piecewise, which attends to the true segments anyway
         single = self._record_single_segment(budget, request)
@@ -375,61 +351,60 @@ class BudgetLadder:
             single.release()
 
     def _record_single_segment(self, budget: int, request: CaptureRequest) -> CapturedForward | None:
-        """A full graph for one segment; None, with a warning, where there is none."""
         try:
             if request.single_segment is None:
                 raise CaptureError("the forward tells no segments")
-            return self._record(budget, request.single_segment(), "full")
+            return self._record(budget, request.single_segment(), ["full"])["full"]
         except CaptureError as error:
             logger.warning(
                 "budget %d: batches of one segment share the capture of all others: %s", budget, error
             )
             return None
 
-    def _record_all(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
-        """Captures in every mode that differs; fails only if all fail."""
+    def _candidates(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
+        """Captures in every mode that may be the cheapest, or in the one that is set."""
+        if self.mode == "auto":
+            return self._record(budget, request, request.modes)
+        return self._record(budget, request, self._preferred(request), first=True)
+
+    def _preferred(self, request: CaptureRequest) -> list[str]:
+        """The modes of a request, the wanted one first."""
+        possible = request.modes
+        # Without a program the mode that breaks at attention is `breakable`.
+        wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]
+        return [wanted, *(mode for mode in possible if mode != wanted)]
+
+    def _record(
+        self, budget: int, request: CaptureRequest, modes: Sequence[str], *, first: bool = False
+    ) -> dict[str, CapturedForward]:
+        """Captures in each of some modes, or only in the `first` that every rank can; CaptureError if none
+        does.
+        """
         recorded: dict[str, CapturedForward] = {}
         failures: list[CaptureError] = []
-        for mode in request.modes:
+        for mode in modes:
             if any(captured.is_unbroken for captured in recorded.values()):
                 break  # the other mode would be the same graph
             if recorded or failures:
                 pause()
+            captured = CapturedForward(request, mode, self.pool)
+            failure = None
             try:
-                recorded[mode] = self._record(budget, request, mode)
+                captured.record(warmups=1 if self._is_warm else WARMUPS)
             except CaptureError as error:
-                failures.append(error)
+                failure = error
+            if not self._agree(failure is None):
+                if failure is None:
+                    captured.release()
+                failures.append(failure or CaptureError("another rank could not capture it"))
+                continue
+            self._is_warm = True
+            self._num_bytes[budget] += captured.num_bytes
+            recorded[mode] = captured
+            if first:
+                break
         if not recorded:
             raise failures[0]
+        if first and failures:
+            self.replaced[budget] = f"captured in mode {mode}: in mode {modes[0]} {failures[0]}"
         return recorded
-
-    def _record_first(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
-        """Captures in the wanted mode, or else in another, as noted in `replaced`."""
-        possible = request.modes
-        # Without a program the mode that breaks at attention is `breakable`.
-        wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]
-        failures: list[CaptureError] = []
-        for mode in (wanted, *(mode for mode in possible if mode != wanted)):
-            if failures:
-                pause()
-            try:
-                recorded = {mode: self._record(budget, request, mode)}
-            except CaptureError as error:
-                self._agree(False)
-                failures.append(error)
-                continue
-            if not self._agree(True):
-                recorded[mode].release()
-                failures.append(CaptureError("another rank could not capture it"))
-                continue
-            if failures:
-                self.replaced[budget] = f"captured in mode {mode}: in mode {wanted} {failures[0]}"
-            return recorded
-        raise failures[0]
-
-    def _record(self, budget: int, request: CaptureRequest, mode: str) -> CapturedForward:
-        captured = CapturedForward(request, mode, self.pool)
-        captured.record(warmups=1 if self._is_warm else WARMUPS)
-        self._is_warm = True
-        self._num_bytes[budget] += captured.num_bytes
-        return captured

@@ -60,11 +60,7 @@ class MemoryOrders:
 
 class StaticParameters:
     """Parameters and constants that a capture baked in by address; of a wrapper subclass the inner tensors.
-
-    Args:
-        tensors: what was baked in.
-        module: the owner of parameters and buffers, where every check looks them up, so as to see replaced
-            ones.
+    Every check looks those of `module` up there, so as to see replaced ones.
     """
 
     def __init__(self, tensors: Iterable[Tensor], module: object = None) -> None:
@@ -121,11 +117,7 @@ class StaticParameters:
         return memory
 
     def current(self) -> list[Tensor | None]:
-        """The tensors that are now in the places of the baked ones; None: removed.
-
-        Raises:
-            WeightsLayoutError: the constants of a wrapper subclass have changed.
-        """
+        """The tensors now in the places of the baked ones (None: removed), or WeightsLayoutError."""
         if changed := self.changed_wrappers():
             raise WeightsLayoutError(
                 f"parameters: expected {changed[0]} with the constants of its subclass that were compiled; "
@@ -147,9 +139,7 @@ class StaticParameters:
             return True
 
     def changed_wrappers(self) -> list[str]:
-        """Names of wrapper subclasses whose constants, which their code has read, changed since the capture.
-        One without memory that does not list its inner tensors has changed if it was replaced.
-        """
+        """Names of wrapper subclasses whose constants, or tensors without memory, have changed."""
         return [name for name, holder, key, kept in self._wrappers if _constants(holder.get(key)) != kept]
 
     def check_addresses(self) -> None:
@@ -190,7 +180,6 @@ def _owned_tensors(
 
 
 def _places(tensor: Tensor, holder: Any, key: str) -> Iterator[tuple[Tensor, tuple[Any, str]]]:
-    """The tensors that hold a tensor's values, each with its holder and its key there."""
     if (names := wrapped(tensor)) is None:
         yield tensor, (holder, key)
         return
@@ -199,7 +188,7 @@ def _places(tensor: Tensor, holder: Any, key: str) -> Iterator[tuple[Tensor, tup
 
 
 def _constants(tensor: Any) -> Any:
-    """What a wrapper subclass has in addition to its inner tensors; None for others and for `DTensor`."""
+    """The type and metadata of a wrapper subclass; None for other tensors and for `DTensor`."""
     if tensor is None or local_part(tensor) is not tensor:
         return None
     if wrapped(tensor) is not None:

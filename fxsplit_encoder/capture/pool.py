@@ -16,7 +16,6 @@ from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.distributed import is_collective, wait_for
 from fxsplit_encoder.capture.buffers import HandedOut, copy_results, storage_address, tensors_in
-from fxsplit_encoder.errors import CaptureMemoryError
 
 
 class GraphPool:
@@ -26,7 +25,6 @@ class GraphPool:
     takes a lock and orders streams. The pool is released as a whole (`retire`).
 
     Args:
-        max_bytes: limit of all captures together (`charge`); None: none.
         handed_out: the memory that callers hold, which `debug` compares with outputs.
         stream: the stream to capture on; None: a new one. Libraries keep a workspace per stream for good
             (cuBLAS 32 MiB on Hopper), so pools that never capture at once share one.
@@ -36,26 +34,23 @@ class GraphPool:
     def __init__(
         self,
         device: torch.device,
-        max_bytes: int | None = None,
         handed_out: HandedOut | None = None,
         stream: torch.cuda.Stream | None = None,
         priority: int = 0,
     ) -> None:
         self.priority = priority
         self.device = indexed(device)
-        self.max_bytes = max_bytes
         self.used_bytes = 0
+        """Bytes of all captures together."""
         self.handed_out = HandedOut() if handed_out is None else handed_out
         self.is_cuda = device.type == "cuda"
         # Held for as long as the pool is in use: without it the pool would die with the last capture that is
         # released.
         self._memory = torch.cuda.MemPool() if self.is_cuda else None
         self._anchor: torch.cuda.CUDAGraph | None = None
-        self._uses = 0
-        """Use count of the memory before the capture that began last."""
+        self._uses = 0  # use count of the memory before the capture that began last
         self._superseded: list[Any] = []
-        self._allocated: set[int] = set()
-        """Addresses of captured allocations."""
+        self._allocated: set[int] = set()  # addresses of captured allocations
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture
         # begins.
         self.stream: Any = (
@@ -76,10 +71,8 @@ class GraphPool:
 
     def note_allocated(self, results: object, arguments: object) -> None:
         """Records the memory that a captured call allocated: of its results, unless an argument lies there
-        too.
-
-        Asking the allocator (`torch.cuda.memory_snapshot`) walks over every block, and with torch 2.11 on
-        Python 3.12 it crashed the process after some hundred pools.
+        too. `torch.cuda.memory_snapshot` walks over every block, and crashed torch 2.11 after some hundred
+        pools.
         """
         made, given = (
             {storage_address(tensor) for tensor in tensors_in(values) if tensor.device == self.device}
@@ -92,31 +85,13 @@ class GraphPool:
         return self.is_cuda and storage_address(tensor) in self._allocated
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """An alias of a tensor for a step that reads it at every replay. It borrows memory of the pool, which
-        later ops of the capture may reuse, and owns other memory.
-
-        Were steps to own what the pool owns, 27 layers of 4096 patches would keep 0.8 GB of queries, keys and
-        values instead of 0.03.
+        """An alias of a tensor for a step that reads it at every replay: borrows memory of the pool, else
+        owns it. Owning the pool's, 27 layers of 4096 patches would keep 0.8 GB instead of 0.03.
         """
         return borrowed(tensor) if self.owns(tensor) else tensor.detach()
 
-    def charge(self, num_bytes: int, what: str) -> None:
-        """Counts a capture's memory against the limit.
-
-        Raises:
-            CaptureMemoryError: the limit is exceeded; nothing is counted then.
-        """
-        if self.max_bytes is not None and self.used_bytes + num_bytes > self.max_bytes:
-            raise CaptureMemoryError(
-                f"{what} takes {num_bytes} bytes beside {self.used_bytes} in use; max_graph_bytes allows "
-                f"{self.max_bytes}. Raise max_graph_bytes or list smaller token_budgets"
-            )
-        self.used_bytes += num_bytes
-
     def replaying(self) -> contextlib.AbstractContextManager[None]:
-        """Excludes other replays during a replay and the reading of its outputs, and orders them across
-        streams.
-        """
+        """Excludes other replays until the outputs are read, and orders replays across streams."""
         return _Replaying(self)
 
     def begin_replays(self) -> torch.cuda.Stream | None:
@@ -124,13 +99,15 @@ class GraphPool:
         self._lock.acquire()
         if not self.is_cuda:
             return None
+        stream = None
         try:
-            stream = torch.cuda.current_stream(self.device.index)  # of a number torch asks less
-            if self._last_replay is not None and self._last_stream != stream:
-                stream.wait_event(self._last_replay)
-        except BaseException:
-            self._lock.release()
-            raise
+            current = torch.cuda.current_stream(self.device.index)  # of a number torch asks less
+            if self._last_replay is not None and self._last_stream != current:
+                current.wait_event(self._last_replay)
+            stream = current
+        finally:
+            if stream is None:
+                self._lock.release()
         return stream
 
     def end_replays(self, stream: torch.cuda.Stream | None) -> None:
@@ -154,7 +131,7 @@ class GraphPool:
 
     @contextlib.contextmanager
     def warming(self) -> Iterator[None]:
-        """Runs on the pool's stream, after what the caller's stream holds, which then waits for it."""
+        """Runs on the pool's stream, after the caller's stream, which then waits for it."""
         with self._lock, defer_frees():
             if self.stream is None:
                 yield
@@ -240,19 +217,16 @@ class _Replaying(contextlib.AbstractContextManager[None]):
 
 
 class RecordedOps:
-    """Records ops with their arguments, and repeats them over the same memory.
-
-    As with a CUDA graph, addresses, shapes and host numbers are those of the recording.
-    """
+    """Records ops with their arguments, and repeats them over the same memory: in place of a CUDA graph."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        """Does nothing; in place of `torch.cuda.CUDAGraph.capture_begin`."""
+        """Does nothing."""
 
     def capture_end(self) -> None:
-        """Does nothing; in place of `torch.cuda.CUDAGraph.capture_end`."""
+        """Does nothing."""
 
     def record(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], results: Any

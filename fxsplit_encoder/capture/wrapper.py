@@ -47,11 +47,7 @@ class Batch:
 
 
 def describe(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Batch:
-    """The batch of a call to a module on `device`.
-
-    Raises:
-        InputError: an argument that is neither a strided tensor nor hashable, or a long tensor on the host.
-    """
+    """The batch of a call to a module on `device`; InputError if no capture can be found by it."""
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     return Batch(leaves, structure, (structure, *(_describe(leaf, device) for leaf in leaves)))
 
@@ -84,10 +80,8 @@ def _describe(leaf: Any, device: torch.device) -> Hashable:
 @dataclass(slots=True)
 class _Entry:
     forward: CapturedForward
-    names: list[str]
-    """Of the static inputs, in the order of the tensors among the arguments."""
-    structure: TreeSpec
-    """Of what the module returned."""
+    names: list[str]  # of the static inputs, in the order of the tensors among the arguments
+    structure: TreeSpec  # of what the module returned
 
     def replay(self, leaves: Sequence[Any], *, debug: bool) -> Any:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -103,7 +97,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
     """A module with the same forward, which replays a breakable capture for arguments of known shapes.
 
     The first call with arguments of a new description warms the module up, captures it and replays; later
-    ones copy the tensors in and replay. Outputs are copies. Tensors on the module's device are told apart by
+    ones copy the tensors in and replay. Outputs are copies. Tensors on the module's device are compared by
     shape, strides and dtype; tensors on the host, when the module is on a GPU, by their values as well;
     everything else by its value. So host values (grids, bounds) should repeat.
 
@@ -111,8 +105,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
     in `misses`, where one of its modules is in training mode or has to see each operation (global hooks,
     torch modes), where gradients are asked for, and where it cannot be captured: it reads values of the
     device outside of a break, writes to an argument, or returns something else than tensors, numbers and
-    strings. It has to compute the same from the same arguments and parameters; other host code is not run
-    again.
+    strings. It has to compute the same from the same arguments and parameters.
 
     A Hugging Face tower runs attention through the splitting op after
     `fxsplit_encoder.kernels.attention.hugging_face.use_varlen_attention(tower)`; give it the metadata that it
@@ -183,7 +176,6 @@ class BreakableCUDAGraphWrapper(nn.Module):
                 self._evict()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch] | str:
-        """The capture for a call, made if need be; or why there is none."""
         found = "training" if self.module.training else foreign_around()
         if found is not None:
             return found
@@ -217,7 +209,6 @@ class BreakableCUDAGraphWrapper(nn.Module):
         return self._entries[key], batch
 
     def _capture(self, batch: Batch, pool: GraphPool) -> None:
-        """Raises CaptureError if the module cannot be captured with these arguments."""
         while len(self._entries) >= self.max_captures:
             self._evict()
         with torch.inference_mode(False), torch.no_grad():
@@ -235,7 +226,12 @@ class BreakableCUDAGraphWrapper(nn.Module):
         def run() -> list[Any]:
             args, kwargs = tree_unflatten(leaves, batch.structure)
             outputs, structure = tree_flatten(module(*args, **kwargs))
-            _check_outputs(outputs)
+            for output in outputs:
+                if not isinstance(output, (torch.Tensor, *CONSTANTS)):
+                    raise CaptureError(
+                        f"the module returned a {type(output).__name__}; it may return tensors, None, "
+                        "numbers and strings, in tuples, lists and dicts"
+                    )
             structures.append(structure)
             return outputs
 
@@ -273,12 +269,3 @@ class BreakableCUDAGraphWrapper(nn.Module):
     def _asks_for_gradients(self, batch: Batch) -> bool:
         tensors = itertools.chain(self.module.parameters(), batch.leaves)
         return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
-
-
-def _check_outputs(outputs: Sequence[Any]) -> None:
-    for output in outputs:
-        if not isinstance(output, (torch.Tensor, *CONSTANTS)):
-            raise CaptureError(
-                f"the module returned a {type(output).__name__}; it may return tensors, None, numbers and "
-                "strings, in tuples, lists and dicts"
-            )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import measure_ms
+from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
 from fxsplit_encoder.cli.demo import example_images
 from fxsplit_encoder.cli.document import Column, Document, columns

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fxsplit_encoder.cli.options import DtypeName
-from fxsplit_encoder.compile import BoundProgram
+from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import measure_ms
+from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.cli.console import (
     Update,
     describe_device,
@@ -29,7 +29,7 @@ from fxsplit_encoder.cli.tower import ChosenTower
 from fxsplit_encoder.models.eager import EagerTower, as_tensors, max_error, rms_error, share_weights
 from fxsplit_encoder.models.family import Family
 from fxsplit_encoder.models.prepare import EncoderInputs, Preparation, find_files, load_inputs
-from fxsplit_encoder.planning import Plan
+from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.towers.tiles import DenseTower
 
 FLOAT32_TOLERANCE = 1e-4

@@ -15,7 +15,7 @@ from fxsplit_encoder.cli.document import Document, columns
 from fxsplit_encoder.cli.tower import locate
 from fxsplit_encoder.models.load import load_tower, read_family
 from fxsplit_encoder.models.prepare import EncoderInputs, find_files, load_inputs
-from fxsplit_encoder.planning import Plan
+from fxsplit_encoder.planning.plan import Plan
 
 
 def run_encode(

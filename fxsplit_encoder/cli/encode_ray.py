@@ -12,13 +12,13 @@ from fxsplit_encoder.cli.console import progress_bars
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.options import OnRay, Place
 from fxsplit_encoder.errors import InputError, MissingExtraError
-from fxsplit_encoder.integrations.images import ImageEncoderSettings
+from fxsplit_encoder.service.settings import ImageEncoderSettings
 
 try:
     import ray
     import ray.data
 
-    from fxsplit_encoder.integrations.ray import EncodeJob, Outcome
+    from fxsplit_encoder.service.ray import EncodeJob, Outcome
 except ModuleNotFoundError as error:
     raise MissingExtraError("encoder-cg encode --ray", "ray") from error
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.dispatch import schema_of
-from fxsplit_encoder.capture import CapturedForward, segment_capacity
+from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.inputs import segment_capacity
 from fxsplit_encoder.cli.console import (
     describe_device,
     describe_split,
@@ -21,11 +22,12 @@ from fxsplit_encoder.cli.console import (
     progress_bars,
 )
 from fxsplit_encoder.cli.document import Column, Document, columns
-from fxsplit_encoder.compile import Program, Step
+from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.padding import PaddingReport
-from fxsplit_encoder.kernels import OperationReport, describe
+from fxsplit_encoder.compile.program import Program
+from fxsplit_encoder.kernels.choice import Chooser, failing
 from fxsplit_encoder.models.family import Family
-from fxsplit_encoder.planning import Limits
+from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.runtime import Choosers
 
 _SHOWN_OPERATORS = 3
@@ -215,6 +217,54 @@ def say_captures(wrapped: fx.SupportsEncoderCudaGraph, config: fx.EncoderConfig,
 def _figures(captured: CapturedForward) -> tuple[str, int, int, int]:
     capture = captured.capture
     return captured.mode, capture.num_graphs, capture.num_eager_breaks, len(capture.segments)
+
+
+class KernelReport(NamedTuple):
+    """A kernel and the classes of calls that it computes."""
+
+    name: str
+    unavailable: str | None
+    chosen: tuple[str, ...]
+    failed: str | None = None
+    """What it raises there, of `failing`."""
+
+
+class ClassReport(NamedTuple):
+    """A measured class of calls: microseconds by kernel, and why others may not be chosen."""
+
+    shape: str
+    chosen: str
+    pinned: bool
+    microseconds: Mapping[str, float]
+    rejected: Mapping[str, str]
+
+
+class OperationReport(NamedTuple):
+    """All kernels of an operation, in order of preference, and all classes, by their size."""
+
+    kernels: tuple[KernelReport, ...]
+    classes: tuple[ClassReport, ...]
+
+
+def describe(device: torch.device, chooser: Chooser[Any, Any]) -> OperationReport:
+    """The measurements of an operation on a device, and the choices by them."""
+    table = chooser.measurements.table(device)
+    classes = []
+    for shape in sorted(table, key=lambda s: (str(s.dtype), s.kind(), s.extents())):
+        found = table[shape]
+        chosen, pinned = chooser.ranking(shape)[0].name, chooser.pinned(shape) is not None
+        classes.append(ClassReport(str(shape), chosen, pinned, found.microseconds, found.rejected))
+    failed = failing(table)
+    kernels = tuple(
+        KernelReport(
+            kernel.name,
+            kernel.unavailable_reason(device),
+            tuple(each.shape for each in classes if each.chosen == kernel.name),
+            failed.get(kernel.name),
+        )
+        for kernel in chooser.measurements.kernels
+    )
+    return OperationReport(kernels, tuple(classes))
 
 
 def say_kernels(device: torch.device, config: fx.EncoderConfig, document: Document) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -140,6 +140,57 @@ def encode(
     check_output(output)
     run_encode(images, model, read_config(config), output, _placed(place), document)
     document.finish()
+
+
+@app.command()
+@with_groups
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_CHECKPOINT, show_default=False)],
+    place: Place,
+    host: Annotated[str, typer.Option("--host", help="The address to bind; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port to bind.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            envvar="ENCODER_CG_API_KEY",
+            help="What clients have to send as a bearer token.",
+            show_default="none is asked for",
+        ),
+    ] = None,
+    pooling: Annotated[
+        Literal["model", "mean", "none"] | None,
+        typer.Option(
+            "--pooling",
+            metavar="NAME",
+            help="model: its own vector; mean: of its rows; none: a row a token.",
+            show_default="model, or mean where it has none",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="YAML", help=CONFIG, show_default="inferred budgets; on a CPU no captures"
+        ),
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(
+            "--settings", metavar="YAML", help="Limits and timeouts: ServiceSettings.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Answer requests for embeddings of images and texts over HTTP, as OpenAI's clients send them.
+
+    One process, an encoder on each GPU, or on the CPU. SIGTERM and Ctrl+C end it once requests in flight are
+    answered.
+    """
+    from fxsplit_encoder.cli.files import read_config
+    from fxsplit_encoder.cli.serve import run_serve
+
+    given = {"api_key": api_key, "pooling": pooling, "config": read_config(config), **vars(place)}
+    run_serve(model, host, port, given, settings)
 
 
 @app.command()

@@ -189,8 +189,10 @@ class OnRay:
         ),
     ] = 128
     pooling: Annotated[
-        Literal["none", "mean"],
+        Literal["none", "mean", "model"],
         typer.Option(
-            "--pooling", metavar="NAME", help="With --ray: none: a row a token; mean: the mean of these."
+            "--pooling",
+            metavar="NAME",
+            help="With --ray: none: a row a token; mean: the mean of these; model: the model's own vector.",
         ),
     ] = "none"

@@ -1,18 +1,12 @@
-"""Equal blocks of a tower, traced once.
+"""Traces equal blocks of a tower once, since Dynamo and AOT take as long for each as for the first.
 
-Dynamo and AOT take as long for each block as for the first, though all but their weights are equal. So while
-a forward is traced, every block of a group of equal ones is a single op on the block's arguments. For each
-group, and each layout of arguments, AOT traces one block by itself, and a copy of its graph replaces each op,
-with the weights of its block as inputs. The result is the graph of a plain trace, but for operations that
-Dynamo spells in another way.
+While a forward is traced, every block of a group of equal ones is a single op. AOT traces one block for each
+layout of arguments, and copies of its graph replace the ops, with the weights of each block as inputs. In the
+trace of `torch.compile` with a backend of ours, a tower calls `begin_blocks` and the backend `end_blocks`.
 
 A block that returns anything but a new tensor, writes to its arguments, or changes its attributes cannot be
-such an op: the trace ends with an error, and the caller traces plainly. In the trace of `torch.compile` with
-a backend of ours, a tower calls `begin_blocks` and the backend `end_blocks`.
-
-Two modules are equal if their trees are: the same classes, parameters and buffers of the same layouts, and
-attributes of the same values. What cannot be compared by value is compared by identity, so that doubt makes
-modules unequal, which costs time but never a result.
+an op: the trace ends with an error, and the caller traces plainly. Modules are equal if their trees are:
+classes, layouts of weights, and attributes, by identity where values cannot be compared.
 """
 
 from __future__ import annotations
@@ -41,11 +35,11 @@ from fxsplit_encoder.errors import CompileError, InputError
 
 
 class BlockError(CompileError):
-    """A block cannot be an op. The forward may still be traced block by block."""
+    """A block cannot be an op; the forward may be traced without ops."""
 
 
 class ChangedBlocksError(InputError):
-    """Blocks have changed since they were traced. Nothing was computed; trace again."""
+    """Blocks have changed since they were traced, and nothing was computed."""
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
@@ -53,9 +47,7 @@ _TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def equal_modules(root: nn.Module) -> list[list[nn.Module]]:
-    """Returns groups of two or more equal modules among the members of each `ModuleList` of a model, without
-    members that lie in a module of another group.
-    """
+    """Returns groups of equal modules among the members of each `ModuleList` outside of other groups."""
     groups: list[list[nn.Module]] = []
     inside: set[nn.Module] = set()
     for container in root.modules():
@@ -72,9 +64,7 @@ def equal_modules(root: nn.Module) -> list[list[nn.Module]]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether its forward is its class's, submodules have no hooks, which may keep what they see, and every
-    weight is a plain tensor. The module's own hooks run where it is called.
-    """
+    """Whether forward is its class's, weights are plain tensors, and no hook of a submodule keeps values."""
     if "forward" in vars(module):
         return False
     inner = (submodule for submodule in module.modules() if submodule is not module)
@@ -127,9 +117,7 @@ Number = int | torch.SymInt
 
 
 def take_apart(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
-    """Returns a value as a Python literal in which ("tensor", 0) and ("number", 0) refer to the lists, to
-    which it appends. Dynamo traces this. Types are exact: a named tuple would come back as another type.
-    """
+    """Returns a value as a Python literal; appends its tensors and numbers. Dynamo traces this."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         tensors.append(value)
@@ -154,19 +142,18 @@ def take_apart(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
 
 def put_together(structure: str, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> Any:
     """Returns the value that `take_apart` took apart, made of these tensors and numbers."""
-    return _value(ast.literal_eval(structure), tensors, numbers)
 
+    def value(literal: Any) -> Any:
+        kind, content = literal
+        if kind == "constant":
+            return content
+        if kind in ("tensor", "number"):
+            return (tensors if kind == "tensor" else numbers)[content]
+        if kind == "dict":
+            return {key: value(v) for key, v in content.items()}
+        return [*map(value, content)] if kind == "list" else tuple(map(value, content))
 
-def _value(literal: Any, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> Any:
-    kind, content = literal
-    if kind == "constant":
-        return content
-    if kind in ("tensor", "number"):
-        return (tensors if kind == "tensor" else numbers)[content]
-    if kind == "dict":
-        return {key: _value(v, tensors, numbers) for key, v in content.items()}
-    values = [_value(v, tensors, numbers) for v in content]
-    return values if kind == "list" else tuple(values)
+    return value(ast.literal_eval(structure))
 
 
 class Group:
@@ -268,9 +255,8 @@ class LiveWeights:
         self._held: Held | None = None
         self._last: list[Tensor] = []
 
-    def add(self, group: Group, index: int, name: str) -> None:
-        """Adds a weight by its name in a block."""
-        block = group.blocks[index]
+    def add(self, group: Group, block: nn.Module, name: str) -> None:
+        """Adds a weight by its name in a block of the group."""
         path, _, key = name.rpartition(".")
         parameters, buffers = tensors_of(block.get_submodule(path))
         self._holders.append(parameters if key in parameters else buffers)
@@ -281,9 +267,7 @@ class LiveWeights:
         return len(self._keys)
 
     def watch(self) -> None:
-        """Records the towers as the graph was made of them, and drops Dynamo's guards on blocks and the
-        configuration: for a tower of 27 blocks more than half of its guards.
-        """
+        """Records the towers' structure, and drops Dynamo's guards on blocks, more than half of a tower's."""
         towers = set(self._towers.values())
         self._watched = [(seen, seen.modes) for seen in map(Structure, towers)]
         if len(towers) == 1:
@@ -292,11 +276,8 @@ class LiveWeights:
             drop_guards_on(paths, PLACE, "config")
 
     def current(self) -> list[Tensor]:
-        """Returns what the modules hold now, in the order of `add`. The list is not the caller's.
-
-        Raises:
-            ChangedBlocksError: a block is no longer what the graph was made of.
-            InputError: a weight was removed.
+        """Returns the weights that modules hold now, in the order of `add`; the caller must not change it.
+        ChangedBlocksError: a block is not what the graph was made of. InputError: a weight was removed.
         """
         if any(not seen.is_unchanged() or seen.modes != modes for seen, modes in self._watched):
             raise ChangedBlocksError(
@@ -328,13 +309,12 @@ def fake_weight(fake_mode: Any, weight: Tensor) -> Tensor:
 
 
 def _key(tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> Any:
-    """What calls share that one trace serves."""
     return (structure, tuple(layout(t) for t in tensors), tuple(expression(n) for n in numbers))
 
 
 @contextlib.contextmanager
 def _unchanged_attributes(block: nn.Module) -> Iterator[None]:
-    """Raises BlockError if a block sets attributes when it is called: they would hold values of the trace."""
+    """Raises BlockError if a block sets attributes when it is called."""
     before = {module: dict(vars(module)) for module in block.modules()}
     yield
     for module, attributes in before.items():
@@ -350,56 +330,63 @@ _library.define("block(Tensor[] tensors, SymInt[] numbers, str structure, int gr
 """`structure` says how the tensors and numbers are the arguments of the group's block of this index."""
 block_op = torch.ops.fxsplit.block.default
 
-_groups: dict[int, Group] = {}
 
-_numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""The number of each group, by its first block: Dynamo's guards see it, so it stays."""
-_next_number = itertools.count()
+class BlockOps:
+    """The groups of blocks that are ops now. Dynamo traces one frame at a time in a process."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, Group] = {}
+        self.begun: list[nn.Module] = []
+        """Modules between `begin_blocks` and `end_blocks`."""
+        self.begun_groups: list[int] = []
+        self.compilation: Any = None
+        """The one of `begun`."""
+        self.refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules whose blocks are never to be ops again."""
+        # Of each group, by its first block: Dynamo's guards see it, so it stays.
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._next_number = itertools.count()
+
+    def make(self, module: nn.Module) -> list[int]:
+        """Makes the equal blocks of a module ops; returns the numbers of their groups."""
+        with _uninstalled(module):
+            found = equal_modules(module)
+        numbers = [self._number(blocks[0]) for blocks in found]
+        _install(module, dict(zip(numbers, found, strict=True)))
+        self.groups.update((n, Group(blocks, module)) for n, blocks in zip(numbers, found, strict=True))
+        return numbers
+
+    def _number(self, first: nn.Module) -> int:
+        if first not in self._numbers:
+            self._numbers[first] = next(self._next_number)
+        return self._numbers[first]
+
+    def end(self, numbers: Iterable[int]) -> None:
+        """Makes the blocks of these groups run as modules; they keep a `forward` that calls their own."""
+        for number in numbers:
+            del self.groups[number]
+
+
+block_ops = BlockOps()
 
 
 @contextlib.contextmanager
 def equal_blocks_as_ops(module: nn.Module) -> Iterator[int]:
     """Makes the equal blocks of a module ops inside the context; yields how many blocks."""
     untouched = [block for block in module.modules() if PLACE not in vars(block)]
-    numbers = make_ops(module)
+    numbers = block_ops.make(module)
     try:
-        yield sum(len(_groups[number].blocks) for number in numbers)
+        yield sum(len(block_ops.groups[number].blocks) for number in numbers)
     finally:
-        end_ops(numbers)
+        block_ops.end(numbers)
         for block in untouched:
             if PLACE in vars(block):
                 del block.forward, block._fxsplit_place
 
 
-def make_ops(module: nn.Module) -> list[int]:
-    """Makes the equal blocks of a module ops; returns the numbers of their groups."""
-    groups = _numbered_groups(module)
-    _release_others(module, groups)
-    _install(groups)
-    _groups.update(groups)
-    return list(groups)
-
-
-def end_ops(numbers: Iterable[int]) -> None:
-    """Makes the blocks of these groups run as modules again; they keep a `forward` that calls their own."""
-    for number in numbers:
-        del _groups[number]
-
-
-def _numbered_groups(module: nn.Module) -> dict[int, Group]:
-    groups = {}
-    with _uninstalled(module):
-        found = equal_modules(module)
-    for blocks in found:
-        if blocks[0] not in _numbers:
-            _numbers[blocks[0]] = next(_next_number)
-        groups[_numbers[blocks[0]]] = Group(blocks, module)
-    return groups
-
-
 @contextlib.contextmanager
 def _uninstalled(module: nn.Module) -> Iterator[None]:
-    """Removes what `_install` gave to blocks, by which no two of them are equal."""
+    """Removes the attributes of `_install`, by which no two blocks are equal."""
     installed = [vars(block) for block in module.modules() if PLACE in vars(block)]
     given = [(own.pop("forward"), own.pop(PLACE)) for own in installed]
     try:
@@ -409,23 +396,17 @@ def _uninstalled(module: nn.Module) -> Iterator[None]:
             own["forward"], own[PLACE] = own_forward, place
 
 
-def _install(groups: Mapping[int, Group]) -> None:
-    """Gives blocks the `forward` that may be an op."""
-    for number, group in groups.items():
-        for index, block in enumerate(group.blocks):
-            place = number, index
-            own = vars(block)
-            if own.get(PLACE) != place or getattr(own.get("forward"), "__func__", None) is not forward:
-                block.forward = types.MethodType(forward, block)
-                block._fxsplit_place = place  # type: ignore[assignment]
-
-
-def _release_others(module: nn.Module, groups: Mapping[int, Group]) -> None:
-    """Gives blocks that are no longer equal to others their own `forward` back."""
-    members = {block for group in groups.values() for block in group.blocks}
+def _install(module: nn.Module, groups: Mapping[int, Sequence[nn.Module]]) -> None:
+    """Gives blocks of groups the `forward` that may be an op, and other modules their own back."""
+    places = {block: (number, i) for number, blocks in groups.items() for i, block in enumerate(blocks)}
     for block in module.modules():
-        if PLACE in vars(block) and block not in members:
-            del block.forward, block._fxsplit_place
+        own, place = vars(block), places.get(block)
+        if place is None:
+            if PLACE in own:
+                del block.forward, block._fxsplit_place
+        elif own.get(PLACE) != place or getattr(own.get("forward"), "__func__", None) is not forward:
+            block.forward = types.MethodType(forward, block)
+            block._fxsplit_place = place  # type: ignore[assignment]
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -443,13 +424,13 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_op(group: int) -> bool:
-    return group in _groups
+    return group in block_ops.groups
 
 
 def _fake(
     tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str, group: int, index: int
 ) -> Tensor:
-    like = _groups[group].result(tensors, numbers, structure)
+    like = block_ops.groups[group].result(tensors, numbers, structure)
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
@@ -466,63 +447,38 @@ def begin_blocks(module: nn.Module) -> bool:
     """Makes the equal blocks of a module ops until `end_blocks`, if Dynamo traces it for a backend that takes
     them; returns whether they are. Called during a trace, from a frame that Dynamo does not trace.
 
-    Not with gradients or under autocast, of which the trace of a block knows nothing. The blocks keep a
-    `forward` of ours, since Dynamo's guards check it at every call.
+    Blocks keep a `forward` of ours, since Dynamo's guards check it at every call.
     """
-    compilation = current_compile_id()
-    if _open.compilation != compilation:  # of a trace that failed before its backend was called
+    ops, compilation = block_ops, current_compile_id()
+    if ops.compilation != compilation:  # of a trace that failed before its backend was called
         end_blocks()
+    # The trace of a block knows nothing of gradients and autocast.
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if torch.is_grad_enabled() or autocast or module in _refused:
+    if torch.is_grad_enabled() or autocast or module in ops.refused:
         return False
     if not any(getattr(backend, "_fxsplit_takes_blocks", False) for backend in backends_in_use()):
         return False
-    if module not in _open.modules:
-        _open.modules.append(module)
-        _open.groups += make_ops(module)
-        _open.compilation = compilation
+    if module not in ops.begun:
+        ops.begun.append(module)
+        ops.begun_groups += ops.make(module)
+        ops.compilation = compilation
     return True
 
 
 def end_blocks(*, refused: bool = False) -> bool:
-    """Ends all that `begin_blocks` made ops; returns whether any was.
-
-    Args:
-        refused: whether the blocks of these modules are never to be ops again.
-    """
-    had_blocks = bool(_open.groups)
-    end_ops(_open.groups)
+    """Ends the ops of `begin_blocks`, for good if `refused`; returns whether there were any."""
+    had_blocks = bool(block_ops.begun_groups)
+    block_ops.end(block_ops.begun_groups)
     if refused:
-        _refused.update(_open.modules)
-    _open.groups.clear()
-    _open.modules.clear()
+        block_ops.refused.update(block_ops.begun)
+    block_ops.begun_groups.clear()
+    block_ops.begun.clear()
     return had_blocks
 
 
-class _Open:
-    """Blocks between `begin_blocks` and `end_blocks`. Dynamo traces one frame at a time in a process."""
-
-    def __init__(self) -> None:
-        self.compilation: Any = None
-        self.modules: list[nn.Module] = []
-        self.groups: list[int] = []
-
-
-_open = _Open()
-_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
 def inline_blocks(module: fx.GraphModule) -> LiveWeights:
-    """Replaces each block op by the graph of its block.
-
-    Args:
-        module: an ATen graph whose nodes carry traced values in `meta["val"]`.
-
-    Returns:
-        The weights of the blocks, which are now the last inputs of the graph.
-
-    Raises:
-        CompileError: a block does more than an op may.
+    """Replaces each block op of an ATen graph by the graph of its block; returns the weights of the blocks,
+    now the last inputs of the graph. CompileError: a block does more than an op may.
     """
     inlining = _Inlining(module.graph)
     for call in module.graph.find_nodes(op="call_function", target=block_op):
@@ -542,23 +498,22 @@ class _Inlining:
         }
 
     def inline(self, call: fx.Node) -> None:
-        """Replaces an op by the graph of its block."""
         arguments: Any = call.args
         tensors, numbers, structure, number, index = arguments
         values = fx.node.map_arg((tensors, numbers), lambda n: n.meta["val"])
-        group = _groups[number]
+        group = block_ops.groups[number]
+        block = group.blocks[index]
         body = group.body(*values, structure)
         inputs = body.graph.find_nodes(op="placeholder")
         given = [*tensors, *(n for n in numbers if isinstance(n, fx.Node))]
         copies = dict(zip(inputs, given, strict=False))
-        weights = weights_of(group.blocks[index])
         fake_mode = fake_mode_of(values[0])
-        for node, (name, weight) in zip(inputs[len(given) :], weights.items(), strict=True):
+        for node, (name, weight) in zip(inputs[len(given) :], weights_of(block).items(), strict=True):
             if node.users:
                 key = (number, index, name)
                 if key not in self._weight_nodes:
                     self._weight_nodes[key] = self._add_weight(weight, fake_mode)
-                    self.weights.add(group, index, name)
+                    self.weights.add(group, block, name)
                 copies[node] = self._weight_nodes[key]
         output = self._copy_body(call, body, copies)
         if layout(output.meta["val"]) != layout(call.meta["val"]):
@@ -590,8 +545,10 @@ class _Inlining:
     def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Copies a node of a block; for a number that the forward has it returns the forward's node."""
         value = node.meta.get("val")
-        if not isinstance(value, torch.SymInt):
-            return self.graph.node_copy(node, copies.__getitem__)
-        if expression(value) not in self._scalars:
-            self._scalars[expression(value)] = self.graph.node_copy(node, copies.__getitem__)
-        return self._scalars[expression(value)]
+        number = expression(value) if isinstance(value, torch.SymInt) else None
+        if number in self._scalars:
+            return self._scalars[number]
+        copy = self.graph.node_copy(node, copies.__getitem__)
+        if number is not None:
+            self._scalars[number] = copy
+        return copy

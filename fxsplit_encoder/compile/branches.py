@@ -1,28 +1,47 @@
-"""Run the steps of a program that may go beside others on side streams, and join these."""
+"""A step of a program, and the sibling stream on which marked steps run. Imports no sympy, for captures."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fxsplit_encoder._torch.device import Branch
 
-if TYPE_CHECKING:  # its module imports sympy, which no capture needs
-    from fxsplit_encoder.compile.program import Step
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call: a compiled piece, a splitting op or a host op. Arguments are those of `compile.program`."""
+
+    kind: str
+    """"piece", "split" or "host"."""
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    """Slots that the results fill: one for a tensor, several for a sequence (-1: the result is not read)."""
+    returns_tensor: bool
+    frees: tuple[int, ...] = ()
+    """Slots that no later step reads."""
+    distinct: int = -1
+    """For a piece: which distinct compilation it calls."""
+    nodes: tuple[str, ...] = ()
+    """Names of the graph's nodes."""
+    beside: bool = False
+    """Whether it may run on a side stream, see `StepBranches`."""
+    joins: bool = False
+    """Whether it reads what a side stream computes."""
 
 
 class StepBranches:
-    """Runs marked steps on a sibling stream, which a CUDA graph has as a branch.
+    """Runs marked steps on a sibling stream, which a CUDA graph has as a branch; without CUDA in place.
 
-    The program keeps what such a step reads and writes until a step that `joins` has run (`with_frees`); call
-    `join` after the last step, before a result is read.
-
-    Args:
-        device: of the program. Without CUDA steps run where they stand.
-        active: whether steps may run there: no branch outlives the graph that it begins in.
+    `with_frees` keeps the slots of such a step until a step that `joins` has run. Call `join` after the last
+    step, before a result is read. Unless `active` steps do not branch: no branch outlives its graph.
     """
 
     def __init__(self, device: torch.device, *, active: bool = True) -> None:
@@ -41,7 +60,7 @@ class StepBranches:
         return functools.partial(self._behind, call) if step.joins and self._open else call
 
     def join(self) -> None:
-        """Makes what is enqueued from now on wait for all steps on the sibling stream."""
+        """Makes later work of the current stream wait for all steps on the sibling stream."""
         if self._branch is not None and self._open:
             self._branch.join()
         self._open = False

@@ -1,8 +1,8 @@
-"""From an ATen graph to a `Program`: steps whose values live in slots, and the region that is captured."""
+"""Builds a `Program` from an ATen graph: steps whose values live in slots, and the region to capture."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import fx
 from fxsplit_encoder._torch.distributed import calls_other_ranks
 from fxsplit_encoder._torch.symbols import expression_of
 from fxsplit_encoder.compile import padding
+from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.invariance import check_proof, check_rows
 from fxsplit_encoder.compile.layouts import keeping_layouts
@@ -20,7 +21,7 @@ from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions, host_op, splitting_targets
 from fxsplit_encoder.compile.passes import run_passes
 from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
-from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, Step, TensorInfo
+from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, TensorInfo
 from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value, permute_rows
 from fxsplit_encoder.compile.sizes import Size, assumptions_of, expression, guards_of, shape_exprs
 from fxsplit_encoder.compile.split import (
@@ -33,7 +34,7 @@ from fxsplit_encoder.compile.split import (
 )
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
-from fxsplit_encoder.kernels.products import compile_ahead as compile_products_ahead
+from fxsplit_encoder.kernels.products.measured import compile_ahead as compile_products_ahead
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
@@ -43,21 +44,22 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
         static_inputs: positions of the parameters and buffers among its inputs.
 
-    Raises:
-        CompileError: the graph cannot be split; its message says at which node.
-        ConfigError: there is no such pass, or `invariant` not for this graph.
+    CompileError: the graph cannot be split; its message says at which node. ConfigError: there is no such
+    pass, or `invariant` not for this graph.
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
     with keeping_layouts(module.graph):
         num_rows = mask_pad_rows(module, targets)
-    device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs: Any = module.graph.output_node().args[0]
+    values = (node_value(each) for each in outputs if isinstance(each, fx.Node))
+    device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
     mark_cuts(module, targets)
     own_heads = heads_of(module.graph.nodes)
-    report = run_passes(module, options.passes, device, invariant=options.invariant)
+    report = run_passes(module, options.passes, device, options.policy)
     compile_ahead(module.graph.nodes, device, eager=own_heads)
     compile_products_ahead(module.graph.nodes, device)
-    if options.invariant:
+    if options.policy.one_order_of_sums:
         check_rows(module, device, options.piece_compiler)
     if options.observe is not None:
         options.observe(module)
@@ -76,13 +78,13 @@ def _assemble(
     device: torch.device,
     pass_report: Mapping[str, int],
 ) -> Program:
-    derived = [n for n in graph.placeholders if derivation(n) is not None]
+    derived = {n: found for n in graph.placeholders if (found := derivation(n)) is not None}
     made_here = {*derived} if num_rows is None else {num_rows, *derived}
     inputs = [n for n in graph.placeholders if n not in made_here]
     slots = Slots()
     for node in (*inputs, *graph.constants, *derived):
         slots.of(node)
-    cache = PieceCache(piece_compiler(options.piece_compiler, device, invariant=options.invariant))
+    cache = PieceCache(piece_compiler(options.piece_compiler, device, options.policy))
     steps = with_joins(make_steps(graph.parts, slots, cache, options))
     outputs = tuple(slots.argument(a) for a in graph.output_args)
     kept = {*slots_in(outputs), *(slots.of(n) for n in (*graph.placeholders, *graph.constants))}
@@ -91,12 +93,16 @@ def _assemble(
     fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
     region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
     report = region.prove(assumptions_of(inputs))
-    if options.invariant:
+    if options.policy.one_order_of_sums:
         check_proof(report, token_symbol)
     hosts = ((host_op(part.node.target), part.node) for part in graph.parts if isinstance(part, Cut))
     if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):
         report = replace(report, declared=True)
     ops: list[Any] = [node.target for node in module.graph.nodes]
+    recipes = [
+        DerivedParameter(slots.of(node), tuple(map(slots.of, sources)), make, is_kept=bool(node.users))
+        for node, (make, sources) in derived.items()
+    ]
     return Program(
         steps=tuple(with_frees(steps, kept)),
         num_inputs=len(inputs),
@@ -112,24 +118,15 @@ def _assemble(
         input_shapes=tuple(None if is_scalar(n) else tensor_info(n).shape for n in inputs),
         token_symbol=token_symbol,
         collectives=tuple(dict.fromkeys(op.name() for op in ops if calls_other_ranks(op))),
-        tokens_unknown="" if token_symbol is not None else tokens_unknown(graph.parts, options.splitting_ops),
         region_start=region_start,
         region_inputs=tuple(region.inputs.values()),
         region_symbols=region.symbols(with_segments=not report.segments_may_grow),
         device=device,
         padding=report,
         accepts=guards_of(inputs, token_symbol if report.proved else None),
-        derived=DerivedParameters(_recipe(node, slots) for node in derived),
+        derived=DerivedParameters(recipes),
         pass_report=pass_report,
     )
-
-
-def _device(outputs: Iterable[Any]) -> torch.device:
-    for argument in outputs:
-        value = node_value(argument) if isinstance(argument, fx.Node) else None
-        if isinstance(value, torch.Tensor):
-            return value.device
-    return torch.device("cpu")
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
@@ -141,32 +138,22 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     return value
 
 
-def _recipe(node: fx.Node, slots: Slots) -> DerivedParameter:
-    found = derivation(node)
-    assert found is not None
-    make, sources = found
-    read = tuple(slots.of(source) for source in sources)
-    return DerivedParameter(slots.of(node), read, make, is_kept=bool(node.users))
-
-
 def _symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
-    """Where each symbol's value is read; a symbol that is not listed depends on data."""
-    sources: dict[str, tuple[int, int]] = {}
-    for index, node in enumerate(inputs):
-        value = node.meta["val"]
-        if isinstance(value, torch.SymInt) and expression(value).is_Symbol:
-            sources.setdefault(str(expression(value)), (index, -1))
-    for index, node in enumerate(inputs):
-        value = node.meta["val"]
+    """Returns (symbol, input, dimension) for each symbol but those that depend on data; numbers first."""
+    values = [node.meta["val"] for node in inputs]
+    found = [(expression(v), i, -1) for i, v in enumerate(values) if isinstance(v, torch.SymInt)]
+    for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            for dim, expr in enumerate(shape_exprs(value)):
-                if expr.is_Symbol:
-                    sources.setdefault(str(expr), (index, dim))
+            found += [(size, index, dim) for dim, size in enumerate(shape_exprs(value))]
+    sources: dict[str, tuple[int, int]] = {}
+    for size, index, dim in found:
+        if size.is_Symbol:
+            sources.setdefault(str(size), (index, dim))
     return [(symbol, index, dim) for symbol, (index, dim) in sources.items()]
 
 
 class Slots:
-    """Numbers the nodes that have values, in the order in which they are first asked for."""
+    """Numbers the nodes that have values, in order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[fx.Node, int] = {}
@@ -188,7 +175,7 @@ class Slots:
 
 
 def tensor_info(node: fx.Node) -> TensorInfo:
-    """Returns what the trace knows of a node's tensor."""
+    """Returns the traced metadata of a node's tensor."""
     value = node.meta["val"]
     return TensorInfo(node.name, tuple(Size.of(s) for s in value.shape), value.dtype, value.device)
 
@@ -254,10 +241,9 @@ def with_joins(steps: Sequence[Step]) -> list[Step]:
     open_slots: set[int] = set()
     marked: list[Step] = []
     for step in steps:
-        reads = slots_in((step.args, tuple(step.kwargs.values())))
         if step.beside:
             open_slots.update(step.outputs)
-        elif not open_slots.isdisjoint(reads):
+        elif not open_slots.isdisjoint(_read_by(step)):
             step = replace(step, joins=True)
             open_slots.clear()
         marked.append(step)
@@ -265,24 +251,23 @@ def with_joins(steps: Sequence[Step]) -> list[Step]:
 
 
 def with_frees(steps: Sequence[Step], kept: Collection[int]) -> list[Step]:
-    """Adds to each step the slots that no later one reads, so that a run takes no more memory than eager.
-
-    What a step on a side stream reads or writes is kept until one of them joins.
-
-    Args:
-        steps: the steps of a program, in order.
-        kept: the slots that outlive the steps: those of the program's inputs, constants and outputs.
+    """Adds to each step the slots that no later one reads, but for `kept`, those of inputs, constants and
+    outputs. Slots of a step on a side stream are kept until a step joins it.
     """
     last_use: dict[int, int] = {}
     for index, step in enumerate(steps):
         joined = next((i for i in range(index, len(steps)) if steps[i].joins), len(steps))
-        for slot in (*step.outputs, *slots_in((step.args, tuple(step.kwargs.values())))):
+        for slot in (*step.outputs, *_read_by(step)):
             last_use[slot] = max(last_use.get(slot, 0), joined if step.beside else index)
     frees: list[list[int]] = [[] for _ in steps]
     for slot, index in last_use.items():
         if slot >= 0 and slot not in kept and index < len(steps):
             frees[index].append(slot)
     return [replace(step, frees=tuple(f)) for step, f in zip(steps, frees, strict=True)]
+
+
+def _read_by(step: Step) -> list[int]:
+    return slots_in((step.args, tuple(step.kwargs.values())))
 
 
 def slots_in(argument: Argument) -> list[int]:
@@ -295,14 +280,8 @@ def slots_in(argument: Argument) -> list[int]:
 
 
 class Region:
-    """The parts of a graph after its last host op.
-
-    Args:
-        parts: the parts, in order.
-        outputs: the outputs of the graph.
-        fixed: inputs of the graph that are the same from call to call, or that the program makes itself.
-        slots: where the program keeps values.
-        token_symbol: the symbol that counts tokens, if any.
+    """The parts of a graph after its last host op. `fixed` are inputs that are the same from call
+    to call, or that the program makes itself.
     """
 
     def __init__(
@@ -336,26 +315,19 @@ class Region:
                 slot=slots.of(node),
                 info=tensor_info(node),
                 is_segments=node in segments,
-                token_dim=None if node in segments else self._token_dim(node),
+                token_dim=None
+                if node in segments or token_symbol is None
+                else padding.token_dim(node.meta["val"], token_symbol),
                 is_permutation=node in permutations,
             )
             for node in read
             if node not in known and not is_scalar(node)
         }
-        """Inputs of the region that change from call to call, in the order in which they are first read."""
-
-    def _token_dim(self, node: fx.Node) -> int | None:
-        if self._token_symbol is None:
-            return None
-        return padding.token_dim(node.meta["val"], self._token_symbol)
+        """Inputs of the region that change from call to call, in order of first use."""
 
     def symbols(self, *, with_segments: bool) -> tuple[str, ...]:
-        """Returns the symbols of sizes and numbers inside the region, other than the token symbol.
-
-        Symbols that pieces get only for their compilers do not count.
-
-        Args:
-            with_segments: whether to count those that say how many segments there are, whatever reads them.
+        """Returns the symbols of sizes and numbers inside the region, other than the token symbol and those
+        that only compilers get; `with_segments`: with those of the number of segments, whatever reads them.
         """
         values = [
             n.meta.get("val")  # an assertion has none
@@ -372,14 +344,15 @@ class Region:
         """Proves that the region may be padded, given what the trace assumes of its symbols."""
         if self._token_symbol is None:
             return padding.PaddingReport((("graph", "no dimension of a splitting op's query is symbolic"),))
-        seeds = {node: _seed(entry) for node, entry in self.inputs.items()}
+        seeds: dict[fx.Node, padding.State] = {
+            node: padding.SEGMENTS
+            if entry.is_segments
+            else padding.SHARED
+            if entry.token_dim is None
+            else padding.Rows(entry.token_dim)
+            for node, entry in self.inputs.items()
+        }
         return padding.analyse(self._nodes, seeds, self._token_symbol, assumptions, self._outputs)
-
-
-def _seed(entry: RegionInput) -> padding.State:
-    if entry.is_segments:
-        return padding.SEGMENTS
-    return padding.SHARED if entry.token_dim is None else padding.Rows(entry.token_dim)
 
 
 def _symbols_in(value: Any) -> set[str]:

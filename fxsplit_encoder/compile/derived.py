@@ -1,15 +1,13 @@
 """Parameters in another form (padded, merged), computed once and kept at one address for captured graphs.
 
 They are computed again, into the same memory, when a source parameter has another address or version. A write
-through `tensor.data` changes neither, but bits: samples of each source, the first element, the last and some
-at even distances, are compared with what they were (`Fingerprints`). On CUDA one kernel does that as a part
-of the captured graph and writes to pinned memory, which the host reads at the next call without waiting;
-elsewhere, and without Triton, the host compares at once.
+through `tensor.data` changes neither, but bits: samples of each source are compared with earlier ones
+(`Fingerprints`). On CUDA one kernel does that as a part of the captured graph and writes to pinned memory,
+which the host reads at the next call; elsewhere, and without Triton, the host compares at once.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import operator
@@ -27,11 +25,13 @@ from fxsplit_encoder._torch.tensors import as_plain_tensors, dense_parts, versio
 SAMPLES = 128
 """Elements of each tensor. One less is a prime, so that samples rarely lie in a few columns of a matrix."""
 
+_HAS_TRITON = find_spec("triton") is not None
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Fingerprints:
-    """Sampled bits of tensors at the last `take`. A copy or a pickle has none: its tensors lie elsewhere."""
+    """Sampled bits of tensors at the last `take`. A copy or a pickle has none."""
 
     def __init__(self) -> None:
         self._on_host: _HostSamples | None = None
@@ -46,7 +46,7 @@ class Fingerprints:
         """Samples the tensors, which must stay where they are until the next call."""
         with as_plain_tensors():  # vLLM's parameters have code of their own
             dense = [part.detach() for each in tensors for part in dense_parts(each) if part.numel()]
-        device = _device_of(dense)
+        device = next((each.device for each in dense if each.is_cuda), None) if _HAS_TRITON else None
         on_device = [each for each in dense if each.device == device]
         on_host = [each for each in dense if each.device != device]
         self._on_host = _HostSamples(on_host) if on_host else None
@@ -54,7 +54,7 @@ class Fingerprints:
             self._on_device = _DeviceSamples(on_device) if on_device else None
 
     def compare(self) -> object:
-        """Enqueues the comparison on CUDA, where it may be captured; elsewhere it does nothing. Returns what
+        """Enqueues the comparison on CUDA, where it may be captured; elsewhere does nothing. Returns what
         a capture has to keep alive.
         """
         if self._on_device is not None:
@@ -62,14 +62,14 @@ class Fingerprints:
         return self._on_device
 
     def have_changed(self) -> bool:
-        """Whether bits have changed: on CUDA as far as comparisons have run."""
+        """Whether bits have changed, on CUDA by the comparisons that have run."""
         if self._on_device is not None and self._on_device.have_changed():
             return True
         return self._on_host is not None and self._on_host.have_changed()
 
 
 class _HostSamples:
-    """Samples compared on the host, of CPU tensors by NumPy, which no recording of torch's calls sees."""
+    """Samples compared on the host; of CPU tensors by NumPy, since recordings of torch's calls miss it."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._read = [_reader(each.view(_INTEGERS[each.element_size()])) for each in tensors]
@@ -92,7 +92,7 @@ def _reader(bits: Tensor) -> Callable[[], bytes]:
 
 class _DeviceSamples:
     """Samples on a CUDA device, read through a table of their addresses. A comparison that finds another bit
-    writes the number of `take` calls until then: one from before the last says nothing of the new samples.
+    writes the number of `take` calls until then, which tells one from before the last.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -108,8 +108,8 @@ class _DeviceSamples:
         self.take(tensors)
 
     def take(self, tensors: Sequence[Tensor]) -> bool:
-        """Samples other tensors of the same layouts into the same table. For other layouts it clears the
-        table, which disables captured comparisons, and returns False.
+        """Samples tensors of the same layouts into the same table; for others clears it, which disables
+        captured comparisons, and returns False.
         """
         if _layouts(tensors) != self._layouts:
             self._addresses.zero_()
@@ -130,15 +130,6 @@ class _DeviceSamples:
 
     def have_changed(self) -> bool:
         return self._found_on_host[0] == self._taken
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def _device_of(tensors: Iterable[Tensor]) -> torch.device | None:
-    return next((each.device for each in tensors if each.is_cuda), None) if _has_triton() else None
 
 
 def _positions(count: int) -> Tensor:
@@ -193,18 +184,15 @@ class DerivedParameter:
 
 
 class DerivedParameters:
-    """The derived parameters of one program, for the parameters of its last run. A copy or a pickle has none
-    yet: they are computed when it is run.
+    """The derived parameters of one program, for the parameters of its last run; none in a copy or a pickle
+    until it is run.
     """
 
     def __init__(self, recipes: Iterable[DerivedParameter] = ()) -> None:
-        self.recipes = _beside_readers(tuple(recipes))
+        self.recipes = _in_order(tuple(recipes))
         last_reads = {slot: recipe.slot for recipe in self.recipes for slot in recipe.sources}
-        self._dropped = {
-            recipe.slot: last_reads[recipe.slot] for recipe in self.recipes if not recipe.is_kept
-        }
-        made = {recipe.slot for recipe in self.recipes}
-        self._given = sorted({slot for recipe in self.recipes for slot in recipe.sources} - made)
+        self._dropped = {each.slot: last_reads[each.slot] for each in self.recipes if not each.is_kept}
+        self._given = sorted(last_reads.keys() - {recipe.slot for recipe in self.recipes})
         self._sources: dict[int, Tensor] = {}
         self._addresses: list[int] = []
         self._versions: list[int] | None = []
@@ -213,18 +201,18 @@ class DerivedParameters:
         self._is_outdated = False
         self._said: set[str] = set()
         self.stamp: object = None
-        """A new object whenever they have been computed."""
+        """A new object after each computation."""
 
     def __reduce__(self) -> Any:
         return DerivedParameters, (self.recipes,)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the derived parameters take in addition to those that they come from."""
+        """Bytes of the derived parameters, without their sources."""
         return sum(value.numel() * value.element_size() for value in self._values.values())
 
     def fill(self, slots: list[Any], stamp: object = None) -> None:
-        """Fills the slots of derived parameters from those of parameters; `stamp` as for `refresh`."""
+        """Fills the slots of derived parameters; `stamp` as for `refresh`."""
         if not self.recipes:
             return
         if stamp is None or stamp is not self.stamp:
@@ -235,12 +223,8 @@ class DerivedParameters:
             slots[slot] = value
 
     def refresh(self, stamp: object = None) -> bool:
-        """Recomputes after source parameters have another address or version; returns whether any had.
-
-        Takes about 150 ns per source on the host of an H200.
-
-        Args:
-            stamp: one since which no parameter has moved, as the caller knows: only versions are compared.
+        """Recomputes if a source parameter has another address or version; returns whether any had. Since
+        `stamp` no parameter has moved: only versions are compared.
         """
         if not self.recipes:
             return False
@@ -259,9 +243,7 @@ class DerivedParameters:
         return True
 
     def follow_writes(self) -> None:
-        """Recomputes after a comparison has found writes that changed neither address nor version, after
-        `outdate`, and always for tensors without versions.
-        """
+        """Recomputes after a comparison found a write, after `outdate`, and for tensors without versions."""
         if not self.recipes:
             return
         is_asked_to = self._is_outdated or self._versions is None
@@ -272,30 +254,27 @@ class DerivedParameters:
         self._compute()
 
     def compare(self) -> object:
-        """Calls `Fingerprints.compare`, for a later `follow_writes`."""
+        """Calls `Fingerprints.compare`."""
         return self._fingerprints.compare()
 
     def outdate(self) -> None:
-        """Makes the next run or replay compute everything again."""
+        """Makes the next run or replay compute again."""
         self._is_outdated = True
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _compute(self) -> None:
-        self.stamp = object()  # first: of one that fails, what was known before holds no more
+        self.stamp = object()  # first: after one that fails, the stamp from before does not hold
         available = dict(self._sources)
         for recipe in self.recipes:
             made = recipe.make(*(available[slot] for slot in recipe.sources))
-            available[recipe.slot] = self._keep(recipe.slot, made) if recipe.is_kept else made
+            kept = self._values.setdefault(recipe.slot, made) if recipe.is_kept else made
+            available[recipe.slot] = kept if kept is made else kept.copy_(made)
             for slot in {*recipe.sources}:
                 if self._dropped.get(slot) == recipe.slot:
                     del available[slot]
         self._fingerprints.take(self._sources.values())
         self._is_outdated = False
-
-    def _keep(self, slot: int, made: Tensor) -> Tensor:
-        kept = self._values.setdefault(slot, made)
-        return kept if kept is made else kept.copy_(made)
 
     def _say(self, what: str) -> None:
         if what not in self._said:
@@ -306,8 +285,8 @@ class DerivedParameters:
             )
 
 
-def _beside_readers(recipes: tuple[DerivedParameter, ...]) -> tuple[DerivedParameter, ...]:
-    """Orders recipes so that one that is not kept precedes its first reader; drops those that none reads."""
+def _in_order(recipes: tuple[DerivedParameter, ...]) -> tuple[DerivedParameter, ...]:
+    """Orders recipes so that one that is not kept precedes its first reader; drops those without readers."""
     dropped = {recipe.slot: recipe for recipe in recipes if not recipe.is_kept}
     ordered: list[DerivedParameter] = []
 

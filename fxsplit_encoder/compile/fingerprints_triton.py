@@ -14,8 +14,6 @@ from fxsplit_encoder._torch.device import on_device
 _BLOCK = 256
 _WARPS = 4
 
-_compiled: dict[str, Any] = {}
-
 
 # No number of samples gets a version of its own.
 @triton.jit(do_not_specialize=["count", "takes"])  # type: ignore[untyped-decorator]
@@ -34,13 +32,9 @@ def _compare(addresses, before, state, count, takes, BLOCK: tl.constexpr):  # ty
 
 
 def compare_bits(addresses: Tensor, before: Tensor, state: Tensor, *, takes: bool) -> None:
-    """Stores or compares the two bytes at each address; where any differ, writes to the address of `state`.
-
-    Args:
-        addresses: (samples,), int64; 0 for none.
-        before: (samples,), int16.
-        state: (2,), int64: a number, and the address that gets it.
-        takes: whether bits are stored in `before`, rather than compared with it.
+    """Stores (`takes`) in `before`, (samples,) int16, or compares with it the two bytes at each of
+    `addresses`, (samples,) int64, 0 for none; where any differ, writes state[0] to the address state[1], both
+    int64.
     """
     count = addresses.shape[0]
     with on_device(addresses.device):
@@ -48,9 +42,19 @@ def compare_bits(addresses: Tensor, before: Tensor, state: Tensor, *, takes: boo
             addresses, before, state, count, int(takes), _BLOCK, num_warps=_WARPS
         )
     if compiled is not None:  # Triton's interpreter compiles nothing
-        _compiled[compiled.hash] = compiled
+        _KERNELS.by_hash[compiled.hash] = compiled
+
+
+class _Kernels:
+    """The kernels compiled in this process."""
+
+    def __init__(self) -> None:
+        self.by_hash: dict[str, Any] = {}
+
+
+_KERNELS = _Kernels()
 
 
 def compiled_kernels() -> list[Any]:
     """Returns the kernels compiled in this process."""
-    return list(_compiled.values())
+    return list(_KERNELS.by_hash.values())

@@ -1,14 +1,9 @@
 """`invariant: true`: checks that a graph gives a row the same bits whatever other rows are with it.
 
-Every operation has to be one of these:
-
-* pointwise, by torch's tag: an entry comes from the entries at its place;
-* values moved, looked up, or made from sizes;
-* a reduction over dimensions whose sizes never change, so that each result adds the same number of entries;
-* `fxsplit::fixed_linear`, or attention by the one kernel of `attention.chooser.invariant_kernel`.
-
-Anything else may choose an algorithm by the number of rows, or mix rows, and is refused with its name. That
-real rows do not read others is proved by `compile.padding`.
+Every operation has to be pointwise by torch's tag, or move, look up or make values, or reduce dimensions of
+fixed sizes, or be `fxsplit::fixed_linear` or attention by the kernel of `attention.chooser.invariant_kernel`.
+Others may choose an algorithm by the number of rows, and are refused by name. `compile.padding` proves that
+rows do not read one another.
 """
 
 from __future__ import annotations
@@ -22,8 +17,9 @@ from torch import fx
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.padding.rules import CONSTRUCTORS, COPIES, MOVERS
-from fxsplit_encoder.compile.padding.states import is_pointwise, named, operation
+from fxsplit_encoder.compile.padding.states import is_pointwise, operation
 from fxsplit_encoder.compile.passes.fixed_products import of_parameters
+from fxsplit_encoder.compile.rewriting import arguments_of
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, dense_attention, varlen_attention
@@ -55,28 +51,23 @@ _MOST_PROBLEMS = 10
 
 
 def check_rows(module: fx.GraphModule, device: torch.device, compiler: str | Callable[..., Any]) -> None:
-    """Checks every node of a graph after the passes.
-
-    Raises:
-        ConfigError: `invariant` cannot be kept for this graph; names the nodes, or what to change.
+    """Checks every node of a graph after the passes. ConfigError: `invariant` cannot be kept for this graph;
+    names the nodes, or what to change.
     """
-    problems = [*_of_compiler(device, compiler), *_of_threads(device), *_of_heads(module.graph, device)]
+    problems = [*_of_device(device, compiler), *_of_heads(module.graph, device)]
     problems += [f"invariant: {node.name}: {why}" for node, why in row_dependence(module.graph)]
     if problems:
         raise ConfigError(*problems[:_MOST_PROBLEMS])
 
 
-def _of_compiler(device: torch.device, compiler: str | Callable[..., Any]) -> Iterator[str]:
+def _of_device(device: torch.device, compiler: str | Callable[..., Any]) -> Iterator[str]:
+    why = ""
     if device.type == "cuda" and compiler in ("eager", "aot_eager"):
         why, allowed = "on CUDA torch's own reductions add in an order by the number of rows", "inductor"
     elif device.type == "cpu" and compiler == "inductor":
         why, allowed = "on a CPU its loops end by other code than they begin", "eager, aot_eager"
-    else:
-        return
-    yield f"piece_compiler: contradicts invariant: {why}; allowed: auto, {allowed}; got {compiler!r}"
-
-
-def _of_threads(device: torch.device) -> Iterator[str]:
+    if why:
+        yield f"piece_compiler: contradicts invariant: {why}; allowed: auto, {allowed}; got {compiler!r}"
     if device.type == "cpu" and (threads := torch.get_num_threads()) > 1:
         yield (
             "invariant: on a CPU threads share tensors by their number of entries, and each ends its part by "
@@ -98,7 +89,7 @@ def _of_heads(graph: fx.Graph, device: torch.device) -> Iterator[str]:
 
 
 def check_proof(report: PaddingReport, token_symbol: str | None) -> None:
-    """Raises ConfigError where rows may read one another, or a graph was made for one shape alone."""
+    """Raises ConfigError where rows may read one another, or a graph is of one shape."""
     if token_symbol is None:
         raise ConfigError(
             "invariant: the graph was traced for one shape, and gives other shapes to other graphs; expected "
@@ -110,9 +101,11 @@ def check_proof(report: PaddingReport, token_symbol: str | None) -> None:
 
 
 def row_dependence(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """Yields the nodes whose rows may get other bits among other rows, and why."""
+    """Yields nodes whose bits may depend on the number of rows, and why."""
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(_first(node.meta.get("val")), torch.Tensor):
+        value = node.meta.get("val")
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if node.op != "call_function" or not isinstance(first, torch.Tensor):
             continue  # a size
         if node.target in _FIXED or host_op(node.target) or all(map(of_parameters, node.all_input_nodes)):
             continue
@@ -136,11 +129,7 @@ def _has_fixed_sizes(node: fx.Node, name: str) -> bool:
         shape: Any = node.args[1]
         return all(isinstance(size, int) for size in shape)
     sizes = shape_exprs(source.meta["val"])
-    dims: Any = named(node, "dims" if name in ("flip", "roll") else "dim")
+    dims: Any = arguments_of(node).get("dims" if name in ("flip", "roll") else "dim")
     if dims is None or dims == []:
         dims = range(len(sizes))
     return all(sizes[dim].is_Integer for dim in (dims if isinstance(dims, list | range) else [dims]))
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list | tuple) and value else value

@@ -1,8 +1,7 @@
-"""Keeps the layouts that a graph's readers see, whatever a rewrite does to sizes, strides and offsets.
+"""Keeps the layouts that a graph's readers see, whatever a rewrite does to strides and offsets.
 
-A rewrite may store a value in another order, which is often why it is fast. Most operations give the same for
-any layout. Those that read memory by strides of the trace, views that need them, operators of other libraries
-and the graph's caller get the value as it was stored before.
+Most operations give the same for any layout. Those that read memory by strides of the trace, views that need
+them, operators of other libraries and the graph's caller get the value as it was stored before.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ def sees_layout(node: fx.Node) -> bool:
     return name in _BY_STRIDES or tagged
 
 
-def traced_downstream(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Returns the traced values that nodes downstream would have if some had the given ones, as far as these
-    layouts reach. No node is changed.
-
-    Raises:
-        RuntimeError, ValueError: an operation cannot read such a layout, or would give something else.
+def traced_downstream(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any] | None:
+    """Returns traced values of nodes downstream of the given values, as far as their layouts reach; None: an
+    operation cannot read such a layout, or would give something else.
     """
     known = dict(values)
     outdated = {user for node in values for user in node.users}
     for node in next(iter(values)).graph.nodes:
         if node in outdated and node.op == "call_function":
             if sees_layout(node):
-                raise ValueError(f"{node.format_node()} sees the layout of what it reads")
-            known[node] = traced_value(node, known)
+                return None
+            try:
+                known[node] = traced_value(node, known)
+            except (RuntimeError, ValueError):
+                return None
             if not _is_stored_alike(known[node], node.meta["val"]):
                 outdated.update(node.users)
     return {node: value for node, value in known.items() if node not in values}
@@ -75,10 +74,8 @@ class _Call:
 
 @contextlib.contextmanager
 def keeping_layouts(graph: fx.Graph) -> Iterator[None]:
-    """Keeps what nodes see of layouts as it was before the rewrites inside the context.
-
-    Afterwards traced values are those of the real layouts. Where a layout is seen, the value is copied into
-    the old one, or, as a part of a larger one, computed as before.
+    """Keeps the layouts that nodes see as before the rewrites inside, and redoes traced values. Where a
+    layout is seen, the value is copied into the old one or, as a part of a larger one, computed as before.
     """
     before = {node: _Call(node.target, node.args, node.kwargs, node.meta.get("val")) for node in graph.nodes}
     yield
@@ -91,11 +88,10 @@ class _Rewritten:
         self._before = before
         self._nodes = set(graph.nodes)
         self._replaced: dict[fx.Node, Any] = {}
-        """Traced values of nodes until layouts that they read turned out to be others."""
+        """Traced values of nodes until layouts that they read changed."""
         self._restored: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def keep_layouts(self) -> None:
-        """Visits every node once, in order."""
         for node in list(self._graph.nodes):
             if node.op not in ("call_function", "output"):
                 continue
@@ -110,12 +106,12 @@ class _Rewritten:
                     self._restore(node, changed)
 
     def _changed_inputs(self, node: fx.Node) -> dict[fx.Node, tuple[fx.Node, Any]]:
-        """Inputs of a node that are stored otherwise than when it was traced: node and value of then."""
+        """Inputs of a node with another layout than when it was traced, and the node and value of then."""
         was = self._before.get(node)
         reads = node.all_input_nodes
         if was is None:
             expected = [(each, self._replaced.get(each, each.meta.get("val"))) for each in reads]
-        elif was.args is node.args and not any(map(self._has_another_value, reads)):
+        elif was.args is node.args and not any(n not in self._before or self._is_traced(n) for n in reads):
             return {}
         else:
             reads = list(_nodes_in(node.args, node.kwargs))
@@ -127,10 +123,6 @@ class _Rewritten:
             for now, (old, value) in zip(reads, expected, strict=True)
             if _is_only_stored_otherwise(value, now.meta.get("val"))
         }
-
-    def _has_another_value(self, node: fx.Node) -> bool:
-        was = self._before.get(node)
-        return was is None or was.value is not node.meta.get("val")
 
     def _is_traced(self, node: fx.Node) -> bool:
         was = self._before.get(node)
@@ -152,7 +144,7 @@ class _Rewritten:
             self._trace(node)
 
     def _stored_as(self, node: fx.Node, expected: Tensor) -> fx.Node | None:
-        """A copy of a value in another order; None: no copy is stored like that."""
+        """Returns a copy of a value with the expected layout; None if a copy cannot have it."""
         order = _order(expected)
         moved = call_function(self._graph, aten.permute.default, node, order)
         copied = call_function(self._graph, aten.clone.default, moved, memory_format=torch.contiguous_format)
@@ -165,7 +157,6 @@ class _Rewritten:
         return None
 
     def _as_before(self, node: fx.Node) -> fx.Node:
-        """A value computed once more as before the rewrite."""
         known = self._replaced.get(node, node.meta.get("val"))
         was = self._before.get(node) or _Call(node.target, node.args, node.kwargs, known)
         if node in self._nodes and (
@@ -187,7 +178,7 @@ def _nodes_in(*arguments: Any) -> Iterable[fx.Node]:
 
 
 def _numbers(values: Iterable[int | torch.SymInt]) -> list[Any]:
-    """Sizes or strides, comparable without a guard."""
+    """Returns sizes or strides, comparable without a guard."""
     return [value if isinstance(value, int) else expression(value) for value in values]
 
 
@@ -214,7 +205,6 @@ def _sizes(value: Any) -> Any:
 
 
 def _order(value: Tensor) -> list[int]:
-    """The dimensions, from the one with the longest stride to the one with the shortest."""
 
     def length(number: int | torch.SymInt) -> int:
         found = expression(number)

@@ -1,9 +1,8 @@
-"""Masks that keep pad rows finite.
+"""Masks pad rows, which a packed attention leaves unwritten, so that they stay finite.
 
-A packed attention leaves the rows outside every segment unwritten. Their memory must not reach the next
-attention: FlashAttention reads value rows past the last segment, and 0 * NaN is NaN. So the pad rows are set
-to zero after each attention, at the first pointwise operation (the residual addition), where Inductor fuses
-the mask into a kernel that runs anyway. Between the two only operations that work row by row are passed.
+FlashAttention reads value rows past the last segment, and 0 * NaN is NaN. So the pad rows are set to zero
+after each attention, at the first pointwise operation (the residual addition), into which Inductor fuses the
+mask. Between the two only operations that work row by row are passed.
 """
 
 from __future__ import annotations
@@ -37,16 +36,9 @@ _ROWWISE = (
 
 
 def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node | None:
-    """Masks the pad rows after each packed attention.
-
-    Args:
-        module: an ATen graph.
-        targets: the splitting ops. torch's own write every row; any other may be a packed attention, over
-            (tokens, heads, head_dim) or (1, tokens, heads, head_dim).
-
-    Returns:
-        The graph's last placeholder, a 0-dimensional int64 tensor of the number of real rows; None without
-        attentions.
+    """Masks the pad rows after each packed attention: splitting ops but torch's own, which write every row.
+    Returns the graph's last placeholder, a 0-dimensional int64 tensor of the number of real rows; None
+    without attentions.
     """
     assumptions = assumptions_of([node for node in module.graph.nodes if node.op == "placeholder"])
     found = ((node, _rows(node, assumptions)) for node in module.graph.nodes if node.target in targets)
@@ -67,7 +59,7 @@ def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node |
 
 
 def _rows(node: fx.Node, assumptions: Sequence[sympy.Basic]) -> sympy.Expr | None:
-    """The rows of a splitting op that `num_rows` counts; None for torch's ops and rows never padded."""
+    """Returns the rows of a splitting op; None for torch's ops and for rows that are never padded."""
     value = node.meta.get("val")
     if node.target.namespace == "aten" or not isinstance(value, torch.Tensor):  # type: ignore[union-attr]
         return None

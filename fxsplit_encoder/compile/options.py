@@ -1,8 +1,7 @@
 """Options of a build, and the operators at which a graph is split.
 
-Host ops are opaque ops that turn Python-side facts (a grid of image sizes) into metadata tensors. They read
-their inputs on the host, so a program runs them first, outside of CUDA graphs. What follows the last of them
-is its *region*, which is padded and captured.
+Host ops are opaque ops that make metadata tensors of values on the host (a grid of image sizes). A program
+runs them first, outside of CUDA graphs; the steps after the last are its *region*, which is captured.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.dispatch import DENSE_ATTENTION_KERNELS, OpOverload
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 if TYPE_CHECKING:
     from torch import fx
@@ -39,9 +39,8 @@ class CompileOptions:
     """Called with the graph after the passes, before it is split."""
     requires_tokens: bool = False
     """Whether to refuse a graph without a token symbol before anything is compiled."""
-
-    invariant: bool = False
-    """Whether an item's bits may not depend on what else is encoded, see `EncoderConfig.invariant`."""
+    policy: InvariantPolicy = BATCH_DEPENDENT
+    """What `EncoderConfig.invariant` allows."""
     is_known: bool = False
     """Whether pieces are expected in Inductor's cache, so that no compile workers are started."""
 
@@ -49,7 +48,8 @@ class CompileOptions:
     def of(cls, config: EncoderConfig) -> CompileOptions:
         """Returns the options of a configuration."""
         passes = None if config.passes == "auto" else config.passes
-        return cls(config.splitting_ops, config.piece_compiler, passes=passes, invariant=config.invariant)
+        policy = InvariantPolicy.of(config)
+        return cls(config.splitting_ops, config.piece_compiler, passes=passes, policy=policy)
 
     def report(self, done: int, num_pieces: int = 1) -> None:
         """Reports the number of phases and pieces that are done."""
@@ -66,27 +66,22 @@ def splitting_targets(names: Sequence[str]) -> frozenset[Any]:
     """Returns the op overloads of configured names such as "fxsplit::varlen_attention"."""
     targets: set[Any] = set()
     for name in names:
-        packets = [_packet(name)]
-        if name == DENSE_ATTENTION:
-            packets += [_packet(kernel) for kernel in _DENSE_ATTENTION_KERNELS if _exists(kernel)]
-        for packet in packets:
-            targets.update(getattr(packet, overload) for overload in packet.overloads())
+        packet = _packet(name)
+        if packet is None:
+            raise ConfigError(
+                f"splitting_ops: no operator {name!r} is registered; expected 'namespace::name' of an "
+                "operator that torch knows (import the module that defines it first, or remove it from "
+                "splitting_ops)"
+            )
+        kernels = map(_packet, _DENSE_ATTENTION_KERNELS) if name == DENSE_ATTENTION else ()
+        for each in (packet, *filter(None, kernels)):
+            targets.update(getattr(each, overload) for overload in each.overloads())
     return frozenset(targets)
-
-
-def _exists(name: str) -> bool:
-    namespace, _, op = name.partition("::")
-    return hasattr(getattr(torch.ops, namespace), op)
 
 
 def _packet(name: str) -> Any:
     namespace, separator, op = name.partition("::")
-    if not separator or not _exists(name):
-        raise ConfigError(
-            f"splitting_ops: no operator {name!r} is registered; expected 'namespace::name' of an operator "
-            f"that torch knows (import the module that defines it first, or remove it from splitting_ops)"
-        )
-    return getattr(getattr(torch.ops, namespace), op)
+    return getattr(getattr(torch.ops, namespace), op, None) if separator else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +89,27 @@ class HostOp:
     """How the compiler runs a host op."""
 
     run: Callable[..., Sequence[Tensor]]
-    """Returns exact, unpadded outputs, on the CPU or where they are cached; the op's own kernel may pad them.
-    Cumulative lengths are always on the CPU.
-    """
+    """Returns exact, unpadded outputs, on the CPU (as all cumulative lengths) or where they are cached."""
     declares_padding: Callable[..., bool] | None = None
     """From the op's arguments, whether its tower declares that rows may be padded; None: it does not."""
     budgets: object = None
-    """Budgets that the tower declares, for captures; the compiler does not read them."""
+    """Budgets that the tower declares for captures."""
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
         """Calls `run`, as a program's step does."""
         return self.run(*args)
 
 
-_HOST_OPS: dict[Any, HostOp] = {}
+# The attribute of an operator that holds its `HostOp`.
+_HOST_OP = "fxsplit_host_op"
 
 
 def register_host_op(overload: OpOverload, op: HostOp) -> None:
     """Registers an op as a host op."""
-    _HOST_OPS[overload] = op
+    setattr(overload, _HOST_OP, op)
 
 
 def host_op(target: Any) -> HostOp | None:
     """Returns the registered host op of a node's target, if it is one."""
-    return _HOST_OPS.get(target)
+    found: HostOp | None = getattr(target, _HOST_OP, None)
+    return found

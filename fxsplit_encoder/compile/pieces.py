@@ -1,7 +1,7 @@
-"""Pieces: the subgraphs between splitting ops, deduplicated by structure and compiled once each.
+"""Compiles pieces, the subgraphs between splitting ops, once for each structure.
 
-A piece's weights are inputs and its token count is a symbol, so all blocks of a tower, budgets and exact
-shapes share a compilation.
+A piece's weights are inputs and its token count is a symbol, so blocks, budgets and exact shapes share a
+compilation.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from torch import Tensor, fx
 from fxsplit_encoder._torch.aot import fake_mode_of, make_fx
 from fxsplit_encoder.compile.padding.states import is_pointwise, operation
 from fxsplit_encoder.compile.sizes import layout
-
-PieceCompiler = "Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Sequence[Any]]]"
+from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of nodes between two splitting ops, with what enters and leaves it."""
+    """Nodes between two splitting ops, with inputs and outputs."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     """Nodes outside the piece that it reads, tensors and scalars, in order of first use."""
     outputs: tuple[fx.Node, ...]
     beside: bool = False
-    """Whether it runs beside what comes after it, see `Step`."""
+    """Whether it may run on a side stream, see `Step`."""
 
 
 def signature(piece: Piece) -> tuple[Any, ...]:
-    """Returns what two pieces share exactly when one compilation serves both."""
+    """Returns a key that two pieces share exactly when one compilation serves both."""
     numbers = {node: f"i{k}" for k, node in enumerate(piece.inputs)}
     numbers |= {node: f"n{k}" for k, node in enumerate(piece.nodes)}
 
@@ -53,7 +52,7 @@ def signature(piece: Piece) -> tuple[Any, ...]:
 
 
 class _Reference(str):
-    """A node's number, printed without quotes so that it can never equal a string argument."""
+    """A node's number, printed without quotes so that it never equals a string argument."""
 
     def __repr__(self) -> str:
         return f"%{self!s}"
@@ -77,18 +76,16 @@ class PieceCache:
 
     def __init__(self, compile_piece: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]) -> None:
         self._compile_piece = compile_piece
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        self._compiled: list[Callable[..., Any]] = []
+        self._compiled: dict[tuple[Any, ...], tuple[int, Callable[..., Any]]] = {}
 
     def get(self, piece: Piece) -> tuple[int, Callable[..., Any]]:
         """Returns the number of a piece's distinct compilation, and the compiled callable."""
         key = signature(piece)
-        if key not in self._numbers:
+        if key not in self._compiled:
             values = [node.meta["val"] for node in piece.inputs]
-            self._compiled.append(self._compile_piece(to_graph_module(piece), values))
-            self._numbers[key] = len(self._compiled) - 1
-        number = self._numbers[key]
-        return number, self._compiled[number]
+            compiled = self._compile_piece(to_graph_module(piece), values)
+            self._compiled[key] = len(self._compiled), compiled
+        return self._compiled[key]
 
 
 def compile_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -97,7 +94,7 @@ def compile_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
 
 def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Runs the piece in Inductor's operations, one by one, to tell a decomposition from a kernel."""
+    """Runs the piece in Inductor's operations, one by one."""
     return _decompose(module, inputs).forward
 
 
@@ -137,36 +134,31 @@ PIECE_COMPILERS: Mapping[str, Callable[[fx.GraphModule, Sequence[Any]], Callable
 
 @functools.cache
 def start_compile_workers() -> None:
-    """Starts the processes in which Inductor compiles Triton kernels, once per process.
-
-    They import torch for seconds, until which this process compiles the kernels itself.
-    """
+    """Starts the processes in which Inductor compiles Triton kernels, once per process."""
     from fxsplit_encoder._torch.inductor import start_workers
 
     start_workers()
 
 
 def piece_compiler(
-    name: str | Callable[..., Any], device: torch.device, *, invariant: bool = False
+    name: str | Callable[..., Any], device: torch.device, policy: InvariantPolicy = BATCH_DEPENDENT
 ) -> Callable[..., Callable[..., Any]]:
     """Returns the compiler of a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
     if callable(name):
         return name
     if name == "auto":
         name = "inductor" if device.type == "cuda" else "eager"
-    if not invariant:
+    if not policy.one_order_of_sums:
         return PIECE_COMPILERS[name]
     if name == "inductor":
         return functools.partial(compile_inductor, invariant=True)
-    return functools.partial(_compile_in_whole_vectors, decomposed=name == "aot_eager")
 
+    def compile_in_whole_vectors(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        module = _decompose(module, inputs) if name == "aot_eager" else module
+        in_whole_vectors(module)
+        return module.forward
 
-def _compile_in_whole_vectors(
-    module: fx.GraphModule, inputs: Sequence[Any], *, decomposed: bool
-) -> Callable[..., Any]:
-    module = _decompose(module, inputs) if decomposed else module
-    in_whole_vectors(module)
-    return module.forward
+    return compile_in_whole_vectors
 
 
 _ARITHMETIC = frozenset(
@@ -181,7 +173,7 @@ _ENTRIES = 64
 
 
 def in_whole_vectors(module: fx.GraphModule) -> None:
-    """Makes the functions of a graph whose entries depend on their place compute whole vectors."""
+    """Makes functions of a graph whose bits depend on an entry's place compute whole vectors."""
     for node in module.graph.nodes:
         if node.op == "call_function" and is_pointwise(node) and operation(node) not in _ARITHMETIC:
             node.target = _filling_up(node.target)
@@ -212,12 +204,9 @@ def filled_up(function: Any, *args: Any, **kwargs: Any) -> Tensor:
         return whole
 
     made = function(*map(filled, args), **{name: filled(value) for name, value in kwargs.items()})
-    return _laid_out_as_traced(made[:count].view(shape), tensors)
-
-
-def _laid_out_as_traced(result: Tensor, tensors: list[Tensor]) -> Tensor:
-    """The result with the strides that the function gives: those of its argument, as far as it is dense."""
-    like = next((t for t in tensors if t.shape == result.shape), None)
+    result = made[:count].view(shape)
+    # The function gives the strides of its argument, as far as that is dense.
+    like = next((t for t in tensors if t.shape == shape), None)
     if like is None or like.is_contiguous():
         return result.contiguous()
     return torch.empty_like(like, dtype=result.dtype).copy_(result)

@@ -1,8 +1,7 @@
-"""Ordered steps that one forward became, and how to run them.
+"""Runs a forward as ordered steps, whose values live in numbered slots.
 
-Values live in numbered slots. The steps up to the last host op are the *prologue* and always run at the true
-shape; the rest is the *region*, which may run padded, and which `capture` records step by step. `bind` makes
-a `BoundProgram`, whose inputs have names.
+The steps up to the last host op are the *prologue* and always run at the true shape; the rest is the
+*region*, which may run padded, and which `capture` records step by step. `bind` names a program's inputs.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
-from fxsplit_encoder.compile.branches import StepBranches
+from fxsplit_encoder.compile.branches import Step, StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
-from fxsplit_encoder.compile.sizes import Size, SymbolValues, holds_for_capture
+from fxsplit_encoder.compile.sizes import Size, SymbolValues
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 
@@ -38,33 +37,8 @@ Argument = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One call: a compiled piece, a splitting op or a host op."""
-
-    kind: str
-    """"piece", "split" or "host"."""
-    name: str
-    call: Callable[..., Any]
-    args: tuple[Argument, ...]
-    kwargs: dict[str, Argument]
-    outputs: tuple[int, ...]
-    """Slots that the results fill: one for a tensor, several for a sequence (-1: the result is not read)."""
-    returns_tensor: bool
-    frees: tuple[int, ...] = ()
-    """Slots that no later step reads."""
-    distinct: int = -1
-    """For a piece: which distinct compilation it calls."""
-    nodes: tuple[str, ...] = ()
-    """The names of the graph's nodes that it stands for."""
-    beside: bool = False
-    """Whether it may run on a side stream, see `StepBranches`."""
-    joins: bool = False
-    """Whether it reads what a side stream computes."""
-
-
-@dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What the trace knows of a tensor in a slot."""
+    """The traced metadata of a tensor in a slot."""
 
     name: str
     shape: tuple[Size, ...]
@@ -113,7 +87,7 @@ class Bindings:
         return [value(each) for each in step.args], {key: value(each) for key, each in step.kwargs.items()}
 
     def store(self, step: Step, result: Any) -> None:
-        """Stores a step's results and drops what no later step reads."""
+        """Stores a step's results and drops the values that no later step reads."""
         slots = self.slots
         for slot, value in zip(step.outputs, (result,) if step.returns_tensor else result, strict=False):
             if slot >= 0:
@@ -130,7 +104,7 @@ class Program:
     num_inputs: int
     num_slots: int
     num_rows_slot: int | None
-    """Where the masks of pad rows find the number of real rows, a 0-dimensional int64 tensor."""
+    """Slot of the number of real rows, a 0-dimensional int64 tensor, for the masks of pad rows."""
     constants: Mapping[int, Tensor]
     """Tensors lifted out of the graph, by slot."""
     static_inputs: frozenset[int]
@@ -140,30 +114,35 @@ class Program:
     outputs: tuple[Argument, ...]
     output_infos: tuple[TensorInfo | None, ...]
     input_shapes: tuple[tuple[Size, ...] | None, ...]
-    """The traced shape of every input; None for numbers."""
+    """Traced shapes; None for numbers."""
     token_symbol: str | None
     """The symbol of the token dimension; None when the graph is static or has no splitting op."""
     region_start: int
     region_inputs: tuple[RegionInput, ...]
     region_symbols: tuple[str, ...]
-    """The symbols, other than the token symbol, that sizes inside the region use."""
+    """Symbols of sizes inside the region, without the token symbol."""
     device: torch.device
     padding: PaddingReport
     accepts: Callable[[SymbolValues], bool]
-    """Whether the assumptions made while tracing and compiling hold for these symbol values."""
+    """Whether the guards of the trace hold for these symbol values."""
     derived: DerivedParameters = field(default_factory=DerivedParameters)
     """Parameters that passes keep in another form."""
-    tokens_unknown: str = ""
     collectives: tuple[str, ...] = ()
     """The ops that other ranks have to call as well."""
     pass_report: Mapping[str, int] = field(default_factory=dict)
-    """At how many places each pass that ran changed the graph, see `compile.passes.pass_rows`."""
+    """Number of places that each pass changed."""
 
     def may_be_captured(self, symbols: SymbolValues) -> bool:
-        """Whether the graph means the same at these sizes as where it was traced."""
+        """Whether the graph means the same at these sizes as in its trace. A trace takes no size for 1,
+        but a run of n tokens is the first n rows of 2n, by the padding proof or the tower's declaration.
+        """
+        if self.accepts(symbols):
+            return True
         if self.token_symbol is None:
-            return self.accepts(symbols)
-        return holds_for_capture(self.accepts, self.token_symbol, self.padding.divisor, symbols)
+            return False
+        tokens = symbols[self.token_symbol]
+        twice = {**symbols, self.token_symbol: 2 * tokens}
+        return tokens % self.padding.divisor == 0 and self.accepts(twice)
 
     @property
     def fixed_slots(self) -> list[int]:
@@ -171,11 +150,8 @@ class Program:
         return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
 
     def begin(self, args: Sequence[Any], derived_stamp: object = None) -> Bindings:
-        """Binds the graph's inputs and runs the prologue at the true shape; its results may still be on the
-        CPU.
-
-        Args:
-            derived_stamp: that of the derived parameters, where parameters have not moved since they had it.
+        """Binds the graph's inputs and runs the prologue at the true shape; results may be on the CPU. Since
+        the derived parameters had this `derived_stamp`, no parameter has moved.
         """
         bindings = Bindings([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():
@@ -192,12 +168,9 @@ class Program:
         return bindings
 
     def finish(self, bindings: Bindings, segments: Iterable[KnownSegments] = ()) -> list[Any]:
-        """Runs the region and returns the graph's outputs.
-
-        Args:
-            bindings: what `begin` returned; values that no later step reads are dropped from it.
-            segments: those whose lengths the host knows. Attention takes them in place of the traced bound,
-                often the token count, for which FlashAttention 2 launches blocks.
+        """Runs the region and returns the graph's outputs; values that no later step reads are dropped from
+        `bindings`. Attention over `segments`, whose lengths the host knows, gets their bound and not the
+        traced one, often the token count, for which FlashAttention 2 launches blocks.
         """
         self.fill_num_rows(bindings)
         self.derived.compare()
@@ -220,7 +193,7 @@ class Program:
         return [bindings.value(output) for output in self.outputs]
 
     def fill_num_rows(self, bindings: Bindings) -> None:
-        """Fills in the number of rows for the masks of pad rows, unless a capture has brought its own."""
+        """Fills in the number of rows for the masks of pad rows, unless a capture has set its own."""
         slot = self.num_rows_slot
         if slot is None or self.token_symbol is None or bindings.slots[slot] is not None:
             return
@@ -236,11 +209,10 @@ class Program:
 
     def move_to_device(self, bindings: Bindings) -> None:
         """Moves the results of host ops to the region's device."""
-        for step in self.steps[: self.region_start]:
-            if step.kind == "host":
-                for slot in step.outputs:
-                    if slot >= 0 and isinstance(bindings.slots[slot], torch.Tensor):
-                        bindings.slots[slot] = to_device(bindings.slots[slot], self.device)
+        for step in self.host_steps:
+            for slot in step.outputs:
+                if slot >= 0 and isinstance(bindings.slots[slot], torch.Tensor):
+                    bindings.slots[slot] = to_device(bindings.slots[slot], self.device)
 
     def tokens(self, bindings: Bindings) -> int | None:
         """The number of tokens (rows) of this run."""
@@ -260,22 +232,6 @@ class Program:
     def splits(self) -> list[Step]:
         """The steps that are splitting ops."""
         return [step for step in self.steps if step.kind == "split"]
-
-    @property
-    def frame_lengths_slot(self) -> int | None:
-        """The slot of the cumulative lengths of images or frames; None if there is none or the region makes
-        it.
-
-        Of several it is the only one that just the token count bounds, since windows have a fixed bound.
-        """
-        attentions = [step for step in self.splits if step.call is varlen_attention]
-        slots = {step.args[3].slot for step in attentions}
-        if len(slots) > 1:
-            slots = {step.args[3].slot for step in attentions if not isinstance(step.args[4], int)}
-        slots &= (
-            {entry.slot for entry in self.region_inputs if entry.is_segments} if len(slots) == 1 else set()
-        )
-        return next(iter(slots), None)
 
     @property
     def num_distinct(self) -> int:
@@ -309,9 +265,13 @@ class NamedRegion:
 
     @cached_property
     def frame_lengths(self) -> str | None:
-        """Name of the cumulative lengths of images or frames, see `Program.frame_lengths_slot`."""
-        slot = self.program.frame_lengths_slot
-        return self.names.get(slot) if slot is not None else None
+        """Name of the cumulative lengths of images or frames; None if no input of the region has them."""
+        attentions = [step for step in self.program.splits if step.call is varlen_attention]
+        slots = {step.args[3].slot for step in attentions}
+        if len(slots) > 1:  # windows have a fixed bound, images the token count
+            slots = {step.args[3].slot for step in attentions if not isinstance(step.args[4], int)}
+        segments = {entry.slot for entry in self.program.region_inputs if entry.is_segments}
+        return next(map(self.names.get, slots & segments), None) if len(slots) == 1 else None
 
     def bind(self, bindings: Bindings, tensors: Mapping[str, Tensor]) -> Bindings:
         """Returns a copy of bindings with these tensors as the region's inputs."""
@@ -324,9 +284,8 @@ class NamedRegion:
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A program each of whose inputs is a named tensor of the forward, a fixed tensor, or a number.
-
-    It is `forward(inputs: dict) -> Tensor` without Dynamo's guards, which cost 0.5-1 ms per call.
+    """A program each of whose inputs is a named tensor of the forward, a fixed tensor, or a number: the
+    forward without Dynamo's guards, which cost 0.5-1 ms per call.
     """
 
     program: Program
@@ -347,9 +306,7 @@ class BoundProgram:
 
     def __call__(self, inputs: Mapping[str, Tensor], segments: Iterable[KnownSegments] = ()) -> Tensor:
         """Runs the forward at the tensors' shapes; `segments` as for `Program.finish`."""
-        outputs = self.program.run(self.arguments(inputs), segments)
-        result = outputs[0]
-        assert isinstance(result, torch.Tensor)
+        result: Tensor = self.program.run(self.arguments(inputs), segments)[0]
         return result
 
     @cached_property
@@ -360,7 +317,7 @@ class BoundProgram:
 
     @cached_property
     def placements(self) -> dict[str, tuple[torch.device, torch.dtype]]:
-        """Device and dtype that each input was traced with: a bound may stay on the host."""
+        """Traced device and dtype of each input: a bound may stay on the host."""
         return {name: (entry.info.device, entry.info.dtype) for name, entry in self.region.inputs.items()}
 
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
@@ -372,7 +329,7 @@ class BoundProgram:
         return values
 
     def tokens(self, inputs: Mapping[str, Tensor | Sequence[Tensor] | None]) -> int | None:
-        """Returns the rows of these inputs, by the token symbol; None where no input tells. An input may be
+        """Returns the rows of these inputs, by the token symbol; None where no input has it. An input may be
         several tensors whose rows follow one another, or None.
         """
         for symbol, name, dim in self._sources:
@@ -394,29 +351,23 @@ class BoundProgram:
 
 
 def bind(program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[str, Tensor]) -> BoundProgram:
-    """Names a program's arguments, by identity in the one call that was observed.
-
-    Args:
-        program: what was called.
-        args: its arguments in that call.
-        outputs: what it returned.
-        inputs: the forward's inputs by name, each tensor at an address of its own.
-
-    Raises:
-        CompileError: the forward did not return one tensor, or a number is no size of an input.
+    """Names a program's arguments, by identity in the one call that was observed: its `args`, `outputs` and
+    `inputs`, each tensor at an address of its own. CompileError: the forward did not return one tensor, or a
+    number is no size of an input.
     """
     by_address = {(t.data_ptr(), t.shape, t.dtype): name for name, t in inputs.items()}
     names: list[str | None] = []
     fixed: list[Any] = []
     for arg in args:
-        key = (arg.data_ptr(), arg.shape, arg.dtype) if isinstance(arg, torch.Tensor) else None
-        name = by_address.get(key) if key is not None else None
+        is_tensor = isinstance(arg, torch.Tensor)
+        name = by_address.get((arg.data_ptr(), arg.shape, arg.dtype)) if is_tensor else None
         names.append(name)
-        fixed.append(arg if name is None and isinstance(arg, torch.Tensor) else None)
-    numbers = []
-    for symbol, position, dim in program.symbol_sources:
-        if dim < 0:
-            numbers.append((position, *_source_of_number(program, symbol, names, args[position], inputs)))
+        fixed.append(arg if name is None and is_tensor else None)
+    numbers = [
+        (position, *_source_of_number(program, symbol, names, args[position], inputs))
+        for symbol, position, dim in program.symbol_sources
+        if dim < 0
+    ]
     tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
     if len(tensors) != 1:
         raise CompileError(f"the forward returned {len(tensors)} tensors; expected one")

@@ -1,4 +1,4 @@
-"""What graph rewrites share: nodes with traced values, marks of parameters and cuts; and `permute_rows`."""
+"""Helpers of graph rewrites: nodes with traced values, marks of parameters and cuts, `permute_rows`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
-from fxsplit_encoder._torch.dispatch import OpOverload, check
+from fxsplit_encoder._torch.dispatch import OpOverload, check, schema_of
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.sizes import layout
 
@@ -23,7 +23,7 @@ _BESIDE = "runs_beside"
 
 def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
     """Marks the graph's inputs at these positions as parameters or buffers."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = graph.find_nodes(op="placeholder")
     for position in positions:
         inputs[position].meta[_PARAMETER] = True
 
@@ -77,8 +77,16 @@ def node_value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Returns all arguments of a call by name, defaults included."""
+    declared = schema_of(node.target).arguments
+    defaults = {argument.name: argument.default_value for argument in declared}
+    names = (argument.name for argument in declared)
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def retrace(node: fx.Node) -> None:
-    """Redoes the traced value of a call whose arguments have changed."""
+    """Redoes the traced value of a call."""
     node.meta["val"] = traced_value(node, {})
 
 
@@ -93,11 +101,9 @@ def traced_value(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
 
 
 def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx.Node) -> fx.Node:
-    """Adds an input of the graph that the program computes from parameters, see `compile.derived`.
-
-    Args:
-        make: a function of the sources' tensors, importable by name (or a `functools.partial` of one).
-        sources: nodes for which `is_parameter` holds.
+    """Adds an input of the graph that the program computes from parameters, see `compile.derived`: by `make`,
+    a function importable by name (or a `functools.partial` of one), of the tensors of `sources`, nodes for
+    which `is_parameter` holds.
     """
     assert all(is_parameter(source) for source in sources)
     inputs = graph.find_nodes(op="placeholder")
@@ -123,7 +129,7 @@ def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx
 
 
 def _recipe(node: fx.Node) -> tuple[Any, ...]:
-    """A comparable form of how an input is derived; partial functions of the same arguments are not equal."""
+    """Returns a comparable form of `derivation`: partial functions of the same arguments are not equal."""
     make, sources = node.meta["derived"]
     call = (make.func, make.args, make.keywords) if isinstance(make, functools.partial) else (make,)
     return call, [layout(source.meta["val"]) for source in sources]

@@ -1,9 +1,8 @@
-"""A bound program as JSON, and back: what is traced, split and proved once need not be in another process.
+"""Saves a bound program as JSON and restores it in another process, without another trace.
 
-Plain values are written as they are, anything else as {kind: content}, of the kinds that `_Loader` knows. A
-dataclass or named tuple of this library is its name and its fields; compiled pieces are found in Inductor's
-cache by their keys, operators and the tower's parameters by their names. Whatever else there is, code above
-all, is neither saved nor restored.
+Plain values are written as they are, others as {kind: content}, of the kinds of `_Loader`. A dataclass or
+named tuple of this library is its name and its fields; compiled pieces are found in Inductor's cache by their
+keys, operators and the tower's parameters by their names. Other objects and code are refused.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder.compile import passes, rewriting
+from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.options import HostOp
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.pieces import CompiledPiece
-from fxsplit_encoder.compile.program import BoundProgram, Program, Ref, Step
+from fxsplit_encoder.compile.program import BoundProgram, Program, Ref
 from fxsplit_encoder.compile.sizes import Size, check_arithmetic
 from fxsplit_encoder.errors import CompileError, StartFileError
 
@@ -33,24 +33,18 @@ _REGISTERED = (passes, rewriting)
 
 _OWN = "fxsplit_encoder."
 
-# Fields that only explain, or that `restore_program` is given.
+# Fields for messages, and arguments of `restore_program`.
 _NOT_SAVED: Mapping[type, tuple[str, ...]] = {
     PaddingReport: ("joined", "num_nodes", "source"),
     Program: ("constants", "device"),
 }
 
 _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
-_CONTAINERS: Mapping[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "frozenset": frozenset}
 
 
 def save_program(bound: BoundProgram, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns a program as JSON.
-
-    Args:
-        tensors: the parameters and buffers of the tower, by name.
-
-    Raises:
-        CompileError: it holds something that has no name, and what.
+    """Returns a program as JSON; `tensors` are the tower's parameters and buffers by name. CompileError: it
+    holds an object that has no name.
     """
     program = bound.program
     if program.constants:
@@ -63,15 +57,8 @@ def save_program(bound: BoundProgram, tensors: Mapping[str, Tensor]) -> dict[str
 def restore_program(
     saved: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> BoundProgram:
-    """Returns the program that was saved, on a tower's parameters.
-
-    Args:
-        tensors: as for `save_program`.
-        device: where it runs.
-
-    Raises:
-        StartFileError: it is not what `save_program` writes, a piece is not in Inductor's cache, or the tower
-            has no such parameter.
+    """Returns a saved program for a tower's parameters on a device. StartFileError: it is no saved program, a
+    piece is not in Inductor's cache, or the tower has no such parameter.
     """
     try:
         pieces = [_load_piece(key, guards) for key, guards in saved["pieces"]]
@@ -89,7 +76,6 @@ def restore_program(
 
 
 def _piece_keys(program: Program) -> list[tuple[str, str]]:
-    """The key and the guards of each distinct compilation in Inductor's cache, by its number."""
     from fxsplit_encoder._torch.inductor_cache import key_of
 
     calls = {step.distinct: step.call for step in program.pieces}
@@ -113,7 +99,7 @@ def _load_piece(key: str, guards: str) -> CompiledPiece:
 
 
 def _fields(kind: Any) -> tuple[str, ...] | None:
-    """The fields to save of a dataclass or named tuple of this library; None for any other class."""
+    """Returns the fields to save of a dataclass or named tuple of this library; None for other classes."""
     if not (isinstance(kind, type) and kind.__module__.startswith(_OWN)) or kind is HostOp:
         return None
     if getattr(import_module(kind.__module__), kind.__qualname__, None) is not kind:
@@ -130,12 +116,12 @@ def _save_fields(value: Any, known: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _save(value: Any, known: Mapping[int, Any]) -> Any:
-    """Returns a value as JSON; `known` maps ids of parameters and compiled pieces to their saved form."""
+    """Returns a value as JSON; `known` has the forms of parameters and compiled pieces, by id."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if id(value) in known:
         return known[id(value)]
-    if type(value) in _CONTAINERS.values():
+    if type(value) in (list, tuple, frozenset):
         values = sorted(value) if isinstance(value, frozenset) else value
         return {type(value).__name__: [_save(each, known) for each in values]}
     if isinstance(value, Mapping):
@@ -190,7 +176,9 @@ class _Loader:
         self._tensors = tensors
         self._device = device
         self._kinds: Mapping[str, Callable[[Any], Any]] = {
-            **{name: functools.partial(self._container, name) for name in _CONTAINERS},
+            "list": lambda values: [*map(self.load, values)],
+            "tuple": lambda values: tuple(map(self.load, values)),
+            "frozenset": lambda values: frozenset(map(self.load, values)),
             "dict": lambda value: {name: self.load(each) for name, each in value.items()},
             "float": float,
             "slot": Ref,
@@ -206,7 +194,6 @@ class _Loader:
         }
 
     def load(self, saved: Any) -> Any:
-        """Returns the value that was saved."""
         if saved is None or isinstance(saved, bool | int | str):
             return saved
         ((kind, value),) = saved.items()
@@ -215,12 +202,8 @@ class _Loader:
         return self._kinds[kind](value)
 
     def load_fields(self, kind: Any, saved: Mapping[str, Any]) -> Any:
-        """Returns a dataclass or named tuple of this library from its saved fields."""
         given = {"constants": {}, "device": self._device} if kind is Program else {}
         return kind(**{name: self.load(saved[name]) for name in _fields(kind) or ()}, **given)
-
-    def _container(self, name: str, values: Sequence[Any]) -> Any:
-        return _CONTAINERS[name](map(self.load, values))
 
     def _parameter(self, name: str) -> Tensor:
         if name not in self._tensors:

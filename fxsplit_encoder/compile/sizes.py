@@ -1,7 +1,6 @@
-"""Sizes of a traced graph as functions of its symbols, and the sizes for which its trace holds.
+"""Evaluates sizes of a traced graph, and the guards of its trace, which Dynamo checks on its own path only.
 
 A traced size is an int or a sympy expression, printed as Python once, so that evaluating it needs no sympy.
-So are the guards of a trace: Dynamo checks them on its own path, which ours bypasses.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ class Size:
 
     @classmethod
     def restored(cls, shown: str, source: str, symbols: Sequence[str]) -> Size:
-        """Returns a size from `shown`, `source` and `symbols` of another.
-
-        Raises:
-            ValueError: the source is more than arithmetic of these symbols.
+        """Returns a size from `shown`, `source` and `symbols` of another; ValueError: the source is more than
+        arithmetic of these symbols.
         """
         check_arithmetic(source, symbols)
         size = cls.__new__(cls)
@@ -99,23 +96,8 @@ def shape_exprs(tensor: Tensor) -> tuple[sympy.Expr, ...]:
 
 
 def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
-    """Returns what a trace assumes of its symbols, from the inputs of the traced graph."""
+    """Returns a trace's assumptions on its symbols, from the inputs of the traced graph."""
     return Symbols(node.meta["val"] for node in inputs).assumptions
-
-
-def holds_for_capture(
-    accepts: Callable[[SymbolValues], bool], token_symbol: str, divisor: int, values: SymbolValues
-) -> bool:
-    """Whether a graph may be captured at these sizes: its trace holds for them, or for twice the tokens.
-
-    A trace takes no size for 1, a case that the graph itself does not have. Its run of n tokens is the first
-    n rows of 2n, as `compile.padding` shows or the tower declares.
-
-    Args:
-        divisor: what divides the token count wherever the trace holds.
-    """
-    tokens = values[token_symbol]
-    return accepts(values) or (tokens % divisor == 0 and accepts({**values, token_symbol: 2 * tokens}))
 
 
 _ARITHMETIC = (
@@ -151,18 +133,15 @@ def check_arithmetic(source: str, symbols: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Guards:
-    """Bounds and conditions under which a trace holds."""
+    """Bounds and conditions of a trace."""
 
     bounds: Mapping[str, tuple[float, float]]
     conditions: tuple[Size, ...]
 
     def __call__(self, values: SymbolValues) -> bool:
-        """Whether the trace holds, as far as these values tell."""
-        within = all(
-            self.bounds[symbol][0] <= value <= self.bounds[symbol][1]
-            for symbol, value in values.items()
-            if symbol in self.bounds
-        )
+        """Whether the trace holds, by the guards on these symbols."""
+        bounds = ((value, *self.bounds[symbol]) for symbol, value in values.items() if symbol in self.bounds)
+        within = all(low <= value <= high for value, low, high in bounds)
         known = (condition for condition in self.conditions if set(condition.symbols) <= values.keys())
         try:
             return within and all(bool(condition(values)) for condition in known)
@@ -175,14 +154,8 @@ def _number(bound: sympy.Basic) -> float:
 
 
 def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Guards:
-    """Returns the guards of a trace.
-
-    Dynamo lets symbols begin at 2. One that counts independent rows may be 1: a run of one row is the first
-    row of a run of two.
-
-    Args:
-        inputs: the inputs of the traced graph.
-        independent: the symbol that counts independent rows, if any.
+    """Returns the guards of a trace, from the inputs of the traced graph. Dynamo lets symbols begin at 2; the
+    one that counts independent rows may be 1, since a run of one row is the first row of a run of two.
     """
     symbols = Symbols(node.meta["val"] for node in inputs)
     bounds = {symbol: (_number(low), _number(high)) for symbol, (low, high) in symbols.ranges.items()}

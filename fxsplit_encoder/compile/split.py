@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Cut:
 
 @dataclass(slots=True)
 class SplitGraph:
-    """The graph's nodes, sorted into what they become."""
+    """The nodes of a graph by what they become."""
 
     placeholders: list[fx.Node]
     constants: list[fx.Node]
@@ -55,10 +55,8 @@ class SplitGraph:
 
 
 def split_graph(module: fx.GraphModule, targets: frozenset[Any]) -> SplitGraph:
-    """Cuts a graph at every node whose target is in `targets` or is a registered host op.
-
-    Raises:
-        CompileError: a size depends on tensor values computed inside the graph.
+    """Cuts a graph at every node whose target is in `targets` or is a registered host op; CompileError: a
+    size depends on tensor values computed inside the graph.
     """
     placeholders: list[fx.Node] = []
     constants: list[fx.Node] = []
@@ -83,9 +81,10 @@ def split_graph(module: fx.GraphModule, targets: frozenset[Any]) -> SplitGraph:
             assert isinstance(parts[-1], list)
             parts[-1].append(node)
     symbols = _symbol_nodes(module.graph, placeholders)
-    pieces_and_cuts = (p if isinstance(p, Cut) else _pieces(p, output_args, symbols) for p in parts)
-    flat = [part for each in pieces_and_cuts for part in ([each] if isinstance(each, Cut) else each)]
-    return SplitGraph(placeholders, constants, flat, output_args)
+    split: list[Piece | Cut] = []
+    for part in parts:
+        split += [part] if isinstance(part, Cut) else _pieces(part, output_args, symbols)
+    return SplitGraph(placeholders, constants, split, output_args)
 
 
 def is_scalar(node: fx.Node) -> bool:
@@ -95,7 +94,7 @@ def is_scalar(node: fx.Node) -> bool:
 
 
 def _require_symbolic(node: fx.Node) -> None:
-    reads_tensors = any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
+    reads_tensors = any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)
     if reads_tensors and node.target not in _SIZE_QUERIES:
         raise CompileError(
             f"{node.target} reads a tensor's value on the host ({node.name}); such a graph cannot be split. "
@@ -106,29 +105,29 @@ def _require_symbolic(node: fx.Node) -> None:
 def _pieces(
     nodes: Sequence[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]
 ) -> list[Piece]:
-    """The nodes between two cuts: one piece, or two, the second of which runs on a side stream."""
+    """Returns the nodes between two cuts as one piece, or two, the second for a side stream."""
     aside = [node for node in nodes if runs_beside(node)]
     rest = [node for node in nodes if not runs_beside(node)]
-    pieces = [_piece(rest, output_args, symbols)] if rest else []
-    return [*pieces, replace(_piece(aside, output_args, symbols), beside=True)] if aside else pieces
+    pieces = ((rest, False), (aside, True))
+    return [_piece(part, output_args, symbols, beside=beside) for part, beside in pieces if part]
 
 
-def _piece(nodes: list[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]) -> Piece:
+def _piece(
+    nodes: list[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node], *, beside: bool
+) -> Piece:
     inside = set(nodes)
     returned = {a for a in output_args if isinstance(a, fx.Node)}
-    inputs: dict[fx.Node, None] = {}
-    for node in nodes:
-        inputs.update((n, None) for n in node.all_input_nodes if n not in inside)
+    inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     if any(_is_symbolic(node) for node in (*inputs, *nodes)):
         # A compiler cannot solve (s // 16) ** 2 for s, and Inductor's cache looks for every symbol that the
         # trace has guards on among a graph's own inputs.
-        inputs.update((node, None) for node in symbols.values())
+        inputs.update(dict.fromkeys(symbols.values()))
     outputs = [n for n in nodes if n in returned or any(user not in inside for user in n.users)]
-    return Piece(tuple(nodes), tuple(inputs), tuple(outputs))
+    return Piece(tuple(nodes), tuple(inputs), tuple(outputs), beside)
 
 
 def _symbol_nodes(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> dict[str, fx.Node]:
-    """A node for the value of every backed symbol of the graph's inputs."""
+    """Returns a node for the value of every backed symbol of the graph's inputs."""
     found: dict[str, fx.Node] = {}
     for node in placeholders:
         if name := _backed_symbol(node.meta["val"]):
@@ -145,7 +144,7 @@ def _symbol_nodes(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> dict[str,
 
 
 def _backed_symbol(value: Any) -> str | None:
-    """The symbol that a value is, if it had a number while tracing; one that had none is in no guard."""
+    """Returns the symbol that a value is, if it had a number while tracing: others are in no guard."""
     if not isinstance(value, torch.SymInt) or not expression(value).is_Symbol or not has_hint(value):
         return None
     return str(expression(value))
@@ -163,11 +162,8 @@ _ATTENTION_NAME = re.compile("attention|attn|sdpa", re.IGNORECASE)
 
 
 def token_symbol_of(parts: Sequence[Piece | Cut]) -> str | None:
-    """Returns the symbol in the leading size of the splitting ops' queries; where those are constant, as in
-    (1, tokens, heads, head_dim), the one symbol in the first size that is not; None where there is none.
-
-    Raises:
-        CompileError: leading sizes have different symbols.
+    """Returns the symbol in the leading size of the splitting ops' queries, or, where those are constant, in
+    the first size that is not; None where there is none. CompileError: leading sizes have different symbols.
     """
     queries = [query for _, query in _queries(parts)]
     leading = {symbol_of(query.shape[0]) for query in queries if query.dim()}
@@ -182,15 +178,22 @@ def token_symbol_of(parts: Sequence[Piece | Cut]) -> str | None:
     return inner.pop() if len(inner) == 1 else None
 
 
+def _first_symbol(query: Tensor) -> str | None:
+    varying = next((symbols for size in query.shape if (symbols := expression(size).free_symbols)), ())
+    return str(next(iter(varying))) if len(varying) == 1 else None
+
+
 def tokens_unknown(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -> str:
-    """Returns why the queries tell no token symbol."""
+    """Returns the reason why the queries have no token symbol."""
     seen = [f"{op} over {tuple(query.shape)}" for op, query in _queries(parts)]
     if seen:
         return (
             f"its splitting ops ({', '.join(dict.fromkeys(seen))}) do not have one size that varies, which "
             "would count its tokens"
         )
-    others = [op for op in _ops(parts) if _ATTENTION_NAME.search(op)]
+    nodes = (node for part in parts for node in ([part.node] if isinstance(part, Cut) else part.nodes))
+    ops = (_name_of(node.target) for node in nodes if isinstance(node.target, OpOverload))
+    others = [op for op in ops if _ATTENTION_NAME.search(op)]
     hint = f"; {' and '.join(dict.fromkeys(others))} in its graph could be listed there" if others else ""
     return (
         "it has no splitting op, so nothing tells which of its sizes counts tokens: none of splitting_ops "
@@ -207,18 +210,6 @@ def _queries(parts: Sequence[Piece | Cut]) -> Iterator[tuple[str, Tensor]]:
                 yield _name_of(part.node.target), query
 
 
-def _first_symbol(query: Tensor) -> str | None:
-    varying = next((symbols for size in query.shape if (symbols := expression(size).free_symbols)), ())
-    return str(next(iter(varying))) if len(varying) == 1 else None
-
-
-def _ops(parts: Sequence[Piece | Cut]) -> Iterator[str]:
-    nodes: list[fx.Node] = []
-    for part in parts:
-        nodes += [part.node] if isinstance(part, Cut) else part.nodes
-    yield from (_name_of(node.target) for node in nodes if isinstance(node.target, OpOverload))
-
-
 def _name_of(target: Any) -> str:
-    """An op without its overload, as `splitting_ops` has it."""
+    """Returns an op without its overload, as in `splitting_ops`."""
     return str(target.name()).split(".")[0]

@@ -1,4 +1,4 @@
-"""From a Python forward, or a graph from Dynamo, to a `Program`."""
+"""Traces a Python forward, or takes a graph from Dynamo, and builds its `Program`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from fxsplit_encoder.compile.passes import expected_width
 from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler, start_compile_workers
 from fxsplit_encoder.compile.program import BoundProgram, Program, bind
 from fxsplit_encoder.errors import CompileError, FxSplitError, UntraceableError
+from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.attention import ahead
 
 logger = logging.getLogger(__name__)
@@ -37,10 +38,10 @@ def compile_graph(
     options: CompileOptions,
     make_runtime: Callable[[Program, LiveWeights], Callable[[Sequence[Any]], list[Any]]],
 ) -> Callable[..., Any]:
-    """Builds the program of a graph from Dynamo, and returns what Dynamo calls.
+    """Builds the program of a graph from Dynamo, and returns the function that Dynamo calls.
 
-    AOT removes aliasing and mutation around the program. `make_runtime` returns what is called with the
-    program's inputs but for the last: the weights of blocks, as they are now.
+    AOT removes aliasing and mutation around the program. `make_runtime` returns a function of the program's
+    inputs without the last, the current weights of blocks.
     """
 
     def compile_inference(aten_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -65,7 +66,7 @@ def compile_graph(
 
 @contextlib.contextmanager
 def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
-    """Starts the processes that compile pieces and attention kernels while the graph is traced."""
+    """Compiles pieces and attention kernels in other processes while the graph is traced."""
     if options.is_known:
         yield
         return
@@ -77,7 +78,10 @@ def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
         with ahead.compiling_as_traced(device, lambda width: expected_width(width, options.passes, device)):
             yield
     finally:
-        ahead.dismiss()
+        compile_jobs.dismiss()
+
+
+_OF_TRACING = (FxSplitError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @no_default_device()
@@ -94,12 +98,11 @@ def trace_forward(
         forward: from a dictionary of tensors to one tensor.
         inputs: example tensors, with contents that the forward can run on.
         dynamic_dims: per input, the dimensions whose sizes vary.
-        options: how the program is built.
         module: the module that the forward calls; its equal blocks are traced once.
 
     Raises:
         UntraceableError: Dynamo cannot trace the forward as one graph.
-        CompileError: the graph cannot be split, or tells no token count where `options` require one.
+        CompileError: the graph cannot be split, or has no token count where `options` require one.
     """
     with _workers(options, inputs.values()):
         if module is not None:
@@ -107,7 +110,7 @@ def trace_forward(
                 with equal_blocks_as_ops(module) as num_blocks:
                     if num_blocks:
                         return _trace(forward, inputs, dynamic_dims, options)
-            except Exception as error:
+            except _OF_TRACING as error:
                 if not _blames_blocks(error):
                     raise
                 logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
@@ -115,7 +118,7 @@ def trace_forward(
 
 
 def _blames_blocks(error: Exception) -> bool:
-    """Whether to trace again without blocks as ops after this error, which takes long."""
+    """Whether to trace again without blocks as ops after this error."""
     if isinstance(error, UntraceableError):
         files = traced_files(error.__cause__) if error.__cause__ is not None else []
         return not files or blocks.__file__ in files
@@ -173,7 +176,7 @@ def _trace(
 
 
 def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs as tensors of their own, each at an address by which it is recognized."""
+    """Returns the inputs as other tensors, each at an address of its own."""
     examples: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for name, tensor in inputs.items():
@@ -187,7 +190,6 @@ def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[int]]) -> None:
-    """Raises CompileError if the trace made a varying size constant, which no later call checks."""
     for name, shape in zip(bound.names, bound.program.input_shapes, strict=True):
         if name is None or shape is None:
             continue
@@ -200,7 +202,7 @@ def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[in
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of a function with its own code object, by which Dynamo keeps its cache and limits."""
+    """Returns a copy of a function with its own code object: Dynamo's cache and limits are by code object."""
     assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_name=f"encoder_forward_{next(_trace_numbers)}")
     own = types.FunctionType(
@@ -211,7 +213,7 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_error(error: BaseException | None) -> FxSplitError | None:
-    """The error of ours inside Dynamo's, however deep: it raises some "from None"."""
+    """Returns this library's error inside Dynamo's, which raises some "from None"."""
     while error is not None and not isinstance(error, FxSplitError):
         error = inner_error(error) or error.__cause__ or error.__context__
     return error

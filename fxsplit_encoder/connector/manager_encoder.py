@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.staging import staged, to_device
+from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, Modality, PreparedItem
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
@@ -25,6 +25,9 @@ from fxsplit_encoder.towers.packed import PackedTower
 _MILLISECONDS_PER_TOKEN = 0.01
 
 _KEPT_TABLES = 8
+
+# torch copies no more than that many elements without asking for OpenMP's threads.
+_ONE_THREAD_ELEMENTS = 32_768
 
 
 class ManagerEncoder:
@@ -196,3 +199,18 @@ def _video_keys(tower: object) -> tuple[str, str] | None:
 
 def _bytes_of(table: Tensor | None) -> bytes:
     return b"" if table is None else table.numpy().tobytes()
+
+
+def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:
+    """Returns a host tensor in a dtype, and in pinned memory if asked for, by the calling thread alone."""
+    if tensor.is_cuda or (tensor.dtype == dtype and (tensor.is_pinned() or not is_pinned)):
+        return tensor
+    target = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
+    if tensor.dtype == dtype and dtype != torch.bfloat16:  # which NumPy does not have
+        np.copyto(target.numpy(), tensor.detach().numpy())
+        return target
+    flat, source = target.view(-1), tensor.detach().reshape(-1)
+    for start in range(0, flat.numel(), _ONE_THREAD_ELEMENTS):
+        part = slice(start, start + _ONE_THREAD_ELEMENTS)
+        flat[part].copy_(source[part])
+    return target

@@ -1,6 +1,4 @@
-"""The calls of a tower: from its forward's arguments to an adapter's inputs, and from encoded items to its
-output. The class of calls is looked up by the name of the tower's class.
-"""
+"""Converts a tower's arguments to an adapter's inputs, and encoded items to fields of the tower's output."""
 
 from __future__ import annotations
 
@@ -14,33 +12,29 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 Reads = frozenset[int | str]
 
 _PENDING = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
-"""Options that ask for more fields and change no other, and these fields."""
+"""Options that ask for more fields of the output and change no other, and these fields."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tower's forward, read."""
+    """The inputs of one call of a tower's forward."""
 
     inputs: dict[str, Any]
-    """Pixels and what describes them."""
-    items: int = 1
-    """Images or videos."""
     key: Any = ()
     """Calls of one tower with equal keys share an adapter."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """The part of a tower's output that encoded items make."""
+    """Fields of a tower's output, and hidden states by their layer; 0 is the input of the first."""
 
     fields: dict[str, Any]
     layers: dict[int, Tensor] = field(default_factory=dict)
-    """Hidden states, by the number of their layer, 0 for what goes into the first."""
 
 
 class Calls(ABC):
@@ -48,12 +42,13 @@ class Calls(ABC):
 
     Args:
         twin: a linked copy of the tower, whose modules an adapter may change.
-        reads: what the model reads: numbers of hidden states, names of fields; empty: the tower's output.
+        reads: numbers of hidden states and names of fields that the model reads; empty: the whole output.
     """
 
     input_names: Sequence[str]
-    """The forward's names of its inputs, in order; all else are options."""
-
+    """The forward's names of its inputs, in order; other arguments are options."""
+    counted_name: ClassVar[str] = ""
+    """The argument with a row for each image or video; empty: statistics count a call as one item."""
     makes_layers: ClassVar[bool] = False
     """Whether hidden states can be captured."""
 
@@ -71,28 +66,23 @@ class Calls(ABC):
         """Hidden states of the tower: the input of the first layer, and each layer's output."""
         return int(self.twin.config.num_hidden_layers) + 1
 
-    @staticmethod
-    def num_items(given: Mapping[str, Any]) -> int:
-        """Images or videos of a call, for statistics of those that the tower itself serves."""
-        return 1
-
     @property
-    @abstractmethod
     def expected_keys(self) -> Sequence[Hashable]:
         """The keys of the configuration, captured at the first call or a warm-up; others if they recur."""
+        return ((),)
 
     @abstractmethod
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
-        """A call's inputs, or why the tower itself has to serve it; InputError for what an adapter does not
-        take. `given` are the inputs by name, `options` other arguments that change the result.
+        """A call's inputs, or why the tower itself serves it; InputError for what the adapter does not take.
+        `given` are the inputs by name, `options` other arguments that change the result.
         """
 
     @abstractmethod
     def example(self, key: Any) -> dict[str, Any]:
-        """Arguments of a small call of the tower itself, whose output shows the fields of all."""
+        """Arguments of a small call of the tower itself, whose output has the fields of all."""
 
     def makes(self, what: str | int, example: Any) -> bool:
-        """Whether a field, or the hidden state of a layer, can be captured where it is read."""
+        """Whether a field, or the hidden state of a layer, can be captured."""
         return isinstance(what, int) and self.makes_layers
 
     @abstractmethod
@@ -115,9 +105,7 @@ class Calls(ABC):
 def asked_for(
     given: Mapping[str, Any], changing: Mapping[str, Any], tower_config: Any
 ) -> tuple[set[str], dict[str, Any]]:
-    """The further fields of the output that a call asks for, and the options of `changing` that change more.
-    Where `given`, all arguments, says nothing, the configuration does.
-    """
+    """Fields of the output that arguments or the configuration add; `changing` without their options."""
     fields = set()
     for option, name in _PENDING.items():
         asked = given.get(option)
@@ -138,30 +126,30 @@ def is_pixels(value: Any, dims: int | None = None) -> TypeGuard[Tensor]:
 
 # --- classes of towers
 
+_DENSE = (
+    *(
+        "CLIPVisionModel",
+        "CLIPVisionTransformer",
+        "DINOv3ViTModel",
+        "Dinov2Model",
+        "Dinov2WithRegistersModel",
+    ),
+    *("InternVLVisionModel", "SiglipVisionModel", "SiglipVisionTransformer"),
+)
+_GRID = (
+    *("Glm4vMoeVisionModel", "Glm4vVisionModel", "Kimi_K25VisionModel"),
+    *("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel"),
+    *("Qwen3VLMoeVisionModel", "Qwen3VLVisionModel", "Qwen3_5MoeVisionModel", "Qwen3_5VisionModel"),
+)
 # By name, so that neither a model family nor an adapter is imported before it is used.
 _CALLS = {
-    "CLIPVisionModel": ("dense_calls", "DenseCalls"),
-    "CLIPVisionTransformer": ("dense_calls", "DenseCalls"),
-    "DINOv3ViTModel": ("dense_calls", "DenseCalls"),
-    "Dinov2Model": ("dense_calls", "DenseCalls"),
-    "Dinov2WithRegistersModel": ("dense_calls", "DenseCalls"),
-    "Glm4vMoeVisionModel": ("packed_calls", "GridCalls"),
-    "Glm4vVisionModel": ("packed_calls", "GridCalls"),
+    **dict.fromkeys(_DENSE, ("dense_calls", "DenseCalls")),
+    **dict.fromkeys(_GRID, ("packed_calls", "GridCalls")),
     "Idefics3VisionTransformer": ("dense_calls", "Idefics3Calls"),
-    "InternVLVisionModel": ("dense_calls", "DenseCalls"),
-    "Kimi_K25VisionModel": ("packed_calls", "GridCalls"),
     "Llama4VisionModel": ("dense_calls", "Llama4Calls"),
     "PixtralVisionModel": ("packed_calls", "PixtralCalls"),
-    "Qwen2VisionTransformerPretrainedModel": ("packed_calls", "GridCalls"),
-    "Qwen2_5_VisionTransformerPretrainedModel": ("packed_calls", "GridCalls"),
-    "Qwen3VLMoeVisionModel": ("packed_calls", "GridCalls"),
-    "Qwen3VLVisionModel": ("packed_calls", "GridCalls"),
-    "Qwen3_5MoeVisionModel": ("packed_calls", "GridCalls"),
-    "Qwen3_5VisionModel": ("packed_calls", "GridCalls"),
     "Siglip2VisionModel": ("dense_calls", "Siglip2Calls"),
     "Siglip2VisionTransformer": ("dense_calls", "Siglip2Calls"),
-    "SiglipVisionModel": ("dense_calls", "DenseCalls"),
-    "SiglipVisionTransformer": ("dense_calls", "DenseCalls"),
     "SmolVLMVisionTransformer": ("dense_calls", "Idefics3Calls"),
     "Step3p7VisionModel": ("dense_calls", "Step3p7Calls"),
 }
@@ -173,7 +161,7 @@ def served_towers() -> list[str]:
 
 
 def calls_of(module: nn.Module) -> Any:
-    """The class of `Calls` for a tower; None: it is no tower that is known."""
+    """The class of `Calls` for a tower, None for another module."""
     name = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _CALLS), None)
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""The captures of a tower: an adapter and a runner for each key of its calls, until the tower changes."""
+"""Captures of a tower: an adapter and a runner for each key of its calls, until the tower changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.hugging_face.calls import Call, Reads, calls_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats
 from fxsplit_encoder.towers.base import first_parameter
 
@@ -36,9 +36,7 @@ _MOST_SEEN = 256
 """Sizes whose last calls, and arguments whose effect is known of one tower."""
 
 _PAYS = 64
-"""Calls for which a capture is worth making. Where one that took another's place was used less, the next
-waits twice as long.
-"""
+"""Calls that pay for a capture. After a replacement that was used less, the next waits twice as long."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class Settings:
 
     config: EncoderConfig
     compiles: bool
-    """Whether they go behind `torch.compile` instead of into a manager."""
 
 
 @dataclass
@@ -59,12 +56,12 @@ class Served:
     example: Any
     """The tower's output of a small call, on the meta device."""
     empty: dict[str, Any]
-    """Empty values like its fields, on the tower's device."""
+    """Empty values like the fields of the output, on the tower's device."""
     uses: int = 0
     last: int = 0
     """The number of its last call."""
     took_place: bool = False
-    """Whether another key's captures were released for it."""
+    """Whether captures of another key were released for these."""
 
 
 class CapturedTower:
@@ -88,7 +85,7 @@ class CapturedTower:
         """Whether the tower reads an argument."""
         self.calls: Any = None
         self.refusal: tuple[MissReason, str] | None = None
-        """Why nothing is captured, as a reason and in words."""
+        """Why nothing is captured, as a reason and as text."""
         if not is_in_one_place(tower):
             self.refusal = (MissReason.OFFLOADED, "its parameters are not all on one device")
         elif (foreign := foreign_code(tower, self._structure)) is not None:
@@ -111,7 +108,7 @@ class CapturedTower:
         return bool(self._served)
 
     def is_current(self) -> bool:
-        """Whether the tower is still what was captured. Parameters are compared where captures read them."""
+        """Whether the tower's modules, device and dtype are those captured; replays compare parameters."""
         return self._place() == self._placement and self._structure.is_unchanged()
 
     def in_training(self) -> str | None:
@@ -121,8 +118,8 @@ class CapturedTower:
     # --- serving
 
     def serves(self, call: Call, *, at_once: bool = False) -> bool:
-        """Whether a call is served. Images of other sizes than the tower's own have to recur; where
-        `_MOST_KEYS` are captured, more recently than the least recently used size.
+        """Whether a call is served. Sizes other than the tower's own have to recur; with `_MOST_KEYS`
+        captured, more recently than the least recently used one.
         """
         self._calls += 1
         served = self._served.get(call.key)
@@ -144,7 +141,7 @@ class CapturedTower:
             )
 
     def of(self, key: Hashable) -> Served:
-        """The captures of a key, made by the first thread that asks; its runner needs `prepare` first."""
+        """The captures of a key, made at its first use; call `prepare` of its runner before `run`."""
         served = self._served.get(key)
         if served is None:
             with self._lock:
@@ -159,7 +156,7 @@ class CapturedTower:
         return served
 
     def _give_way(self) -> None:
-        """Release the captures of the least recently used key."""
+        """Releases the captures of the least recently used key."""
         key = min(self._served, key=lambda key: self._served[key].last)
         served = self._served.pop(key)
         served.runner.clear()
@@ -171,7 +168,7 @@ class CapturedTower:
         self._next = self._calls + self._wait
 
     def reads_argument(self, name: str) -> bool:
-        """Whether small calls show that the tower's forward reads an argument; models pass on others too."""
+        """Whether small calls show that the tower's forward reads an argument."""
         matters: bool | None = self._matters.get(name)
         if matters is None:
             with self._lock:
@@ -197,19 +194,19 @@ class CapturedTower:
         return Served(adapter, ManagerRunner(adapter, config), example, empty)
 
     def stats(self) -> list[ManagerStats]:
-        """What each runner served; where there are several, captures are told apart by the key."""
+        """The statistics of each runner; captures of several have their keys."""
         with self._lock:
             many = len(self._served) > 1
             parts = {key: served.runner.stats() for key, served in self._served.items()}
             return [*self._past, *(part.under(str(key)) if many else part for key, part in parts.items())]
 
     def refresh(self) -> None:
-        """As `fxsplit_encoder.refresh`."""
+        """`fxsplit_encoder.refresh` of every runner."""
         for served in [*self._served.values()]:
             served.runner.refresh()
 
     def clear(self) -> None:
-        """Gives all memory of captures back."""
+        """Releases all captures."""
         with self._lock:
             for served in self._served.values():
                 served.runner.clear()
@@ -238,26 +235,21 @@ def _on_meta(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
 
 
-# --- what a capture would leave out
-
-_SHOWN = {"hook": "a hook", "forward": "another forward"}
+# --- code that a capture would leave out
 
 
 def foreign_code(tower: nn.Module, structure: Structure) -> str | None:
-    """What of a tower a capture of its modules' own forwards would leave out; None: nothing."""
+    """Code of a tower that a capture of its modules' own forwards would leave out, or None."""
     for name, what in structure.additions:
-        return f"{_SHOWN[what]} of {name}"
+        return f"{'a hook' if what == 'hook' else 'another forward'} of {name}"
     for name, module in tower.named_modules():
         if is_parametrized(module):
             return f"the parametrization of {name}"
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is None:
-        return None
-    named = tower.named_modules()
-    layers = (
-        f"the adapter layer {name}" for name, module in named if isinstance(module, tuners.BaseTunerLayer)
-    )
-    return next(layers, None)
+    for name, module in tower.named_modules() if tuners is not None else ():
+        if isinstance(module, tuners.BaseTunerLayer):
+            return f"the adapter layer {name}"
+    return None
 
 
 def is_in_one_place(tower: nn.Module) -> bool:
@@ -274,7 +266,7 @@ class _ArgumentReadError(Exception):
 
 
 class _Argument:
-    """In the place of an argument: any use of it is an error."""
+    """An argument any use of which raises `_ArgumentReadError`."""
 
     def _raise(self, *args: Any, **kwargs: Any) -> Any:
         raise _ArgumentReadError
@@ -299,7 +291,7 @@ def reads_argument(call: Callable[[dict[str, Any]], Any], name: str) -> bool:
     return len(plain) != len(probed) or not all(map(torch.equal, plain, probed))
 
 
-# --- what encodes a tower's calls
+# --- runners of adapters
 
 
 class ManagerRunner:
@@ -308,10 +300,13 @@ class ManagerRunner:
     def __init__(self, adapter: Any, config: EncoderConfig) -> None:
         self.manager = EncoderCudaGraphManager(adapter, config)
         self.run = self.manager.execute
+        self.stats = self.manager.stats
+        self.refresh = self.manager.check_weights
+        self.clear = self.manager.clear
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Captures once, whatever thread asks."""
+        """Captures once among all threads."""
         if not self.manager.is_captured():
             with self._lock:
                 if not self.manager.is_captured():  # no other thread has done it
@@ -319,24 +314,10 @@ class ManagerRunner:
 
     capture = prepare
 
-    def stats(self) -> ManagerStats:
-        """The manager's."""
-        return self.manager.stats()
-
-    def refresh(self) -> None:
-        """As `EncoderCudaGraphManager.check_weights`."""
-        self.manager.check_weights()
-
-    def clear(self) -> None:
-        """Releases every capture."""
-        self.manager.clear()
-
 
 class CompiledRunner:
-    """An adapter behind `torch.compile(backend="encoder_cg")`; a call of `run` is one batch.
-
-    Args:
-        arguments: makes those of the adapter's forward from `mm_kwargs`.
+    """An adapter behind `torch.compile(backend="encoder_cg")`; a call of `run` is one batch. `arguments`
+    makes those of the adapter's forward from `mm_kwargs`.
     """
 
     def __init__(
@@ -349,16 +330,16 @@ class CompiledRunner:
         self._arguments = arguments
         adapter.returns_rows = True
         # Dynamo limits how often one piece of code is compiled; every tower is to have a limit of its own.
-        from fxsplit_encoder.compile import with_own_code
+        from fxsplit_encoder.compile.trace import with_own_code
 
         adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
         options: Any = {"config": config}
-        self.run = self._run
         self._compiled = torch.compile(adapter, backend="encoder_cg", fullgraph=True, options=options)
         self._first: contextlib.AbstractContextManager[object] = threading.Lock()
         """Held in the first call, which compiles."""
 
-    def _run(self, inputs: dict[str, Any]) -> list[Tensor]:
+    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
+        """The encoded items of a batch."""
         specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
         with self._first, torch.inference_mode(False), torch.no_grad():
             rows = self._compiled(*self._arguments(inputs))  # type: ignore[no-untyped-call]
@@ -374,17 +355,17 @@ class CompiledRunner:
         """Does nothing: the first call compiles."""
 
     def capture(self) -> None:
-        """As `warmup`."""
+        """`fxsplit_encoder.warmup` of the compiled adapter."""
         with self._first:
             warmup(self._compiled)
 
     def stats(self) -> ManagerStats:
-        """Those of the graphs that were compiled; each call is an item."""
+        """The statistics of the compiled graphs; each call is an item."""
         return stats_of_compiled(self._compiled)
 
     def refresh(self) -> None:
-        """As `refresh_compiled`."""
+        """Has the next call compare weights, see `fxsplit_encoder.refresh`."""
         refresh_compiled(self._compiled)
 
     def clear(self) -> None:
-        """Does nothing: what was compiled is released with the adapter."""
+        """Does nothing: compiled graphs are released with the adapter."""

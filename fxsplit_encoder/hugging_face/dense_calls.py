@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, is_pixels
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.idefics3 import Idefics3Tower
 from fxsplit_encoder.towers.inputs import integer_rows
 from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap
@@ -22,12 +22,10 @@ _INTERPOLATES = "interpolate_pos_encoding"
 
 
 class DenseKey(NamedTuple):
-    """What a capture of images is made for."""
+    """Channels, height and width of an image, and whether positions are interpolated for this size."""
 
     shape: tuple[int, ...]
-    """Channels, height and width of an image."""
     interpolates: bool = False
-    """Whether positions are interpolated for this size."""
 
 
 class Part(NamedTuple):
@@ -52,7 +50,7 @@ class DenseCalls(Calls):
 
     @property
     def default_key(self) -> DenseKey:
-        """The size that the configuration names."""
+        """The size of the configuration."""
         config = self.twin.config
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
@@ -101,7 +99,7 @@ class DenseCalls(Calls):
         return adapter
 
     def parts(self, example: Any) -> list[Part]:
-        """What is captured: the layers and fields that the model reads, or the tower's output, pooled too."""
+        """The captured layers and fields: those that the model reads, or the tower's output, pooled too."""
         layers = self.layers
         parts = [Part("hidden_states", n, example.hidden_states[n].shape[1]) for n in layers]
         # Models differ in whether they read the last layer before or after its norm.
@@ -172,7 +170,7 @@ class Llama4Calls(DenseCalls):
 
 
 class Step3p7Calls(DenseCalls):
-    """Step-3.7's tower, which is called with whole images, and with crops of another size."""
+    """Step-3.7's tower, called with whole images, and with crops of another size."""
 
     makes_layers = False
 
@@ -216,14 +214,14 @@ class Idefics3Calls(DenseCalls):
 
 
 class Siglip2Calls(DenseCalls):
-    """Calls with (images, patches, features), which patches are an image's own, and its rows and columns."""
+    """Calls with (images, patches, features), a mask of an image's own patches, and its rows and columns."""
 
     input_names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
     makes_layers = False
 
     @property
     def default_key(self) -> DenseKey:
-        """The number of patches that the configuration names."""
+        """The number of patches of the configuration."""
         return DenseKey((self.twin.config.num_patches,))
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:

@@ -1,4 +1,4 @@
-"""Finds the vision towers of a model of transformers, accelerates them in place, and undoes it."""
+"""Finds the vision towers of a model of transformers, accelerates them in place, and restores them."""
 
 from __future__ import annotations
 
@@ -23,27 +23,22 @@ from fxsplit_encoder.towers.base import WrappedTower
 Model = TypeVar("Model")
 Config = EncoderConfig | Mapping[str, Any] | str | os.PathLike[str]
 
-_LAYERS = ("vision_feature_layer", "vision_feature_layers")
-
-_FORWARD = "forward"
-"""Where a module has a forward of its own."""
-
 
 def accelerate(model: Model, config: Config | None = None, *, compile: bool = False) -> Model:
-    """Has the vision towers of a model of transformers encode by captures; everything else stays as it is.
+    """Replaces the forward of the vision towers in a model of transformers by one that encodes by captures.
 
-    Callers of the towers (`generate`, a pipeline, `get_image_features`) get what they got before, of the same
-    classes. Captures are made when a tower is called first, or by `warmup`. Calls that captures do not serve,
-    such as those in training, go to the tower's own forward and are counted: `stats(model)`.
+    Callers of the towers (`generate`, a pipeline, `get_image_features`) get outputs of the same classes.
+    Captures are made when a tower is called first, or by `warmup`. Calls that captures do not serve, such as
+    those in training, go to the tower's own forward and are counted: `stats(model)`.
 
     Args:
-        model: is changed in place, by nothing but the forward of its towers.
-        config: how towers are captured: an `EncoderConfig`, its fields in a mapping, or a YAML file.
+        model: is changed in place.
+        config: an `EncoderConfig`, its fields in a mapping, or a YAML file.
         compile: whether towers go behind `torch.compile(backend="encoder_cg")`, rather than into an
             `EncoderCudaGraphManager`.
 
     Returns:
-        The model. One that is accelerated in the same way already stays so.
+        The model; unchanged if it is accelerated in the same way already.
 
     Raises:
         InputError: it is no model, or its tower is wrapped.
@@ -68,9 +63,13 @@ def accelerate(model: Model, config: Config | None = None, *, compile: bool = Fa
 def restore(model: Model) -> Model:
     """Undoes `accelerate` and frees its captures. Returns the model; InputError if it is none."""
     for module, served in served_towers_of(model):
-        for name in (_FORWARD, INNER_FORWARD):
-            if vars(module).get(name) is served:
-                _put_back(module, name, served)
+        if vars(module).get("forward") is served:
+            if served.previous is None:
+                del module.forward
+            else:
+                module.forward = served.previous
+        if vars(module).get(INNER_FORWARD) is served:
+            setattr(module, INNER_FORWARD, served.own_forward)
         served.close()
     return model
 
@@ -84,38 +83,29 @@ def served_towers_of(model: Any) -> list[tuple[nn.Module, ServedTower]]:
 
 
 def _served_by(module: nn.Module) -> ServedTower | None:
-    own = (vars(module).get(name) for name in (_FORWARD, INNER_FORWARD))
+    own = (vars(module).get(name) for name in ("forward", INNER_FORWARD))
     return next((each for each in own if isinstance(each, ServedTower)), None)
 
 
 def _slot(module: nn.Module) -> str:
-    """Where a module's forward is put: inside of accelerate's hooks, which bring the inputs to it."""
-    return INNER_FORWARD if INNER_FORWARD in vars(module) and device_hook(module) is not None else _FORWARD
+    """The attribute for a module's new forward: inside accelerate's hooks, which move the inputs."""
+    return INNER_FORWARD if INNER_FORWARD in vars(module) and device_hook(module) is not None else "forward"
 
 
 def _previous(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that a module has for itself there; None: its class's."""
+    """The module's own forward there; None: its class's."""
     previous = vars(module).get(_slot(module))
     if isinstance(previous, types.MethodType) and previous.__self__ is module:
         return None if previous.__func__ is type(module).forward else previous
     return previous
 
 
-def _put_back(module: nn.Module, name: str, served: ServedTower) -> None:
-    if name == INNER_FORWARD:
-        setattr(module, name, served.own_forward)
-    elif served.previous is None:
-        delattr(module, name)
-    else:
-        setattr(module, name, served.previous)
-
-
 # --- the towers of a model
 
 
 def find_towers(model: Any) -> list[FoundTower]:
-    """The towers of a model that can be served, each once; InputError for what is no module or is wrapped,
-    UnsupportedTowerError if there is none.
+    """The towers of a model that can be served, each once; InputError if it is no module or a tower is
+    wrapped, UnsupportedTowerError if there is none.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"accelerate: expected a model of transformers; got {shown(model)}")
@@ -149,7 +139,7 @@ def _find(module: nn.Module, name: str, owner: nn.Module) -> Iterator[FoundTower
 
 def _layers_of(owner: nn.Module) -> tuple[int, ...]:
     config = getattr(owner, "config", None)
-    for name in _LAYERS:
+    for name in ("vision_feature_layer", "vision_feature_layers"):
         layers = getattr(config, name, None)
         if layers is not None:
             return (layers,) if isinstance(layers, int) else tuple(layers)

@@ -1,5 +1,5 @@
-"""A tower's own outputs, of which captures make what models read. What they do not make, as hidden states,
-the tower itself computes once it is used, not when an output is walked over, moved or copied.
+"""Outputs of a tower's own classes, whose fields captures make or the tower itself computes at their first
+use, not when an output is walked over, moved or copied.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.dispatch import register_tuple
 
+# Methods that move a tensor, and attributes known of one before it is computed.
 _MOVES = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "detach"})
-"""Methods of tensors that an output's entries are moved by, all of them at once."""
-
 _KNOWN = frozenset({"device", "dtype", "requires_grad", "grad_fn", "is_cuda", "layout"})
-"""Attributes that are known of a tensor before it is computed."""
 
 
 class Lazy:
-    """A value that is computed when it is used, by an operator, by torch or as an attribute of an output.
-    `like` is an empty value of its class, dtype and device.
+    """A value computed at its first use by an operator, by torch or as an attribute of an output. `like` is
+    an empty value of its class, dtype and device.
     """
 
     __slots__ = ("_compute", "_like", "_value")
@@ -33,16 +31,16 @@ class Lazy:
         self._value: Any = None
 
     def value(self) -> Any:
-        """The value itself, computed if it is not yet."""
+        """Computes the value unless that was done."""
         compute = self._compute
         if compute is not None:
             self._value = compute()
-            self._compute = None  # which holds what the tower was given
+            self._compute = None  # it holds the call's arguments
         return self._value
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self._like)  # what `isinstance` asks
+        return type(self._like)  # for `isinstance`
 
     def __getattr__(self, name: str) -> Any:
         if isinstance(self._like, Tensor):
@@ -80,7 +78,7 @@ for _name in {*dir(Tensor), *dir(tuple)} - _OWN:
 
 
 def computed(value: Any) -> Any:
-    """The value itself of one that is computed when it is used, also in tuples, lists and dictionaries."""
+    """Replaces `Lazy` values by their values, also in tuples, lists and dictionaries."""
     if type(value) is Lazy:
         return value.value()
     if isinstance(value, dict):
@@ -97,7 +95,7 @@ def _moved(lazy: Lazy, name: str, *args: Any, **kwargs: Any) -> Lazy:
 
 
 class LazyTuple(tuple[Any, ...]):
-    """A tuple of which one entry may be computed when it is read."""
+    """A tuple whose `Lazy` entries are computed when they are read."""
 
     def __getitem__(self, index: Any) -> Any:
         value = super().__getitem__(index)
@@ -122,7 +120,7 @@ def make_output(kind: type, values: Mapping[str, Any]) -> Any:
 
 
 class _Field:
-    """A field of an output, which is computed when it is read for the first time, if it is not yet."""
+    """A field of an output, computed when it is first read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -140,24 +138,24 @@ class _Field:
 
 
 class _Walked(str):
-    """A name of a field that a walk over an output gave: the entry of it is given as it is."""
+    """A field's name from a walk over an output: indexing by it computes nothing."""
 
     def __reduce__(self) -> Any:
         return str, (str(self),)
 
 
 class _Deferring:
-    """The methods of an output of which some fields are computed when they are read by name or position."""
+    """Methods of an output whose `Lazy` fields are computed when they are read by name or position."""
 
     _kind: ClassVar[type]
 
     def __post_init__(self) -> None:
-        # A dataclass sets its fields one by one; transformers looks whether the first is a dictionary.
+        # transformers looks whether the first field is a dictionary.
         if type(vars(self).get(fields(self._kind)[0].name)) is not Lazy:
             super().__post_init__()  # type: ignore[misc]
 
     def keys(self) -> KeysView[str]:
-        """The names, by which a copy of all entries computes none."""
+        """The names, as `_Walked`: a copy of all entries computes none."""
         return dict.fromkeys(map(_Walked, super().__iter__())).keys()  # type: ignore[misc]
 
     def __iter__(self) -> Any:
@@ -188,7 +186,7 @@ class _Deferring:
 
 @functools.cache
 def _deferring(kind: type) -> Any:
-    """A class like `kind` whose fields may be computed later. A pickle has `kind` itself."""
+    """A subclass of `kind` with `Lazy` fields. A pickle has `kind` itself."""
     own = {each.name: _Field(each.name) for each in fields(kind)}
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Deferring, kind), {**own, **names, "_kind": kind})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, Reads, is_pixels
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.inputs import integer_rows, number_of
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.pixtral import PixtralTower
@@ -21,7 +21,7 @@ from fxsplit_encoder.towers.registry import wrap
 class GridCalls(Calls):
     """Calls with (patches, ...) and grids (items, 3). A video is an image of several frames here."""
 
-    expected_keys = ((),)
+    counted_name = "grid_thw"
 
     def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig) -> None:
         super().__init__(twin, reads, config)
@@ -29,11 +29,6 @@ class GridCalls(Calls):
         assert isinstance(adapter, PackedTower)
         self._adapter = adapter
         self.input_names = adapter.input_names
-
-    @staticmethod
-    def num_items(given: Mapping[str, Any]) -> int:
-        """One a grid."""
-        return max(1, number_of(given.get("grid_thw")))
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The patches, and the grids as numbers; reading them from a device costs a synchronization."""
@@ -44,7 +39,7 @@ class GridCalls(Calls):
         if not is_pixels(patches) or grids is None:
             return MissReason.UNSUPPORTED_INPUT
         read = self._adapter.read_grids(grids, grid_name)
-        return Call({"pixel_values": patches, "image_grid_thw": read}, len(read))
+        return Call({"pixel_values": patches, "image_grid_thw": read})
 
     def example(self, key: Any) -> dict[str, Any]:
         """One small image."""
@@ -83,13 +78,8 @@ class PixtralCalls(Calls):
     """Calls with (images, channels, height, width), padded, and the size of every image in pixels."""
 
     input_names = ("pixel_values", "image_sizes")
-    expected_keys = ((),)
+    counted_name = "pixel_values"
     makes_layers = True
-
-    @staticmethod
-    def num_items(given: Mapping[str, Any]) -> int:
-        """One an image."""
-        return max(1, number_of(given.get("pixel_values")))
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The images, and their sizes in patches."""
@@ -109,7 +99,7 @@ class PixtralCalls(Calls):
             return MissReason.UNSUPPORTED_INPUT
         side = self.twin.config.patch_size
         grids = [(1, min(h, height) // side, min(w, width) // side) for h, w in read]
-        return Call({"pixel_values": pixels, "image_grid_thw": grids}, count)
+        return Call({"pixel_values": pixels, "image_grid_thw": grids})
 
     def example(self, key: Any) -> dict[str, Any]:
         """One image of 2 x 2 patches."""

@@ -12,7 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,23 +25,22 @@ from fxsplit_encoder.errors import InputError, WeightsLayoutError
 from fxsplit_encoder.hugging_face.calls import Made, Reads, asked_for, calls_of
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import InvariantPolicy, MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.towers.base import Options, matters, needs_gradients, settle
+from fxsplit_encoder.towers.inputs import number_of
 
 logger = logging.getLogger(__name__)
 
 _EXACT_ATTENTION = frozenset({None, "eager", "sdpa", "flex_attention"})
-"""Attention that computes what ours does, besides every flash attention."""
+"""Implementations that compute exact attention, besides every flash attention."""
 
 _OUTPUT: Reads = frozenset({"last_hidden_state", "pooler_output"})
-"""The fields that a model is assumed to read of a tower, before it is known."""
+"""Fields that a model is assumed to read of a tower, before others are known."""
 
 _MOST_LOGGED = 64
 
 _warming = threading.local()
-_numbers = itertools.count()
-_by_number: weakref.WeakValueDictionary[int, ServedTower] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
@@ -56,27 +55,27 @@ def capturing_at_once() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FoundTower:
-    """A tower in a model."""
+    """A tower in a model, by its dotted name, and the layers that the configuration around it reads."""
 
     name: str
-    """Where it is, with dots; empty if it is the model itself."""
     module: nn.Module
     layers: tuple[int, ...]
-    """The layers whose hidden states the model around it reads, as its configuration says."""
 
 
 class ServedTower:
-    """Serves a tower's calls from captures; others by the previous forward, counted by reason.
-
-    Captures are made of a copy of the tower's modules on the same parameters. A copy or a pickle of the tower
-    has the previous forward.
+    """Serves a tower's calls from captures of a linked copy; others by the previous forward, counted by
+    reason. A copy or a pickle of the tower has the previous forward.
     """
+
+    _numbers: ClassVar = itertools.count()
+    _by_number: ClassVar[weakref.WeakValueDictionary[int, ServedTower]] = weakref.WeakValueDictionary()
 
     def __init__(self, found: FoundTower, settings: Settings, previous: Callable[..., Any] | None) -> None:
         self.name = found.name
         self.settings = settings
+        self._policy = InvariantPolicy.of(settings.config)
         self.active = True
-        self.number = next(_numbers)
+        self.number = next(self._numbers)
         self._module = found.module
         self._reads: Reads = frozenset(found.layers)
         """Layers and fields that the model reads; empty: the output."""
@@ -86,14 +85,14 @@ class ServedTower:
             name: parameter.default
             for name, parameter in inspect.signature(self.own_forward).parameters.items()
         }
-        self._num_items = calls_of(found.module).num_items
+        self._counted_name: str = calls_of(found.module).counted_name
         self._statistics = Statistics(log_interval=0)
         self._past: list[ManagerStats] = []
         self._lock = threading.RLock()
         self._logged: Recent[str, bool] = Recent(_MOST_LOGGED)
         self._captured = CapturedTower(self._module, self._reads, self.settings)
         functools.update_wrapper(self, self.own_forward)
-        _by_number[self.number] = self
+        self._by_number[self.number] = self
 
     def __reduce__(self) -> Any:
         if self.previous is not None:
@@ -114,8 +113,7 @@ class ServedTower:
         except WeightsLayoutError:
             served = self._serve(given, now=True)  # by new captures
         if isinstance(served, MissReason):
-            self._refuse_own_forward(served)
-            self.record_miss(served, self._num_items(given))
+            self._count_own_forward(served, given)
             return self.original(*args, **kwargs)
         return served
 
@@ -134,7 +132,7 @@ class ServedTower:
     # --- one call
 
     def _serve(self, given: dict[str, Any], *, now: bool = False) -> Any:
-        """The output of a call, or why captures do not serve it. `now`: a size that is new is captured too.
+        """The output of a call, or why captures do not serve it. `now`: also captures a new size. Raises
         WeightsLayoutError if parameters have another layout, after the captures were released.
         """
         reason = self._condition(given)
@@ -160,8 +158,9 @@ class ServedTower:
                 self._warn_of_miss(call, changing)
                 return call
             is_warming = getattr(_warming, "on", False)
-            # With `invariant` no call may wait for others of its size in the tower's own forward.
-            if not captured.serves(call, at_once=is_warming or now or self.settings.config.invariant):
+            # A call may wait for others of its size in the tower's own forward, if that may serve it.
+            at_once = is_warming or now or not self._policy.own_forward_may_serve
+            if not captured.serves(call, at_once=at_once):
                 return MissReason.NEW_SHAPE
             served = captured.of(call.key)
             (served.runner.capture if is_warming else served.runner.prepare)()
@@ -181,7 +180,7 @@ class ServedTower:
         return output if _returns_dict(options, given, self._module.config) else output.to_tuple()
 
     def _condition(self, given: Mapping[str, Any]) -> MissReason | None:
-        """Why a call cannot be served, whatever was captured."""
+        """Why no captures could serve a call."""
         module = self._module
         if (found := foreign_around()) is not None:
             self._warn_once(f"there is {found}")
@@ -221,7 +220,7 @@ class ServedTower:
         return self._current()
 
     def _learn(self, captured: CapturedTower, what: Iterable[int | str]) -> None:
-        """Has captures make this too, from the next call on."""
+        """Adds fields or layers to what captures make from the next call on."""
         with self._lock:
             known = self._reads or (_OUTPUT if captured.has_captures else frozenset())
             self._reads = known.union(what)
@@ -236,18 +235,18 @@ class ServedTower:
         return output.hidden_states[what] if isinstance(what, int) else getattr(output, what)
 
     def _compute(self, given: dict[str, Any]) -> Any:
-        self._refuse_own_forward(MissReason.UNCAPTURED_OUTPUT)
-        self.record_miss(MissReason.UNCAPTURED_OUTPUT, self._num_items(given))
+        self._count_own_forward(MissReason.UNCAPTURED_OUTPUT, given)
         with torch.no_grad(), torch.autocast(self._captured.device.type, enabled=False):
             return self.original(**{**given, "return_dict": True})
 
-    def _refuse_own_forward(self, reason: MissReason) -> None:
-        """Raises InputError where the tower's own forward may not serve a call."""
-        if self.settings.config.invariant:
+    def _count_own_forward(self, reason: MissReason, given: Mapping[str, Any]) -> None:
+        """Counts a call of the tower's own forward; InputError with `invariant`, which forbids it."""
+        if not self._policy.own_forward_may_serve:
             raise InputError(
                 f"invariant: {self.name}: only the model's own forward serves this call ({reason}), and its "
                 "bits depend on the batch; call it otherwise (docs/invariant.md), or leave invariant out"
             )
+        self.record_miss(reason, max(1, number_of(given.get(self._counted_name))))
 
     # --- what is captured
 
@@ -285,7 +284,7 @@ class ServedTower:
         return MissReason.AUTOCAST if torch.is_autocast_enabled(captured.device.type) else None
 
     def warm(self) -> None:
-        """Captures the keys that the configuration names."""
+        """Captures the expected keys of the tower's configuration."""
         captured = self._current()
         if captured.calls is None:
             self._refused(captured)
@@ -294,17 +293,17 @@ class ServedTower:
                 captured.of(key).runner.capture()
 
     def refresh(self) -> None:
-        """As `fxsplit_encoder.refresh`."""
+        """`fxsplit_encoder.refresh` of the captures."""
         with self._lock:
             self._captured.refresh()
 
     def close(self) -> None:
-        """Releases the captures; from now on this is the previous forward."""
+        """Releases the captures; further calls go to the previous forward."""
         with self._lock:
             self.active = False
             self._release()
 
-    # --- what is counted
+    # --- statistics
 
     def record_miss(self, reason: MissReason, items: int = 1) -> None:
         """Counts a call that the tower itself served."""
@@ -317,7 +316,7 @@ class ServedTower:
         return ManagerStats.total([self._statistics.snapshot(), *self._past, *captured])
 
     def _warn_once(self, why: str, key: str | None = None) -> None:
-        """Logs once that calls are served by the previous forward; once for all reasons of one key."""
+        """Logs why calls go to the previous forward, once for each key or reason."""
         if self._logged.get(key or why) is None:
             self._logged[key or why] = True
             logger.warning("%s: encoded without captures: %s", self.name, why)
@@ -327,7 +326,7 @@ def _values(
     served: Served, made: Made, fields: set[str], selected: list[int] | None, read: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """The fields of the tower's output: those that captures made, and `Lazy` ones, which `read` computes.
-    `fields` were asked for beside those it has anyway, `selected` are numbers of hidden states; None: all.
+    `fields` are those asked for by options, `selected` the numbers of hidden states; None: all.
     """
     values: dict[str, Any] = {}
     for name, empty in served.empty.items():
@@ -359,4 +358,4 @@ def _returns_dict(options: Options, given: Mapping[str, Any], config: Any) -> bo
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _count_trace(number: int) -> None:
-    _by_number[number].record_miss(MissReason.OUTER_TRACE)
+    ServedTower._by_number[number].record_miss(MissReason.OUTER_TRACE)

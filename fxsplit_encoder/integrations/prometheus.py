@@ -1,16 +1,15 @@
 """The statistics of managers, connectors and the service as Prometheus metrics.
 
-Those of a manager and a connector are counted anyway: a collector reads a snapshot at each scrape. The
+Those of a manager and a connector are counted anyway: a collector reads a snapshot at each scrape. On Ray the
 service's processes count by Ray's metrics, which Ray exposes on every node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
-
-import numpy as np
 
 from fxsplit_encoder.connector.states import FAILURE_KINDS, State
 from fxsplit_encoder.connector.statistics import BOUNDS, ConnectorStats, Durations
@@ -19,14 +18,13 @@ from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import FALLBACK_KINDS, PHASES, ManagerStats
 
 try:
-    from prometheus_client import REGISTRY
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.registry import Collector
 except ModuleNotFoundError:
     raise MissingExtraError("Prometheus metrics", "prometheus") from None
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
 Stats_co = TypeVar("Stats_co", covariant=True)
@@ -244,56 +242,105 @@ _SECONDS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 _COUNTS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0]
 
 
-class FrontendMetrics:
-    """Counts requests of the service, in a replica that takes them."""
+Add = Callable[..., None]
+"""Adds to a metric, or observes: the value, then its labels by name."""
 
-    def __init__(self) -> None:
-        from ray.serve.metrics import Counter, Histogram
 
-        self._requests = Counter(
-            "encoder_service_requests", description="Requests by status.", tag_keys=("status",)
-        )
-        self._seconds = Histogram(
-            "encoder_service_request_seconds", description="From request to answer.", boundaries=_SECONDS
-        )
+class ServiceMetrics:
+    """Counts requests and batches of the service.
+
+    Args:
+        make: a metric of a kind ("counter", "histogram"), by name, text, labels and bounds of buckets.
+    """
+
+    def __init__(self, make: Callable[[str, str, str, tuple[str, ...], Sequence[float]], Add]) -> None:
+        prefix = "encoder_service"
+        self._requests = make("counter", f"{prefix}_requests", "Requests by status.", ("status",), ())
+        text = "From request to answer."
+        self._request_seconds = make("histogram", f"{prefix}_request_seconds", text, (), _SECONDS)
+        self._items = make("counter", f"{prefix}_images", "Items by outcome.", ("outcome",), ())
+        self._rows = make("counter", f"{prefix}_rows", "Rows of embeddings.", (), ())
+        text = "Items encoded together."
+        self._batch = make("histogram", f"{prefix}_batch_images", text, (), _COUNTS)
+        text = "Of a batch, to its results."
+        self._seconds = make("histogram", f"{prefix}_encode_seconds", text, (), _SECONDS)
 
     def add_request(self, status: int, seconds: float) -> None:
-        """A request that was answered."""
-        self._requests.inc(1, tags={"status": str(status)})
-        self._seconds.observe(seconds)
+        """Count a request that was answered."""
+        self._requests(1, status=str(status))
+        self._request_seconds(seconds)
+
+    def add_batch(self, embeddings: Sequence[Any], seconds: float) -> None:
+        """Count a batch that was encoded."""
+        self._items(len(embeddings), outcome="encoded")
+        self._rows(sum(len(embedding) for embedding in embeddings))
+        self._batch(len(embeddings))
+        self._seconds(seconds)
+
+    def add_refused(self) -> None:
+        """Count an item that the tower refused."""
+        self._items(1, outcome="refused")
 
 
-class EncoderMetrics:
-    """Counts batches of the service, in a replica that encodes."""
+class LocalMetrics(ServiceMetrics):
+    """Those of a service in this process, with the statistics of its queue and managers."""
 
     def __init__(self) -> None:
-        from ray.serve.metrics import Counter, Gauge, Histogram
+        self.registry = CollectorRegistry()
 
-        self._images = Counter(
-            "encoder_service_images", description="Images by outcome.", tag_keys=("outcome",)
-        )
-        self._rows = Counter("encoder_service_rows", description="Rows of embeddings.")
-        self._batch = Histogram(
-            "encoder_service_batch_images", description="Images encoded together.", boundaries=_COUNTS
-        )
-        self._seconds = Histogram(
-            "encoder_service_encode_seconds", description="Of a batch, to its results.", boundaries=_SECONDS
-        )
-        self._served = Gauge(
-            "encoder_service_served",
-            description="Items since the start: hits of captures, and misses by reason.",
-            tag_keys=("by",),
-        )
+        def make(kind: str, name: str, text: str, labels: tuple[str, ...], bounds: Sequence[float]) -> Add:
+            if kind == "counter":
+                counter = Counter(name, text, labels, registry=self.registry)
+                return lambda value, **own: (counter.labels(**own) if own else counter).inc(value)
+            histogram = Histogram(name, text, labels, buckets=bounds, registry=self.registry)
+            return lambda value: histogram.observe(value)
 
-    def add_batch(self, results: Sequence[object], seconds: float, stats: ManagerStats) -> None:
-        """A batch that was encoded."""
-        arrays = [result for result in results if isinstance(result, np.ndarray)]
-        for outcome, count in (("encoded", len(arrays)), ("refused", len(results) - len(arrays))):
-            if count:
-                self._images.inc(count, tags={"outcome": outcome})
-        if arrays:
-            self._rows.inc(sum(len(array) for array in arrays))
-        self._batch.observe(len(results))
-        self._seconds.observe(seconds)
+        super().__init__(make)
+
+    def watch(self, queue: StatsSource[Any], managers: Sequence[StatsSource[ManagerStats]]) -> None:
+        """Export the statistics of a queue, and those of managers together, at each scrape."""
+        for name, text in _QUEUE_GAUGES.items():
+            gauge = Gauge(f"encoder_service_queue_{name}", text, registry=self.registry)
+            gauge.set_function(partial(_count_of, queue, name))
+        PrometheusCollector(lambda: ManagerStats.total([m.stats() for m in managers]), registry=self.registry)
+
+    async def exposition(self) -> str:
+        """All counts in Prometheus' text format."""
+        return generate_latest(self.registry).decode()
+
+
+def _count_of(source: StatsSource[Any], name: str) -> float:
+    return float(getattr(source.stats(), name))
+
+
+_QUEUE_GAUGES = {
+    "waiting": "Items that wait for an encoder.",
+    "running": "Items in batches.",
+    "bisections": "Batches that failed and were halved, since the start.",
+    "expired": "Items that no encoder took in time, since the start.",
+    "cancelled": "Items whose clients have gone, since the start.",
+    "lost_workers": "Encoders that were lost.",
+}
+
+
+class RayMetrics(ServiceMetrics):
+    """Those of a replica of Ray Serve, which Ray exposes on every node."""
+
+    def __init__(self) -> None:
+        from ray.serve import metrics
+
+        def make(kind: str, name: str, text: str, labels: tuple[str, ...], bounds: Sequence[float]) -> Add:
+            if kind == "counter":
+                counter = metrics.Counter(name, description=text, tag_keys=labels)
+                return lambda value, **own: counter.inc(value, tags=own) if value else None
+            histogram = metrics.Histogram(name, description=text, boundaries=list(bounds))
+            return lambda value: histogram.observe(value)
+
+        super().__init__(make)
+        text = "Items since the start: hits of captures, and misses by reason."
+        self._served = metrics.Gauge("encoder_service_served", description=text, tag_keys=("by",))
+
+    def set_served(self, stats: ManagerStats) -> None:
+        """Publish what captures have served."""
         for by, count in {"hit": stats.hits, **{str(k): n for k, n in stats.misses.items()}}.items():
             self._served.set(count, tags={"by": by})

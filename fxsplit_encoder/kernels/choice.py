@@ -1,8 +1,6 @@
-"""Which kernel computes a call: measured for each class of calls at warm-up, or pinned.
+"""Choose the kernel of a call: measured for each class of calls at warm-up, or pinned.
 
-`KernelMeasurements` holds one operation's results for the process; a `Chooser` adds a configuration's pins.
-Kernels are timed inside `measuring()` only, and never while a CUDA graph is captured; elsewhere the nearest
-measured class decides, else torch's own kernel. `collecting()` finds out what is to be measured.
+Kernels are timed inside `measuring()` alone; elsewhere the nearest measured class decides, else torch's own.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Self
+from typing import Any, ClassVar, Generic, Self
 
 import torch
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.kernel import CallShape, KernelT, ShapeT, distance, is_same_kind, works
+from fxsplit_encoder.kernels.kernel import KernelT, ShapeT, distance, works
 from fxsplit_encoder.kernels.meter import Measured, Meter, TimeSpent
 from fxsplit_encoder.kernels.store import KernelStore, describe_host
 from fxsplit_encoder.messages import nearest
@@ -41,6 +39,8 @@ _BEATEN = 1.5
 # How far the numbers of a measured class may be from a call, as the sum of the logarithms of their ratios.
 _FARTHEST = 3.0
 
+_LACKS_MEMORY = "not enough memory to compare kernels for %s"
+
 # Distinct calls whose kernel is remembered.
 MOST_CALLS = 4096
 
@@ -56,7 +56,7 @@ _spent: ContextVar[TimeSpent | None] = ContextVar("fxsplit_encoder_spent_measuri
 
 @contextlib.contextmanager
 def measuring(spent: TimeSpent | None = None) -> Iterator[None]:
-    """Inside, a class of calls that is met for the first time is measured, which `spent` adds up."""
+    """Measures classes of calls that are met for the first time, and adds the time to `spent`."""
     token, token_of_spent = _measuring.set(True), _spent.set(spent)
     try:
         yield
@@ -67,7 +67,7 @@ def measuring(spent: TimeSpent | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collecting(found: Unmeasured) -> Iterator[None]:
-    """Inside, a class of calls that is met for the first time is not measured, but entered in `found`."""
+    """Enters classes of calls that are met for the first time in `found`; they are not measured."""
     token = _unmeasured.set(found)
     try:
         yield
@@ -76,13 +76,7 @@ def collecting(found: Unmeasured) -> Iterator[None]:
 
 
 class KernelMeasurements(Generic[ShapeT, KernelT]):
-    """What is known of every class of calls of one operation, on every device.
-
-    Args:
-        kernels: candidates, in order of preference where nothing was measured.
-        meter: compares them.
-        store: makes the store of a device; None: nothing is kept for other processes.
-    """
+    """Measurements of one operation by class of calls and device; `kernels` are in order of preference."""
 
     def __init__(
         self,
@@ -101,7 +95,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         self._nearest: dict[ShapeT, ShapeT | None] = {}
         self._lock = threading.Lock()
         self.version = 0
-        """Grows whenever something was measured, so that remembered choices are made again."""
+        """Grows with every measurement, so that remembered choices are made again."""
 
     def keep(self, directory: Path | None = None) -> Self:
         """Keeps what is measured in the store of each device's environment; itself."""
@@ -109,7 +103,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return self
 
     def keep_nothing_new(self, device: torch.device) -> None:
-        """Loads what is kept of a device, and keeps nothing more for other processes."""
+        """Loads the store of a device, and keeps nothing more."""
         self._table(device)
         self._store = None
 
@@ -123,9 +117,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return shape.rounded()
 
     def find(self, shape: ShapeT) -> tuple[ShapeT, Measured] | None:
-        """The class of this shape, or the nearest that was measured, with its measurement. Inside
-        `measuring()` the class itself is measured, unless a CUDA graph is being captured.
-        """
+        """The class of this shape, or the nearest that was measured, with its measurement."""
         rounded = self.class_of(shape)
         table = self._table(shape.device)
         if rounded in self._loaded and self._may_measure(shape):
@@ -143,8 +135,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         if rounded not in self._nearest:
             if len(self._nearest) >= MOST_CALLS:
                 self._nearest.clear()
-            others = [other for other in table if is_same_kind(other, rounded) and table[other].microseconds]
-            nearest = min(others, key=lambda other: distance(other, rounded), default=None)
+            nearest = next(iter(self._neighbors(rounded)), None)
             if nearest is not None and distance(nearest, rounded) > _FARTHEST:
                 nearest = None
             self._nearest[rounded] = nearest
@@ -156,7 +147,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return dict(self._table(device))
 
     def add(self, device: torch.device, table: Mapping[ShapeT, Measured]) -> None:
-        """Takes over what was measured elsewhere, of classes of which nothing is known here."""
+        """Adds measurements of another process; known classes stay."""
         known = self._table(device)
         with self._lock:
             known.update({shape: found for shape, found in table.items() if shape not in known})
@@ -200,9 +191,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
                     self._take(shape.device, {each: found})
 
     def compare_unawaited(self, shape: ShapeT) -> None:
-        """Compares the kernels of captured classes that wait for no other process; a full comparison reuses
-        the results.
-        """
+        """Compares the kernels of captured classes that wait for no other process, for `compare` to reuse."""
         table = self._table(shape.device)
         with self._lock:
             for each in shape.measured_with():
@@ -213,7 +202,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
                 try:
                     self.meter.measure([kernel for kernel in candidates if not kernel.is_awaited], each)
                 except torch.OutOfMemoryError:
-                    _note_lack_of_memory(each)
+                    logger.warning(_LACKS_MEMORY, each)
 
     def _take(self, device: torch.device, new: Mapping[ShapeT, Measured]) -> None:
         """Adds measurements to the table and the store. The caller holds the lock."""
@@ -232,12 +221,17 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         beaten = self._beaten(shape, candidates)
         return [kernel for kernel in candidates if kernel.name not in beaten]
 
+    def _neighbors(self, shape: ShapeT) -> list[ShapeT]:
+        """Measured classes of one kind with this, the nearest first."""
+        kind, table = (shape.dtype, shape.kind()), self._table(shape.device)
+        others = [o for o, found in table.items() if found.microseconds and (o.dtype, o.kind()) == kind]
+        return sorted(others, key=lambda other: distance(other, shape))
+
     def _beaten(self, shape: ShapeT, candidates: Sequence[KernelT]) -> dict[str, str]:
         """The candidates that a class nearby shows not to be the fastest, and why; never the first."""
         table, beaten = self._table(shape.device), dict[str, str]()
         later = {kernel.name for kernel in candidates[1:]}
-        others = [other for other in table if is_same_kind(other, shape) and table[other].microseconds]
-        for other in sorted(others, key=lambda other: distance(other, shape)):
+        for other in self._neighbors(shape):
             times = table[other].microseconds
             # Of two kernels, one may take as long as there and the other longer by all that there is more.
             limit = min(times.values()) * _BEATEN * 2.0 ** distance(other, shape)
@@ -249,13 +243,13 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
 
     def _compare(self, shape: ShapeT) -> Measured:
         candidates = self._to_compare(shape)
-        try:
-            return self._noted(shape, self.meter.measure(candidates, shape)) if candidates else Measured()
-        except torch.OutOfMemoryError:
-            _note_lack_of_memory(shape)
+        if not candidates:
             return Measured()
-
-    def _noted(self, shape: ShapeT, measured: Measured) -> Measured:
+        try:
+            measured = self.meter.measure(candidates, shape)
+        except torch.OutOfMemoryError:
+            logger.warning(_LACKS_MEMORY, shape)
+            return Measured()
         for name, reason in self._beaten(shape, self.candidates(shape)).items():
             measured.rejected.setdefault(name, f"not compared: {reason}")
         logger.info("%s, %s: microseconds %s", shape.operation, shape, measured.microseconds)
@@ -268,20 +262,10 @@ Unmeasured = dict[tuple[KernelMeasurements[Any, Any], Any], None]
 """Classes of calls that are to be measured, in the order in which they were met, with what measures them."""
 
 
-def _note_lack_of_memory(shape: CallShape) -> None:
-    logger.warning("not enough memory to compare kernels for %s", shape)
-
-
 class Chooser(Generic[ShapeT, KernelT]):
-    """Chooses the kernel of every call: the pinned one, else the fastest that was measured.
-
-    Args:
-        pins: what the setting of the operation says.
-        measurements: where times come from.
-    """
+    """Chooses the kernel of every call: the pinned one, else the fastest that was measured."""
 
     current: ClassVar[ContextVar[Any]]
-    """That of the enclosing `choosing`."""
 
     def __init__(
         self, pins: Sequence[Pin[ShapeT]], measurements: KernelMeasurements[ShapeT, KernelT]
@@ -306,9 +290,7 @@ class Chooser(Generic[ShapeT, KernelT]):
             raise ConfigError(*problems)
 
     def remembered(self, call: tuple[object, ...], shape: Callable[[], ShapeT]) -> KernelT:
-        """The kernel of a call by the key `call`, one dictionary look-up if it came before; `shape` makes its
-        shape.
-        """
+        """The kernel of the call with the key `call`; `shape` makes its shape."""
         if _unmeasured.get() is not None:
             return self._ready(shape())
         call = (*call, is_measuring())  # what was chosen without measuring does not count inside
@@ -361,7 +343,7 @@ class Chooser(Generic[ShapeT, KernelT]):
 
 # Entered for every request: a class takes a third of the time of a generator.
 class choosing:
-    """Inside, these choosers decide, each for its operation."""
+    """Makes these choosers current, each for its operation."""
 
     __slots__ = ("_choosers", "_tokens")
 
@@ -394,7 +376,7 @@ class Pin(Generic[ShapeT]):
     kernel: str
 
     def holds(self, shape: ShapeT) -> bool:
-        """Whether it decides which kernel this call gets."""
+        """Whether the call fulfils every condition."""
         return all(condition(shape) for condition in self.conditions)
 
 
@@ -406,7 +388,6 @@ class PinGrammar(Generic[ShapeT]):
     kernels: tuple[str, ...]
     words: Mapping[str, Callable[[ShapeT], bool]]
     numbers: tuple[str, ...]
-    """Attributes of a call that are compared."""
 
     def parse(self, value: str | Mapping[str, str]) -> tuple[Pin[ShapeT], ...]:
         """The pins of a setting, the first of which that holds counts; ConfigError names unknown words."""
@@ -446,70 +427,16 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
     return f"unknown; {nearest(name, allowed)}allowed: {', '.join(allowed)}; got {name!r}"
 
 
-# --- reports
-
-_LONGEST = 160
-"""Characters of a reason."""
-
-
-class KernelReport(NamedTuple):
-    """One kernel."""
-
-    name: str
-    unavailable: str | None
-    """Why it cannot run on the device; None: it can."""
-    chosen: tuple[str, ...]
-    """The classes of calls that it computes."""
-    failed: str | None = None
-    """What it raises there, of `failing`."""
-
-
-class ClassReport(NamedTuple):
-    """One class of calls that was measured."""
-
-    shape: str
-    chosen: str
-    pinned: bool
-    microseconds: Mapping[str, float]
-    """Of one call, by the kernel's name."""
-    rejected: Mapping[str, str]
-    """Why the other candidates may not be chosen."""
-
-
-class OperationReport(NamedTuple):
-    """All kernels of an operation, in order of preference, and all classes, by their size."""
-
-    kernels: tuple[KernelReport, ...]
-    classes: tuple[ClassReport, ...]
+# Of an error in a report.
+_LONGEST_REASON = 160
 
 
 def failing(table: Mapping[Any, Measured]) -> dict[str, str]:
-    """What kernels raised that worked for no class of a kind, by name, as those that cannot be built do."""
+    """Errors by name of the kernels that worked for no class of a kind, as those that cannot be built do."""
     working = {(name, s.dtype, s.kind()) for s, found in table.items() for name in found.microseconds}
     return {
-        name: textwrap.shorten(found.rejected[name], _LONGEST, placeholder="...")
+        name: textwrap.shorten(found.rejected[name], _LONGEST_REASON, placeholder="...")
         for s, found in table.items()
         for name in found.failed
         if (name, s.dtype, s.kind()) not in working
     }
-
-
-def describe(device: torch.device, chooser: Chooser[Any, Any]) -> OperationReport:
-    """What was measured of an operation on a device, and what a chooser makes of it."""
-    table = chooser.measurements.table(device)
-    classes = []
-    for shape in sorted(table, key=lambda s: (str(s.dtype), s.kind(), s.extents())):
-        found = table[shape]
-        chosen, pinned = chooser.ranking(shape)[0].name, chooser.pinned(shape) is not None
-        classes.append(ClassReport(str(shape), chosen, pinned, found.microseconds, found.rejected))
-    failed = failing(table)
-    kernels = tuple(
-        KernelReport(
-            kernel.name,
-            kernel.unavailable_reason(device),
-            tuple(each.shape for each in classes if each.chosen == kernel.name),
-            failed.get(kernel.name),
-        )
-        for kernel in chooser.measurements.kernels
-    )
-    return OperationReport(kernels, tuple(classes))

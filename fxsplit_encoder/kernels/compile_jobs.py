@@ -1,8 +1,7 @@
-"""Compiles variants of FlashAttention 4 and QuACK in processes of their own, while this one traces.
+"""Compile variants of FlashAttention 4 and QuACK in other processes, while this one traces.
 
-The packages compile a variant for seconds when it is first called. With their cache on disk that can be done
-before, on other cores and without a device; the first call loads it. Their own directories lie in the
-temporary one, where others could put code: they get directories of this library's (`package_store`).
+The packages compile a variant for seconds when it is first called; with their cache on disk, a call loads it.
+Their own directories are temporary ones, where others could put code: they get others (`package_store`).
 """
 
 from __future__ import annotations
@@ -45,26 +44,14 @@ _FEWEST_PROCESSORS = 4
 # A process imports torch and the package, and compiles for seconds. What is not ready then is compiled here.
 _LONGEST_WAIT = 60.0
 
-_lock = threading.Lock()
-_asked: set[Job] = set()
-
 
 @dataclass(slots=True)
 class _Process:
     child: Child
     jobs: list[Job] = field(default_factory=list)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it has no job, and takes one."""
-        return not self.jobs and self.child.is_asked
-
-    def give(self, job: Job) -> None:
-        self.jobs.append(job)
-        self.child.ask(json.dumps(job))
-
     def end(self, seconds: float) -> None:
-        """Waits for its jobs, for so many seconds at most, and ends it."""
+        """Waits for its jobs, `seconds` at most, and ends it."""
         status = self.child.end(seconds if self.jobs else 0)
         if self.jobs and status:
             why = self.child.last_words() or f"status {status}"
@@ -72,10 +59,16 @@ class _Process:
         self.child.close()
 
 
-_processes: list[_Process] = []
+@dataclass(slots=True)
+class _State:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    asked: set[Job] = field(default_factory=set)
+    processes: list[_Process] = field(default_factory=list)
+    left: list[Child] = field(default_factory=list)
+    """Abandoned processes that have not ended."""
 
-_left: list[Child] = []
-"""Abandoned processes that have not ended."""
+
+_state = _State()
 
 
 # --- where the packages keep what they compile
@@ -95,9 +88,7 @@ def package_store(name: str) -> KernelStore:
 
 
 def keep_flash_attention() -> str:
-    """Has `flash-attn-4` keep what it compiles on disk, for this process and its children, before it is
-    imported. The user's values of its two variables stay. Returns why it does not; empty: it does.
-    """
+    """Switches on the cache of `flash-attn-4` on disk before its import; returns why it stays off, or ""."""
     if (imported := sys.modules.get(FLASH_CACHE)) is not None:
         is_on = imported.CUTE_DSL_CACHE_ENABLED
         return "" if is_on else "flash-attn-4 was imported before with its cache off"
@@ -115,9 +106,7 @@ def keep_flash_attention() -> str:
 
 
 def name_quack_directory() -> None:
-    """Has QuACK, and processes that are started, use a directory of this library's, where it was not imported
-    before and the user named none.
-    """
+    """Names a directory for QuACK's cache, if it was not imported before and the user named none."""
     if QUACK_DIRECTORY not in os.environ and QUACK_CACHE not in sys.modules:
         store = package_store("quack")
         if not store.problem:
@@ -128,7 +117,7 @@ def name_quack_directory() -> None:
 
 
 def why_not(device: torch.device) -> str:
-    """Why nothing is compiled ahead for a device; empty: it can be."""
+    """Why nothing is compiled ahead for a device, or ""."""
     if device.type != "cuda" or capability(device) not in _TARGETS:
         return "no GPU for which the package's compiler is known to need no device"
     if (os.cpu_count() or 1) < _FEWEST_PROCESSORS:
@@ -144,9 +133,9 @@ def warm_up(number: int, device: torch.device) -> None:
     """Starts this many processes, which import the package and wait for jobs of `start`."""
     if why_not(device):
         return
-    with _lock:
-        while len(_processes) < number:
-            _processes.append(_launch(device))
+    with _state.lock:
+        while len(_state.processes) < number:
+            _state.processes.append(_launch(device))
 
 
 def jobs_of(names: Iterable[str], variant: Variant, dtype: torch.dtype) -> list[Job]:
@@ -157,27 +146,25 @@ def jobs_of(names: Iterable[str], variant: Variant, dtype: torch.dtype) -> list[
 def start(
     names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device, *, apart: bool = True
 ) -> list[Job]:
-    """Starts to compile kernels for such heads, or products, and returns the new jobs.
-
-    Args:
-        apart: each in a process of its own; else one after the other.
-    """
+    """Starts to compile kernels for such heads or products, if `apart` each in a process; the new jobs."""
     begun: list[Job] = []
     if reason := why_not(device):
         logger.debug("kernels are compiled when they are called: %s", reason)
         return begun
-    with _lock:
+    with _state.lock:
         process: _Process | None = None
         for job in jobs_of(names, variant, dtype):
-            if job in _asked:
+            if job in _state.asked:
                 continue
-            _asked.add(job)
+            _state.asked.add(job)
             try:
                 if apart or process is None:
-                    process = next((each for each in _processes if each.is_waiting), None)
+                    idle = (e for e in _state.processes if not e.jobs and e.child.is_asked)
+                    process = next(idle, None)
                 if process is None:
-                    _processes.append(process := _launch(device))
-                process.give(job)
+                    _state.processes.append(process := _launch(device))
+                process.jobs.append(job)
+                process.child.ask(json.dumps(job))
                 begun.append(job)
             except OSError as error:  # no process can be started, or it has ended: it is compiled here
                 logger.warning("not compiled ahead: %s: %s", job, error)
@@ -185,19 +172,17 @@ def start(
 
 
 def leave(jobs: Collection[Job]) -> None:
-    """Abandons these compile jobs; their processes exit on their own, since one that is killed may leave half
-    a file.
-    """
+    """Abandons these jobs; their processes exit on their own: one that is killed may leave half a file."""
     if not jobs:
         return
     logger.warning("compiled ahead in vain, since the graph has other heads: %s", sorted(jobs))
-    with _lock:
-        _asked.difference_update(jobs)
-        _left[:] = [child for child in _left if child.status is None]
-        for each in [each for each in _processes if each.jobs and {*each.jobs} <= {*jobs}]:
-            _processes.remove(each)
+    with _state.lock:
+        _state.asked.difference_update(jobs)
+        _state.left[:] = [child for child in _state.left if child.status is None]
+        for each in [each for each in _state.processes if each.jobs and {*each.jobs} <= {*jobs}]:
+            _state.processes.remove(each)
             each.child.close()
-            _left.append(each.child)
+            _state.left.append(each.child)
 
 
 def _launch(device: torch.device) -> _Process:
@@ -214,41 +199,41 @@ def _launch(device: torch.device) -> _Process:
 
 def is_running() -> bool:
     """Whether there are processes that `wait` has not waited for."""
-    return bool(_processes)
+    return bool(_state.processes)
 
 
 def begin_no_more() -> None:
-    """Lets the processes end after their jobs; later jobs get other processes."""
-    with _lock:
-        for each in _processes:
+    """Lets the processes end after their jobs; later jobs get other ones."""
+    with _state.lock:
+        for each in _state.processes:
             each.child.ask_no_more()
 
 
 def is_compiling() -> bool:
-    """Whether those processes still compile, as they do some time after `begin_no_more`."""
-    with _lock:
-        return any(each.child.status is None for each in _processes)
+    """Whether a process runs, as one does some time after `begin_no_more`."""
+    with _state.lock:
+        return any(each.child.status is None for each in _state.processes)
 
 
 def dismiss() -> None:
     """Ends the processes without jobs."""
-    with _lock:
-        for each in [each for each in _processes if not each.jobs]:
+    with _state.lock:
+        for each in [each for each in _state.processes if not each.jobs]:
             each.end(0)
-            _processes.remove(each)
+            _state.processes.remove(each)
 
 
 def wait() -> None:
     """Waits until all jobs are done. A kernel whose job fails is compiled when it is called."""
-    with _lock:
+    with _state.lock:
         begin = time.monotonic()
-        while _processes:
-            _processes[0].end(max(0.0, begin + _LONGEST_WAIT - time.monotonic()))
-            _processes.pop(0)
+        while _state.processes:
+            _state.processes[0].end(max(0.0, begin + _LONGEST_WAIT - time.monotonic()))
+            _state.processes.pop(0)
 
 
 def _end_all() -> None:
-    for child in (*(each.child for each in _processes), *_left):
+    for child in (*(each.child for each in _state.processes), *_state.left):
         child.kill()
 
 

@@ -1,10 +1,9 @@
-"""Inside a process that compiles variants of FlashAttention 4 and of QuACK into their caches on disk.
+"""Compile variants of FlashAttention 4 and QuACK into their caches on disk, as a process of its own.
 
     python -m fxsplit_encoder.kernels.compile_jobs_process < jobs
 
-A job is a line such as `["flash_attn_4", 72, "bfloat16"]` or `["quack_128x192", "gelu", "bfloat16"]`. The
-process ends with the input, or with the first job that fails. It needs no device: the packages take their
-target from the environment, and fake tensors are not computed with.
+A job is a line such as `["flash_attn_4", 72, "bfloat16"]` or `["quack_128x192", "gelu", "bfloat16"]`; one
+that fails ends the process. The target is in the environment, and tensors are fake: no device is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.kernels import attention
 from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4
-from fxsplit_encoder.kernels.products.kernels import KERNELS, Quack
+from fxsplit_encoder.kernels.products.measured import KERNELS, Quack
 
 # What a variant is compiled for depends on none of them.
 _TOKENS, _HEADS, _FEATURES = 512, 16, 1024
@@ -35,12 +34,7 @@ class _Compiled(Exception):
 
 @contextlib.contextmanager
 def compiling_alone() -> Iterator[None]:
-    """Within, a call ends as soon as its kernel is compiled: the package asks the device next how many of its
-    clusters fit.
-
-    Raises:
-        RuntimeError: the call did not come that far.
-    """
+    """Ends a call of QuACK once it has compiled its kernel and asks for the device, else RuntimeError."""
     host = import_module(_QUACK_HOST)
 
     def stop(*_: Any) -> None:
@@ -58,7 +52,7 @@ def compiling_alone() -> Iterator[None]:
 
 
 def compile_attention(name: str, head_dim: int, dtype: torch.dtype) -> None:
-    """Has a kernel compile what it would compile when it is called."""
+    """Compiles a kernel of attention as its first call would."""
     kernel = next(kernel for kernel in attention.KERNELS if kernel.name == name)
     with FakeTensorMode():
         qkv = torch.empty(_TOKENS, 3, _HEADS, head_dim, dtype=dtype, device="cuda")
@@ -68,7 +62,7 @@ def compile_attention(name: str, head_dim: int, dtype: torch.dtype) -> None:
 
 
 def compile_product(name: str, activation: str, dtype: torch.dtype) -> None:
-    """Has a kernel compile what it would compile when it is called for a layer with a bias."""
+    """Compiles a kernel of a layer with a bias as its first call would."""
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
     assert isinstance(kernel, Quack)
     with FakeTensorMode(), compiling_alone():

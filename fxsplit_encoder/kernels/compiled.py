@@ -1,6 +1,4 @@
-"""Collect the compiled kernels of this process as files for a start file, and give them back to the caches of
-their compilers: Triton's, those of `flash-attn-4` and QuACK, and that of cuDNN's plans, in memory.
-"""
+"""Collect the compiled kernels of this process for a start file, and put them back into compilers' caches."""
 
 from __future__ import annotations
 
@@ -41,11 +39,7 @@ def compiled_kernels() -> dict[str, bytes]:
 
 
 def restore_kernels(files: Mapping[str, bytes]) -> None:
-    """Puts the files of `compiled_kernels` where the compilers look for them, before the first is launched.
-
-    Raises:
-        ValueError: a path is none of those. Nothing was written then.
-    """
+    """Writes the files of `compiled_kernels` to the caches; ValueError for another path, before any write."""
     groups: dict[str, dict[str, bytes]] = {"triton": {}, "flash_attn_4": {}, "cudnn": {}, "quack": {}}
     for name, content in files.items():
         path = PurePosixPath(name)
@@ -103,7 +97,6 @@ def _restore_flash(objects: Mapping[str, bytes]) -> None:
 
 
 def _quack_files() -> dict[str, bytes]:
-    """None where QuACK uses another directory than this library's."""
     cache: Any = sys.modules.get(QUACK_CACHE)
     root = package_store("quack").directory
     is_used = cache is not None and cache.CACHE_ENABLED and str(root) == cache.CACHE_DIR
@@ -111,12 +104,11 @@ def _quack_files() -> dict[str, bytes]:
 
 
 def _restore_quack(objects: Mapping[str, bytes]) -> None:
-    """Writes nothing to a directory that the user named."""
     if not objects or find_spec("quack") is None:
         return
     name_quack_directory()
     root = package_store("quack").directory
-    if Path(os.environ.get(QUACK_DIRECTORY, "")) == root:
+    if Path(os.environ.get(QUACK_DIRECTORY, "")) == root:  # else the user named it
         _write_objects(root, objects)
 
 

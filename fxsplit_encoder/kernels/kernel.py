@@ -18,7 +18,7 @@ class CallShape(ABC):
     """One call of an operation; rounded, the class of calls that share a kernel. JSON keeps its fields."""
 
     operation: ClassVar[str]
-    """What is computed: also the setting that pins kernels of it."""
+    """Also the name of the setting that pins kernels."""
 
     device: torch.device
     dtype: torch.dtype
@@ -46,19 +46,16 @@ class CallShape(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """Its fields, without the device."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {"dtype": dtype, **{name: getattr(self, name) for name in _own_fields(type(self))}}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "device"}
+        return {**values, "dtype": str(self.dtype).removeprefix("torch.")}
 
     @classmethod
     def from_json(cls, values: dict[str, Any], device: torch.device) -> Self:
         """The class with these fields; TypeError, KeyError or AttributeError for others."""
-        own = {name: values[name] for name in _own_fields(cls)}
+        own = {
+            field.name: values[field.name] for field in fields(cls) if field.name not in ("device", "dtype")
+        }
         return cls(device, getattr(torch, values["dtype"]), **own)
-
-
-@functools.cache
-def _own_fields(shape: type[CallShape]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(shape) if field.name not in ("device", "dtype"))
 
 
 ShapeT = TypeVar("ShapeT", bound=CallShape)
@@ -81,13 +78,13 @@ class Kernel(ABC, Generic[ShapeT]):
         """Whether its next call waits for what other processes compile."""
         return False
 
-    @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Why it cannot run on this device, by its architecture or for a missing package; None: it can."""
+        return None
 
-    @abstractmethod
     def supports(self, shape: ShapeT) -> bool:
         """Whether it computes this shape, where it is available."""
+        return True
 
 
 class CudaKernel(Kernel[ShapeT]):
@@ -125,11 +122,6 @@ def works(kernel: Kernel[ShapeT], shape: ShapeT) -> bool:
     return kernel.supports(shape) and kernel.unavailable_reason(shape.device) is None
 
 
-def is_same_kind(shape: CallShape, other: CallShape) -> bool:
-    """Whether one class may stand in for the other."""
-    return shape.dtype == other.dtype and shape.kind() == other.kind()
-
-
 def distance(shape: CallShape, other: CallShape) -> float:
     """Between classes of one kind: the sum of the logarithms, to base 2, of the ratios of their numbers."""
     pairs = zip(shape.extents(), other.extents(), strict=True)
@@ -156,10 +148,16 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_IMPORT_ERRORS = (
+    *(ImportError, AssertionError, AttributeError, LookupError, NameError, OSError, RuntimeError),
+    *(SyntaxError, TypeError, ValueError),
+)
+
+
 @functools.cache
 def find(module: str, attribute: str) -> tuple[Any, str | None]:
     """An attribute of an optional package, or why it is not there."""
     try:
         return getattr(importlib.import_module(module), attribute), None
-    except Exception as error:  # a package that is there but broken is as good as missing
+    except _IMPORT_ERRORS as error:  # a package that is there but broken is as good as missing
         return None, f"cannot import {module}.{attribute}: {type(error).__name__}: {error}"

@@ -43,15 +43,13 @@ _CALLS_BEHIND_A_WAIT = 8
 
 _without_graphs: ContextVar[bool] = ContextVar("fxsplit_encoder_timing_without_graphs", default=False)
 
-Timer = Callable[[Callable[[], object], CallShape], float]
-
 
 @dataclass(slots=True)
 class Measured:
     """What was found for one class of calls."""
 
     microseconds: dict[str, float] = field(default_factory=dict)
-    """Of a call, by the kernel's name; those that are accurate."""
+    """Of a call, by the name of an accurate kernel."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Why the other candidates cannot be chosen."""
     failed: list[str] = field(default_factory=list)
@@ -89,11 +87,9 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
     """Compares kernels on the device; `timer` gives the microseconds of a call."""
 
     tolerance: ClassVar[float] = 1.1
-    """What a kernel's error may be, as a multiple of that of the first accurate candidate, which is torch's
-    own where it works.
-    """
+    """Allowed error, as a multiple of that of the first accurate candidate."""
 
-    def __init__(self, timer: Timer | None = None) -> None:
+    def __init__(self, timer: Callable[[Callable[[], object], CallShape], float] | None = None) -> None:
         self.timer = microseconds if timer is None else timer
         self._found: dict[tuple[object, ...], float] = {}
         """Errors and times that are known, by kernel and call: classes may have a call in common."""
@@ -112,11 +108,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
 
     @torch.no_grad()
     def measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
-        """Errors and times of all kernels on random values; what a kernel raises rejects it. Calls shared by
-        classes are measured once. Kernels that wait for other processes come last, but for the first, the
-        reference. What compares results, and may compile a kernel first, is done while requests are served;
-        a timing has their turn.
-        """
+        """Errors and times of all kernels on random values; an error that one raises rejects it."""
         logger.debug("%s: references for the comparison of kernels", shape)
         calls = self.calls(shape)
         wanted = {("time", kernel.name, call) for kernel in kernels for call in calls}
@@ -125,20 +117,17 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         measured = Measured()
 
         def error_on(kernel: KernelT, number: int) -> float:
-            return self._once(
-                ("error", kernel.name, calls[number]),
-                lambda: _error(kernel, examples[number], references[number]),
-            )
+            key = ("error", kernel.name, calls[number])
+            return self._once(key, lambda: _error(kernel, examples[number], references[number]))
 
         def time_on(kernel: KernelT, number: int) -> float:
-            return self._once(
-                ("time", kernel.name, calls[number]),
-                lambda: self.timer(examples[number].timed(kernel), shape),
-            )
+            key = ("time", kernel.name, calls[number])
+            return self._once(key, lambda: self.timer(examples[number].timed(kernel), shape))
 
         fastest = float("inf")
         rounding = torch.finfo(shape.dtype).eps
         limit = _FIRST_ROUNDINGS * rounding
+        # The first is the reference; of the others those come last that wait for other processes.
         for kernel in [*kernels[:1], *sorted(kernels[1:], key=lambda kernel: kernel.is_awaited)]:
             logger.debug("%s: %s is checked", shape, kernel.name)
             times: list[float] = []
@@ -150,7 +139,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
                 for number in range(len(calls)):
                     if number and times[0] > _FAR_BEHIND * fastest:
                         break
-                    with has_turn():
+                    with has_turn():  # results are compared, and kernels compiled, beside requests
                         times.append(time_on(kernel, number))
                     fastest = min(fastest, times[0])
             except Exception as problem:
@@ -176,17 +165,13 @@ def _error(kernel: KernelT, example: Example[KernelT], expected: Tensor) -> floa
 
 
 def poison_memory(like: Tensor) -> None:
-    """Fills memory for a contiguous tensor with NaN and frees it, so that a row that a kernel does not write
-    shows.
-    """
+    """Fills memory for a contiguous tensor with NaN and frees it: rows that a kernel does not write show."""
     torch.full_like(like, float("nan"), memory_format=torch.contiguous_format)
 
 
 @contextlib.contextmanager
 def timing_without_graphs() -> Iterator[None]:
-    """Inside, calls for CUDA graphs are timed in a row launched while the device waits: on a background
-    thread, since no other thread may wait for the device during a capture.
-    """
+    """Times calls for CUDA graphs without a capture, during which no other thread may wait for the device."""
     token = _without_graphs.set(True)
     try:
         yield
@@ -215,7 +200,7 @@ def microseconds(call: Callable[[], object], shape: CallShape) -> float:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: the allocator keeps the memory of every stream apart."""
+    # One for all: the allocator keeps the memory of every stream apart.
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -235,18 +220,15 @@ def _elapsed(call: Callable[[], object], calls: int = 1, *, behind_a_wait: bool 
 
 
 def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of `calls` calls; its failure leaves the device as it was."""
     graph, memory = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
     uses, handle = memory.use_count(), cast("Any", memory.id)
-    with defer_frees():
+    with defer_frees(), contextlib.ExitStack() as failed:
         graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-        try:
-            for _ in range(calls):
-                call()
-            graph.capture_end()
-        except BaseException:
-            _abandon(graph, memory, uses)
-            raise
+        failed.callback(_abandon, graph, memory, uses)
+        for _ in range(calls):
+            call()
+        graph.capture_end()
+        failed.pop_all()
     return graph
 
 

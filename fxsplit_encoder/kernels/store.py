@@ -1,8 +1,6 @@
-"""Keep on disk what was measured or compiled, for processes with the same GPU and versions.
+"""Store measurements, a file an operation, and compiled kernels for processes with the same GPU and versions.
 
-`KernelStore` is a directory of `cache_directory` that no other user can write, named by the environment for
-which its files hold. Measurements (a table an operation) and plans of cuDNN are its files; FlashAttention 4
-and QuACK write files of their own into such directories (`kernels.compile_jobs`).
+A `KernelStore` is a directory that no other user can write, named by the environment for which it holds.
 """
 
 from __future__ import annotations
@@ -81,9 +79,7 @@ def describe_host(device: torch.device) -> dict[str, Any]:
 
 
 def package_version(package: str) -> str | None:
-    """The version of an installed package, and whether its folder has an unusual name: QuACK compiles no
-    epilogue that calls such a package.
-    """
+    """The version of an installed package; in an unusual folder QuACK compiles no epilogue that calls it."""
     try:
         found = metadata.distribution(package)
     except metadata.PackageNotFoundError:
@@ -99,16 +95,9 @@ def digest_of(environment: Mapping[str, Any]) -> str:
 
 
 class KernelStore:
-    """Files of one kind that hold for one environment. Several processes may read and write them.
+    """Files of one kind for one environment, a JSON object, that several processes may read and write."""
 
-    Args:
-        kind: the directory's name in `root`.
-        environment: what the files depend on, as JSON has it.
-        root: `cache_directory()` if None.
-    """
-
-    most_files = 1024
-    """In a directory. A plan of cuDNN takes some 92 kB, and a service may meet any number of shapes."""
+    most_files = 1024  # a plan of cuDNN takes some 92 kB, and a service may meet any number of shapes
 
     def __init__(self, kind: str, environment: Mapping[str, Any], root: Path | None = None) -> None:
         self.environment = json.loads(json.dumps(environment))
@@ -116,7 +105,7 @@ class KernelStore:
 
     @property
     def problem(self) -> str:
-        """Why a package that locks its files may not use the directory, which is made if missing; else ""."""
+        """Why a package that locks its files may not use the directory, or "". The directory is made."""
         try:
             import fcntl
 
@@ -155,22 +144,18 @@ class KernelStore:
 
     def _check(self) -> None:
         """Raises OSError where another user could have put files, which may be code."""
-        found = self.directory.stat()
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError("others can write there")
+        check_trusted(self.directory)
 
     def read_table(
         self, shape: type[ShapeT], kernels: Sequence[str], device: torch.device
     ) -> dict[ShapeT, Measured]:
-        """The measurements of an operation, for a device; none where others than `kernels` were candidates,
-        or nothing can be read.
-        """
-        content = self.read(_table_name(shape))
+        """The measurements of an operation; empty if `kernels` were others, or nothing can be read."""
+        content = self.read(f"{shape.operation}.json")
         try:
             stored = json.loads(content) if content is not None else {}
             return table_of(stored["classes"], shape, device) if stored.get("kernels") == [*kernels] else {}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            path = self.directory / _table_name(shape)
+            path = self.directory / f"{shape.operation}.json"
             logger.warning("%s cannot be read, so %s is measured again: %s", path, shape.operation, error)
             return {}
 
@@ -181,37 +166,43 @@ class KernelStore:
         kernels: Sequence[str],
         device: torch.device,
     ) -> None:
-        """Adds measurements of an operation to its file. What is lost between two writers is measured again;
-        a file that cannot be written is logged.
-        """
+        """Adds measurements of an operation to its file; a file that cannot be written is logged."""
         merged = {**self.read_table(shape, kernels, device), **table}
         content = {"environment": self.environment, "kernels": [*kernels], "classes": entries_of(merged)}
         try:
-            self.write(_table_name(shape), json.dumps(content, indent=1).encode())
+            self.write(f"{shape.operation}.json", json.dumps(content, indent=1).encode())
         except OSError as error:
             logger.warning("what was measured of %s is not kept: %s", shape.operation, error)
+
+
+def check_trusted(path: Path) -> None:
+    """Raises PermissionError where users other than this one and root can write a file or a directory, or put
+    another file in its place. In a directory with the sticky bit they cannot.
+    """
+    _check_own(path, path.stat())
+    folder = path.parent.stat()
+    if not path.is_dir() and not folder.st_mode & stat.S_ISVTX:
+        _check_own(path.parent, folder)
+
+
+def _check_own(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path}: others can write there")
 
 
 def _digest_line(content: bytes) -> bytes:
     return hashlib.sha256(content).hexdigest().encode() + b"\n"
 
 
-def _table_name(shape: type[ShapeT]) -> str:
-    return f"{shape.operation}.json"
-
-
 def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
-    """A table as JSON has it, without its device and without failures: what a kernel raises here, as where a
-    module is missing, it may not raise in the next process.
-    """
-    return [
-        {"shape": shape.to_json(), "measured": _without_failures(found)} for shape, found in table.items()
-    ]
-
-
-def _without_failures(measured: Measured) -> dict[str, Any]:
-    kept = {name: reason for name, reason in measured.rejected.items() if name not in measured.failed}
-    return {**asdict(measured), "rejected": kept, "failed": []}
+    """A table as JSON has it, without its device and without failures, which may not come again."""
+    entries = []
+    for shape, found in table.items():
+        kept = {name: reason for name, reason in found.rejected.items() if name not in found.failed}
+        entries.append(
+            {"shape": shape.to_json(), "measured": {**asdict(found), "rejected": kept, "failed": []}}
+        )
+    return entries
 
 
 def table_of(
@@ -222,15 +213,7 @@ def table_of(
 
 
 def write_atomic(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Replaces a file: a reader finds the old content or all of the new.
-
-    Args:
-        path: in a directory that exists. Its name ends the temporary file's, which begins with a dot.
-        durable: whether the content is on disk before the old is replaced.
-
-    Raises:
-        OSError: it cannot be written; what was there is still there.
-    """
+    """Replaces a file at once, after the content is on disk if `durable`. OSError leaves the old."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.name)
     try:
         with open(descriptor, "wb") as file:

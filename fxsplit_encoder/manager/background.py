@@ -1,4 +1,4 @@
-"""The work behind `capture(wait=False)`: what `capture` does, in steps between requests."""
+"""Background capture, for `capture(wait=False)`: compiles, measures and captures between requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
-from fxsplit_encoder.kernels import timing_without_graphs
+from fxsplit_encoder.kernels.meter import timing_without_graphs
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.path_forward import with_contents
-from fxsplit_encoder.manager.start import load_programs
+from fxsplit_encoder.manager.start import load_start
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
 from fxsplit_encoder.pauses import StoppedError, pausing_by
+from fxsplit_encoder.planning.plan import InvariantPolicy
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 
@@ -41,7 +42,7 @@ def check_that_steps_will_do(config: EncoderConfig) -> None:
             "wait: expected True with data_parallel, whose ranks share their costs in the order of their "
             "calls; got False. Call capture() on every rank, or capture from a start_file"
         )
-    if config.invariant:
+    if not InvariantPolicy.of(config).own_forward_may_serve:
         raise InputError(
             "wait: expected True with invariant, since the first captures, of the tower's own forward, "
             "have other bits than the next; got False. Call capture(), with a start_file to be sooner"
@@ -51,13 +52,13 @@ def check_that_steps_will_do(config: EncoderConfig) -> None:
 class BackgroundCapture:
     """Compiles, measures and captures one generation while another serves, on a thread of its own.
 
-    What runs on the device or touches the tower has the manager's turn, given up at each pause; tracing and
-    compiling happen in another process, or on this thread while requests are served.
+    Work on the device or the tower holds the manager's lock, released at each pause; tracing and compiling
+    happen in another process, or on this thread without the lock.
 
     Args:
-        target, planned: what is captured.
-        first: what serves until then.
-        switch: makes the target serve; is called in a step.
+        target, planned: the generation to capture, and its captures.
+        first: the generation that serves until then.
+        switch: makes the target serve; called with the lock.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class BackgroundCapture:
         switch: Callable[[], None],
     ) -> None:
         self.notes: list[str] = []
-        """What went otherwise than usual, and why."""
+        """Lines for `reports`."""
         self._target = target
         self._planned = planned
         self._first: Generation | None = first
@@ -91,7 +92,7 @@ class BackgroundCapture:
 
     @property
     def progress(self) -> CaptureProgress:
-        """Phase, counts and seconds so far."""
+        """The phase, its counts, and the seconds so far."""
         progress = self._progress
         if progress.is_over:
             return progress
@@ -105,7 +106,7 @@ class BackgroundCapture:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end, making captures itself; returns whether it has come."""
+        """Waits for the end, making captures on this thread; returns whether all is done."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._over.is_set():
             left = _POLL_SECONDS if end is None else min(_POLL_SECONDS, end - time.monotonic())
@@ -230,7 +231,7 @@ class BackgroundCapture:
         return [path for path in paths if not path.forward.is_settled]
 
     def _restore(self, paths: list[EncoderPath]) -> None:
-        """Takes saved programs. Their loading and first run take seconds, and are done without the turn."""
+        """Restores saved programs; loads and first runs them, which takes seconds, without the lock."""
         for path in paths:
             if path.forward.saved is None:
                 continue
@@ -239,14 +240,14 @@ class BackgroundCapture:
             if isinstance(example, str):
                 continue
             loaded = path.forward.load_saved()
-            if loaded is not None and not isinstance(loaded, Exception):
+            if loaded is not None:
                 with contextlib.suppress(Exception):  # it raises again where it is compared
                     loaded(path.forward.inputs(loaded, with_contents(example.inputs)))
             with self.work.turn():
                 path.forward.take_saved(loaded, example)
 
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
-        """Compiles in another process and restores the programs; InputError: it cannot make the tower."""
+        """Compiles in another process, and restores the programs; InputError: it cannot make the tower."""
         with self.work.turn():
             worker = self._worker = CompileWorker(self._target)
         try:
@@ -254,7 +255,7 @@ class BackgroundCapture:
             if compiled is None:
                 raise StoppedError
             try:
-                load_programs(self._target, self._kernels.measurements, compiled.start)
+                load_start(self._target, self._kernels.measurements, compiled.start, is_measured=False)
             except StartFileError as error:
                 self.notes.append(f"what another process compiled is not used: {error}")
         finally:
@@ -279,7 +280,7 @@ class BackgroundCapture:
             if isinstance(example, str):
                 forward.refuse(example)
                 return
-        traced = forward.trace(example, self._tell_compiled, beside=True)
+        traced = forward.trace(example, self._tell_compiled, is_concurrent=True)
         with self.work.turn():
             if not isinstance(traced, FxSplitError) and not forward.agrees(traced, example.inputs):
                 self.notes.append(f"{path.label}: traced again while requests waited: results differed")

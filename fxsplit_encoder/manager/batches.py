@@ -7,56 +7,43 @@ from typing import Any
 
 from torch import Tensor
 
-from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.tower import postprocess_of, select_items
-from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan, Plan, PlannedBatch
-from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
+from fxsplit_encoder.manager.tower import TowerSpec, postprocess_of, select_items
+from fxsplit_encoder.planning.plan import BY_THE_TOWER, MissReason, PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.runtime import CaptureScope
 from fxsplit_encoder.runtime.statistics import Statistics
 
 
 class BatchRunner:
-    """Runs batches of one tower, one at a time.
-
-    Args:
-        config: with `debug` every rule is checked at every replay, with `invariant` no batch runs through the
-            tower's own forward.
-    """
+    """Runs batches of one tower, one at a time."""
 
     def __init__(
         self,
-        tower: SupportsEncoderCudaGraph,
+        spec: TowerSpec,
         paths: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
-        pool: GraphPool,
+        scope: CaptureScope,
         statistics: Statistics,
-        config: EncoderConfig,
-        *,
-        num_axes: int,
-        max_items: int,
     ) -> None:
-        self.tower = tower
+        self.tower = spec.tower
         self.paths = paths
-        self.pool = pool
+        self.scope = scope
+        self.pool = scope.pool
         self.statistics = statistics
-        self.config = config
-        self.num_axes = num_axes
-        self.max_items = max_items
+        self.num_axes = len(spec.model_config.capture_axes)
+        self.max_items = spec.limits.max_items_per_batch
         self.in_inference_mode = False
-        """Whether a tower's own code runs in inference mode, as its caller: the host needs less then."""
-        self._postprocess = postprocess_of(tower)
+        """Whether a tower's own code runs in inference mode, as its caller does."""
+        self._postprocess = postprocess_of(spec.tower)
 
     def run(
         self, plan: Plan, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, may_replay: bool
     ) -> tuple[list[Tensor], list[PlannedBatch]]:
-        """Encodes a request and counts its items; returns every item in memory of its own, and the batches as
-        they were served. Unless `may_replay`, every batch falls back.
-
-        Raises:
-            WeightsMovedError: a capture reads parameters that are elsewhere now; its batch was not counted.
-            InputError: with `invariant`, a batch that only the tower's own forward takes.
+        """Encodes a request; returns every item in memory of its own, and the batches as they were served.
+        Unless `may_replay`, every batch falls back. WeightsMovedError: a capture reads parameters that have
+        moved; its batch was not counted. InputError: with `invariant`, a batch that only the tower's own
+        forward takes.
         """
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
@@ -107,15 +94,14 @@ class BatchRunner:
         return list(map(results.__getitem__, range(plan.num_items))), served
 
     def _allowed(self, planned: PathPlan) -> PathPlan:
-        if self.config.invariant and planned.reason not in BY_THE_TOWER:
+        if not self.scope.policy.own_forward_may_serve and planned.reason not in BY_THE_TOWER:
             return planned._replace(eager=False)
         return planned
 
     def _run_unlisted(
         self, name: str, keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
     ) -> tuple[Tensor, PathPlan]:
-        """A path at axis keys of which nothing was captured: the tower does not list them."""
-        if self.config.invariant:
+        if not self.scope.policy.own_forward_may_serve:
             raise InputError(
                 f"invariant: path {name}: nothing is compiled for axis keys {keys}, and the tower's own "
                 "forward gives other bits; expected keys that the tower lists as capture axes"
@@ -132,9 +118,7 @@ class BatchRunner:
         results: dict[int, Tensor],
         selected: dict[str, Any],
     ) -> None:
-        """Copies each item's rows of the paths' outputs to memory of its own: no replay may overwrite them
-        (capture rule 7), and a cache that keeps one image must not keep its batch alive.
-        """
+        """Copies items out of the captures (capture rule 7), so that a cached image keeps no batch alive."""
         indices = list(batch.indices)
         self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
         storages = []
@@ -143,5 +127,5 @@ class BatchRunner:
         for index in indices:
             if (item := results[index]).untyped_storage().data_ptr() in storages:
                 results[index] = item.clone()
-        if self.config.debug:
+        if self.scope.config.debug:
             self.pool.handed_out.add(results[index] for index in indices)

@@ -2,10 +2,10 @@
 
     python -m fxsplit_encoder.manager.compile_process DIRECTORY PARENT
 
-The directory is the parent's alone. `REQUEST` is there at the start; the process writes `START`, which is a
-saved start without measurements, and then `ANSWER`. At last it builds the kernels that the parent will
-compare, into their caches on disk; where it cannot, `NOT_BUILT` says why. Lines on standard output that begin
-with `PROGRESS` say how far it is. It ends with its parent, whose end of standard input closes then.
+It reads `REQUEST` in the directory, writes a saved start without measurements to `START` and then `ANSWER`.
+At last it builds the kernels that the parent will compare, into their caches on disk; where it cannot, its
+exit status and standard error say so. Lines of standard output that begin with `PROGRESS` count what is
+compiled. It ends with its parent, whose end of standard input closes then.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import collected_by, collects_outputs, output_hook
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CompileError, InputError
+from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.store import write_atomic
-from fxsplit_encoder.manager.generation import Generation, Served
-from fxsplit_encoder.manager.start import save_programs
-from fxsplit_encoder.manager.tower import read_model_config
+from fxsplit_encoder.manager.generation import Generation
+from fxsplit_encoder.manager.start import save_start
+from fxsplit_encoder.manager.tower import TowerSpec, read_model_config
 from fxsplit_encoder.manager.turns import compare_between_requests
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
@@ -46,10 +46,16 @@ _SMALL = 4096
 
 _KINDS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
+# What pickling raises, and the code of the objects that are pickled.
+_OF_PICKLING = (
+    *(pickle.PickleError, ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(OSError, RuntimeError, TypeError, ValueError, FxSplitError),
+)
+
 
 @dataclass(frozen=True)
 class _Blank:
-    """What a tensor looks like."""
+    """Metadata of a tensor, and the values of a small one."""
 
     is_parameter: bool
     shape: tuple[int, ...]
@@ -58,10 +64,21 @@ class _Blank:
     device: str
     requires_grad: bool
     values: Tensor | None
-    """On the CPU; None: zeros will do."""
+    """On the CPU; None: zeros."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Blank:
+        """Reads the metadata of a tensor; InputError: it is more than a strided tensor."""
+        if type(tensor) not in _KINDS:
+            raise InputError(f"it holds a {type(tensor).__name__}, which is more than a tensor")
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise InputError(f"it holds a tensor of layout {tensor.layout}")
+        is_small = tensor.nbytes <= _SMALL and tensor.device.type != "meta"
+        values = tensor.detach().cpu().clone() if is_small else None
+        placement = (tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad)
+        return cls(isinstance(tensor, nn.Parameter), tuple(tensor.shape), *placement, values)
 
     def make(self) -> Tensor:
-        """One that looks like it."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
         if self.values is not None:
             made.copy_(self.values)
@@ -69,11 +86,7 @@ class _Blank:
 
 
 def dump_tower(value: object) -> bytes:
-    """A value with towers in it.
-
-    Raises:
-        InputError: another process cannot make it, and why.
-    """
+    """Pickles a value with towers in it, large tensors without values; InputError: it cannot be pickled."""
     blanks: list[_Blank] = []
     numbers: dict[int, int] = {}
     held: list[Tensor] = []
@@ -86,7 +99,7 @@ def dump_tower(value: object) -> bytes:
                 return None
             if id(found) not in numbers:
                 numbers[id(found)] = len(blanks)
-                blanks.append(_blank(found))
+                blanks.append(_Blank.of(found))
                 held.append(found)  # while it lives its id is no other's
             return numbers[id(found)]
 
@@ -100,13 +113,13 @@ def dump_tower(value: object) -> bytes:
         Pickler(structure, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except InputError:
         raise
-    except Exception as error:  # whatever an object's own code raises
+    except _OF_PICKLING as error:
         raise InputError(f"it cannot be pickled: {type(error).__name__}: {error}") from error
     return pickle.dumps((blanks, structure.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def load_tower(content: bytes) -> Any:
-    """What `dump_tower` was given, with zeros for weights."""
+    """Makes what `dump_tower` was given, with zeros for weights."""
     blanks, structure = pickle.loads(content)
     made: list[Tensor] = [blank.make() for blank in blanks]
 
@@ -117,25 +130,7 @@ def load_tower(content: bytes) -> Any:
     return Unpickler(BytesIO(structure)).load()
 
 
-def _blank(tensor: Tensor) -> _Blank:
-    if type(tensor) not in _KINDS:
-        raise InputError(f"it holds a {type(tensor).__name__}, which is more than a tensor")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise InputError(f"it holds a tensor of layout {tensor.layout}")
-    is_small = tensor.numel() * tensor.element_size() <= _SMALL and tensor.device.type != "meta"
-    values = tensor.detach().cpu().clone() if is_small else None
-    return _Blank(
-        isinstance(tensor, nn.Parameter),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        str(tensor.device),
-        tensor.requires_grad,
-        values,
-    )
-
-
-REQUEST, START, ANSWER, NOT_BUILT = "request.pickle", "programs.start", "answer.json", "not_built.txt"
+REQUEST, START, ANSWER = "request.pickle", "programs.start", "answer.json"
 PROGRESS = "fxsplit-encoder-progress"
 
 CANNOT_REBUILD = 3
@@ -147,7 +142,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What is to be compiled."""
+    """A tower to compile, and the settings of its captures."""
 
     tower: SupportsEncoderCudaGraph
     limits: Limits
@@ -157,7 +152,7 @@ class CompileRequest:
 
 
 def main(directory: Path, parent: int) -> int:
-    """Compiles what the request says; the exit status."""
+    """Compiles what the request says; returns the exit status."""
     threading.Thread(target=_end_with, args=(parent,), name="fxsplit-parent", daemon=True).start()
     try:
         request = load_request(directory)
@@ -167,17 +162,12 @@ def main(directory: Path, parent: int) -> int:
     generation, choosers = prepare(request)
     answer = compile_request(generation, choosers, directory / START)
     write_atomic(directory / ANSWER, json.dumps(answer).encode())
-    if problem := build_kernels(generation, choosers):
-        write_atomic(directory / NOT_BUILT, problem.encode())
+    build_kernels(generation, choosers)
     return 0
 
 
 def load_request(directory: Path) -> CompileRequest:
-    """What a parent has left there.
-
-    Raises:
-        Exception: whatever importing and making its classes raises.
-    """
+    """Reads the parent's request; raises whatever importing and making its classes raises."""
     request: CompileRequest = load_tower((directory / REQUEST).read_bytes())
     if "transformers" in sys.modules:
         # Its towers ask by name for attention that is registered where one is wrapped, which here none is.
@@ -186,59 +176,39 @@ def load_request(directory: Path) -> CompileRequest:
 
 
 def prepare(request: CompileRequest) -> tuple[Generation, Choosers]:
-    """What compiles here as the parent would, and chooses kernels."""
+    """Makes a generation and choosers like those of the parent."""
     if request.device.type == "cuda":
         torch.cuda.set_device(request.device)
     tower = request.tower
-    served = Served(tower, read_model_config(tower), request.limits, request.dtype)
-    generation = Generation(served, request.config, GraphPool(request.device), Statistics(0))
+    spec = TowerSpec(tower, read_model_config(tower), request.limits, request.dtype)
+    generation = Generation(spec, request.config, GraphPool(request.device), Statistics(0))
     return generation, Choosers.of(request.config)
 
 
 def compile_request(generation: Generation, choosers: Choosers, path: Path) -> dict[str, dict[str, str]]:
-    """Compiles, and saves the programs.
-
-    Returns:
-        By the labels of paths, why forwards stay as they are ("refused"), and why programs that were
-        compiled are not in the file ("unsaved").
-    """
-    refused: dict[str, str] = {}
-    unsaved: dict[str, str] = {}
-    programs: dict[str, dict[str, Any]] = {}
+    """Compiles and saves; returns by labels of paths why they are "refused" or "unsaved"."""
     with choosers.choosing(), torch.no_grad():
         generation.compile(_tell)
-    for each in generation.compiled_paths:
-        if each.program is None:
-            refused[each.label] = each.forward.refusal or "not compiled"
-            continue
-        try:
-            programs[each.label] = each.forward.to_save()
-        except CompileError as error:
-            unsaved[each.label] = str(error)
-    save_programs(generation, choosers.measurements, programs, path)
+    refused = {
+        each.label: each.forward.refusal or "not compiled"
+        for each in generation.compiled_paths
+        if each.program is None
+    }
+    _, unsaved = save_start(generation, choosers.measurements, path, is_measured=False)
     compile_jobs.wait()  # what was begun ends with this process
     return {"refused": refused, "unsaved": unsaved}
 
 
-def build_kernels(generation: Generation, choosers: Choosers) -> str:
-    """Builds the kernels that captures will compare, as comparing them does. The times that are found here,
-    while the parent serves requests, are not used.
-
-    Returns:
-        Why not all are built; empty: they are.
-    """
+def build_kernels(generation: Generation, choosers: Choosers) -> None:
+    """Builds the kernels that captures compare, by comparing them. The times are not used."""
     device = generation.pool.device
     if not generation.scope.measured:
-        return ""
+        return
     for measurements in choosers.measurements:
         measurements.keep_nothing_new(device)
-    try:
-        with choosers.choosing(), torch.no_grad():
-            planned = generation.planned_captures()
-            compare_between_requests(lambda: generation.run(planned), device)
-    except Exception as error:  # whatever a kernel raises: the parent meets it too, and says so
-        return f"{type(error).__name__}: {error}"
-    return ""
+    with choosers.choosing(), torch.no_grad():
+        planned = generation.planned_captures()
+        compare_between_requests(lambda: generation.run(planned), device)
 
 
 def _tell(done: int, total: int) -> None:

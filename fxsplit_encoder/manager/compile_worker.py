@@ -1,9 +1,8 @@
-"""A process that compiles a tower's forwards while this one serves, as this one sees it."""
+"""Starts the process of `compile_process`, and reads its progress and results."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import tempfile
 import threading
@@ -17,7 +16,6 @@ from fxsplit_encoder.errors import CompileError, InputError
 from fxsplit_encoder.manager.compile_process import (
     ANSWER,
     CANNOT_REBUILD,
-    NOT_BUILT,
     PROGRESS,
     REQUEST,
     START,
@@ -25,8 +23,6 @@ from fxsplit_encoder.manager.compile_process import (
     dump_tower,
 )
 from fxsplit_encoder.manager.generation import Generation
-
-logger = logging.getLogger(__name__)
 
 _MODULE = "fxsplit_encoder.manager.compile_process"
 _POLL_SECONDS = 0.05
@@ -40,37 +36,26 @@ class Compiled:
     refused: dict[str, str]
     unsaved: dict[str, str]
     not_built: str
-    """Why kernels that are to be compared were not built there; empty: they were."""
+    """Why kernels were not built; empty: they were."""
 
 
 def why_not_elsewhere(generation: Generation) -> str:
-    """Why another process cannot compile for this one; empty: it can, as far as that is plain."""
+    """Returns why another process cannot compile for this one; empty: it may be able to."""
     from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler
 
-    config = generation.config
-    if piece_compiler(config.piece_compiler, generation.pool.device) is not compile_inductor:
-        return "only what Inductor compiles is passed on between processes"
-    return ""
+    compiler = piece_compiler(generation.config.piece_compiler, generation.pool.device)
+    is_inductor = compiler is compile_inductor
+    return "" if is_inductor else "only what Inductor compiles is passed on between processes"
 
 
 class CompileWorker:
-    """The process, from its start to its end.
-
-    Args:
-        generation: whose forwards are compiled. Nothing else may change its tower while it runs.
-
-    Raises:
-        InputError: no other process can make the tower, and why.
-    """
+    """A process that compiles a generation's forwards; InputError: it cannot make the tower."""
 
     def __init__(self, generation: Generation) -> None:
-        served, device = generation.served, generation.pool.device
-        request = dump_tower(
-            CompileRequest(served.tower, served.limits, served.dtype, generation.config, device)
-        )
-        self._directory = tempfile.TemporaryDirectory(
-            prefix="fxsplit-encoder-", ignore_cleanup_errors=True
-        )  # its owner's alone
+        spec, device = generation.spec, generation.pool.device
+        request = dump_tower(CompileRequest(spec.tower, spec.limits, spec.dtype, generation.config, device))
+        # Only its owner may read it.
+        self._directory = tempfile.TemporaryDirectory(prefix="fxsplit-encoder-", ignore_cleanup_errors=True)
         self.path = Path(self._directory.name)
         self.progress: tuple[int, int] = (0, 0)
         try:
@@ -83,8 +68,7 @@ class CompileWorker:
         self._reader.start()
 
     def _launch(self) -> Child:
-        arguments = (str(self.path), str(os.getpid()))
-        return Child(_MODULE, arguments, is_heard=True, own_session=True)
+        return Child(_MODULE, (str(self.path), str(os.getpid())), is_heard=True, own_session=True)
 
     @property
     def pid(self) -> int:
@@ -98,11 +82,8 @@ class CompileWorker:
                 self.progress = int(words[1]), int(words[2])
 
     def wait(self, is_stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Compiled | None:
-        """What the process found out, once it has; None: it is not wanted any more.
-
-        Raises:
-            CompileError: it ended without, and how.
-            InputError: it could not make the tower, and why.
+        """Waits for the results; None: `is_stopped`. CompileError: the process ended without results.
+        InputError: it could not make the tower.
         """
         while (status := self._child.status) is None:
             if is_stopped():
@@ -118,12 +99,10 @@ class CompileWorker:
         if not answer.exists():
             raise CompileError(ended)
         found = json.loads(answer.read_text(encoding="utf-8"))
-        not_built = self.path / NOT_BUILT
-        problem = not_built.read_text(encoding="utf-8") if not_built.exists() else status and ended
-        return Compiled(self.path / START, found["refused"], found["unsaved"], problem or "")
+        return Compiled(self.path / START, found["refused"], found["unsaved"], ended if status else "")
 
     def close(self) -> None:
-        """Ends the process and all that it started, and removes its files; from any thread, and again."""
+        """Ends the process and all that it started, and removes its files. Any thread may call it again."""
         self._child.kill()
         self._child.end()
         self._reader.join()

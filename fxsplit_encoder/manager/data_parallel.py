@@ -1,8 +1,7 @@
 """Data parallelism: every rank of a process group encodes its share of the items and returns all of them.
 
 Every rank has the whole tower and calls `execute` with the same inputs. All compute the same assignment of
-items to ranks, encode their own share as a single process would, and exchange the rows. What is promised,
-and what NCCL needs, is in `docs/data_parallel.md`.
+items to ranks, encode their own share, and exchange the rows (docs/data_parallel.md).
 """
 
 from __future__ import annotations
@@ -32,14 +31,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Assigns items to ranks: the heaviest first, each to the rank that has the least so far.
-
-    The heaviest rank carries at most 4/3 - 1/(3 num_ranks) of the best assignment (Graham, "Bounds on
-    multiprocessing timing anomalies", 1969). Ties go to the first item and the lowest rank, so that all ranks
-    find the same. Returns the items of every rank, ascending; a rank may have none.
-
-    Raises:
-        InputError: no ranks, or a weight that is negative or not finite.
+    """Assigns items to ranks: the heaviest first, each to the rank that has the least so far. The heaviest
+    rank carries at most 4/3 - 1/(3 num_ranks) of the best assignment (Graham 1969). Ties go to the first item
+    and the lowest rank, so that all ranks find the same. Returns the items of every rank, ascending;
+    InputError: no ranks, or a weight that is negative or not finite.
     """
     if num_ranks < 1:
         raise InputError(f"num_ranks must be at least 1; got {num_ranks}")
@@ -66,15 +61,15 @@ class _Header(NamedTuple):
     """What a rank sends before any rows are exchanged. Its size does not depend on the inputs."""
 
     failed: int = 1
-    """1: this rank raises an error of its own, and the other fields say nothing."""
+    """1: this rank raises an error of its own; the other fields are undefined."""
     digest: int = 0
-    """Of every item's size and rank; it differs if the ranks were not given the same."""
+    """Of every item's size and rank."""
     num_items: int = 0
     """Of the whole request."""
     num_patches: int = 0
     """Of the whole request."""
     dtype: int = -1
-    """Position in `_DTYPES`; -1: this rank has no items, so it knows neither dtype nor columns."""
+    """Position in `_DTYPES`; -1: this rank has no items."""
     columns: int = 0
     """Of this rank's items."""
     rows: int = 0
@@ -96,13 +91,12 @@ class DataParallel:
     """Shares the items of a batch among the ranks of a process group.
 
     Args:
-        process_group: the ranks; None: the default group. Whatever else uses it must do so in the same order
-            on every rank.
-        device: where the rows are. The group must have a backend for it: NCCL for CUDA, gloo for a CPU.
+        process_group: the ranks; None: the default group. Other users must call it in one order on all ranks.
+        device: of the rows. The group must have a backend for it: NCCL for CUDA, gloo for a CPU.
         costs: predicts the milliseconds of an item, the same on every rank; None: its patches are its weight.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, or this process is not in the group.
+        ConfigError: torch.distributed is not initialized, or this process is not in the group.
     """
 
     def __init__(
@@ -128,12 +122,15 @@ class DataParallel:
         self.device = device
         self.costs = costs
         # Headers go from host to host: through the devices they would wait for what is being encoded.
-        self._host_group = group if device.type == "cpu" else _host_group(group, self._timeout())
+        self._host_group = group
+        if device.type != "cpu":
+            ranks = dist.get_process_group_ranks(group)
+            made = dist.new_group(ranks, self._timeout(), backend="gloo", use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            self._host_group = made
 
     def share_costs(self, per_patch: float, per_pair: float) -> None:
-        """Weighs items by rank 0's milliseconds of a patch without attention, and of a pair of patches that
-        attend to one another; every rank must call it.
-        """
+        """Weighs items by rank 0's milliseconds of a patch and of an attending pair; all ranks call it."""
         shared = [(per_patch, per_pair)]
         if self.num_ranks > 1:
             first = dist.get_process_group_ranks(self.group)[0]
@@ -152,34 +149,29 @@ class DataParallel:
                 f"from rank 0; this one, rank {self.rank}, has: {'; '.join(values)}"
             )
 
-    def assignment(self, specs: Sequence[EncoderItemSpec]) -> list[list[int]]:
-        """Returns the items that every rank encodes of a request."""
-        return assign_items(item_weights(specs, self.costs), self.num_ranks)
-
     def execute(
         self,
         mm_kwargs: dict[str, Any],
         encode_local: Callable[[dict[str, Any]], list[Tensor]],
         tower: SupportsEncoderCudaGraph,
     ) -> list[Tensor]:
-        """Encodes this rank's share by `encode_local`, and returns all items, (rows, columns) each, in order
-        and in memory of their own. Every rank must call it, with the same inputs and in the same order.
+        """Encodes this rank's share by `encode_local`; returns all items, (rows, columns) each, in order and
+        in memory of their own. Every rank must call it with the same inputs, in the same order.
 
         Raises:
-            InputError: on every rank, if inputs, columns or dtypes differ among ranks; on one rank, if its
-                own items are not (rows, columns) of one width and dtype.
-            RankError: another rank failed (its own error says why), has ended, or did not answer in time.
+            InputError: inputs, columns or dtypes differ among ranks (on all), or among this rank's own items.
+            RankError: another rank failed, has ended, or did not answer in time.
         """
         if self.num_ranks == 1:
             return encode_local(mm_kwargs)
+        header = _Header()
         try:
             share = self._encode_share(mm_kwargs, encode_local, tower)
             header = self._describe(share)
-        except Exception:
-            # The others wait for this rank's header. Whatever becomes of it, this error is the one to see.
-            with contextlib.suppress(Exception):
-                self._exchange(_Header())
-            raise
+        finally:
+            if header.failed:  # the others wait for it; this rank's own error is the one to raise
+                with contextlib.suppress(RankError):
+                    self._exchange(header)
         headers = [_Header(*row) for row in self._exchange(header)]
         _check_agreement(headers)
         return self._gather_items(share, headers)
@@ -193,7 +185,7 @@ class DataParallel:
         tower: SupportsEncoderCudaGraph,
     ) -> _Share:
         specs = read_item_specs(tower, mm_kwargs)
-        assignment = self.assignment(specs)
+        assignment = assign_items(item_weights(specs, self.costs), self.num_ranks)
         own = assignment[self.rank]
         if not own:
             return _Share(specs, assignment, [])
@@ -246,7 +238,6 @@ class DataParallel:
         return [results[index] for index in range(len(share.specs))]
 
     def _row_counts(self, share: _Share, headers: Sequence[_Header]) -> list[list[int]]:
-        """The real rows of every rank's items; exchanged only if some are not as declared."""
         if all(header.as_declared for header in headers):
             return [[share.specs[index].output_tokens for index in own] for own in share.assignment]
         longest = max(map(len, share.assignment))
@@ -291,15 +282,7 @@ class DataParallel:
         return timeout_of(self.group, self.device)
 
 
-def _host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
 def _digest(specs: Sequence[EncoderItemSpec], assignment: Sequence[Sequence[int]]) -> int:
-    """The same on two ranks only if they see the same items and assign them alike."""
     sizes = [(spec.input_size, spec.output_tokens, sorted(spec.path_output_tokens.items())) for spec in specs]
     return _hashed((sizes, assignment))
 
@@ -309,7 +292,6 @@ def _hashed(values: Any) -> int:
 
 
 def _check_agreement(headers: Sequence[_Header]) -> None:
-    """Raises the same error on every rank that did not fail itself."""
     if failed := [rank for rank, header in enumerate(headers) if header.failed]:
         raise RankError(
             f"rank {', '.join(map(str, failed))} could not encode its share of the items, and raised the "
@@ -336,11 +318,8 @@ def _check_agreement(headers: Sequence[_Header]) -> None:
 def agreement_of(
     tower: object, process_group: dist.ProcessGroup | None = None
 ) -> Callable[[bool], bool] | None:
-    """Returns a vote among the ranks that share a tower's weights, which all of them must call; None: no
-    other rank has any.
-
-    The forward of such a tower has collectives, so its ranks must capture the same in the same order; times
-    and free memory may differ among them.
+    """Returns a vote among the ranks that share a tower's weights, which all of them must call; None: none
+    do. Their forward has collectives, so they must capture the same, though times and free memory differ.
 
     Args:
         process_group: the ranks of a tower whose own code calls the collectives.
@@ -362,7 +341,7 @@ def agreement_of(
 
 
 def why_not_compiled(tower: object) -> str:
-    """Returns why a tower with an agreement is captured as it is."""
+    """Returns why a tower whose weights are shared by ranks is not compiled."""
     if _meshes(tower):
         return "captured without compiling: its parameters are sharded among ranks (DTensor)"
     return "captured without compiling: its weights are shared among the ranks of process_group"

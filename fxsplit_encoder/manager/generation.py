@@ -1,4 +1,4 @@
-"""What serves a tower's requests at one time: its paths with their captures, their plans and their runs."""
+"""A generation of captures: the paths of a tower under one configuration, with their plans and runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from tabulate import tabulate
 
-from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.buffers import gibibytes, memory_of
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig, Mode, PathConfig
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.manager.batches import BatchRunner
@@ -21,9 +21,10 @@ from fxsplit_encoder.manager.data_parallel import why_not_compiled
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.request_plans import RequestPlans
+from fxsplit_encoder.manager.tower import TowerSpec
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
-from fxsplit_encoder.protocol import EncoderCudaGraphConfig, SupportsEncoderCudaGraph
+from fxsplit_encoder.protocol import EncoderCudaGraphConfig
 from fxsplit_encoder.runtime import CaptureSet, WeightChecks
 from fxsplit_encoder.runtime.statistics import Statistics
 
@@ -47,9 +48,9 @@ class PlannedCapture:
 
     key: CaptureKey
     input_bytes: int
-    """Static input buffers at this size."""
+    """Of static inputs at this size."""
     own_bytes: int
-    """Of these, what no other budget shares: inputs that are of one size for all budgets."""
+    """Of these, what no other budget shares: inputs of one size for all budgets."""
     pruned: str | None = None
     """Why it is not captured; None: it is."""
 
@@ -62,12 +63,12 @@ class CapturePlan:
 
     @property
     def num_graphs(self) -> int:
-        """Captures that are made."""
+        """Number of captures that are made."""
         return sum(capture.pruned is None for capture in self.captures)
 
     @property
     def input_bytes(self) -> int:
-        """Static input buffers of all captures; those of a path's budgets share what they can."""
+        """Bytes of the static inputs of all captures; the budgets of a path share memory."""
         shared: dict[tuple[Any, ...], int] = {}
         own = 0
         for capture in self.captures:
@@ -91,22 +92,12 @@ class CapturePlan:
         return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f')}" if rows else summary
 
 
-@dataclass(frozen=True)
-class Served:
-    """A tower, and how large its captures are."""
-
-    tower: SupportsEncoderCudaGraph
-    model_config: EncoderCudaGraphConfig
-    limits: Limits
-    dtype: torch.dtype
-
-
 class Generation:
     """The paths of a tower under one configuration, over one pool; other arguments as `CaptureScope`."""
 
     def __init__(
         self,
-        served: Served,
+        spec: TowerSpec,
         config: EncoderConfig,
         pool: GraphPool,
         statistics: Statistics,
@@ -114,8 +105,7 @@ class Generation:
         agree: Callable[[bool], bool] | None = None,
         compares_kernels: bool = True,
     ) -> None:
-        tower, limits = served.tower, served.limits
-        self.served = served
+        self.spec = spec
         self.config = config
         self.pool = pool
         self.weight_checks = WeightChecks(config.weight_check_seconds)
@@ -123,30 +113,21 @@ class Generation:
             config,
             pool,
             agree=agree,
-            not_compiled="" if agree is None else why_not_compiled(tower),
+            not_compiled="" if agree is None else why_not_compiled(spec.tower),
             compares_kernels=compares_kernels,
             weight_checks=self.weight_checks,
         )
         self.scope = self.captures.scope
-        axes = served.model_config.capture_axes
         self.paths_by_key = {
-            (name, keys): EncoderPath(name, tower, limits, self.scope, served.dtype, keys)
-            for name in limits.path_budgets
-            for keys in itertools.product(*axes)
+            (name, keys): EncoderPath(name, spec, self.scope, keys)
+            for name in spec.limits.path_budgets
+            for keys in itertools.product(*spec.model_config.capture_axes)
         }
         """Every path at every combination of axis keys."""
         self.captures.programs = self.paths_by_key
-        self.captures.skippable = {key for key in self.paths_by_key if key[0] in limits.skippable_paths}
-        self.plans = RequestPlans(tower, config, served.model_config, self.paths_by_key)
-        self.runner = BatchRunner(
-            tower,
-            self.paths_by_key,
-            pool,
-            statistics,
-            config,
-            num_axes=len(axes),
-            max_items=limits.max_items_per_batch,
-        )
+        self.captures.skippable = {key for key in self.paths_by_key if key[0] in spec.limits.skippable_paths}
+        self.plans = RequestPlans(spec, config, self.paths_by_key)
+        self.runner = BatchRunner(spec, self.paths_by_key, self.scope, statistics)
 
     @property
     def paths(self) -> dict[str, EncoderPath]:
@@ -156,24 +137,19 @@ class Generation:
     @property
     def is_idle(self) -> bool:
         """Whether the settings ask for no captures."""
-        return not self.config.enabled or all(path.mode == "none" for path in self.paths_by_key.values())
+        return self.plans.is_idle
 
     @property
     def compiled_paths(self) -> list[EncoderPath]:
-        """Those whose forward is compiled, or is to be; one without budgets runs eagerly."""
+        """Paths whose forward is compiled, or is to be; one without budgets runs eagerly."""
         return [path for path in self.paths_by_key.values() if path.budgets and path.is_to_compile]
 
     def check_budgets(self) -> None:
-        """Raises ConfigError for budgets that the device cannot hold."""
-        model_config = self.served.model_config
+        """Raises ConfigError for budgets beyond the device's memory, extrapolated from small inputs."""
         for path in self.paths_by_key.values():
             own = self.config.paths.get(path.name)
-            check_budgets(
-                path.forward,
-                tile=model_config.paths[path.name].min_token_budget,
-                out_hidden_size=model_config.out_hidden_size,
-                field=f"paths.{path.name}.token_budgets" if own and own.token_budgets else "token_budgets",
-            )
+            listed = f"paths.{path.name}.token_budgets" if own and own.token_budgets else "token_budgets"
+            _check_budgets(path, self.spec.model_config, listed)
 
     def unit_costs(self) -> tuple[float, float]:
         """Returns milliseconds of a patch at the exact shape, and of a pair of patches in attention."""
@@ -187,9 +163,9 @@ class Generation:
 
     def planned_captures(self) -> CapturePlan:
         """Returns what is to be captured."""
-        if not self.config.enabled or not self.served.model_config.modalities:
+        if not self.config.enabled or not self.spec.model_config.modalities:
             return CapturePlan(())
-        return plan_captures(self.paths_by_key.values(), self.served.limits)
+        return plan_captures(self.paths_by_key.values(), self.spec.limits)
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """As `EncoderCudaGraphManager.compile`."""
@@ -199,9 +175,7 @@ class Generation:
                 path.compile(progress, refusals)
 
     def prepare(self, planned: CapturePlan) -> list[tuple[_PathKey, int]]:
-        """Notes why budgets are pruned and measures what captures are judged by; returns the (path's key,
-        budget) pairs to capture.
-        """
+        """Notes why budgets are pruned, and times runs; returns the (path key, budget) pairs to capture."""
         for capture in planned.captures:
             if capture.pruned is not None:
                 path = self.paths_by_key[capture.key.path, capture.key.axis_keys]
@@ -219,9 +193,7 @@ class Generation:
         return self.config.packing == "cost" and self.scope.compares_kernels
 
     def run(self, planned: CapturePlan) -> None:
-        """Runs, once each, what will be timed and captured, largest first, with pauses: inside `collecting`
-        this finds which kernels are to be compared.
-        """
+        """Runs what will be timed and captured, so that `collecting` finds the kernels to compare."""
         wanted = sorted(_wanted(planned), key=lambda each: -each[1])
         for key, budget in wanted:
             self.paths_by_key[key].ladder.run(budget)
@@ -236,12 +208,12 @@ class Generation:
             path.ladder.in_inference_mode = inference_mode
 
     def outdate_weights(self) -> None:
-        """Makes the next replay of every path check its parameters and compute derived ones anew."""
+        """Makes the next replay of every path check its parameters and recompute derived ones."""
         self.weight_checks.all_are_due()
         for path in self.paths_by_key.values():
             if path.program is not None:
                 path.program.program.derived.outdate()
-        getattr(self.served.tower, "outdate_tables", lambda: None)()
+        getattr(self.spec.tower, "outdate_tables", lambda: None)()
 
     def clear(self) -> None:
         """Releases every capture and its notes."""
@@ -258,9 +230,7 @@ class Generation:
     # --- the first captures
 
     def uncompiled(self) -> Generation:
-        """Returns a generation whose captures take seconds: of the tower's own forward, in mode `breakable`,
-        with the attention kernels that are known already.
-        """
+        """Returns a generation of the tower's own forward in mode `breakable`, captured in seconds."""
         first = {**_UNCOMPILED, "mode": _first_mode(self.config.mode), "packing": "cost"}
         paths = {
             name: PathConfig(token_budgets=path.token_budgets, mode=path.mode and _first_mode(path.mode))
@@ -268,7 +238,7 @@ class Generation:
         }
         pool = GraphPool(self.pool.device, stream=self.pool.stream, priority=self.pool.priority)
         return Generation(
-            self.served,
+            self.spec,
             self.config.replace(**first, paths=paths),
             pool,
             self.runner.statistics,
@@ -319,18 +289,16 @@ def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
 
 
 def _input_size(path: EncoderPath) -> tuple[float, float, int, dict[int, str]]:
-    """Bytes of a path's static inputs a token and fixed, from the two smallest budgets that the tower makes
-    inputs for; the bytes of those that do not grow; and why it makes none for smaller budgets.
-    """
+    """Bytes of static inputs per token, fixed, and of those that do not grow; why budgets have none."""
     sizes: dict[int, int] = {}
     refusals: dict[int, str] = {}
     own = 0
     for budget in path.budgets:
         try:
-            by_name = path.input_bytes_by_name(budget)
+            values = path.forward.capture_values(budget)
             growing = path.forward.growing_inputs()
-            sizes[budget] = sum(by_name.values())
-            own = sum(num_bytes for name, num_bytes in by_name.items() if name not in growing)
+            sizes[budget] = sum(tensor.nbytes for tensor in values.values())
+            own = sum(tensor.nbytes for name, tensor in values.items() if name not in growing)
         except (InputError, torch.OutOfMemoryError) as error:
             refusals[budget] = str(error)
         if len(sizes) == 2:
@@ -343,13 +311,11 @@ def _input_size(path: EncoderPath) -> tuple[float, float, int, dict[int, str]]:
 
 
 def _unreachable(path: EncoderPath, previous: int, budget: int, max_items: int) -> str | None:
-    """Why no batch needs this budget, that is, has more tokens than the budget before and not more than this
-    one, where the tower tells how many tokens an item has.
-    """
-    token_range = path.item_token_range()
+    """Why no batch has more tokens than the previous budget and at most this one; None: one may."""
+    token_range = getattr(path.tower, "get_encoder_cudagraph_item_token_range", None)
     if token_range is None:
         return None
-    fewest, most = token_range
+    fewest, most = token_range(path=path.name, axis_keys=path.axis_keys)
     if fewest > budget:
         return f"one item has at least {fewest} tokens"
     if not any(n * fewest <= budget and n * most > previous for n in range(1, max_items + 1)):
@@ -366,16 +332,12 @@ _SMALL_TOKENS = 16
 _DOUBLINGS = 8
 
 
-def check_budgets(forward: PathForward, *, tile: int | None, out_hidden_size: int, field: str) -> None:
-    """Raises ConfigError, which names the settings' `field`, for budgets whose static inputs and output the
-    device's memory does not hold. Nothing of a budget's size is allocated: bytes are extrapolated from small
-    inputs, of a `tile` or more.
-    """
-    budgets, memory = forward.budgets, memory_of(forward.device)
-    output = out_hidden_size * forward.dtype.itemsize
+def _check_budgets(path: EncoderPath, model_config: EncoderCudaGraphConfig, field: str) -> None:
+    forward, budgets = path.forward, path.budgets
+    memory, output = memory_of(forward.device), model_config.out_hidden_size * forward.dtype.itemsize
     if not budgets or budgets[-1] * output * _INPUTS_OF_AN_OUTPUT <= memory:
         return
-    first = tile or _SMALL_TOKENS
+    first = model_config.paths[path.name].min_token_budget or _SMALL_TOKENS
     a_token, fixed = _input_bytes(forward, [first << power for power in range(_DOUBLINGS)], budgets[-1])
     needed = int(fixed + budgets[-1] * (a_token + output))
     if needed > memory:

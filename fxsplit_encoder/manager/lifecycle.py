@@ -1,8 +1,9 @@
-"""What serves a manager's requests over time: nothing, the first captures, then all of them."""
+"""The states of a manager's captures: none, the first ones, then all of them."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -19,14 +20,12 @@ from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError
 from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.generation import CapturePlan, Generation, first_of
-from fxsplit_encoder.manager.start import load_captured, save_captured
+from fxsplit_encoder.manager.start import load_start, save_start
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
-from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.plan import Plan
+from fxsplit_encoder.planning.plan import MissReason, Plan
 from fxsplit_encoder.runtime import Choosers, WeightChecks
-from fxsplit_encoder.runtime.requests import warn_of_new_captures
 from fxsplit_encoder.runtime.statistics import CaptureProgress
 
 logger = logging.getLogger(__name__)
@@ -36,17 +35,14 @@ Progress = Callable[[int, int], None]
 
 
 class Lifecycle:
-    """Captures a tower's forwards, at once or in steps between requests, and says which captures serve.
-
-    Args:
-        own: what is captured in the end.
-        changed: a method that is called, in a turn, when other captures serve; its object is not kept alive.
+    """Captures a tower's forwards, at once or in steps between requests, and holds the captures that serve,
+    in the end those of `own`. The method `changed`, held weakly, is called with the lock when others serve.
     """
 
     def __init__(self, own: Generation, kernels: Choosers, changed: Callable[[], None]) -> None:
         self.own = own
         self.serving = own
-        """What serves: until `own` is captured perhaps what is captured sooner."""
+        """The generation that serves: the first captures, until `own` is captured."""
         self.turns = Turns()
         self.background: BackgroundCapture | None = None
         self.is_captured = False
@@ -77,9 +73,7 @@ class Lifecycle:
             self.own.compile(progress)
 
     def prepare(self) -> Sequence[tuple[Hashable, int]]:
-        """Compiles and measures; returns the (path's key, budget) pairs to capture in `own`, after which
-        `switch` is due. The caller has the turn.
-        """
+        """Compiles and measures, with the lock; returns the (path key, budget) pairs to capture in `own`."""
         self.own.run_in(torch.is_inference_mode_enabled())
         planned = self.own.planned_captures()
         logger.info("%s", planned)
@@ -90,14 +84,12 @@ class Lifecycle:
         return self.own.prepare(planned)
 
     def capture_first(self, progress: Progress | None = None) -> None:
-        """Captures a few budgets of the tower's own forward, and starts the rest between requests."""
+        """Captures a few budgets of the tower's own forward, and starts the background capture."""
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
         has_begun = False
 
-        def is_done_by_another() -> bool:
-            return has_begun and self.is_captured
-
-        work = WorkBetween(self.turns, is_done_by_another, at_once=True)
+        # Stops where another thread has captured since this one began.
+        work = WorkBetween(self.turns, lambda: has_begun and self.is_captured, at_once=True)
         on_its_device = on_device(first.pool.device)
         try:
             with self._kernels.choosing(), on_its_device, without_autograd(), pausing_by(work), work.turn():
@@ -138,8 +130,7 @@ class Lifecycle:
             before.clear()
 
     def _serve(self, generation: Generation) -> None:
-        self.serving = generation
-        self.is_captured = True
+        self.serving, self.is_captured = generation, True
         self._tell()
 
     def _tell(self) -> None:
@@ -182,9 +173,7 @@ class Lifecycle:
         return plan.by_the_tower(reason)
 
     def check_tower(self) -> None:
-        """Raises TowerChangedError if the tower's modules are others than when it was compiled or captured,
-        every `weight_check_seconds`. The caller has the turn.
-        """
+        """Raises TowerChangedError, every `weight_check_seconds`, if the tower's modules have changed."""
         structure, looks = self._structure, self._looks
         if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_unchanged():
             return
@@ -201,13 +190,13 @@ class Lifecycle:
         self._looks.all_are_due()
 
     def take_structure(self) -> None:
-        """Notes the tower's modules, and forgets what was made of others. The caller has the turn."""
+        """Notes the tower's modules, and forgets captures of others. The caller holds the lock."""
         if self._structure is not None and (change := self._structure.change()):
-            warn_of_new_captures(change)
+            logger.warning("capturing again: %s", change)
             for generation in {self.serving, self.own}:
                 generation.forget_tower()
             self.serving, self.is_captured, self._structure = self.own, False, None
-        if self._structure is None and (part := tower_part(self.own.served.tower)) is not None:
+        if self._structure is None and (part := tower_part(self.own.spec.tower)) is not None:
             self._structure = Structure(part)
         if self._structure is not None and (name := self._structure.in_training()) is not None:
             raise InputError(
@@ -216,17 +205,15 @@ class Lifecycle:
             )
 
     def capture_again(self, error: WeightsMovedError) -> None:
-        """Captures what serves over the parameters that the tower has now. The caller has the turn.
-
-        Raises:
-            InputError: the program was compiled for others.
-            WeightsMovedError: the tower's parameters are sharded: its ranks may not have seen it together.
+        """Captures again what serves, over the tower's parameters now. The caller holds the lock. InputError:
+        the program was compiled for other layouts. WeightsMovedError: ranks share the tower's weights, and
+        may not all have seen the error.
         """
         if self.own.scope.agree is not None:
             raise error
         for path in self.serving.paths_by_key.values():
             path.forward.current_program()
-        warn_of_new_captures(error)
+        logger.warning("capturing again: %s", error)
         held = self.serving.captures.held()
         self.serving.captures.clear()
         self.serving.captures.capture(held)
@@ -240,7 +227,10 @@ class Lifecycle:
         with self.turns:
             if not self.is_complete:
                 raise InputError("save_start: nothing was compiled or measured yet; call capture() first")
-            return save_captured(self.own, self._kernels.measurements, path)
+            num_bytes, unsaved = save_start(self.own, self._kernels.measurements, path)
+        for label, why in unsaved.items():
+            logger.warning("%s: a start from %s will trace it again: %s", label, path, why)
+        return num_bytes
 
     def load_start(self, path: Path) -> bool:
         """As `EncoderCudaGraphManager.load_start`."""
@@ -249,7 +239,7 @@ class Lifecycle:
                 raise InputError("load_start: everything is captured already; call it before capture()")
             self._start_read = True
             try:
-                load_captured(self.own, self._kernels.measurements, path)
+                load_start(self.own, self._kernels.measurements, path)
             except StartFileError as error:
                 self.start_refused = f"the start in {path} is not used: {error}"
                 logger.warning("%s", self.start_refused)
@@ -268,7 +258,7 @@ class Lifecycle:
         return [*refused, *(self.background.notes if self.background is not None else ())]
 
 
-# Entered for every request: four contexts in one `with` are twice as many calls.
+# Entered for every request: four contexts in one `with` take twice as many calls.
 class serving_scope:
     """Enters `turns`, `kernels.choosing()`, `on_device` and `without_autograd`."""
 
@@ -281,6 +271,7 @@ class serving_scope:
 
     def __enter__(self) -> None:
         self._turns.__enter__()
+        has_entered = False
         try:
             self._elsewhere: AbstractContextManager[object] = on_device(self._device)
             if self._elsewhere is not ALREADY:
@@ -291,9 +282,10 @@ class serving_scope:
             self._tokens = tokens
             self._autograd = without_autograd()
             self._autograd.__enter__()
-        except BaseException as error:
-            self._turns.__exit__(type(error), error, error.__traceback__)
-            raise
+            has_entered = True
+        finally:
+            if not has_entered:
+                self._turns.__exit__(*sys.exc_info())
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         try:

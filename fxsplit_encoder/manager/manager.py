@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,27 +20,27 @@ from torch.distributed import ProcessGroup
 from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.caching import reading_once
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError
-from fxsplit_encoder.kernels import describe_environment
+from fxsplit_encoder.kernels.store import describe_environment
 from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
-from fxsplit_encoder.manager.generation import CapturePlan, Generation, Served
+from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.lifecycle import Lifecycle, serving_scope
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import ItemReader, RequestItems
 from fxsplit_encoder.manager.start import version_of
 from fxsplit_encoder.manager.tower import (
     ItemFacts,
+    TowerSpec,
     placement_of,
     read_item_specs,
     read_model_config,
     select_items,
 )
-from fxsplit_encoder.planning import Item, Limits, Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
-from fxsplit_encoder.planning.plan import PlannedBatch
+from fxsplit_encoder.planning.plan import Item, Plan, PlannedBatch
 from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
     EncoderItemSpec,
@@ -52,7 +51,7 @@ from fxsplit_encoder.runtime import CaptureScope, Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram
+    from fxsplit_encoder.compile.program import BoundProgram
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +64,16 @@ class EncoderCudaGraphManager:
     Args:
         tower: what `wrap` returns, or any object with the protocol's methods.
         config: budgets, modes, limits.
-        device, dtype: where and in what the tower computes; by default those of its parameters.
+        device, dtype: of the tower's computation; by default those of its parameters.
         log_interval: items between two log lines of statistics; 0: none.
-        vllm_config: passed to the tower's `get_encoder_cudagraph_budget_range`, from which towers written for
-            vLLM read the scheduler's limits. A tower is asked for its range only where the settings leave
-            the budgets of a path, or the items of a batch, to it.
+        vllm_config: passed to the tower's `get_encoder_cudagraph_budget_range`, which is called only where
+            the settings leave the budgets of a path, or the items of a batch, open.
         process_group: with `config.data_parallel` the ranks that share the items; None: the default group.
             Without, the ranks that share the tower's weights and whose forward has collectives: they capture
             the same. None: none do, or DTensor knows them.
 
     Threads may share a manager: batches run one at a time. Without CUDA the recorded steps are replayed one
-    by one over the same static buffers: right, and no faster.
+    by one over the same static buffers, no faster than eagerly.
 
     Raises:
         InputError: the tower lacks methods of the protocol, or declares an impossible range.
@@ -116,7 +114,7 @@ class EncoderCudaGraphManager:
         self.kernels.check(self.device)
         self.statistics = Statistics(log_interval)
         own = Generation(
-            Served(tower, self.model_config, self.limits, self.dtype),
+            TowerSpec(tower, self.model_config, self.limits, self.dtype),
             self.config,
             GraphPool(self.device, priority=self.config.stream_priority),
             self.statistics,
@@ -138,12 +136,12 @@ class EncoderCudaGraphManager:
 
     @property
     def pool(self) -> GraphPool:
-        """The memory of the captures that serve."""
+        """The memory pool of the captures that serve."""
         return self._serving.pool
 
     @property
     def paths_by_key(self) -> dict[tuple[str, tuple[Hashable, ...]], EncoderPath]:
-        """Every path at every combination of axis keys, with the captures that serve."""
+        """The paths that serve, by name and axis keys."""
         return self._serving.paths_by_key
 
     @property
@@ -158,9 +156,10 @@ class EncoderCudaGraphManager:
 
     @property
     def reports(self) -> list[str]:
-        """What was dropped or runs in another way than asked, and why."""
+        """Lines that say what was dropped or runs in another way than configured, and why."""
         notes = [note for path in self.paths_by_key.values() for note in path.notes]
-        kept = _invariant_kernels(self.kernels, self.device) if self.config.invariant else ()
+        one_kernel = self._serving.scope.policy.one_attention_kernel
+        kept = _invariant_kernels(self.kernels, self.device) if one_kernel else ()
         return [*self._lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
 
     @property
@@ -182,15 +181,15 @@ class EncoderCudaGraphManager:
     def capture(self, progress: Callable[[int, int], None] | None = None, *, wait: bool = True) -> None:
         """Compiles, then captures every budget of every path, largest first (capture rule 10).
 
-        A budget that cannot be captured is dropped, with its reason in `reports`; the others serve. On a
-        device every way to run is timed, for `packing: cost`. `progress` is called with (budgets done,
-        budgets). What is captured already stays until `clear`. While `capture(wait=False)` is under way it
-        waits for the end; if that failed, it does all of it here.
+        A budget that cannot be captured is dropped, with its reason in `reports`. On a device every way to
+        run is timed, for `packing: cost`. What is captured already stays until `clear`. While
+        `capture(wait=False)` is under way it waits for the end; if that failed, it does all of it here.
 
         Args:
-            wait: whether all of that is done at the return. False: a few budgets of the tower's own forward
-                are captured, which takes seconds, and serve from then on; the rest happens between requests,
-                and `stats().progress` says how far it is. Where nothing is compiled there is no such rest.
+            progress: called with (budgets done, budgets).
+            wait: whether all is captured at the return. False: a few budgets of the tower's own forward are
+                captured, in seconds, and serve; the rest is captured between requests, see
+                `stats().progress`. Where nothing is compiled all is captured at the return.
 
         Raises:
             InputError: `wait=False` with `data_parallel` or `invariant`.
@@ -208,7 +207,7 @@ class EncoderCudaGraphManager:
             wanted = self._lifecycle.prepare()
             self._lifecycle.own.captures.capture(wanted, progress)
             self._lifecycle.switch()
-            if self.data_parallel is not None and self.config.invariant:
+            if self.data_parallel is not None and self._serving.scope.policy.one_attention_kernel:
                 self.data_parallel.check_same(
                     "invariant: kernels", _invariant_choices(self.kernels, self.device)
                 )
@@ -217,32 +216,24 @@ class EncoderCudaGraphManager:
                 self.data_parallel.share_costs(*self._serving.unit_costs())
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits for the work behind `capture(wait=False)`, making its captures on this thread.
-
-        Args:
-            timeout: seconds, after which it begins no further capture; None: no limit.
-
-        Returns:
-            Whether the work is over: `stats().progress` says how it ended.
+        """Waits for the work behind `capture(wait=False)`, making its captures on this thread; returns
+        whether it is over, see `stats().progress`. After `timeout` seconds it begins no further capture.
         """
         return self._lifecycle.wait(timeout)
 
     def save_start(self, path: str | os.PathLike[str]) -> int:
         """Writes a file with which other processes start on devices of the same kind without compiling or
-        measuring; returns its bytes. The file is replaced as a whole.
+        measuring; returns its bytes. Replaces the file as a whole, after the end of `capture(wait=False)`.
 
         Raises:
-            InputError: nothing was captured yet, or the file cannot be written. While `capture(wait=False)`
-                is under way it waits for the end.
+            InputError: nothing was captured yet, or the file cannot be written.
         """
         return self._lifecycle.save_start(Path(path))
 
     def load_start(self, path: str | os.PathLike[str]) -> bool:
         """Makes `compile` and `capture` use a file of `save_start`; returns whether it is used. It holds
-        compiled code, so it has to come from a source that may run code here.
-
-        A file that is damaged, or was made by another GPU, version, tower or configuration, is ignored, and a
-        warning and `reports` name what differs.
+        compiled code, so its source must be trusted. A file that is damaged, or was made by another GPU,
+        version, tower or configuration, is ignored; a warning and `reports` name what differs.
 
         Raises:
             InputError: captures are there already.
@@ -255,7 +246,6 @@ class EncoderCudaGraphManager:
         return self._serving.is_idle or (bool(self.model_config.modalities) and serves)
 
     def _check_captures(self) -> None:
-        """Logs an error where captures are enabled and none can serve."""
         if self.can_replay():
             return
         reason = "; ".join(self.reports) or "no path has a budget"
@@ -286,8 +276,8 @@ class EncoderCudaGraphManager:
         self._lifecycle.clear()
 
     def check_weights(self) -> None:
-        """Makes the next batch check all parameters and modules, and compute derived parameters anew: to be
-        called after writes through `.data` (docs/manager.md).
+        """Makes the next batch check all parameters and modules, and compute derived parameters anew, as is
+        due after writes through `.data` (docs/manager.md).
         """
         with self._lifecycle.turns:
             for each in {self._serving, self._lifecycle.own}:
@@ -306,11 +296,8 @@ class EncoderCudaGraphManager:
     # --- plan and execute
 
     def plan(self, mm_kwargs: dict[str, Any]) -> Plan:
-        """Returns how `execute` would encode these inputs now; before `capture`, with a full ladder. Reads no
-        tensor but the grids; pixels may be left out, and must be what the grids describe.
-
-        Raises:
-            InputError: as `execute`.
+        """Returns how `execute` would encode these inputs now; before `capture`, with a full ladder. Reads
+        only the grids, so pixels may be left out. Raises InputError as `execute`.
         """
         plans = self._serving.plans
         return plans.as_served(plans.of(mm_kwargs, self._items.read(mm_kwargs), is_use=False))
@@ -321,19 +308,18 @@ class EncoderCudaGraphManager:
         Args:
             mm_kwargs: what the model's processor makes; for packed towers `pixel_values` with
                 `image_grid_thw` and `pixel_values_videos` with `video_grid_thw`, in any dtype and on any
-                device. No items is a valid batch, given as tensors without rows. Pinned tensors are copied
-                asynchronously: do not overwrite them before the current stream has passed.
+                device. Tensors without rows are a valid batch. Pinned tensors are copied asynchronously: do
+                not overwrite them before the current stream has passed.
 
         Returns:
-            One tensor an item, (output tokens, hidden), images first, then videos. They are the caller's own.
+            One tensor an item, (output tokens, hidden), images first, then videos, each in its own memory.
 
         Raises:
-            InputError: an input is missing, not what it should be, or contradicts another; nothing was
-                encoded, and no request waited.
+            InputError: an input is missing, malformed or contradicts another; nothing was encoded.
             RankError: with `config.data_parallel`, another rank failed or got other inputs.
         """
         with reading_once():
-            # Before the lock is taken: bad inputs hold up nobody. Ranks tell theirs in order of calls.
+            # Before the lock is taken. Ranks report errors in the order of their calls.
             items = self._items.read(mm_kwargs) if self.data_parallel is None else None
             in_inference_mode = torch.is_inference_mode_enabled()
             with serving_scope(self._lifecycle.turns, self.kernels, self.device):
@@ -349,7 +335,6 @@ class EncoderCudaGraphManager:
                 return self._encode(mm_kwargs, items)
 
     def _encode(self, mm_kwargs: dict[str, Any], items: RequestItems | None = None) -> list[Tensor]:
-        """The items of a batch, all of them on this device; `items`, if they were read before."""
         if items is None:
             items = self._items.read(mm_kwargs)
         specs = items.specs
@@ -365,32 +350,24 @@ class EncoderCudaGraphManager:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         self._lifecycle.check_tower()  # while the device works
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
-            self._recorder.write(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
+            self._recorder.record(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results
 
     def check_invariance(self, mm_kwargs: dict[str, Any], *, packings: int = 16, seed: int = 0) -> list[int]:
-        """Encodes every item alone, then so many random choices of the items, and compares all bits.
-
-        Returns:
-            The items that ever got other bits than alone, by their position; with `invariant` none.
-
-        Raises:
-            InputError, RankError: as `execute`.
+        """Encodes every item alone, then in `packings` random choices of the items; returns the positions of
+        those whose bits ever differ, none with `invariant`. Raises as `execute`.
         """
         return _differing_items(self.tower, self.execute, mm_kwargs, packings, seed)
 
     def record_trace(self, path: str | os.PathLike[str]) -> None:
-        """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes,
-        how they were served, and by which captures; nothing of what was encoded.
-
-        Raises:
-            InputError: the file cannot be opened.
+        """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes
+        and how they were served, no contents. InputError: the file cannot be opened.
         """
         with self._lifecycle.turns:
             if self._recorder is not None:
                 self._recorder.close()
-            scope = self._lifecycle.own.scope
-            self._recorder = Recorder(path, self.tower, scope, self.limits, self.paths, self.dtype)
+            own = self._lifecycle.own
+            self._recorder = Recorder(path, own.spec, own.scope, self.paths)
 
     def stats(self) -> ManagerStats:
         """Returns hits, misses by reason, padding and bytes so far."""
@@ -409,7 +386,6 @@ def _invariant_kernels(kernels: Choosers, device: torch.device) -> list[str]:
 
 
 def _invariant_choices(kernels: Choosers, device: torch.device) -> list[str]:
-    """What decides over the bits besides tower and inputs."""
     from fxsplit_encoder.kernels.products.fixed import PRODUCTS
 
     known: dict[str, Any] = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
@@ -448,38 +424,64 @@ def _differing_items(
 # --- a trace of requests
 
 
-class Recorder:
-    """Describes and appends the requests of one manager to a trace.
-
-    Raises:
-        InputError: the file cannot be opened.
+class TraceWriter:
+    """Appends requests to a trace, a line each, which is written at once. Threads may share it; processes
+    need files of their own. InputError: the file cannot be opened.
     """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        try:
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
+
+    def write(self, items: Sequence[Item], **served: Any) -> None:
+        """Appends sizes and segments of a request's items, and how it was `served`; InputError: closed."""
+        self._append({"items": [_as_json(item) for item in items], **served})
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Appends what serves the requests from now on; InputError: closed."""
+        self._append({"run": run})
+
+    def _append(self, value: Mapping[str, Any]) -> None:
+        line = json.dumps(value, default=str) + "\n"
+        with self._lock:
+            if self._file.closed:
+                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
+            self._file.write(line)
+
+    def close(self) -> None:
+        """Closes the file; closing twice does nothing."""
+        with self._lock:
+            self._file.close()
+
+
+class Recorder(TraceWriter):
+    """Appends the requests of one manager to a trace."""
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        tower: SupportsEncoderCudaGraph,
+        spec: TowerSpec,
         scope: CaptureScope,
-        limits: Limits,
         paths: Mapping[str, EncoderPath],
-        dtype: torch.dtype,
     ) -> None:
-        self.tower = tower
+        super().__init__(path)
+        self.spec = spec
         self.config = scope.config
         self.device = scope.pool.device
-        self.limits = limits
         self.paths = paths
-        self.dtype = dtype
-        self.facts = ItemFacts(tower)
-        self._writer = TraceWriter(path)
+        self.facts = ItemFacts(spec.tower)
         self._is_described = False
 
     def captures_changed(self, paths: Mapping[str, EncoderPath]) -> None:
-        """Describes the paths that serve now anew before the next request."""
+        """Makes the next request describe these paths first."""
         self.paths = paths
         self._is_described = False
 
-    def write(
+    def record(
         self,
         mm_kwargs: dict[str, Any],
         specs: Sequence[EncoderItemSpec],
@@ -488,28 +490,24 @@ class Recorder:
     ) -> None:
         """Appends one request, its batches as served, and the milliseconds of its thread."""
         if not self._is_described:
-            self._writer.write_run(self._describe())
+            self.write_run(self._describe())
             self._is_described = True
         segments = self.facts.segments(mm_kwargs, len(specs))
         items = [Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)]
         served = [batch.as_dict() for batch in batches]
-        self._writer.write(items, batches=served, host_ms=round(host_ms, 3))
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._writer.close()
+        self.write(items, batches=served, host_ms=round(host_ms, 3))
 
     def _describe(self) -> dict[str, Any]:
         """Returns a run as `tuning.recording.RunRecord` holds it."""
-        is_cuda = self.device.type == "cuda"
+        is_cuda, tower, limits = self.device.type == "cuda", self.spec.tower, self.spec.limits
         return {
-            "tower": type(getattr(self.tower, "tower", self.tower)).__name__,
+            "tower": type(getattr(tower, "tower", tower)).__name__,
             "device": torch.cuda.get_device_name(self.device) if is_cuda else "CPU",
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": str(self.spec.dtype).removeprefix("torch."),
             "versions": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
             "config": self.config.model_dump(mode="json", exclude_unset=True, fallback=str),
-            "max_items_per_batch": self.limits.max_items_per_batch,
-            "max_frames_per_batch": self.limits.max_frames_per_batch,
+            "max_items_per_batch": limits.max_items_per_batch,
+            "max_frames_per_batch": limits.max_frames_per_batch,
             "paths": {name: _describe_path(path) for name, path in self.paths.items()},
             "notes": [note for path in self.paths.values() for note in path.notes],
         }
@@ -535,57 +533,6 @@ def _describe_path(path: EncoderPath) -> dict[str, Any]:
         "not_kept": sorted(path.ladder.no_graph_needed),
         "costs": measured_costs(path),
     }
-
-
-class TraceWriter:
-    """Appends requests to a trace. Threads may write at the same time; every request is a line of its own.
-
-    Each line goes to the operating system at once, so that a process which is killed loses none before it.
-    Processes need files of their own.
-
-    Raises:
-        InputError: the file cannot be opened.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._lock = threading.Lock()
-        try:
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
-
-    def write(self, items: Sequence[Item], **served: Any) -> None:
-        """Append one request: sizes and segments of its items, and how it was `served`, as JSON.
-
-        Raises:
-            InputError: the writer is closed.
-        """
-        self._append({"items": [_as_json(item) for item in items], **served})
-
-    def write_run(self, run: Mapping[str, Any]) -> None:
-        """Append what serves the requests from now on; InputError where the writer is closed."""
-        self._append({"run": run})
-
-    def _append(self, value: Mapping[str, Any]) -> None:
-        line = json.dumps(value, default=str) + "\n"
-        with self._lock:
-            if self._file.closed:
-                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
-            self._file.write(line)
-
-    def close(self) -> None:
-        """Close the file; closing twice does nothing."""
-        with self._lock:
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _as_json(item: Item) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One path of a tower, at one combination of capture axes: what is captured of it, and how a batch runs."""
+"""One path of a tower, at one combination of capture axes: its captures, and the runs of its batches."""
 
 from __future__ import annotations
 
@@ -12,55 +12,48 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile import CompileOptions
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.manager.path_forward import PathForward
-from fxsplit_encoder.manager.tower import read_item_specs, select_items
-from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.manager.tower import TowerSpec, read_item_specs, select_items
+from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import PathPlan
-from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
+from fxsplit_encoder.protocol import BudgetGraphMetadata
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, measure_forward, run_timed
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram
+    from fxsplit_encoder.compile.program import BoundProgram
 
 
 class EncoderPath(CapturedProgram):
-    """One path of a tower, for items of one combination of axis keys.
-
-    Its forward is the compiled program of the tower's `encoder_cudagraph_forward`; where that does not
-    compile, the method itself, as a whole.
-    """
+    """A path at one combination of axis keys: its compiled `encoder_cudagraph_forward`, or the method."""
 
     forward: PathForward
 
     def __init__(
         self,
         name: str,
-        tower: SupportsEncoderCudaGraph,
-        limits: Limits,
+        spec: TowerSpec,
         scope: CaptureScope,
-        dtype: torch.dtype,
         axis_keys: tuple[Hashable, ...] = (),
     ) -> None:
         self.name = name
         self.axis_keys = axis_keys
-        self.tower = tower
-        self.limits = limits
+        self.tower = spec.tower
+        self.limits = spec.limits
         self._keys: dict[int, CaptureKey] = {}
         config = scope.config
         own = config.paths.get(name)
         label = f"path {name}" + (f" {axis_keys}" if axis_keys else "")
         options = CompileOptions.of(config)
-        placement = scope.pool.device, dtype
-        forward = PathForward(name, label, tower, limits, placement, axis_keys, options)
+        forward = PathForward(name, label, spec, scope.pool.device, axis_keys, options)
         mode = (own.mode if own is not None else None) or config.mode
-        super().__init__(forward, label, limits.path_budgets[name], mode, scope)
+        super().__init__(forward, label, spec.limits.path_budgets[name], mode, scope)
 
     @property
     def program(self) -> BoundProgram | None:
-        """The compiled forward; None before `compile`, and where it does not compile."""
+        """The compiled forward; None before `compile`, or where it does not compile."""
         return self.forward.program
 
     def key(self, budget: int) -> CaptureKey:
@@ -78,38 +71,22 @@ class EncoderPath(CapturedProgram):
     def compile(
         self, progress: Callable[[int, int], None] | None = None, refusals: dict[str, str] | None = None
     ) -> None:
-        """Compiles the forward once, as `PathForward.compile`; not with mode `breakable` or `compile: false`.
-
-        Raises:
-            ConfigError: with `invariant`, if it does not compile, or to what would not keep that.
-        """
+        """Compiles the forward once, if it is to be; ConfigError: it does not compile, with `invariant`."""
         if self.mode == "breakable" or not self.scope.config.compile:
             return
         refusal = self.scope.not_compiled or self.forward.compile(progress, refusals)
         if refusal is None:
             return
-        if self.scope.config.invariant:
+        if not self.scope.policy.own_forward_may_serve:
             raise ConfigError(f"invariant: {self.label}: the tower's own code would run: {refusal}")
         self.note(f"{self.label}: {refusal}")
-
-    def input_bytes_by_name(self, budget: int) -> dict[str, int]:
-        """Returns the bytes of every static input; InputError where the tower makes none of this size."""
-        values = self.forward.capture_values(budget)
-        return {name: tensor.numel() * tensor.element_size() for name, tensor in values.items()}
-
-    def item_token_range(self) -> tuple[int, int] | None:
-        """Returns the fewest and the most output tokens of one item, from the tower's optional
-        `get_encoder_cudagraph_item_token_range(path, axis_keys)`; None: not known.
-        """
-        token_range = getattr(self.tower, "get_encoder_cudagraph_item_token_range", None)
-        return None if token_range is None else token_range(path=self.name, axis_keys=self.axis_keys)
 
     # --- capture
 
     def tokens_held(self, budget: int) -> int:
-        """Returns the output tokens that a capture has room for. A tower may make smaller inputs than asked
-        for, of whole tiles, say: these hold as many tokens as rows come out or, if the tower adds rows later,
-        the fewest tokens that have inputs of the same shapes.
+        """Returns the output tokens that a capture holds. A tower may make smaller inputs than asked for,
+        such as whole tiles: these hold as many tokens as rows come out or, if the tower adds rows later, the
+        fewest tokens that have inputs of the same shapes.
         """
         rows: int = self.captured[budget].outputs[0].shape[0]
         if rows >= budget:
@@ -138,14 +115,14 @@ class EncoderPath(CapturedProgram):
         )
 
     def measure(self) -> None:
-        """Times the tower's own forward over a few sizes, and attention."""
+        """Times the forward without captures over a few sizes, and attention."""
         if not self.scope.measured:
             return
         if self.expected is not None:
             self.measured = self.expected.forward
             return
         self.measured = measure_forward(self.forward, self.budgets)
-        if self.scope.config.invariant:  # nothing may take the tower's own forward, however fast
+        if not self.scope.policy.own_forward_may_serve:  # however fast it is
             self.measured = replace(self.measured, eager=())
         # While a capture is open torch frees none of the blocks that it keeps for later.
         torch.cuda.empty_cache()
@@ -153,24 +130,19 @@ class EncoderPath(CapturedProgram):
             self.note(f"{self.label}: out of memory while {self.measured.out_of_memory} tokens were timed")
 
     def run_timed(self) -> None:
-        """Runs, once each, what `measure` will time and no capture runs."""
+        """Runs once what `measure` will time."""
         if self.scope.measured and self.expected is None:
             run_timed(self.forward, self.budgets)
 
     def clear(self) -> None:
-        """Releases every capture. What is captured next reads the parameters that the tower has then."""
+        """Releases every capture, and binds the program to the tower's parameters now."""
         super().clear()
         self.forward.refresh()
 
     # --- one batch
 
     def values(self, mm_kwargs: dict[str, Any]) -> dict[str, StaticValue | None]:
-        """Returns the tower's inputs of a batch.
-
-        Raises:
-            ReplayError: the tower cannot make them within the captured extents, gives an input that captures
-                are made without, or one with another number of rows for its patches.
-        """
+        """Returns the tower's inputs of a batch; ReplayError: the captured extents do not hold them."""
         items, frames = self.limits.max_items_per_batch, self.limits.max_frames_per_batch
         try:
             prepared = self.tower.prepare_encoder_cudagraph_replay_buffers(
@@ -205,16 +177,15 @@ class EncoderPath(CapturedProgram):
     def run_unpadded(
         self, mm_kwargs: dict[str, Any], values: Mapping[str, StaticValue | None]
     ) -> tuple[Sequence[Tensor], bool]:
-        """Runs the batch at its exact shape: by the program where its assumptions hold, else eagerly. With
-        `invariant` an item for which they do not hold runs twice in one batch, where they may.
+        """Runs the batch at its exact shape, by the program or eagerly; returns its outputs and whether the
+        program ran. With `invariant` a single item that the program does not take runs twice in one batch.
         """
         output = self._run_program(values)
-        if output is None and self.scope.config.invariant and self.program is not None:
+        if output is None and self.scope.policy.repeats_single_items and self.program is not None:
             output = self._run_twice(mm_kwargs)
         return ([output], True) if output is not None else (self.run_eager(mm_kwargs), False)
 
     def _run_program(self, values: Mapping[str, StaticValue | None]) -> Tensor | None:
-        """The compiled program at the exact shape; None where its assumptions do not hold."""
         program = self.forward.current_program()
         if program is None:
             return None
@@ -230,7 +201,6 @@ class EncoderPath(CapturedProgram):
         return program(inputs, segments)
 
     def _run_twice(self, mm_kwargs: dict[str, Any]) -> Tensor | None:
-        """Runs a single item twice in one batch; None for several, or where that does not help."""
         if len(read_item_specs(self.tower, mm_kwargs)) != 1:
             return None
         twice, _ = select_items(self.tower, mm_kwargs, (0, 0), len(self.axis_keys))
@@ -238,13 +208,8 @@ class EncoderPath(CapturedProgram):
         return None if output is None else output[: output.shape[0] // 2]
 
     def run_eager(self, mm_kwargs: dict[str, Any]) -> Sequence[Tensor]:
-        """Runs the batch through the tower itself.
-
-        Raises:
-            InputError: the tower has no such forward (vLLM's protocol has one that does nothing), or
-                `invariant` is set.
-        """
-        if self.scope.config.invariant:
+        """Runs the batch through the tower's own forward; InputError: there is none, or `invariant`."""
+        if not self.scope.policy.own_forward_may_serve:
             raise InputError(
                 f"invariant: {self.label}: the compiled program does not take this batch, and the tower's "
                 "own forward gives other bits; call compile() or capture() first, encode the items apart, or "

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from fxsplit_encoder._torch.dispatch import check
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder._torch.tensors import traced_copy
-from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
 from fxsplit_encoder.capture.breakable import refuse_collectives
-from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile import CompileOptions
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticValue
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.errors import (
     CaptureError,
     CompileError,
@@ -27,18 +28,17 @@ from fxsplit_encoder.errors import (
     StartFileError,
     UntraceableError,
 )
-from fxsplit_encoder.manager.tower import named_tensors, tower_part, tower_tensors
-from fxsplit_encoder.planning.limits import Limits
-from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
+from fxsplit_encoder.manager.tower import TowerSpec, named_tensors, tower_part, tower_tensors
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
 from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram, NamedRegion
+    from fxsplit_encoder.compile.program import BoundProgram, NamedRegion
 
 logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value", bound="StaticValue | None")
+_Result = TypeVar("_Result")
 
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.
@@ -49,50 +49,45 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 
 class PathForward:
-    """The tower's `encoder_cudagraph_forward` on one path, and the program that it was compiled to.
-
-    Args:
-        label: the path and its axis keys, for messages.
-        placement: the device and dtype of inputs.
+    """The tower's `encoder_cudagraph_forward` on one path, and the program that it was compiled to. Messages
+    name it by `label`, the path and its axis keys; inputs lie on `device`.
     """
 
     def __init__(
         self,
         name: str,
         label: str,
-        tower: SupportsEncoderCudaGraph,
-        limits: Limits,
-        placement: tuple[torch.device, torch.dtype],
+        spec: TowerSpec,
+        device: torch.device,
         axis_keys: tuple[Hashable, ...],
         options: CompileOptions,
     ) -> None:
         self.name = name
         self.label = label
-        self.tower = tower
-        self.limits = limits
-        self.budgets = limits.path_budgets[name]
-        self.device, self.dtype = placement
+        self.tower = spec.tower
+        self.limits = spec.limits
+        self.budgets = spec.limits.path_budgets[name]
+        self.device, self.dtype = device, spec.dtype
         self.axis_keys = axis_keys
         self.options = options
-        self.padding_logics = tower.get_encoder_cudagraph_config().padding_logics
-        self.declares_padding: bool = getattr(tower, "declares_padding", True)
-        """Whether the tower declares that padding leaves its real rows alone: by default, since the protocol
-        describes padded replays."""
+        self.padding_logics = spec.tower.get_encoder_cudagraph_config().padding_logics
+        self.declares_padding: bool = getattr(spec.tower, "declares_padding", True)
+        """Whether the tower declares that real rows do not read padding: the default of the protocol."""
         self.program: BoundProgram | None = None
-        """None before `compile`, and where the forward does not compile."""
+        """The compiled forward; None before `compile`, and where it does not compile."""
         self.parameters = StaticParameters(())
-        """Those that the program is bound to."""
+        """Parameters that the program is bound to."""
         self.is_settled = False
-        """Whether it was compiled, or found not to compile."""
+        """Whether `compile` has run."""
         self.refusal: str | None = None
-        """Why it does not compile; None: it does, or that is not known yet."""
+        """Why it does not compile, once that is known."""
         self._growing: frozenset[str] | None = None
         self.saved: Mapping[str, Any] | None = None
-        """The program, as another process saved it: it is restored rather than traced."""
+        """The program that another process saved, which is restored rather than traced."""
         self.unused: dict[str, None] = {}
-        """The inputs for which the tower gives None: its forward gets that, and no capture has them."""
+        """Inputs for which the tower gives None: captures are made without them."""
         self.groups = RowGroups()
-        """Inputs of the program that are given with more rows than the tower has; none without a program."""
+        """Inputs whose rows are repeated for the program."""
 
     @property
     def region(self) -> NamedRegion | None:
@@ -107,11 +102,7 @@ class PathForward:
     # --- inputs
 
     def capture_values(self, budget: int) -> dict[str, Tensor]:
-        """Makes inputs of so many output tokens, without those that are not used.
-
-        Raises:
-            InputError: the tower cannot make them for these axis keys, or uses one at some sizes only.
-        """
+        """Makes inputs of so many output tokens, without unused ones; InputError: the tower cannot."""
         try:
             prepared = self.tower.prepare_encoder_cudagraph_capture_inputs(
                 budget,
@@ -134,21 +125,15 @@ class PathForward:
         return self.groups.spread(values)
 
     def first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
-        """Inputs of the first of these budgets for which the tower can make any.
-
-        Raises:
-            InputError: of none.
-        """
+        """Makes inputs of the first of these budgets for which the tower can; InputError: for none."""
         for budget in budgets[:-1]:
             with contextlib.suppress(InputError):
                 return self.capture_values(budget)
         return self.capture_values(budgets[-1])
 
     def rows(self, values: Mapping[str, StaticValue | None]) -> int | None:
-        """Rows of the attended sequence of a batch, where its values tell."""
-        if self.program is None:
-            return None
-        return self.program.tokens(values)
+        """Returns the rows of the attended sequence of a batch; None: not known."""
+        return None if self.program is None else self.program.tokens(values)
 
     def inputs(self, program: BoundProgram, values: Mapping[str, StaticValue | None]) -> dict[str, Tensor]:
         """The values, each in one tensor, on the devices and in the dtypes of the trace."""
@@ -161,9 +146,7 @@ class PathForward:
         return inputs
 
     def growing_inputs(self) -> frozenset[str]:
-        """Returns the inputs that are larger for the largest budget than for the smallest; none with fewer
-        than two budgets. InputError where the tower makes no inputs of these sizes.
-        """
+        """Returns inputs that differ between the smallest and largest budget; InputError: none are made."""
         budgets = self.budgets
         if len(budgets) < 2:
             return frozenset()
@@ -175,11 +158,7 @@ class PathForward:
         return self._growing
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
-
-        Raises:
-            CaptureError: the tower makes no inputs of this size, or the trace does not hold for it.
-        """
+        """Makes a capture request, with growing inputs in `shared`; CaptureError: not for this size."""
         try:
             growing = self.growing_inputs()
             values = self.capture_values(tokens)
@@ -205,14 +184,12 @@ class PathForward:
         return request_of_program(program.region, fresh, self.parameters, shared, logics)
 
     def is_always_full(self, tokens: int) -> bool:
-        """Whether batches are whole tiles, of which just so many take this budget."""
+        """Whether only batches of so many whole tiles take this budget."""
         return self.limits.is_always_full(self.name, tokens)
 
     @torch.no_grad()
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """Returns how a capture changes the results of a batch of half its tokens, or of all if it has to be
-        full; None: it does not.
-        """
+        """Returns how padding changes the results of a capture; None: it does not."""
         batch = tokens if captured.must_be_full else tokens // 2
         try:
             values = self.capture_values(batch) if batch else {}
@@ -231,69 +208,73 @@ class PathForward:
     def compile(
         self, progress: Callable[[int, int], None] | None = None, refusals: dict[str, str] | None = None
     ) -> str | None:
-        """Traces and compiles the forward once, for all sizes; why it stays as it is, or None.
-
-        Args:
-            progress: see `EncoderCudaGraphManager.compile`.
-            refusals: why paths of this tower do not compile, by their names, and of all by "". What is here
-                is not tried again; what is found out is entered.
+        """Traces and compiles the forward once, for all sizes; returns why it does not compile, or None.
+        `refusals` say why paths of this tower do not, by their names, and of all by "": those are not tried
+        again, and a new refusal is added.
         """
-        if not self.is_settled:
-            self.is_settled = True
-            self.refusal = self._compile(progress, {} if refusals is None else refusals)
-        return self.refusal
-
-    def _compile(self, progress: Callable[[int, int], None] | None, refusals: dict[str, str]) -> str | None:
-        if known := refusals.get(self.name, refusals.get("")):
-            return known
-        example = self.example()
+        if self.is_settled:
+            return self.refusal
+        refusals = {} if refusals is None else refusals
+        known = refusals.get(self.name, refusals.get(""))
+        example = known or self.example()
         if isinstance(example, str):
-            return example
-        if not self.take_saved(self.load_saved(), example):
+            self.is_settled, self.refusal = True, example
+        elif not self.take_saved(self.load_saved(), example):
             self.take(self.trace(example, progress), refusals)
         return self.refusal
 
     def example(self) -> TracedExample | str:
-        """Inputs to trace the forward with; or why there are none."""
+        """Makes inputs to trace the forward with; or says why there are none."""
         try:
             self.groups = row_groups_of(self, self.padding_logics.keys())
             return TracedExample.of(self)
         except InputError as error:
             return f"not compiled: {error}"
 
-    def load_saved(self) -> BoundProgram | Exception | None:
-        """The saved program with its compiled pieces, or why it cannot be loaded; None: none was saved."""
+    def load_saved(self) -> BoundProgram | None:
+        """Loads the saved program with its compiled pieces; None: none was saved, or it cannot be loaded."""
         from fxsplit_encoder.compile.saved import restore_program
 
         saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
-        try:
-            return None if saved is None else restore_program(saved, named_tensors(self.tower), self.device)
-        except Exception as error:  # whatever torch raises of what it cannot load
-            return error
+        if saved is None:
+            return None
+        return self._of_another_process(
+            lambda: restore_program(saved, named_tensors(self.tower), self.device)
+        )
 
-    def take_saved(self, loaded: BoundProgram | Exception | None, example: TracedExample) -> bool:
-        """Takes what was loaded if it gives what the forward gives; whether there is a program now."""
-        try:
-            if isinstance(loaded, Exception):
-                raise loaded
+    def take_saved(self, loaded: BoundProgram | None, example: TracedExample) -> bool:
+        """Binds a loaded program if it returns what the forward returns; returns whether there is one now."""
+
+        def bind() -> None:
             if loaded is not None:
                 if not self.agrees(loaded, example.inputs):
                     raise StartFileError("program: expected what the forward returns; got something else")
                 self.bind(loaded)
-        except Exception as error:  # whatever its pieces raise, too
-            logger.warning("%s: the saved start's program is not used, it is traced: %s", self.label, error)
+
+        self._of_another_process(bind)
         return self.program is not None
 
+    def _of_another_process(self, use: Callable[[], _Result]) -> _Result | None:
+        try:
+            return use()
+        except Exception as error:  # the boundary of the process that compiled: torch, or a kernel, may fail
+            logger.warning("%s: the saved start's program is not used, it is traced: %s", self.label, error)
+            return None
+
     def trace(
-        self, example: TracedExample, progress: Callable[[int, int], None] | None, *, beside: bool = False
+        self,
+        example: TracedExample,
+        progress: Callable[[int, int], None] | None,
+        *,
+        is_concurrent: bool = False,
     ) -> BoundProgram | CaptureError | CompileError:
-        """Returns the compiled forward, for `take`, or why it does not compile. With `beside` another thread
-        runs the tower: modules that tracing treats specially are then copies, over the same parameters.
+        """Compiles the forward; returns the program or the error. If `is_concurrent`, another thread runs the
+        tower: modules that tracing treats specially are then copies, over the same parameters.
         """
-        from fxsplit_encoder.compile import trace_forward
+        from fxsplit_encoder.compile.trace import trace_forward
 
         forward = self
-        if beside and isinstance(self.tower, nn.Module):
+        if is_concurrent and isinstance(self.tower, nn.Module):
             forward = copy.copy(self)
             twin: Any = traced_copy(self.tower)
             forward.tower = twin
@@ -309,7 +290,7 @@ class PathForward:
             return error
 
     def take(self, traced: BoundProgram | CaptureError | CompileError, refusals: dict[str, str]) -> None:
-        """Takes what `trace` found."""
+        """Binds the program of `trace`, or notes why there is none."""
         if isinstance(traced, FxSplitError):
             refusals[self.name] = f"captured without compiling: {traced}"
             if isinstance(traced, UntraceableError):
@@ -319,7 +300,7 @@ class PathForward:
             self.bind(traced)
 
     def refuse(self, why: str) -> None:
-        """Leaves the forward as it is."""
+        """Notes why the forward is not compiled."""
         self.is_settled, self.refusal = True, why
         self.groups = RowGroups()
 
@@ -337,7 +318,7 @@ class PathForward:
         return difference([self(values)], [program(self.inputs(program, values))], "no") is None
 
     def bind(self, program: BoundProgram) -> None:
-        """Takes a program, on the parameters that it was bound to."""
+        """Uses a program, on the parameters that it is bound to."""
         self.is_settled, self.program = True, program
         self._layouts = layouts_of(program.fixed)  # now: a parameter may be cast or laid out anew in place
         self.parameters = StaticParameters(filter(torch.is_tensor, program.fixed), self.tower)
@@ -353,27 +334,23 @@ class PathForward:
         return self.program
 
     def refresh(self) -> None:
-        """Takes the parameters that the tower has now; a program that was made for others is forgotten."""
+        """Binds the program to the tower's parameters now; forgets it where their layouts have changed."""
         try:
             self.current_program()
         except InputError:
             self.forget()
 
     def forget(self) -> None:
-        """Has the forward compiled anew."""
+        """Makes the next `compile` compile the forward again."""
         self.program, self.is_settled, self.refusal = None, False, None
 
 
 class RowGroups:
-    """Which inputs have a row for how many patches.
+    """The inputs with one row for several patches, such as a row a token.
 
-    A tower may have an input with a row a token, a quarter of the rows of its patches. Nothing in a trace
-    says so, and the graph would have two counts of tokens. So such an input enters the graph with its rows
-    repeated for each patch of their groups, and the forward takes one of them.
-
-    Args:
-        factors: the patches of a row, for inputs for which these are more than one.
-        patches: the inputs with a row a patch.
+    Traced as they are, the graph would have two counts of tokens. So such an input enters the graph with its
+    rows repeated for each patch, and the forward takes one of them. `factors` are patches per row, by the
+    names of these inputs; `patches` are the inputs with a row a patch.
     """
 
     def __init__(self, factors: Mapping[str, int] | None = None, patches: Sequence[str] = ()) -> None:
@@ -382,7 +359,7 @@ class RowGroups:
 
     @classmethod
     def of(cls, samples: Sequence[Mapping[str, Tensor]]) -> RowGroups:
-        """Finds the factors that hold in every sample of a forward's inputs, each of another size."""
+        """Finds the factors that hold in all samples of a forward's inputs, of different sizes."""
         rows = {
             name: [sample[name].shape[0] for sample in samples]
             for name, tensor in samples[0].items()
@@ -400,18 +377,14 @@ class RowGroups:
         return cls(factors, [name for name, counts in growing.items() if counts == most])
 
     def spread(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
-        """Returns the values of a batch with a row for each patch.
-
-        Raises:
-            InputError: an input has another number of rows for these patches than the samples had.
-        """
+        """Repeats rows for each patch; InputError: an input has another number of rows for these patches."""
         if not self.factors:
             return dict(values)
         self._check(values)
         return {name: self._spread(name, value) for name, value in values.items()}
 
     def gather(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the inputs as the forward has them, from those that `spread` returned."""
+        """Undoes `spread`."""
         if not self.factors:
             return dict(inputs)
         gathered = dict(inputs)
@@ -448,15 +421,15 @@ def _num_rows(value: StaticValue) -> int:
 
 @dataclass(frozen=True)
 class TracedExample:
-    """What a forward is traced with."""
+    """Inputs that a forward is traced with."""
 
     inputs: dict[str, Tensor]
     dynamic_dims: dict[str, list[int]]
-    """Of each input the dimensions whose sizes vary."""
+    """By input, the dimensions whose sizes vary."""
 
     @classmethod
     def of(cls, sized: PathForward) -> TracedExample:
-        """Makes the example of a forward; InputError where the tower makes no inputs."""
+        """Makes the example of a forward; InputError: the tower makes no inputs."""
         inputs = _moderate_inputs(sized)
         return cls(inputs, _dynamic_dims(sized, inputs))
 
@@ -494,19 +467,18 @@ def row_groups_of(sized: PathForward, without: Collection[str]) -> RowGroups:
 
 
 def with_contents(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replaces zeros by random values, so that a comparison shows which rows are read."""
-    return {name: _with_contents(tensor) for name, tensor in values.items()}
-
-
-def _with_contents(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point() or bool(tensor.any()):
-        return tensor
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu").to(tensor)
+    """Replaces tensors of zeros by random values, so that a comparison shows which rows are read."""
+    contents = dict(values)
+    for name, tensor in values.items():
+        if tensor.is_floating_point() and not bool(tensor.any()):
+            generator = torch.Generator().manual_seed(0)
+            random = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
+            contents[name] = random.to(tensor)
+    return contents
 
 
 def difference(expected: Sequence[Any], got: Sequence[Any], kind: str) -> str | None:
-    """Returns how the real rows of padded outputs differ by more than rounding; or None."""
+    """Returns how the real rows of padded outputs differ by more than rounding; None: they do not."""
     for number, (a, b) in enumerate(zip(expected, got, strict=True)):
         if not isinstance(a, torch.Tensor):
             continue

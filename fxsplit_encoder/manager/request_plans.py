@@ -1,4 +1,4 @@
-"""The plans of requests: made from what captures there are and what they cost, and kept by sizes."""
+"""The plans of requests: made from the captures and their costs, and kept by the sizes of the items."""
 
 from __future__ import annotations
 
@@ -12,23 +12,12 @@ from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.tower import ItemFacts, item_axis_keys, read_item_specs
-from fxsplit_encoder.planning import (
-    Captured,
-    CostModel,
-    Item,
-    Limits,
-    MissReason,
-    Plan,
-    build_fallback_plan,
-    build_plan,
-)
-from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve
-from fxsplit_encoder.protocol import (
-    EncoderCudaGraphConfig,
-    EncoderItemSpec,
-    SupportsEncoderCudaGraph,
-)
+from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, read_item_specs, select_items
+from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel
+from fxsplit_encoder.planning.limits import Limits
+from fxsplit_encoder.planning.plan import Item, MissReason, Plan
+from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
@@ -51,37 +40,35 @@ _Key: TypeAlias = tuple[
 class RequestPlans:
     """Plans requests of one tower, after `use_captures`, and keeps the plans by sizes.
 
-    A request that recurs is planned anew as if its token counts were captured without padding, as they will
-    be (`UnpaddedReplays`): several batches may then be a single one. The first plan comes back if such a
-    capture cannot be made, or is given up and its batch is slower at its exact shape than the first plan.
+    A request that recurs is planned again as if its token counts were captured without padding, as they will
+    be (`UnpaddedCaptures`): several batches may become one. The first plan is used again if such a capture
+    fails, or is given up and its batch is slower at its exact shape than the first plan.
     """
 
     def __init__(
         self,
-        tower: SupportsEncoderCudaGraph,
+        spec: TowerSpec,
         config: EncoderConfig,
-        model_config: EncoderCudaGraphConfig,
         paths: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
     ) -> None:
-        self.tower = tower
+        self.tower = spec.tower
         self.config = config
-        self.model_config = model_config
+        self.model_config = spec.model_config
         self.paths = paths
-        self.facts = ItemFacts(tower)
+        self.facts = ItemFacts(spec.tower)
         self._kept: dict[_Key, Plan] = {}
         self._described: Recent[Hashable, _Key] = Recent(_KEPT_PLANS)
-        """By what stands for a request's items, the key of its plan."""
+        """Keys of plans, by `RequestItems.described`."""
         self._uses: Counter[_Key] = Counter()
-        """Of requests of several batches."""
+        """Of plans of several batches."""
         self._unpadded: dict[_Key, Plan] = {}
-        """The other plans of those that recur."""
-        self._is_idle = not config.enabled or all(path.mode == "none" for path in paths.values())
-        self._num_axes = len(model_config.capture_axes)
+        """The second plans of requests that recur."""
+        self.is_idle = not config.enabled or all(path.mode == "none" for path in paths.values())
+        """Whether the settings ask for no captures."""
+        self._num_axes = len(spec.model_config.capture_axes)
 
     def use_captures(self, limits: Limits, *, captured: bool) -> None:
-        """Gathers what plans depend on and forgets the plans so far; unless `captured`, plans are those of a
-        full ladder.
-        """
+        """Reads captures and costs, and forgets plans; unless `captured`, plans assume a full ladder."""
         self._forget()
         self._limits = limits
         self._captured = captured
@@ -112,7 +99,7 @@ class RequestPlans:
     def of(self, mm_kwargs: dict[str, Any], items: RequestItems, *, is_use: bool = True) -> Plan:
         """Returns the plan of a request, which counts as one more use if `is_use`. Reads the grids alone."""
         specs = items.specs
-        if self._is_idle:
+        if self.is_idle:
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
             return build_fallback_plan(list(map(Item, specs)), paths, MissReason.DISABLED, skippable)
         # An adapter with capture axes says of any selection of items what their keys are.
@@ -138,12 +125,13 @@ class RequestPlans:
         return plan if other is None or self._is_given_up(other, plan) else other
 
     def _key(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> _Key:
-        """All that a plan depends on besides the captures."""
         modalities = self.facts.modalities(mm_kwargs, len(specs))
         segments = self.facts.segments(mm_kwargs, len(specs))
         frames = self.facts.frames(mm_kwargs, modalities, segments)
         axes = self._num_axes
-        keys = item_axis_keys(self.tower, mm_kwargs, len(specs), axes) if axes else [()] * len(specs)
+        keys: Sequence[tuple[Hashable, ...]] = [()] * len(specs)
+        if axes:
+            keys = [select_items(self.tower, mm_kwargs, [i], axes)[1] for i in range(len(specs))]
         sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
         return sizes, tuple(frames), tuple(segments), tuple(keys), tuple(modalities)
 
@@ -160,7 +148,7 @@ class RequestPlans:
             for key, each in self._costs.items()
         }
         other = self.build(items, costs=CostModel(costs, HOST_MS_PER_BATCH))
-        before, after = _milliseconds(plan), _milliseconds(other)
+        before, after = plan.milliseconds, other.milliseconds
         if len(other.batches) >= len(plan.batches) or before is None or after is None or after >= before:
             return None
         lost = 0.0
@@ -180,11 +168,11 @@ class RequestPlans:
                 unpadded = self.paths[name, batch.axis_keys].unpadded
                 if planned.budget is not None or not planned.tokens:
                     continue
-                if planned.tokens in unpadded.captures.refused:
+                if planned.tokens in unpadded.refused:
                     return True
                 if planned.milliseconds is not None and planned.tokens in unpadded.exact_ms:
                     more += unpadded.exact_ms[planned.tokens] - planned.milliseconds
-        before, after = _milliseconds(plan), _milliseconds(other)
+        before, after = plan.milliseconds, other.milliseconds
         return more != 0 and before is not None and after is not None and after + more >= before
 
     def _forget(self) -> None:
@@ -214,16 +202,6 @@ class RequestPlans:
         return Plan(tuple(batches), plan.num_items)
 
 
-def _milliseconds(plan: Plan) -> float | None:
-    """The predicted time of a plan; None: not known."""
-    total = 0.0
-    for batch in plan.batches:
-        if batch.milliseconds is None:
-            return None
-        total += batch.milliseconds
-    return total
-
-
 # Requests of other items whose sizes are kept. A choice: a service sees few sizes.
 _KEPT_ITEMS = 1024
 
@@ -234,7 +212,7 @@ class RequestItems(NamedTuple):
     specs: list[EncoderItemSpec]
     """Their sizes."""
     described: Hashable | None = None
-    """Stands for all that the tower says of them, see `PackedTower.described_items`; None: nothing does."""
+    """A key for all that the tower says of them, see `PackedTower.described_items`; None: there is none."""
 
 
 class ItemReader:
@@ -269,4 +247,4 @@ class ItemReader:
         except FxSplitError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            return None  # whoever reads the items says what is wrong with them
+            return None  # `read_item_specs` raises what is wrong with them

@@ -1,10 +1,10 @@
 """Reads a tower: its modules, its configuration, and the items of its requests.
 
-A tower may be written in the older spelling of vLLM's protocol, which knew two paths by fixed names, "global"
-and "local": fields of the configuration and of the item specs, and a `local_output` argument. It may also be
-a whole model, its language model included. vLLM's models name the modules of their towers, in two places.
-Neither is complete: of two kinds of towers `_tower_model_names` keeps the names of the second, and what joins
-a tower to the language model is a "connector" of `get_mm_mapping()`.
+A tower may be written in the older spelling of vLLM's protocol, with two paths of fixed names, "global" and
+"local": fields of the configuration and of the item specs, and a `local_output` argument. It may also be a
+whole model with its language model. vLLM's models name the modules of their towers in two places, neither of
+which is complete: of two kinds of towers `_tower_model_names` has the names of the second, and what joins a
+tower to the language model is a "connector" of `get_mm_mapping()`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.messages import names_of, shown
+from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import (
     ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
     EncoderCudaGraphConfig,
@@ -43,9 +45,7 @@ _MOST_TOKENS = 2**48
 
 
 def tower_part(tower: object) -> nn.Module | None:
-    """Returns the modules of a model that it names as those of its towers; all of it where it names none;
-    None for what is no module.
-    """
+    """Returns the modules that a model names as its towers, or all of it; None for no module."""
     if not isinstance(tower, nn.Module):
         return None
     names = sorted(_tower_names(tower))
@@ -73,11 +73,11 @@ def tower_tensors(tower: object) -> list[Tensor]:
 
 
 def named_tensors(tower: object) -> dict[str, Tensor]:
-    """Returns the parameters and buffers of a model by all of their names; none of what is no module."""
+    """Returns the parameters and buffers of a model by all of their names; none for no module."""
     if not isinstance(tower, nn.Module):
         return {}
-    both = (*tower.named_parameters(remove_duplicate=False), *tower.named_buffers(remove_duplicate=False))
-    return dict(both)
+    parameters = tower.named_parameters(remove_duplicate=False)
+    return dict((*parameters, *tower.named_buffers(remove_duplicate=False)))
 
 
 def placement_of(
@@ -94,6 +94,16 @@ def placement_of(
 
 
 # --- configuration
+
+
+@dataclass(frozen=True)
+class TowerSpec:
+    """A tower with its configuration, limits and dtype."""
+
+    tower: SupportsEncoderCudaGraph
+    model_config: EncoderCudaGraphConfig
+    limits: Limits
+    dtype: torch.dtype
 
 
 def read_model_config(tower: Any) -> EncoderCudaGraphConfig:
@@ -116,9 +126,8 @@ def read_model_config(tower: Any) -> EncoderCudaGraphConfig:
 
 
 def postprocess_of(tower: Any) -> Callable[..., None]:
-    """Returns the tower's `postprocess_encoder_output`, which takes the outputs of all paths by name.
-
-    One with a `local_output` parameter gets the global path's output first and the local path's there.
+    """Returns the tower's `postprocess_encoder_output`, for the outputs of all paths by name; one with a
+    `local_output` parameter gets the global path's output first and the local path's there.
     """
     postprocess: Callable[..., None] = tower.postprocess_encoder_output
     if "local_output" not in inspect.signature(postprocess).parameters:
@@ -135,13 +144,7 @@ def postprocess_of(tower: Any) -> Callable[..., None]:
 
 
 def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
-    """Reads the sizes of a batch's items, with the path tokens that `global_output_tokens` and
-    `local_output_tokens` stand for.
-
-    Raises:
-        InputError: the inputs are no mapping with anything in it, or the tower does not read them as items
-            of sizes that can be.
-    """
+    """Reads the sizes of a batch's items; InputError: no mapping, an empty one, or impossible sizes."""
     is_mapping = type(mm_kwargs) is dict or isinstance(mm_kwargs, Mapping)  # of other types it takes longer
     if not is_mapping or not mm_kwargs:
         raise InputError(
@@ -197,7 +200,7 @@ def _check_sizes(tower: Any, specs: Sequence[EncoderItemSpec]) -> None:
 
 
 def _with_integers(spec: Any) -> Any:
-    """A spec whose sizes are integers, of one that a tower computed from the numbers in its inputs."""
+    """A spec with integers for sizes that a tower computed from its inputs."""
     size = spec.input_size
     if type(size) is int or not (
         isinstance(size, Tensor | np.generic) and hasattr(spec, "path_output_tokens")
@@ -217,10 +220,7 @@ def _is_size(value: Any) -> bool:
 
 
 class ItemFacts:
-    """Reads the facts of a batch's items that plans need besides sizes, from methods that a tower may lack.
-
-    Which it has is found out once: a missing attribute of a module takes long to look up.
-    """
+    """Reads other facts of items that plans need, by optional methods of a tower."""
 
     def __init__(self, tower: SupportsEncoderCudaGraph) -> None:
         self._tower = tower
@@ -263,29 +263,16 @@ class ItemFacts:
         return told
 
 
-def item_axis_keys(
-    tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int, num_axes: int
-) -> list[tuple[Hashable, ...]]:
-    """Returns the axis keys of every item, which a tower with capture axes gives for any selection."""
-    return [select_items(tower, mm_kwargs, [index], num_axes)[1] for index in range(num_items)]
-
-
 def select_items(
     tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], indices: Sequence[int], num_axes: int
 ) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
-    """Selects the inputs of some items; returns them and their axis keys, which are not among the inputs.
-
-    Raises:
-        InputError: the tower gives not one key an axis.
-    """
+    """Returns the inputs of some items, and their axis keys; InputError: not one key an axis."""
     selected = tower.select_encoder_cudagraph_items(mm_kwargs, list(indices))
     keys = selected.get(ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG)
     if keys is not None:
         selected = {k: v for k, v in selected.items() if k != ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG}
-    return selected, _checked(keys, num_axes) if num_axes else ()
-
-
-def _checked(keys: Any, num_axes: int) -> tuple[Hashable, ...]:
+    if not num_axes:
+        return selected, ()
     if keys is None:
         raise InputError(
             f"select_encoder_cudagraph_items gave no {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; a tower with "
@@ -296,4 +283,4 @@ def _checked(keys: Any, num_axes: int) -> tuple[Hashable, ...]:
             f"select_encoder_cudagraph_items gave {keys!r} as {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; "
             f"expected a tuple of {num_axes}, one key for each of the tower's capture_axes"
         )
-    return tuple(keys)
+    return selected, tuple(keys)

@@ -1,4 +1,4 @@
-"""A lock that gives requests priority over work between them, and the comparison of kernels in such work."""
+"""A lock that gives requests priority over background work, and the comparison of kernels in such work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxsplit_encoder.kernels import Unmeasured, collecting
+from fxsplit_encoder.kernels.choice import Unmeasured, collecting
 from fxsplit_encoder.pauses import StoppedError, has_turn, pausing_by
 
 _Result = TypeVar("_Result")
@@ -25,8 +25,7 @@ class Turns:
     """A reentrant lock that gives requests, which use it as a context, priority over steps of other work.
 
     A step begins after `quiet` seconds without a request; under a constant load after so many `requests` or
-    `seconds`, and then before the requests that come later. So a request waits for one step at most, and
-    steps go on whatever the load. Work for a thread that serves requests is passed to the next one.
+    `seconds`, and then before later requests. So a request waits for one step at most.
     """
 
     def __init__(self, requests: int = 16, seconds: float = 1.0, quiet: float = 0.01) -> None:
@@ -35,10 +34,10 @@ class Turns:
         self._quiet = quiet
         self._lock = threading.Lock()
         self._owner: int | None = None
-        """The thread that has the lock; it alone changes this to and from its own number."""
+        """The thread that holds the lock, which alone sets it."""
         self._depth = 0
         self._passed = 0
-        """Requests so far; guarded by the lock."""
+        """Number of requests; guarded by the lock."""
         self._last_end = 0.0
         self._lent: tuple[Future[Any], Callable[[], Any]] | None = None
         """Set in `lend`, taken by a thread with the lock."""
@@ -46,7 +45,7 @@ class Turns:
         # Guarded by `_changed`:
         self._waiting = 0
         self._due: int | None = None
-        """The thread whose step comes next: requests that come now wait for it."""
+        """The thread whose step comes before later requests."""
 
     def __enter__(self) -> Turns:
         me = threading.get_ident()
@@ -84,11 +83,7 @@ class Turns:
     def step(
         self, is_stopped: Callable[[], bool] = lambda: False, *, at_once: bool = False
     ) -> Iterator[None]:
-        """Holds the lock for one step of other work; `at_once` before the requests that come.
-
-        Raises:
-            StoppedError: the step was canceled before it started.
-        """
+        """Holds the lock for one step, with `at_once` without waiting for quiet; StoppedError: canceled."""
         me = threading.get_ident()
         assert self._owner != me, "a step is begun by whoever serves nobody"
         self._await_turn(me, is_stopped, at_once=at_once)
@@ -108,11 +103,8 @@ class Turns:
                 self._changed.notify_all()
 
     def lend(self, work: Callable[[], _Result], is_stopped: Callable[[], bool] = lambda: False) -> _Result:
-        """Runs work on a thread that has just served a request, or that waits in `assist`; returns its result
-        or raises its error. One thread may call it at a time.
-
-        Raises:
-            StoppedError: the work was canceled before it started.
+        """Runs work on a thread that has just served a request or calls `assist`; returns its result or
+        raises its error. One thread may call it at a time. StoppedError: canceled before it started.
         """
         assert self._lent is None, "one thread lends work"
         future: Future[_Result] = Future()
@@ -126,7 +118,7 @@ class Turns:
         return future.result()
 
     def assist(self) -> None:
-        """Does work that waits in `lend`, if there is any."""
+        """Runs the work that waits in `lend`, if any."""
         if self._lent is not None:
             with self:
                 pass
@@ -140,11 +132,13 @@ class Turns:
             return
         try:
             future.set_result(work())
-        except (Exception, StoppedError) as error:
-            future.set_exception(error)
-        except BaseException as error:  # an interrupt is meant for this thread
-            future.set_exception(RuntimeError(f"{type(error).__name__} while it worked for another thread"))
-            raise
+        except BaseException as error:  # the boundary of the thread that waits for the result
+            if isinstance(error, Exception | StoppedError):
+                future.set_exception(error)
+                return
+            message = f"{type(error).__name__} while it worked for another thread"
+            future.set_exception(RuntimeError(message))
+            raise  # an interrupt is meant for this thread
 
     def _await_turn(self, me: int, is_stopped: Callable[[], bool], *, at_once: bool) -> None:
         begin, passed = time.perf_counter(), self._passed
@@ -164,13 +158,13 @@ class Turns:
 
 
 class WorkBetween:
-    """Does work with the turn, which it gives up at each pause: the scheduler of `pauses`.
+    """A scheduler of `pauses` that holds the lock of `Turns` and releases it at each pause.
 
     Args:
-        with_turn: context of each stretch with the turn; a pause leaves and enters it.
-        lent: context of work that another thread does.
+        with_turn: context while the lock is held.
+        on_other_thread: context of work that another thread does.
         lends: whether CUDA graphs are recorded by `Turns.lend`: at any other time a thread that serves
-            requests may wait for the whole device, which no thread may while another records.
+            requests may synchronize the device, which no thread may while another records.
     """
 
     def __init__(
@@ -178,7 +172,7 @@ class WorkBetween:
         turns: Turns,
         is_stopped: Callable[[], bool],
         with_turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-        lent: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        on_other_thread: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         *,
         at_once: bool = False,
         lends: bool = False,
@@ -187,7 +181,7 @@ class WorkBetween:
         self._turns = turns
         self._is_stopped = is_stopped
         self._with_turn = with_turn
-        self._lent = lent
+        self._on_other_thread = on_other_thread
         self._at_once = at_once
         self.lends = lends
         self._held = contextlib.ExitStack()
@@ -195,7 +189,7 @@ class WorkBetween:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Holds the turn; this thread may have it already. StoppedError: the work was canceled."""
+        """Holds the lock, reentrantly; StoppedError: canceled."""
         if self._has_turn:
             yield
             return
@@ -206,7 +200,7 @@ class WorkBetween:
             self._give()
 
     def pause(self) -> None:
-        """Gives up the turn, if this thread has it, and takes it again; StoppedError if canceled."""
+        """Releases the lock, if this thread holds it, and takes it again; StoppedError: canceled."""
         if self._is_stopped():
             raise StoppedError
         if self._has_turn:
@@ -214,9 +208,7 @@ class WorkBetween:
             self._take()
 
     def capture(self, work: Callable[[], _Result]) -> _Result:
-        """Runs work with the turn, on a thread that serves requests if `lends`; returns its result or raises
-        its error. StoppedError: the work was canceled.
-        """
+        """Runs work with the lock, if `lends` by `Turns.lend`; StoppedError: canceled."""
         if not self.lends:
             with self.turn():
                 return work()
@@ -228,7 +220,7 @@ class WorkBetween:
                 raise StoppedError
             start = time.perf_counter()
             try:
-                with self._lent(), self._with_turn():
+                with self._on_other_thread(), self._with_turn():
                     return work()
             finally:
                 seconds = time.perf_counter() - start
@@ -258,9 +250,7 @@ class WorkBetween:
 
 
 def compare_between_requests(run: Callable[[], None], device: torch.device) -> None:
-    """Compares the kernels of every class of calls that a run meets. The run and the timing of a kernel have
-    the turn; checking its results, which may compile it for seconds, has not.
-    """
+    """Compares the kernels of all calls of a run. Checking results, which may compile, takes no lock."""
     unmeasured: Unmeasured = {}
     with has_turn(), collecting(unmeasured):
         run()
@@ -275,7 +265,7 @@ def compare_between_requests(run: Callable[[], None], device: torch.device) -> N
 
 
 class _WhileCompiling:
-    """Compares kernels at each pause of a run, which ends when no other process compiles kernels any more."""
+    """Compares kernels at each pause of a run; stops it when no other process compiles kernels."""
 
     seconds_paused = 0.0
 

@@ -49,8 +49,16 @@ class Family:
     """Whether only the tower's tensors begin with the prefix; else those of other modules are left out."""
     renames: Renames = ()
     """From a published checkpoint's names; see `checkpoint`."""
-    spec: Callable[[Any], DenseTowerSpec] | None = None
-    """Declares a tower without an adapter."""
+    spec: Callable[[Any, int | None], DenseTowerSpec] | None = None
+    """Declares a tower without an adapter, for tiles of so many pixels a side; None: its configuration's."""
+    adapter: Callable[[nn.Module], Any] | None = None
+    """Wraps a tower that `towers.wrap` does not know by its class."""
+    pooled: Family | None = None
+    """The same tower with the model's own vector of an image as its one row of output; None: it has none."""
+    text: TextTower | None = None
+    """That of a model whose vectors of images and texts are comparable."""
+    pads_rows: bool = False
+    """Whether an item has rows of output after those of its grid."""
     extractor: Callable[[Mapping[str, Any]], FeatureExtractor] | None = None
     """Of a tower of audio, by what its processor's JSON file sets; `prepare` then refuses images."""
 
@@ -66,9 +74,28 @@ class Family:
         """A tower that is not wrapped, to compare with."""
         return EagerTower(module, self.eager, self.wrap)
 
-    def wrap(self, module: nn.Module) -> Any:
-        """The tower behind the manager's protocol."""
-        return wrap(module, None if self.spec is None else self.spec(module))
+    def wrap(self, module: nn.Module, tile_side: int | None = None) -> Any:
+        """The tower behind the manager's protocol.
+
+        Args:
+            module: the tower.
+            tile_side: pixels a side of what its processor makes; None: what the tower's configuration says.
+        """
+        if self.adapter is not None:
+            return self.adapter(module)
+        return wrap(module, None if self.spec is None else self.spec(module, tile_side))
+
+
+@dataclass(frozen=True)
+class TextTower:
+    """The text tower of a model, run as transformers has it."""
+
+    tower: Family
+    """How it is built and loaded."""
+    output: str
+    """The attribute of its output that is the vector."""
+    padding: str
+    """Of token ids, as the model was trained: "max_length" or "longest"."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +144,11 @@ def text_width(settings: Settings) -> int:
     return width
 
 
-def vision_settings(settings: Settings) -> dict[str, Any]:
-    """The vision tower's own part."""
-    vision = dict(settings.get("vision_config", settings))
-    vision.pop("model_type", None)
-    return vision
+def vision_settings(settings: Settings, part: str = "vision_config") -> dict[str, Any]:
+    """The vision tower's own part, or another tower's."""
+    own = dict(settings.get(part, settings))
+    own.pop("model_type", None)
+    return own
 
 
 def given(settings: Settings, *names: str) -> dict[str, Any]:
@@ -132,12 +159,12 @@ def given(settings: Settings, *names: str) -> dict[str, Any]:
 # --- towers that transformers has
 
 
-def hugging_face(module: str, tower: str, config: str) -> Build:
-    """Builds a vision tower that transformers has."""
+def hugging_face(module: str, tower: str, config: str, part: str = "vision_config") -> Build:
+    """Builds a tower that transformers has, by its part of the model's settings."""
 
     def build(settings: Settings) -> nn.Module:
         made: nn.Module = hugging_face_class(module, "modeling", tower)(
-            hugging_face_class(module, "configuration", config)(**vision_settings(settings))
+            hugging_face_class(module, "configuration", config)(**vision_settings(settings, part))
         )
         return made
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,31 @@ _SINGLE = "model.safetensors"
 _NAMED = 4
 
 
-def load_tower(model: str | Path | Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
-    """Build the vision tower of a checkpoint, reading no other weights.
+def load_tower(
+    model: str | Path | Checkpoint, dtype: torch.dtype, device: torch.device, family: Family | None = None
+) -> Any:
+    """Build a tower of a checkpoint, reading no other weights.
 
     Args:
         model: a directory or a hub name, of a whole model or of the vision tower alone.
         dtype: of the parameters.
         device: where they go.
+        family: of the tower, such as `Family.pooled` of the checkpoint's; None: the vision tower's.
 
     Raises:
         InputError: a file is missing or malformed, or the weights are not this tower's.
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
-    family, settings = read_family(checkpoint)
+    found, settings = read_family(checkpoint)
+    family = family or found
     tower = family.empty_tower(settings, device)
     expected = dict(tower.named_parameters())
     tensors = _read(_vision_files(checkpoint, family, {name.split(".")[0] for name in expected}))
     if family.renames:
-        renamed = {rename(name, family.renames): tensor for name, tensor in tensors.items()}
+        renamed = {
+            name if name in expected else rename(name, family.renames): tensor
+            for name, tensor in tensors.items()
+        }
         tensors = split_fused(renamed, vision_settings(settings)["num_attention_heads"])
     _compare(checkpoint, "missing", expected.keys() - tensors.keys())
     # Older checkpoints hold buffers too, which towers compute by themselves.
@@ -71,9 +78,7 @@ def read_family(checkpoint: Checkpoint) -> tuple[Family, Settings]:
     return family, settings
 
 
-def _vision_files(
-    checkpoint: Checkpoint, family: Family, modules: Collection[str]
-) -> dict[str, tuple[str, Path]]:
+def _vision_files(checkpoint: Checkpoint, family: Family, modules: Set[str]) -> dict[str, tuple[str, Path]]:
     """Name of a tensor after its prefix -> its name in the checkpoint, and the file that holds it.
 
     `modules`: the first parts of the names of the tower's own tensors.
@@ -84,7 +89,7 @@ def _vision_files(
         own = {
             short: name
             for short, name in names.items()
-            if rename(short, family.renames).split(".")[0] in modules
+            if not modules.isdisjoint(known.split(".")[0] for known in (short, rename(short, family.renames)))
         }
         if own:
             if family.is_apart:

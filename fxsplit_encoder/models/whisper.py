@@ -19,8 +19,8 @@ _FRAMES_PER_ROW = 2
 """The second convolution takes every other frame."""
 
 
-def whisper_spec(encoder: Any) -> DenseTowerSpec:
-    """Declares a `transformers` WhisperEncoder for `wrap`."""
+def whisper_spec(encoder: Any, side: int | None = None) -> DenseTowerSpec:
+    """Declares a `transformers` WhisperEncoder for `wrap`; its pieces have one size."""
     config = encoder.config
     rows = config.max_source_positions
     shape = (config.num_mel_bins, _FRAMES_PER_ROW * rows)

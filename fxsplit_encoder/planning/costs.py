@@ -1,4 +1,4 @@
-"""What a batch costs on each path: measured points, and tables of what they predict."""
+"""Costs of a batch on each path: measured points, and tables of the predicted costs."""
 
 from __future__ import annotations
 
@@ -40,22 +40,20 @@ _UNMEASURED_FALLBACK = 1e6
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Costs by token counts, through measured points.
-
-    Level before the first point, straight between them, and with the last slope after the last (after a
-    single point: in proportion). Infinite without points.
+    """Costs by token counts: constant before the first measured point, linear between points, and with the
+    last slope after the last one (in proportion after a single point). Infinite without points.
     """
 
     points: Points
 
     def at(self, tokens: int) -> float:
-        """The cost of this many tokens."""
+        """Returns the cost of this many tokens."""
         starts, bases, slopes = self._pieces
         piece = bisect_right(starts, tokens) - 1
         return bases[piece] + slopes[piece] * (tokens - starts[piece])
 
     def __call__(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """The costs of many token counts, in the same shape."""
+        """Returns the costs of many token counts."""
         counts = np.asarray(tokens)
         starts, bases, slopes = map(np.array, self._pieces)
         piece = np.searchsorted(starts, counts, side="right") - 1
@@ -64,7 +62,7 @@ class CostCurve:
 
     @functools.cached_property
     def _pieces(self) -> tuple[list[int], list[float], list[float]]:
-        """The start, the cost there and the slope of each straight piece."""
+        """The start, the cost there and the slope of each linear piece."""
         if not self.points:
             return [0], [math.inf], [0.0]
         counts, costs = map(list, zip(*self.points, strict=True))
@@ -78,13 +76,10 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class PathCosts:
-    """What one path costs at one combination of axis keys, without its attention over segments.
+    """Costs of one path at one combination of axis keys, without its attention over segments.
 
-    A fallback is the cheaper of `exact` and `eager`. If neither was measured, it is taken only where no
-    replay serves, and its time is not predicted.
-
-    Raises:
-        InputError: the tokens of `exact` or `eager` do not increase.
+    A fallback is the cheaper of `exact` and `eager`; of unknown cost, it is taken only where no replay
+    serves. InputError: the tokens of either do not increase.
     """
 
     replay: Mapping[int, float] = field(default_factory=dict)
@@ -92,19 +87,17 @@ class PathCosts:
     one_segment: Mapping[int, float] = field(default_factory=dict)
     """The same for batches of one attention segment, where they have a capture."""
     exact: Points = ()
-    """Of the compiled program at its exact shape: measured times, 5 % more where they keep the host busy all
-    along, and no less than the host needs; a `CostCurve`. Empty: not measured, or it cannot run."""
+    """Of the compiled program at its exact shape: measured times, 5 % more where they are bound by the host,
+    and no less than the host needs. Empty: not measured, or it cannot run."""
     eager: Points = ()
-    """The same for the eager forward."""
     attention: float = 0.0
-    """Milliseconds per attended pair (squared length of a segment in patches). It only adds to the
-    prediction: all ways to pack the same items attend the same pairs."""
+    """Milliseconds per attended pair (squared length of a segment in patches)."""
     max_segments: Mapping[int, int] = field(default_factory=dict)
     """Attention segments of a budget's capture; without an entry: any number."""
     max_tokens: Mapping[int, int] = field(default_factory=dict)
     """Output tokens of a budget's capture; without an entry: the budget."""
     measured: bool = True
-    """Whether the costs are milliseconds; if not, they only compare with one another."""
+    """Whether the costs are milliseconds, and not arbitrary units."""
 
     def __post_init__(self) -> None:
         for name, points in (("exact", self.exact), ("eager", self.eager)):
@@ -116,24 +109,16 @@ class PathCosts:
 
     @classmethod
     def unmeasured(cls, budgets: Iterable[int], max_segments: Mapping[int, int] | None = None) -> PathCosts:
-        """Costs without measurements: least padding, then fewest replays.
-
-        A replay costs its budget and 64 tokens more, in arbitrary units; the exact shape is taken only where
-        no budget fits. `max_segments` as the attribute.
-        """
+        """Makes costs without measurements, in arbitrary units: least padding, then fewest replays."""
         replay = {budget: float(budget + REPLAY_LAUNCH_TOKENS) for budget in budgets}
         return cls(replay, max_segments=dict(max_segments or {}), measured=False)
 
     def table(
         self, budgets: tuple[int, ...], max_segments: tuple[int | None, ...], largest: int, skippable: bool
     ) -> PathTable:
-        """The cached tables over token counts for a choice of budgets.
-
-        Args:
-            budgets: those that can be replayed, increasing, each with a replay cost.
-            max_segments: the attention segments that each of them holds; None: any number.
-            largest: the most tokens of a batch.
-            skippable: whether a batch without tokens skips the path.
+        """Returns the cached tables over token counts for increasing `budgets`, each with a replay cost.
+        `max_segments` are the attention segments that each of them holds (None: any number), `largest` is the
+        most tokens of a batch; if `skippable`, one without tokens skips the path.
         """
         key = (budgets, max_segments, largest, skippable)
         if (table := self._tables.get(key)) is None:
@@ -157,7 +142,7 @@ class PathCosts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What batches cost, to choose between ways to pack and to run them."""
+    """Costs of batches, to choose between ways to pack and to run them."""
 
     paths: Mapping[tuple[str, tuple[Hashable, ...]], PathCosts]
     """By (path, axis keys)."""
@@ -166,12 +151,8 @@ class CostModel:
 
 
 class PathTable:
-    """The costs of one path as tables over token counts, for one choice of budgets.
-
-    The segments that a budget holds grow with it, so "s segments" is a lower bound on the budget. Where they
-    do not grow, budgets below the last one that is too small for s are not used for s.
-
-    The arguments are those of `PathCosts.table`.
+    """The costs of one path as tables over token counts; arguments as of `PathCosts.table`. Budgets below the
+    last one that is too small for the segments of a batch are not used.
     """
 
     def __init__(
@@ -187,7 +168,7 @@ class PathTable:
         self.budgets = budgets
         held = [min(budget, path_costs.max_tokens.get(budget, budget)) for budget in budgets]
         self.holds = tuple(itertools.accumulate(reversed(held), min))[::-1]
-        """Output tokens that every budget from each one on holds."""
+        """Output tokens that each budget and all larger ones hold."""
         self.largest = largest
         self.skippable = skippable
         self.always_held = min((count for count in max_segments if count is not None), default=None)
@@ -201,22 +182,15 @@ class PathTable:
         self.has_one_segment = single != several
         self.predicts_fallbacks = bool(path_costs.exact or path_costs.eager)
         """Whether the cost of a fallback is a time."""
-
-    @property
-    def knows_eager(self) -> bool:
+        self.knows_eager = bool(path_costs.eager)
         """Whether the cost of the eager forward is known, which takes any number of items."""
-        return bool(self.path_costs.eager)
 
     # --- one batch
 
     def replay(
         self, tokens: int, segments: int | None, *, smallest: bool = False
     ) -> tuple[int, float] | None:
-        """The cheapest budget for a batch, or the `smallest` that holds it, and its cost; None: none.
-
-        Args:
-            segments: its attention segments; None: not known, and not limited.
-        """
+        """Returns the cheapest, or `smallest`, budget that holds a batch, and its cost; None: none does."""
         position = bisect_left(self.holds, tokens)
         if segments is not None and self.always_held is not None and segments > self.always_held:
             position = max(position, self._first_that_holds(segments))
@@ -228,19 +202,19 @@ class PathTable:
         return self.budgets[position], self._prices[one][position]
 
     def fallback(self, tokens: int) -> tuple[float, bool]:
-        """The cost of a batch without a replay, and whether the eager forward gives it."""
-        # Of one size, without the tables, which are as long as the largest budget that was asked for.
+        """Returns the cost of a batch without a replay, and whether it is that of the eager forward."""
+        # Without the tables, which are as long as the largest budget.
         if tokens == 0 or not self.predicts_fallbacks:
             return _UNMEASURED_FALLBACK * (tokens + 1), False
         exact, eager = self.path_costs.exact_curve.at(tokens), self.path_costs.eager_curve.at(tokens)
         return (eager, True) if eager < exact else (exact, False)
 
     def eager(self, tokens: int) -> float:
-        """The cost of a batch in the eager forward."""
+        """Returns the cost of a batch in the eager forward."""
         return self.path_costs.eager_curve.at(tokens)
 
     def _first_that_holds(self, segments: int) -> int:
-        """The position of the first budget from which on every one holds `segments` segments."""
+        """Position of the first budget that, with all larger ones, holds `segments` segments."""
         too_small = (i for i, held in enumerate(self.max_segments) if held is not None and held < segments)
         return max(too_small, default=-1) + 1
 
@@ -254,13 +228,9 @@ class PathTable:
         *,
         one_segment: bool = False,
     ) -> NDArray[np.float64]:
-        """What batches cost at best; infinite where there are more than `largest` tokens.
-
-        Args:
-            tokens: output tokens of every batch, any shape.
-            segments: attention segments of every batch; None: they rule out no budget.
-            replayable: which batches may be replayed at all; None: every one.
-            one_segment: whether all of them have a single attention segment.
+        """Returns the least costs of batches by their output `tokens`, any shape; infinite above `largest`.
+        Their attention `segments` rule out budgets (None: none); `replayable` says which may be replayed
+        (None: all), `one_segment` whether all have a single segment.
         """
         if segments is None and replayable is None and not one_segment:
             return self._best.take(tokens, mode="clip")
@@ -276,7 +246,7 @@ class PathTable:
         return costs
 
     def eager_costs(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """What batches cost in the eager forward; infinite above the tokens that were measured."""
+        """Returns the costs of batches in the eager forward; infinite above the measured tokens."""
         return self._eager.take(tokens, mode="clip")
 
     # Each table has an entry for every count from 0 to `largest`, and one more for all counts above.
@@ -296,7 +266,6 @@ class PathTable:
 
     @functools.cached_property
     def _fallbacks(self) -> NDArray[np.float64]:
-        """As `fallback`, of every size."""
         tokens = np.arange(self.largest + 1)
         cheaper = np.minimum(self.path_costs.exact_curve(tokens), self.path_costs.eager_curve(tokens))
         # An empty batch is no shape to run: where a replay of padding alone serves it, that is taken.
@@ -321,14 +290,13 @@ class PathTable:
 
     @functools.cached_property
     def _tokens_for_segments(self) -> NDArray[np.int64]:
-        """By numbers of segments: one token more than the last budget too small for them."""
+        """By numbers of segments: one token more than the last budget too small for them hold."""
         most = max((count for count in self.max_segments if count is not None), default=0)
         above = [0, *(held + 1 for held in self.holds[:-1]), self.largest + 1]
         return np.array([above[self._first_that_holds(count)] for count in range(most + 2)])
 
 
 def _cheapest_of_rest(prices: list[float]) -> list[int]:
-    """The position of the lowest price from each position on; the first of equal ones."""
     cheapest: list[int] = []
     for position in reversed(range(len(prices))):
         last = cheapest[-1] if cheapest else position

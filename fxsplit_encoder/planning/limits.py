@@ -1,4 +1,4 @@
-"""How large the captures are: the token budgets of every path, and the items and frames of a batch."""
+"""Sizes of captures: the token budgets of every path, and the items and frames of a batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPat
 
 
 def generate_budgets(minimum: int, maximum: int) -> list[int]:
-    """Powers of two times `minimum` up to `maximum`, which is always the last: 64, 200 gives 64, 128, 200.
-
-    Raises:
-        InputError: not 1 <= minimum <= maximum.
-    """
+    """Returns powers of two times `minimum`, and `maximum`; InputError: not 1 <= minimum <= maximum."""
     if not 1 <= minimum <= maximum:
         raise InputError(f"budgets need 1 <= minimum <= maximum; got minimum {minimum}, maximum {maximum}")
     doublings = (maximum // minimum).bit_length()
@@ -26,19 +22,8 @@ def generate_budgets(minimum: int, maximum: int) -> list[int]:
 
 
 def default_budgets(minimum: int, maximum: int, tile: int = 1) -> list[int]:
-    """The ladder where none is listed: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... quarters of `minimum`, and
-    `maximum`.
-
-    These are the powers of two times `minimum`, and the quarters between them, rounded down, if they are
-    multiples of `tile`. For uniform sizes between two powers of two, powers alone give 25 % of padding in
-    what is replayed; with 1.25, 1.5 and 1.75 times the lower one it is 1/13 (7.7 %), with 1.5 alone 1/7 (14.3
-    %).
-
-    Args:
-        tile: tokens of the smallest unit that is encoded, so that budgets hold whole ones.
-
-    Raises:
-        InputError: not 1 <= minimum <= maximum.
+    """Returns powers of two times `minimum`, the quarters between them that are multiples of `tile`, and
+    `maximum`; InputError: not 1 <= minimum <= maximum. Uniform sizes are padded by 1/13, by powers by 25 %.
     """
     powers = generate_budgets(minimum, maximum)
     quarters = (power * part // 4 for power in powers for part in (5, 6, 7))
@@ -47,21 +32,13 @@ def default_budgets(minimum: int, maximum: int, tile: int = 1) -> list[int]:
 
 
 def inferred_budgets(minimum: int, maximum: int, tile: int, max_items: int) -> tuple[int, ...]:
-    """The default ladder over a tower's range, whose smallest budget has a unit for each item of a batch.
-
-    Args:
-        tile: as for `default_budgets`.
-        max_items: the configured items of a batch; 0: none are.
-
-    Raises:
-        InputError: the range is empty.
-    """
+    """Returns the default ladder over a range, at least a `tile` an item; InputError: the range is empty."""
     for_items = -(-max_items // tile) * tile
     return tuple(default_budgets(max(minimum, for_items), maximum - maximum % tile, tile))
 
 
 def smallest_fitting(budgets: Sequence[int], tokens: int) -> int | None:
-    """The smallest of the increasing `budgets` that holds `tokens`; None: the largest is too small."""
+    """Returns the smallest of the increasing `budgets` that holds `tokens`; None: all are too small."""
     position = bisect.bisect_left(budgets, tokens)
     return budgets[position] if position < len(budgets) else None
 
@@ -78,15 +55,14 @@ class CaptureKey(NamedTuple):
     budget: int
     """Output tokens of the capture; 0: all captures at exact shapes, together."""
     axis_keys: tuple[Hashable, ...] = ()
-    """The key on each capture axis."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the captures of a tower hold."""
+    """Limits of a tower's batches in captures."""
 
     path_budgets: Mapping[str, tuple[int, ...]]
-    """Token budgets of every path in output tokens, increasing; a path without any is never captured."""
+    """Budgets of every path in output tokens, increasing; a path without any is never captured."""
     max_items_per_batch: int
     """Images and videos in a batch, at least 1 and at most the smallest budget."""
     max_frames_per_batch: int
@@ -97,14 +73,14 @@ class Limits:
     """Output tokens of one tile of a path, where the tower declares it."""
 
     def is_always_full(self, path: str, budget: int) -> bool:
-        """Whether whole tiles fill a budget exactly, and none of fewer takes it: it needs no padding."""
+        """Whether only whole tiles that fill a budget take it, so that it is never padded."""
         tile = self.tiles.get(path)
         before = max((each for each in self.path_budgets[path] if each < budget), default=0)
         return tile is not None and before % tile == 0 and budget == before + tile
 
 
 def needs_budget_range(config: EncoderConfig, model_config: EncoderCudaGraphConfig) -> bool:
-    """Whether the tower's range decides the budgets of a path, or the items of a batch."""
+    """Returns whether the tower's range decides the budgets of a path, or the items of a batch."""
     listed = all(_listed_budgets(name, config) for name in model_config.paths)
     return not (listed and config.max_items_per_batch)
 
@@ -115,21 +91,19 @@ def resolve_limits(
     budget_range: tuple[int, int] | None,
     has_video: bool,
 ) -> Limits:
-    """What to capture: the user's settings where there are any, else what follows from the tower.
+    """Returns the limits of a tower: those of the configuration, else defaults from its range.
 
-    A path has the budgets that the user lists for it, else those listed for all paths, else `default_budgets`
-    from its own minimum (or the range's) to the range's maximum. A path's own minimum is one tile: its
-    largest budget is rounded down to whole ones, and where the user's items raise the smallest, it is rounded
-    up. A listed 0 only states that a batch without tokens skips the path. Items default to the smallest ones
-    that the range's maximum holds, frames to those of as many of the longest videos.
+    A path has the budgets listed for it, else for all paths, else `default_budgets` from its own minimum (or
+    the range's) to the range's maximum. A listed 0 only states that a batch without tokens skips the path.
+    Items default to as many of the smallest as the range's maximum holds, frames to those of as many of the
+    longest videos.
 
     Args:
-        budget_range: the tower's `get_encoder_cudagraph_budget_range()`, in output tokens; None: unknown, see
-            `needs_budget_range`.
-        has_video: whether videos are encoded at all; if not, `max_frames_per_batch` is 0.
+        budget_range: of the tower, in output tokens; None: unknown, see `needs_budget_range`.
+        has_video: whether videos are encoded; if not, `max_frames_per_batch` is 0.
 
     Raises:
-        ConfigError: the user's settings do not suit this tower.
+        ConfigError: the settings do not suit this tower.
         InputError: the tower declares no path, or an impossible range.
     """
     _check(config, model_config, budget_range)

@@ -1,4 +1,4 @@
-"""Which items share a replay: by the greedy rules, or by predicted costs."""
+"""Packs items into batches, by greedy rules or by predicted costs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,14 @@ from fxsplit_encoder.planning.plan import Capacity, Loads
 def pack_greedy(
     loads: Loads, capacity: Capacity, defer_budgets: Mapping[str, Sequence[int]] | None = None
 ) -> list[list[int]]:
-    """Next-fit in ascending order: a batch grows until the next item would exceed a limit.
-
-    Items are ordered by their tokens over all paths; those of equal size keep their order. An item that
-    exceeds a limit by itself is a batch of its own, after all others.
+    """Packs by next-fit in ascending order of tokens: a batch grows until the next item would exceed a limit.
+    An item that exceeds a limit by itself is a batch of its own, after all others. Returns the positions of
+    the items of every batch; InputError: a batch may not have any.
 
     Args:
-        defer_budgets: the increasing budgets of each path, the last at least its maximum. If given, an item
-            starts the next batch although it fits, where that lowers the sum of budgets on some path: the
-            budget of the batch so far and that of the item alone are together below the budget of both, and
-            the item's is not the smaller one (the rule of vLLM 0.33).
-
-    Returns:
-        The positions of the items of every batch, each position once.
-
-    Raises:
-        InputError: a batch may not have any items.
+        defer_budgets: the increasing budgets of each path, the last at least its maximum. An item then starts
+            the next batch although it fits, where on some path the budgets of the batch so far and of the
+            item alone are together below that of both, and the item's is not smaller (vLLM 0.33's rule).
     """
     check_capacity(capacity)
     # An item is a vector of what it takes up: its tokens on each path, itself, its frames, its segments.
@@ -99,27 +91,20 @@ _BEYOND_THE_END = 1 << 60
 def pack_by_cost(
     loads: Loads, tables: Mapping[str, PathTable], capacity: Capacity, per_batch: float = 0.0
 ) -> list[list[int]]:
-    """The batches whose predicted costs add up to the least.
+    """Packs into the batches of least predicted cost.
 
-    Up to ten items this is the optimum over all partitions. More items are put into the order of
-    `pack_greedy` and cut into runs, the optimum over all ways to cut; with several paths also into an order
-    that alternates between small and large. What `pack_greedy` packs is one of these cuts, so it never costs
-    less.
+    Up to ten items this is the optimum over all partitions. More items are cut into runs, the optimum over
+    all cuts of the order of `pack_greedy`, and with several paths also of an order that alternates between
+    small and large. So it never costs more than `pack_greedy`.
 
     Args:
-        loads: what the items take up. An item above the largest batch of a path is a batch of its own.
-        tables: the costs of each path; no batch has more tokens there than its `largest`, and no budget is
-            replayed with more segments than it holds.
-        capacity: what a batch of `pack_greedy` may have. Here no batch is replayed with more than `max_items`
-            and `max_frames`; with more than `max_items` it runs in the eager forward, if its cost is known.
+        loads: of the items. An item above the largest batch of a path is a batch of its own.
+        tables: the costs of each path; no batch has more tokens there than its `largest`.
+        capacity: limits of `pack_greedy`; more than `max_items` run eagerly, if that cost is known.
         per_batch: the cost that every batch adds.
 
-    Returns:
-        The positions of the items of every batch, each once; positions rise within a batch, and so do the
-            first ones of the batches.
-
-    Raises:
-        InputError: a batch may not have any items.
+    Returns the positions of the items of every batch, increasing, the batches by their first ones;
+    InputError: a batch may not have any items.
     """
     check_capacity(capacity)
     prices = _Prices(loads, tables, capacity, per_batch)
@@ -145,9 +130,7 @@ def _pack(prices: _Prices, max_items: int) -> list[list[int]]:
 
 
 class _Prices:
-    """What batches of the items cost, by the sums of what their items take up. Arguments as for
-    `pack_by_cost`.
-    """
+    """Costs of batches by the sums of their items' loads; arguments as of `pack_by_cost`."""
 
     def __init__(
         self, loads: Loads, tables: Mapping[str, PathTable], capacity: Capacity, per_batch: float
@@ -156,7 +139,7 @@ class _Prices:
         self.paths = [(loads.tokens[path], table) for path, table in tables.items()]
         self._capacity = capacity
         self._per_batch = per_batch
-        # A limit that all items together keep is left out: it would cost time at every sum.
+        # Limits that all items together keep are left out, to save time.
         always_held = [table.always_held for _, table in self.paths if table.always_held is not None]
         self.knows_eager = all(table.knows_eager for _, table in self.paths)
         """Whether batches of more items than captures hold may run eagerly."""
@@ -177,7 +160,7 @@ class _Prices:
         return costs
 
     def of_eager_sums(self, sums: NDArray[np.int64]) -> NDArray[np.float64]:
-        """As `of_sums`, of batches with more items than captures hold: eagerly, if that cost is known."""
+        """As `of_sums`, for batches of more items than captures hold, which run eagerly."""
         if not self.knows_eager:
             return np.full(sums.shape[1:], np.inf)
         costs: NDArray[np.float64] = np.array(self._per_batch)
@@ -212,7 +195,7 @@ class _Prices:
 
 
 def _above(limits: Iterable[tuple[Sequence[int], int]]) -> set[int]:
-    """The positions of items above one of the limits, (of each item, at most)."""
+    """The positions of items above one of the limits, (loads, maximum)."""
     return {
         item
         for loads, maximum in limits
@@ -223,7 +206,6 @@ def _above(limits: Iterable[tuple[Sequence[int], int]]) -> set[int]:
 
 
 def _cheapest_cut(prices: _Prices, order: list[int], max_items: int) -> tuple[float, list[list[int]]]:
-    """The cheapest way to cut the items, in this order, into runs; with its cost."""
     num_items = len(order)
     longest = prices.longest_run()
     if not prices.knows_eager:
@@ -265,9 +247,9 @@ def _ends(num_items: int, longest: int) -> NDArray[np.intp]:
 
 # --- the optimum over all partitions
 #
-# Sets of items are bit masks. The cheapest partition of a set S is, over its subsets T with the highest item
-# of S: T as one batch, and the cheapest partition of S without T. All sets with the same highest item are
-# solved at once.
+# Sets of items are bit masks. The cheapest partition of a set S is the cheapest, over its subsets T with the
+# highest item of S, of T as one batch and the cheapest partition of S without T. All sets with the same
+# highest item are solved at once.
 
 
 def _cheapest_partition(prices: _Prices, max_items: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 
@@ -18,9 +19,7 @@ class MissReason(StrEnum):
     """Every fallback is counted under one of these."""
 
     OVER_LARGEST_BUDGET = "over_largest_budget"
-    """More output tokens than the largest budget."""
     TOO_MANY_FRAMES = "too_many_frames"
-    """The video has more frames than a batch may have."""
     TOO_MANY_SEGMENTS = "too_many_segments"
     """More images and frames than any budget that holds the tokens has segments."""
     NOT_CAPTURED = "not_captured"
@@ -46,7 +45,6 @@ class MissReason(StrEnum):
     OPTIONS = "options"
     """The call's arguments change what the tower returns, such as `output_hidden_states=True`."""
     GRADIENTS = "gradients"
-    """Gradients are to be computed through the tower."""
     TRAINING = "training"
     """A module of the tower is in training mode, and computes something else there."""
     AUTOCAST = "autocast"
@@ -89,11 +87,7 @@ class Item(NamedTuple):
 
 
 class Loads:
-    """What items take up, a column for each limit of a batch: packing adds up columns.
-
-    Args:
-        paths: the names of the paths on which their tokens count.
-    """
+    """Columns of the items' sizes, one for each limit of a batch; tokens of the named `paths`."""
 
     def __init__(self, items: Sequence[Item], paths: Iterable[str]) -> None:
         self.items = items
@@ -101,7 +95,6 @@ class Loads:
         self.tokens: Mapping[str, list[int]] = {
             path: [spec.get_path_output_tokens(path) for spec in self.specs] for path in paths
         }
-        """Output tokens of every item, by path."""
         self.totals: list[int] = list(map(_OUTPUT_TOKENS, self.specs))
         """Output tokens of every item over all paths."""
         self.frames: list[int] = list(map(_FRAMES, items))
@@ -111,7 +104,7 @@ class Loads:
         return len(self.items)
 
     def of(self, positions: Sequence[int]) -> Loads:
-        """The loads of some of the items."""
+        """Returns the loads of some of the items."""
         return Loads([self.items[position] for position in positions], self.tokens)
 
 
@@ -119,12 +112,50 @@ class Capacity(NamedTuple):
     """Limits of a batch of the greedy packings."""
 
     tokens: Mapping[str, int]
-    """Output tokens, by path."""
     max_items: int
     """Images and videos, at least 1."""
     max_frames: int = 0
     max_segments: int | None = None
     """Attention segments; None: any number."""
+
+
+# --- invariant mode (docs/invariant.md)
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantPolicy:
+    """Answers for one configuration which code and which kernels may compute a batch."""
+
+    is_invariant: bool
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> InvariantPolicy:
+        """Returns the policy of a configuration."""
+        return cls(config.invariant)
+
+    @property
+    def own_forward_may_serve(self) -> bool:
+        """Whether a batch may run through the tower's own forward, whose products choose by its rows."""
+        return not self.is_invariant
+
+    @property
+    def repeats_single_items(self) -> bool:
+        """Whether an item that the compiled program does not take runs twice in one batch, where it may."""
+        return self.is_invariant
+
+    @property
+    def one_attention_kernel(self) -> bool:
+        """Whether one kernel attends in all calls with the same heads, chosen by its kind and not by time."""
+        return self.is_invariant
+
+    @property
+    def one_order_of_sums(self) -> bool:
+        """Whether graphs add in one order for any number of rows, or are refused."""
+        return self.is_invariant
+
+
+BATCH_DEPENDENT = InvariantPolicy(False)
+"""The default: an item's bits may depend on its batch."""
 
 
 # --- plans
@@ -137,7 +168,7 @@ class PathPlan(NamedTuple):
     """How one path of a batch is encoded."""
 
     tokens: int
-    """Output tokens of the batch on this path. 0: the path is skipped, or a replay is padding only."""
+    """Output tokens of the batch on this path; 0: the path is skipped, or a replay is padding only."""
     budget: int | None = None
     """The budget that is replayed; None: no replay."""
     reason: MissReason | None = None
@@ -148,7 +179,7 @@ class PathPlan(NamedTuple):
     """The predicted time on the device; None: not known. At an exact shape a price (`PathCosts.exact`)."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The path as plain values that JSON can hold."""
+        """Returns values of JSON."""
         return {
             "tokens": int(self.tokens),
             "budget": self.budget,
@@ -164,7 +195,7 @@ class PathPlan(NamedTuple):
 
     @property
     def result(self) -> str:
-        """In a word: hit, skipped, or the reason of the miss."""
+        """`hit`, `skipped`, or the reason of the miss."""
         return self.reason or ("skipped" if self.skipped else "hit")
 
 
@@ -177,12 +208,11 @@ class PlannedBatch(NamedTuple):
     output_tokens: int
     """Rows of the items' embeddings, all together."""
     axis_keys: tuple[Hashable, ...] = ()
-    """The items' key on each capture axis."""
     milliseconds: float | None = None
     """The predicted time of all paths, and of the host; None: one is not known."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The batch as plain values that JSON can hold."""
+        """Returns the batch as values of JSON."""
         return {
             "items": list(self.indices),
             "output_tokens": int(self.output_tokens),
@@ -249,7 +279,7 @@ class Plan:
         return 1 - sum(path.tokens for path in replayed) / budgets if budgets else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain values that JSON can hold."""
+        """Returns the plan as values of JSON."""
         return {
             "items": self.num_items,
             "hits": self.hits,

@@ -1,4 +1,4 @@
-"""From item sizes to a plan: which items share a batch, and how each path of it is encoded."""
+"""Makes plans from item sizes: which items share a batch, and how each path of it is encoded."""
 
 from __future__ import annotations
 
@@ -41,16 +41,13 @@ def build_plan(
 ) -> Plan:
     """Packs items into batches and decides how each path of a batch is encoded.
 
-    With `cost` packing the predicted costs of all batches add up to the least (see `pack_by_cost`), and each
-    path takes the cheapest of its replays and fallbacks. The greedy packings take the smallest budget that
-    fits.
+    With `cost` packing batches have the least predicted cost (see `pack_by_cost`), and each path takes the
+    cheapest of its replays and fallbacks. The greedy packings take the smallest budget that fits.
 
     Args:
-        items: the images and videos of a request. Those with a refusal are batches of their own, in the order
-            of the request and apart by reason.
+        items: the images and videos of a request; those with a refusal are batches apart, by reason.
         captured: what can be replayed; None: everything that `limits` lists.
-        costs: what batches cost, and how many segments each capture holds; None: not measured, so padding is
-            minimized (`PathCosts.unmeasured`), and segments are not limited.
+        costs: None: not measured, so padding is minimized (`PathCosts.unmeasured`).
 
     Raises:
         InputError: `costs` has no price for a capture.
@@ -77,11 +74,7 @@ def build_fallback_plan(
     reason: MissReason,
     skippable_paths: Collection[str] | None = None,
 ) -> Plan:
-    """One batch of all items, in order, that replays nothing and counts every item under `reason`.
-
-    Args:
-        skippable_paths: the paths that are skipped where the items have no tokens; None: any.
-    """
+    """Returns one batch of all items that replays nothing, each counted under `reason`."""
     if not items:
         return Plan((), 0)
     names = tuple(paths)
@@ -112,24 +105,21 @@ class _Path:
     listed: tuple[int, ...]
     """All budgets of the path, captured or not."""
     not_needed: tuple[int, ...]
-    """Budgets at which the exact shape was measured to be as fast."""
     table: PathTable
     """With the budgets that are captured."""
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """What the greedy packings pack for: captured budgets, and those not needed."""
+        """Budgets of the greedy packings: captured ones, and those not needed."""
         captured = self.table.holds
         return tuple(sorted((*captured, *self.not_needed))) if self.not_needed else captured
 
     @property
     def greedy_maximum(self) -> int:
-        """The tokens that a batch of the greedy packings may have."""
         # A path without captures falls back anyway: there only the configured budgets bound a batch.
         return self.budgets[-1] if self.budgets else self.table.largest
 
     def plan(self, tokens: int, segments: int, frames_fit: bool, by_cost: bool, pairs: float) -> PathPlan:
-        """How a batch of these tokens, segments and attended pairs is encoded."""
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
@@ -148,7 +138,6 @@ class _Path:
         )
 
     def plan_eager(self, tokens: int, pairs: float) -> PathPlan:
-        """How a batch of more items than captures hold is encoded: eagerly, which was found cheaper."""
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
@@ -241,7 +230,6 @@ class _Group:
             self._pairs = [item.spec.input_size**2 / max(item.segments, 1) for item in items]
 
     def pack(self, limits: Limits, packing: Packing, per_batch: float) -> list[list[int]]:
-        """The positions in this group of the items of every batch."""
         if len(self._loads) == 1:
             return [[0]]
         held = [most for path in self._paths for most in path.table.max_segments if most is not None]
@@ -261,7 +249,7 @@ class _Group:
     def plan(
         self, positions: Sequence[int], limits: Limits, by_cost: bool, per_batch: float | None
     ) -> PlannedBatch:
-        """How a batch is encoded; `per_batch` is its host time, None: not known."""
+        """Plans a batch; `per_batch` is its host time, None: not known."""
         loads = self._loads
         frames_fit = not self._has_frames or _sum(loads.frames, positions) <= limits.max_frames_per_batch
         items_fit = len(positions) <= limits.max_items_per_batch

@@ -10,7 +10,7 @@ from fxsplit_encoder.runtime.requests import (
     request_of_module,
     request_of_program,
 )
-from fxsplit_encoder.runtime.unpadded_replays import UnpaddedReplays
+from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
 
 __all__ = [
     "CapturableForward",
@@ -21,7 +21,7 @@ __all__ = [
     "FreshInputs",
     "KnownCosts",
     "MeasuredForward",
-    "UnpaddedReplays",
+    "UnpaddedCaptures",
     "WeightChecks",
     "measure_forward",
     "request_of_module",

@@ -13,30 +13,24 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 import torch
 
 from fxsplit_encoder._torch.modes import in_inference_mode as inference_mode
-from fxsplit_encoder.capture import (
-    BudgetLadder,
-    CapturedForward,
-    CaptureRequest,
-    ProgramBody,
-    SharedBuffers,
-)
-from fxsplit_encoder.capture.buffers import StaticValue
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticValue
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody
+from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, ReplayError
-from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
 from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.products import ProductChooser
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, choosing, failing
+from fxsplit_encoder.kernels.products.measured import ProductChooser
 from fxsplit_encoder.pauses import pause
-from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
+from fxsplit_encoder.planning.plan import BY_THE_TOWER, InvariantPolicy, MissReason, PathPlan
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
-from fxsplit_encoder.runtime.unpadded_replays import UnpaddedReplays
+from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import NamedRegion
+    from fxsplit_encoder.compile.program import NamedRegion
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +49,13 @@ class CapturableForward(Protocol):
         """Whether padding is taken to leave real rows alone without a proof."""
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
-
-        Raises:
-            CaptureError: there is none of this size.
-        """
+        """Makes a capture request of so many output tokens over `shared` inputs, or CaptureError."""
 
     def is_always_full(self, tokens: int) -> bool:
         """Whether only batches that fill a budget of so many output tokens take it."""
 
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """Returns how a new capture changes the results of a batch, which does not fill it unless it is
-        always full; None: it does not, or there is no such batch.
-        """
+        """Returns how a new capture changes the results of a batch that may take it; None: it does not."""
 
 
 Served: TypeAlias = tuple[Sequence[Any], PathPlan, int | None]
@@ -76,11 +64,8 @@ replay: 0 for one without padding, None for no replay."""
 
 
 class CapturedProgram(ABC):
-    """One forward with its captures: a ladder of budgets, and captures of the token counts that recur.
-
-    Args:
-        budgets: of the ladder, in output tokens, increasing.
-        mode: in which budgets are captured: one of the configuration's.
+    """One forward with its captures: a ladder of increasing `budgets`, in output tokens, captured in the
+    configuration's `mode`; and captures of the token counts that recur.
     """
 
     def __init__(
@@ -116,7 +101,7 @@ class CapturedProgram(ABC):
             agree=scope.agree or bool,
             compares_kernels=scope.compares_kernels,
         )
-        self.unpadded = UnpaddedReplays(
+        self.unpadded = UnpaddedCaptures(
             self._request_of_count, scope, attention_ms=lambda tokens: self.measured.attention_ms(tokens)
         )
 
@@ -130,13 +115,13 @@ class CapturedProgram(ABC):
 
     @property
     def padding_refused(self) -> bool:
-        """Whether nothing is padded: a program is not proved to keep its rows apart, nor declared to."""
+        """Whether nothing is padded: the rows are not proved to stay apart, nor declared to."""
         region = self.forward.region
         return region is not None and not (self.forward.declares_padding or region.program.padding.proved)
 
     @property
     def recurring_counts(self) -> str | None:
-        """When token counts are captured without padding: "hits", "cost" (`UnpaddedReplays`); None: never."""
+        """When token counts are captured unpadded: "hits", "cost" (`UnpaddedCaptures`); None: never."""
         if self.mode == "none":
             return None
         if self.mode == "exact" or self.padding_refused:
@@ -145,11 +130,7 @@ class CapturedProgram(ABC):
         return "cost" if by_cost else None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens; inputs that every batch fills lie in `shared`.
-
-        Raises:
-            CaptureError: the forward cannot be captured, or has none of this size.
-        """
+        """Makes a capture request of so many output tokens over `shared` inputs, or raises CaptureError."""
         region = self.forward.region
         if region is not None and (refusal := region.program.padding.capture_refusal):
             raise CaptureError(refusal)
@@ -167,7 +148,6 @@ class CapturedProgram(ABC):
         return request
 
     def _request_of_count(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes the request of a capture without padding."""
         request = self.request(tokens, shared)
         body = request.body
         if self.padding_refused and isinstance(body, ProgramBody):
@@ -193,9 +173,12 @@ class CapturedProgram(ABC):
         is_new = budget not in self.captured
         self.ladder.capture(budget)
         if is_new and not (self.padding_proved or self.forward.declares_padding):
-            for captured in self.ladder.captures_of(budget):
-                captured.must_be_full = self.forward.is_always_full(budget)
-        if is_new and budget in self.captured and self._must_compare():
+            for captures in (self.captured, self.ladder.captured_single_segment):
+                if budget in captures:
+                    captures[budget].must_be_full = self.forward.is_always_full(budget)
+        # Where nothing says that padding leaves rows alone, always; where the tower says so, with `debug`.
+        compares = not self.padding_proved and (self.scope.config.debug or not self.forward.declares_padding)
+        if is_new and budget in self.captured and compares:
             pause()
             change = self.forward.padding_change(self.captured[budget], budget)
             if not (self.scope.agree or bool)(change is None):
@@ -212,10 +195,6 @@ class CapturedProgram(ABC):
     def tokens_held(self, budget: int) -> int:
         """Output tokens that the capture of a budget has room for."""
         return budget
-
-    def _must_compare(self) -> bool:
-        # Where nothing says that padding leaves rows alone, always; where the tower says so, with `debug`.
-        return not self.padding_proved and (self.scope.config.debug or not self.forward.declares_padding)
 
     def drop(self, budget: int, reason: str) -> None:
         """Releases the captures of one budget."""
@@ -289,8 +268,8 @@ class CapturedProgram(ABC):
     def captures_for(
         self, planned: PathPlan, *, capture_now: bool = False
     ) -> list[tuple[int, BudgetLadder, int]]:
-        """Returns captures that may serve a planned batch, the best first: (budget, 0 without padding; the
-        ladder that holds it; its size). With `capture_now` the batch's own count is captured at once if ever.
+        """Returns captures that may serve a batch, the best first: (budget, 0 without padding; ladder; size).
+        With `capture_now` the batch's own count is captured at once if ever.
         """
         found: list[tuple[int, BudgetLadder, int]] = []
         by = self.recurring_counts
@@ -329,10 +308,8 @@ class CapturedProgram(ABC):
         in_inference_mode: bool = False,
     ) -> Served:
         """Runs a planned batch: loads and replays the best capture; without one that takes it, at the exact
-        shape, or else through the tower's own code, `in_inference_mode` if told so. The caller has the pool.
-
-        Raises:
-            WeightsMovedError: a capture reads parameters that are elsewhere now.
+        shape, or else through the tower's own code, with `in_inference_mode` in that mode. The caller
+        holds the pool. WeightsMovedError where a capture reads parameters that are elsewhere now.
         """
         captures = self.captures_for(planned, capture_now=capture_now) if may_replay else ()
         values, rows, exceeded = None, None, False
@@ -439,8 +416,6 @@ class CapturedProgram(ABC):
         rows: int | None,
         batch: Any,
     ) -> bool:
-        """Whether an unpadded capture serves a batch; one on trial has to beat the exact shape."""
-
         def replay() -> None:
             captured.load(values, rows)
             captured.replay()
@@ -451,7 +426,7 @@ class CapturedProgram(ABC):
         """Returns a plan as captures without padding serve it now."""
         if planned.skipped:
             return planned
-        if planned.tokens in self.unpadded.captures:
+        if planned.tokens in self.unpadded:
             return PathPlan(planned.tokens, planned.tokens)
         return planned if planned.budget is not None else planned._replace(reason=self.miss_reason(planned))
 
@@ -469,7 +444,6 @@ class CapturedProgram(ABC):
 
 
 def _read_bytes(captures: Sequence[CapturedForward]) -> dict[int, int]:
-    """What some captures read of the memory of static inputs: address -> bytes."""
     read: dict[int, int] = {}
     for captured in captures:
         for buffer in captured.inputs.buffers.values():
@@ -479,7 +453,7 @@ def _read_bytes(captures: Sequence[CapturedForward]) -> dict[int, int]:
 
 @dataclass
 class Choosers:
-    """The kernels of one configuration's calls, of every operation that has several."""
+    """The kernel choosers of one configuration, one for each operation."""
 
     attention: KernelChooser = field(default_factory=KernelChooser)
     products: ProductChooser = field(default_factory=ProductChooser)
@@ -487,7 +461,7 @@ class Choosers:
     @classmethod
     def of(cls, config: EncoderConfig) -> Self:
         """Makes the choosers of a configuration; ConfigError for an unknown kernel or condition."""
-        attention = KernelChooser(config.attention, invariant=config.invariant)
+        attention = KernelChooser(config.attention, policy=InvariantPolicy.of(config))
         return cls(attention, ProductChooser(config.products))
 
     def check(self, device: torch.device) -> None:
@@ -515,5 +489,5 @@ class Choosers:
 
     @cached_property
     def all(self) -> tuple[Chooser[Any, Any], ...]:
-        """Of every operation."""
+        """Every chooser."""
         return self.attention, self.products

@@ -1,4 +1,4 @@
-"""What a forward costs without captures: run eagerly, and its attention, measured on a device."""
+"""Costs of a forward without captures: run eagerly, and its attention, measured on a device."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.inputs import is_cumulative
+from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.kernels.attention import KnownSegments
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import PathCosts, Points
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import BoundProgram
+    from fxsplit_encoder.compile.program import BoundProgram
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8
@@ -66,39 +66,28 @@ class TimedForward(Protocol):
 
 @dataclass(frozen=True)
 class MeasuredForward:
-    """What was measured of a forward without captures."""
+    """Measurements of a forward without captures."""
 
     eager: Points = ()
     """(output tokens, milliseconds) of the tower's own forward."""
-
     attention: float = 0.0
     """Milliseconds of a pair of rows that attend to one another."""
-
     rows_per_token: float = 1.0
     """Rows of the attended sequence for an output token."""
-
     share: float = 1.0
     """Of the pairs of one segment as long as a budget, those that attend to one another in the inputs with
     which it is captured and timed: an eighth where a tower lays these out as eight equal images."""
-
     runs_share: float = 1.0
     """The same of the runs at the exact shape, which of a program are on one segment."""
-
     out_of_memory: int | None = None
     """The least output tokens at which memory ran out; None: nowhere."""
-
     eager_host: float = 0.0
     """Milliseconds that the host needs for the tower's own forward, whatever its size."""
 
     def with_captures(
         self, ladder: BudgetLadder, max_segments: Mapping[int, int], *, compiled: bool
     ) -> PathCosts:
-        """Returns the costs with captures, or an order of preference where nothing was measured.
-
-        Args:
-            max_segments: the attention segments that a budget's capture holds.
-            compiled: whether the forward was compiled, so that it can run at its exact shape.
-        """
+        """Returns the costs with captures, or an order of preference where nothing was measured."""
         budgets = sorted(ladder.captured)
         measured = ladder.costs
         if not measured:
@@ -106,7 +95,6 @@ class MeasuredForward:
         return self._limited(measured)._costs(budgets, measured, max_segments, compiled=compiled)
 
     def _limited(self, measured: Mapping[int, MeasuredCosts]) -> MeasuredForward:
-        """With no more attention than every run has room for."""
         timed = [(b, milliseconds, self.share) for b, milliseconds in self.eager]
         for b, costs in measured.items():
             timed.append((b, costs.exact, self.runs_share))
@@ -151,9 +139,7 @@ class MeasuredForward:
         )
 
     def attention_ms(self, budget: int, share: float | None = None) -> float:
-        """Returns milliseconds of attention in a run at a budget's size; `share` by default as in runs at the
-        exact shape.
-        """
+        """Milliseconds of attention at a budget's size; `share` by default as in runs at the exact shape."""
         share = self.runs_share if share is None else share
         return self.attention * share * (budget * self.rows_per_token) ** 2
 
@@ -163,7 +149,7 @@ class MeasuredForward:
 
 @dataclass(frozen=True)
 class KnownCosts:
-    """What was measured of a forward and its captures, in another process on a device of the same kind."""
+    """Measurements of a forward and its captures, by another process on a device of the same kind."""
 
     forward: MeasuredForward
     budgets: Mapping[int, KnownBudget]
@@ -173,8 +159,8 @@ class KnownCosts:
 
 def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
     """Times the tower's own forward from the largest budget down, each at most half of the one before, until
-    the host bounds it, and attention at the largest that memory holds; of a forward that was not compiled
-    attention alone, since the ladder times it. Pauses after each size.
+    the host bounds it, and attention at the largest that memory holds; of one not compiled attention
+    alone.
     """
     measure = _measure_compiled if forward.program is not None else _measure_uncompiled
     with torch.no_grad(), measuring():
@@ -182,9 +168,7 @@ def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredFo
 
 
 def run_timed(forward: TimedForward, budgets: Sequence[int]) -> None:
-    """Runs, once each, what `measure_forward` times and no capture runs, so that its kernels become known; of
-    a tower's own forward the sizes that are likely timed.
-    """
+    """Runs, once each, what `measure_forward` times and no capture runs, so that its kernels become known."""
     likely = itertools.islice(_halved(budgets), _LIKELY_TIMED) if forward.program is not None else ()
     for budget in likely:
         with contextlib.suppress(InputError, torch.OutOfMemoryError):
@@ -244,7 +228,6 @@ def _halved(budgets: Sequence[int]) -> Iterator[int]:
 
 
 def _shares(program: BoundProgram, values: Mapping[str, Tensor], rows: int) -> tuple[float, float]:
-    """`MeasuredForward.share` and `runs_share` of a program."""
     frames = program.region.frame_lengths
     if frames is None or frames not in values:
         return 1.0, 1.0
@@ -257,9 +240,7 @@ def _share_of(cu_seqlens: Sequence[int], rows: int) -> float:
 
 
 def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
-    """Measures attention in a tower's own code as the difference between several equal segments and one, at
-    a moderate size: the cost of one segment grows with its square.
-    """
+    """Measures attention by several equal segments and one: the cost of a segment grows with its square."""
     limits = [budgets[-1] // part for part in _MEASURED_PARTS]
     sizes = [max((each for each in budgets if each <= most), default=budgets[0]) for most in limits]
     try:
@@ -289,9 +270,7 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
 
 
 def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> float:
-    """Milliseconds of an attended pair, from a batch as one segment and as several; 0 where the host bounds
-    the runs, whose difference is noise.
-    """
+    """Milliseconds of an attended pair; 0 where the host bounds the runs, whose difference is noise."""
     one, several = (_attention_run(forward, values, segments) for segments in (1, _MEASURED_SEGMENTS))
     if forward.program is None or one is None or several is None:
         return 0.0
@@ -309,7 +288,7 @@ def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> floa
 def _attention_run(
     forward: TimedForward, values: Mapping[str, Tensor], segments: int
 ) -> Callable[[], Tensor] | None:
-    """The program over a batch as so many equal segments; None: too small for attention to tell."""
+    """The program over a batch as so many equal segments; None: too small to measure attention."""
     program = forward.program
     frames = program.region.frame_lengths if program is not None else None
     rows = program.tokens(values) if program is not None else None

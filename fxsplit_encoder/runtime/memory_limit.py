@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts
@@ -18,11 +18,8 @@ from fxsplit_encoder.runtime.statistics import Statistics
 
 
 class CaptureSet:
-    """The captures of one owner: those of several programs over one pool.
-
-    Args:
-        config: its `max_graph_bytes` limits the memory of captures and their static inputs.
-        agree, not_compiled, compares_kernels, weight_checks: see `CaptureScope`.
+    """The captures of several programs over one pool, whose memory `config.max_graph_bytes` limits; the other
+    arguments are those of `CaptureScope`.
     """
 
     def __init__(
@@ -66,19 +63,15 @@ class CaptureSet:
     @property
     def num_captured(self) -> int:
         """Captures that are kept, those without padding included."""
-        return sum(len(each.captured) + len(each.unpadded.captures.sizes) for each in self.programs.values())
+        return sum(len(each.captured) + len(each.unpadded.sizes) for each in self.programs.values())
 
     def capture(
         self,
         wanted: Iterable[tuple[Hashable, int]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Captures budgets of programs, largest first, and drops those that exceed the limit. It pauses
-        between budgets, and as `BudgetLadder.capture`; nothing is replayed before the end.
-
-        Args:
-            wanted: (program's key, budget).
-            progress: is called with (budgets done, budgets).
+        """Captures budgets, `wanted` as (program's key, budget), largest first, and drops those that exceed
+        the limit. Pauses between them, and calls `progress` with (budgets done, budgets).
         """
         ordered = sorted(wanted, key=lambda each: -each[1])
         while ordered:
@@ -120,7 +113,7 @@ class CaptureSet:
     def record_unpadded(self, statistics: Statistics) -> None:
         """Updates the captures without padding that statistics show."""
         for program in self.programs.values():
-            if program.unpadded.captures.sizes:
+            if program.unpadded.sizes:
                 statistics.record_capture(program.key(0), "exact", program.unpadded.num_bytes)
             else:
                 statistics.record_release(program.key(0))
@@ -136,7 +129,6 @@ class CaptureSet:
         return [(key, budget) for key, program in self.programs.items() for budget in program.captured]
 
     def _over_limit(self) -> bool:
-        """Whether the captures exceed the limit, on this rank or another."""
         remaining = self.remaining_bytes
         return remaining is not None and not (self.scope.agree or bool)(remaining >= 0)
 
@@ -144,9 +136,7 @@ class CaptureSet:
         return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.max_bytes}"
 
     def _drop_least_useful(self) -> list[tuple[Hashable, int]]:
-        """Drops the budgets that gain least for their bytes and releases the rest; returns these, largest
-        first. A pool frees its memory as a whole, so they have to be captured again.
-        """
+        """Drops the budgets that gain least for their bytes; releases and returns the rest."""
         assert self.max_bytes is not None
         # Bytes are not the same on all ranks: there one budget is dropped at a time.
         excess = self.num_bytes - self.max_bytes if self.scope.agree is None else 1
@@ -177,15 +167,8 @@ class CaptureSet:
 def least_useful(
     costs: PathCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
 ) -> tuple[int, float]:
-    """Returns the budget that gains least for its bytes, and that gain.
-
-    The gain of a budget is what all sizes up to the largest budget, each as likely as another, would cost
-    more without it.
-
-    Args:
-        costs: of the path. Where nothing was measured, the exact shape counts as a few hundred tokens more
-            than its own, for its launches.
-        skippable: as for `PathCosts.table`.
+    """Returns the budget that gains least for its bytes, and that gain: how much more all sizes up to the
+    largest budget, each as likely as another, would cost without it. `skippable` as for `PathCosts.table`.
     """
     every = tuple(budgets)
     tokens = np.arange(1, every[-1] + 1)

@@ -1,34 +1,27 @@
-"""What a forward gives to be captured at one size: a program, or a tower's own code as it is."""
+"""The capture request of a forward at one size: of a program, or of a tower's own code."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import (
-    CaptureRequest,
-    GraphPool,
-    ProgramBody,
-    RowCount,
-    SharedBuffers,
-    StaticBuffer,
-    StaticInputs,
-    StaticParameters,
-)
-from fxsplit_encoder.capture.inputs import is_cumulative
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
+from fxsplit_encoder.capture.forward import CaptureRequest, ProgramBody, RowCount
+from fxsplit_encoder.capture.inputs import StaticInputs, is_cumulative
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, WeightsLayoutError
+from fxsplit_encoder.planning.plan import InvariantPolicy
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile import Bindings, NamedRegion
-
-logger = logging.getLogger(__name__)
+    from fxsplit_encoder.compile.program import Bindings, NamedRegion
 
 PaddingLogics: TypeAlias = Mapping[str, Callable[[Tensor, Tensor], None]]
 """By name, how a tower fills an input of a capture (first) from a value (second) itself."""
@@ -54,14 +47,8 @@ def request_of_program(
     shared: SharedBuffers,
     padding_logics: PaddingLogics | None = None,
 ) -> CaptureRequest:
-    """Makes the request of a program, and with it the one for a single segment.
-
-    Args:
-        parameters: those that a replay has to compare.
-        shared: memory of the inputs that every batch fills.
-
-    Raises:
-        CaptureError: the trace does not hold for inputs of these sizes.
+    """Makes the request of a program, and with it the one for a single segment; CaptureError where the trace
+    does not hold for inputs of these sizes. A replay has to compare `parameters`.
     """
     program, bindings = region.program, fresh.bindings
     assert bindings is not None
@@ -107,13 +94,7 @@ def request_of_module(
     splitting_ops: tuple[str, ...],
     padding_logics: PaddingLogics,
 ) -> CaptureRequest:
-    """Makes the request of a forward that is captured as it is.
-
-    Args:
-        growing: the inputs whose rows depend on the size, which every batch fills. Others may be constants,
-            which a tower need not give again.
-        splitting_ops: where it breaks in mode "breakable".
-    """
+    """Makes the request of a forward that is captured as it is; `growing` names the inputs of every batch."""
     own = (
         StaticBuffer(name, tensor, 0, padding_logics.get(name), may_be_left_out=name not in growing)
         for name, tensor in fresh.values.items()
@@ -167,12 +148,7 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def check_replacements(
     layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
 ) -> None:
-    """Raises WeightsLayoutError unless new weights have the layouts that a program was compiled for.
-
-    Args:
-        layouts, values: of the old weights (None: no weight), and those in the same places now.
-        what_to_do: a sentence for the message.
-    """
+    """Raises WeightsLayoutError unless new weights have these layouts (None: no weight)."""
     for expected, value in zip(layouts, values, strict=True):
         if expected is None:
             continue
@@ -189,17 +165,8 @@ def check_replacements(
             )
 
 
-def warn_of_new_captures(reason: object) -> None:
-    """Warns that everything is captured again."""
-    logger.warning("capturing again: %s", reason)
-
-
 class WeightChecks:
-    """Tells which replays check the addresses of the parameters that they read.
-
-    Args:
-        seconds: between two checks of a path; 0: each of its replays.
-    """
+    """Decides which replays check parameters: once in `seconds` for each path; 0: every replay."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -237,6 +204,11 @@ class CaptureScope:
     """Whether attention kernels that were not compared yet are compared before captures."""
     weight_checks: WeightChecks | None = None
     """Which replays check the parameters that they read; None: none does, since the owner has."""
+
+    @cached_property
+    def policy(self) -> InvariantPolicy:
+        """What `invariant` allows, of the configuration."""
+        return InvariantPolicy.of(self.config)
 
     @property
     def measured(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an encoder has served so far, counted as it serves."""
+"""Counts of what an encoder has served."""
 
 from __future__ import annotations
 
@@ -26,27 +26,23 @@ _ENDS = ("done", "failed", "stopped")
 
 @dataclass(frozen=True)
 class CaptureProgress:
-    """Where captures that are made while requests are served stand."""
+    """Progress of captures that are made while requests are served."""
 
     phase: Phase
     """tracing and compiling forwards; measuring them; capturing; done: the captures serve; failed: the first
     captures go on serving; stopped: by `clear`."""
-
     done: int = 0
     """Pieces that are compiled, or budgets that are captured; 0 in other phases."""
-
     total: int = 0
     """Of so many; 0: not known."""
-
     seconds: float = 0.0
     """Since `capture` was called; from an end on, until then."""
-
     reason: str = ""
     """Why it failed."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will happen."""
+        """Whether the work has ended."""
         return self.phase in _ENDS
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,26 +67,20 @@ FALLBACK_KINDS = ("exact", "eager")
 
 @dataclass
 class BudgetStats:
-    """What one captured budget of one path has done."""
+    """Counts of one captured budget of one path."""
 
     replays: int = 0
     """How often it was replayed."""
-
     real_tokens: int = 0
     """Output tokens of items, over all replays."""
-
     padded_tokens: int = 0
     """Output tokens of padding, over all replays."""
-
     timed_replays: int = 0
     """How many of the replays `milliseconds` covers."""
-
     milliseconds: float = 0.0
     """Time of the timed replays, all together."""
-
     graph_bytes: int = 0
     """Device memory that the capture holds."""
-
     mode: str = ""
     """How it is captured, one of the configuration's modes; empty if it is not."""
 
@@ -100,16 +90,10 @@ class BudgetStats:
         return self.milliseconds / self.timed_replays if self.timed_replays else None
 
     def plus(self, other: BudgetStats) -> BudgetStats:
-        """What both have done."""
+        """The sums of both."""
         names = [each.name for each in fields(self) if each.name != "mode"]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return BudgetStats(**sums, mode=self.mode or other.mode)
-
-    def row(self) -> tuple[object, ...]:
-        """Mode, MiB, replays, real and padded tokens, milliseconds a replay: a line of a table."""
-        mebibytes = self.graph_bytes / 2**20
-        replayed = (self.replays, self.real_tokens, self.padded_tokens, self.mean_milliseconds)
-        return (self.mode, mebibytes, *replayed)
 
 
 @dataclass(frozen=True)
@@ -118,19 +102,14 @@ class ManagerStats:
 
     hits: int
     """Items that replays alone served."""
-
     misses: Mapping[MissReason, int]
     """Items that fell back on some path, by reason; each item counts once."""
-
     budgets: Mapping[CaptureKey, BudgetStats]
     """What each capture has done, by path, token budget and axis keys."""
-
     fallback_runs: Mapping[str, int] = field(default_factory=dict)
     """How often a path of a batch ran without a replay, by `FALLBACK_KINDS`."""
-
     input_bytes: int = 0
     """Device memory of the captures' static inputs."""
-
     progress: CaptureProgress | None = None
     """How far the work behind `capture(wait=False)` is; None: there is none."""
 
@@ -216,23 +195,28 @@ class ManagerStats:
             summary += f"; captures: {self.progress}"
         headers = ["path", "budget", "mode", "MiB", "replays", "tokens", "padding", "ms a replay"]
         rows = [
-            [" ".join(map(str, (key.path, *key.axis_keys))), key.budget or "exact", *stats.row()]
-            for key, stats in self.budgets.items()
+            [
+                " ".join(map(str, (key.path, *key.axis_keys))),
+                key.budget or "exact",
+                each.mode,
+                each.graph_bytes / 2**20,
+                each.replays,
+                each.real_tokens,
+                each.padded_tokens,
+                each.mean_milliseconds,
+            ]
+            for key, each in self.budgets.items()
         ]
         return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f', missingval='-')}" if rows else summary
 
 
 class Statistics:
-    """Counts hits, misses and replays, and logs them every `log_interval` items (0: never).
-
-    Threads may record and take snapshots at the same time.
-    """
+    """Counts hits, misses and replays of threads, and logs them every `log_interval` items (0: never)."""
 
     def __init__(self, log_interval: int = 100) -> None:
         self._log_interval = log_interval
         self._lock = threading.Lock()
-        self._items = 0
-        """The hits and all misses."""
+        self._items = 0  # the hits and all misses
         self._hits = 0
         self._misses: Counter[MissReason] = Counter()
         self._fallback_runs: Counter[str] = Counter()
@@ -309,7 +293,6 @@ class Statistics:
 
 
 def _order(key: CaptureKey) -> tuple[str, str, int]:
-    """Order of captures by path, axis keys and budget; axis keys of any type."""
     return key.path, str(key.axis_keys), key.budget
 
 

@@ -1,4 +1,4 @@
-"""The base class of every adapter, packed or of tiles: a module that is called as the tower itself is."""
+"""The base class of all adapters, a module with the forward of its tower."""
 
 from __future__ import annotations
 
@@ -18,57 +18,44 @@ from fxsplit_encoder._torch.modes import foreign_around, without_autograd
 from fxsplit_encoder._torch.tensors import share_names, tensors_of
 from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.protocol import EncoderCudaGraphCaptureInputs, scatter_output_slices
 
-_towers: weakref.WeakValueDictionary[str, WrappedTower] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
 VIDEOS = "pixel_values_videos"
-"""Where `mm_kwargs` holds videos."""
+"""The key of videos in `mm_kwargs`."""
 
 
 class WrappedTower(nn.Module):
-    """A tower behind the manager's protocol that is still a module with the tower's own forward.
-
-    Its parameters, buffers and submodules have the tower's own names, so it may take the tower's place in a
-    model whose checkpoints are loaded and saved. An adapter gives the rest of the protocol.
+    """A tower behind the manager's protocol, with the tower's own forward and names of parameters, buffers
+    and submodules: it may take the tower's place in a model whose checkpoints are loaded and saved.
 
     Args:
         tower: the module that encodes.
-        children: the submodules that have names here, where more than the tower is wrapped; None: the
-            tower's.
+        children: submodules by their names here; None: the tower's.
     """
 
     supports_encoder_cudagraph: ClassVar[Literal[True]] = True
-
     declares_padding: bool = False
-    """Whether padding is taken to leave real rows alone without a proof."""
-
+    """Whether real rows are declared independent of padding, without a proof."""
     has_plain_blocks: bool = False
     """Whether all blocks take tensors, numbers and names and return one tensor: equal ones are traced once"""
-
     deepstack_levels: int = 0
-    """How many further outputs follow the main one along the hidden dimension, each as wide as it."""
-
+    """Further outputs that follow the main one along the hidden dimension, each as wide as it."""
     returns_rows: bool = False
     """Whether the forward returns `encoder_cudagraph_forward`'s packed rows, not the tower's output."""
-
     assembles: ClassVar[bool] = False
-    """Whether an item's embedding is not simply its rows of the output, but made by `assembled`."""
-
+    """Whether `assembled` makes an item's embedding from its rows of the output."""
     modalities: Sequence[str] = ("image",)
-
     max_frames_per_video: int = 1
     """Frames of the longest video that a budget holds."""
-
     out_hidden_size: int
     """Columns of the output."""
-
     input_names: Sequence[str]
-    """What the tower's own forward calls its inputs; its other arguments are options."""
-
+    """The names of the inputs of the tower's own forward; its other arguments are options."""
     tower: Any
+    registered: ClassVar[weakref.WeakValueDictionary[str, WrappedTower]] = weakref.WeakValueDictionary()
+    """All of a process by their `registered_name`, for ops, which take no modules."""
+    _numbers: ClassVar = itertools.count()
 
     def __init__(self, tower: nn.Module, children: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
@@ -78,15 +65,22 @@ class WrappedTower(nn.Module):
         else:
             for name, child in children.items():
                 self.add_module(name, child)
-        self.registered_name = register_tower(self)
-        self.blocks_as_traced = _next_name("blocks")
-        """Another string when blocks have changed: Dynamo's guards see it, and it traces again."""
+        self._register()
         self.eager_calls = Counter[MissReason]()
-        """Calls that the tower itself served, by why."""
+        """Calls that the tower itself served, by reason."""
         self._first_parameters, self._first_name = first_parameter(tower)
 
+    def _register(self) -> None:
+        self.registered_name = f"{type(self).__name__}_{next(self._numbers)}"
+        self.registered[self.registered_name] = self
+        self._outdate_traces()
+
+    def _outdate_traces(self) -> None:
+        # Dynamo guards this string, and traces again.
+        self.blocks_as_traced = f"blocks_{next(self._numbers)}"
+
     def __getattr__(self, name: str) -> Any:
-        """What the surrounding model reads from a tower (`config`, `spatial_merge_size`) is the tower's."""
+        """Attributes of the tower that the surrounding model reads, such as `config`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -96,11 +90,10 @@ class WrappedTower(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.registered_name = register_tower(self)  # a copy is another tower
-        self.blocks_as_traced = _next_name("blocks")
+        self._register()  # a copy is another tower
 
     def train(self, mode: bool = True) -> WrappedTower:
-        """As of any module; the tower follows."""
+        """Sets the mode of the tower too."""
         super().train(mode)
         self.tower.train(mode)
         return self
@@ -123,7 +116,7 @@ class WrappedTower(nn.Module):
         try:
             return super().__call__(*call.args, **call.kwargs)
         except ChangedBlocksError:
-            self.blocks_as_traced = _next_name("blocks")
+            self._outdate_traces()
         return super().__call__(*call.args, **call.kwargs)
 
     def traced_inputs(
@@ -137,13 +130,13 @@ class WrappedTower(nn.Module):
         return matters(option, value)
 
     def call_tower(self, *args: Any, **kwargs: Any) -> Any:
-        """What the tower itself returns, with its own options."""
+        """Calls the tower itself, with its own options and attention."""
         return with_own_attention(self.tower)(*args, **kwargs)
 
     @property
     def device(self) -> torch.device:
         """The device of the tower's parameters."""
-        # Walking the modules to the first parameter takes ten microseconds, so its place is kept.
+        # A walk to the first parameter takes ten microseconds.
         return self._first_parameters[self._first_name].device  # type: ignore[union-attr]
 
     @property
@@ -153,14 +146,14 @@ class WrappedTower(nn.Module):
         return dtype
 
     def trace_plain_blocks_once(self) -> None:
-        """Has Dynamo trace one of the equal blocks, for a forward that uses only results of blocks."""
+        """Has Dynamo trace one of the equal blocks for all, in a forward that uses results of blocks only."""
         if self.has_plain_blocks and not self.tower.training and torch.compiler.is_dynamo_compiling():
             trace_equal_blocks_once(self.registered_name, self.blocks_as_traced)
 
     # --- the manager's protocol
 
     def get_max_frames_per_video(self) -> int:
-        """The most frames that one video may have; 1: there are no videos."""
+        """Frames of the longest video; 1: there are no videos."""
         return self.max_frames_per_video
 
     def prepare_encoder_cudagraph_capture_inputs(
@@ -192,7 +185,7 @@ class WrappedTower(nn.Module):
         clone: bool = False,
         batch_mm_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Hands every item its rows of the output, or what `assembled` makes of them."""
+        """Puts every item's rows of the output, or what `assembled` makes of them, into `dest`."""
         if not self.assembles:
             scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
             return
@@ -204,17 +197,17 @@ class WrappedTower(nn.Module):
     def assembled(
         self, outputs: dict[str, Tensor], mm_kwargs: dict[str, Any], clone: bool
     ) -> Iterable[Tensor]:
-        """The embeddings of a batch, item by item, where `assembles`; `clone`: in memory of their own."""
+        """The embeddings of a batch, item by item, with `clone` in memory of their own."""
         raise NotImplementedError
 
     def refuse_videos(self, mm_kwargs: dict[str, Any]) -> None:
-        """For a tower that takes images only: raises InputError if there are videos."""
+        """Raises InputError if there are videos."""
         if mm_kwargs.get(VIDEOS) is not None:
             raise InputError(f"{VIDEOS}: {type(self).__name__} takes images only; leave it out")
 
 
 def is_hugging_face(tower: nn.Module) -> bool:
-    """Whether a configuration may choose a tower's attention; one without needs no transformers."""
+    """Whether a configuration may choose a tower's attention. Without one transformers is not needed."""
     return any(hasattr(module, "config") for module in tower.modules())
 
 
@@ -227,22 +220,19 @@ _IGNORED = frozenset(
         *("vision_aspect_ratio", "batch_num_images", "output_router_logits"),
     }
 )
-"""What is meant for a language model, or for the model around a tower, and a tower ignores."""
+"""Options of a language model, or of the model around a tower."""
 
 _OFF = frozenset({"output_attentions", "output_hidden_states", "interpolate_pos_encoding"})
-"""What changes nothing unless it is asked for."""
+"""Options that change nothing if they are False."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The keyword arguments of a call, settled."""
+    """Inputs that a call has by name, options that change the result, and whether the output is no tuple."""
 
     kept: dict[str, Any]
-    """The tower's own inputs that were given by name."""
     changing: dict[str, Any]
-    """What changes the result."""
     returns_dict: bool
-    """Whether a tuple is not asked for."""
 
 
 def settle(
@@ -259,7 +249,7 @@ def settle(
 
 
 def matters(name: str, value: Any) -> bool:
-    """Whether an option changes what any tower returns; None is what leaving it out means."""
+    """Whether an option changes what any tower returns; None stands for the default."""
     return not (value is None or name in _IGNORED or (name in _OFF and value is False))
 
 
@@ -278,15 +268,13 @@ def without_inference_tensors(values: Any) -> Any:
 
 
 class _Call(NamedTuple):
-    """A call of a wrapped tower, settled."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     returns_dict: bool
     eager: MissReason | None = None
     """Why the tower itself serves it."""
     runs_as_it_is: bool = False
-    """Whether gradients are asked for, or nobody asks for them and tensors are ordinary ones."""
+    """Whether it needs no `no_grad`: gradients are asked for, or off already, outside inference mode."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -299,7 +287,7 @@ def _settle(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any])
     if torch.is_grad_enabled() and needs_gradients([*args, *options.kept.values()], module):
         return _Call(*module.traced_inputs(args, options.kept), options.returns_dict, runs_as_it_is=True)
     args, kept = without_inference_tensors((args, options.kept))
-    # To ask takes a twentieth of the time of entering both modes.
+    # This check takes a twentieth of the time of entering both modes.
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
         return _Call(*module.traced_inputs(args, kept), options.returns_dict, runs_as_it_is=True)
     with without_autograd():
@@ -330,7 +318,7 @@ def needs_gradients(inputs: Iterable[Any], module: nn.Module) -> bool:
 
 
 def with_own_attention(module: nn.Module) -> nn.Module:
-    """A module on the same parameters that calls the attention that it called before it was wrapped."""
+    """A module on the same parameters with the attention from before it was wrapped."""
     if not is_hugging_face(module):
         return module
     from fxsplit_encoder.kernels.attention import hugging_face
@@ -339,7 +327,7 @@ def with_own_attention(module: nn.Module) -> nn.Module:
 
 
 def first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], str]:
-    """Where the first parameter of a module is: the dictionary that holds it, and its key there."""
+    """The dictionary that holds the first parameter of a module, and its key there."""
     for submodule in module.modules():
         for name, parameter in tensors_of(submodule)[0].items():
             if parameter is not None:
@@ -347,25 +335,14 @@ def first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], 
     raise InputError(f"{type(module).__name__} has no parameters; expected a vision tower")
 
 
-def register_tower(tower: WrappedTower) -> str:
-    """Makes a tower known; returns the name under which it is found."""
-    name = _next_name(type(tower).__name__)
-    _towers[name] = tower
-    return name
-
-
-def _next_name(prefix: str) -> str:
-    return f"{prefix}_{next(_numbers)}"
-
-
 def registered_tower(name: str) -> Any:
-    """The tower of that name."""
-    return _towers[name]
+    """The tower of that `registered_name`."""
+    return WrappedTower.registered[name]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def trace_equal_blocks_once(tower_name: str, as_traced: str) -> bool:
-    """Whether it replaced the equal blocks of a tower by ops in a trace. Dynamo guards the arguments."""
+    """Replaces equal blocks of a tower by ops in a trace, if it can. Dynamo guards the arguments."""
     from fxsplit_encoder.compile.blocks import begin_blocks
 
     return begin_blocks(registered_tower(tower_name).tower)

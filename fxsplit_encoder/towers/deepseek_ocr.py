@@ -9,20 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
-from fxsplit_encoder.towers.tiles import CropGrid, TiledTower, View, read_counts, square_view
+from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrVisionModel
+from fxsplit_encoder.towers.tiles import CropGrid, TiledTower, read_counts, square_view
 
 
 class DeepseekOcrTower(TiledTower):
-    """Wraps `DeepseekOcrVisionModel`.
+    """Wraps `DeepseekOcrVisionModel`. `mm_kwargs`: `pixel_values` (images, 3, base_size, base_size);
+    `images_spatial_crop` (images, 2), columns and rows of crops, (1, 1) for none; `images_crop` (crops, 3,
+    image_size, image_size) of all images, row by row.
 
-    `mm_kwargs`: `pixel_values` (images, 3, base_size, base_size); `images_spatial_crop` (images, 2), columns
-    and rows of crops, (1, 1) for none; `images_crop` (crops, 3, image_size, image_size) of all images, row by
-    row.
-
-    With s = base_size / 64 and c = image_size / 64 an embedding is: its crops' features as one grid of (c
-    rows) x (c columns) with a newline after every row; the whole image's s x s with a newline after every
-    row; the view separator. (c rows)(c columns + 1) + s (s + 1) + 1 rows, without crops the latter two.
+    With s = base_size / 64 and c = image_size / 64 an embedding is its crops' features as one grid of (c
+    rows) x (c columns), the whole image's s x s, both with a newline after every row, and the view separator:
+    (c rows)(c columns + 1) + s (s + 1) + 1 rows, without crops s (s + 1) + 1.
     """
 
     attends_with_mask = True  # SAM's relative positions
@@ -35,8 +33,8 @@ class DeepseekOcrTower(TiledTower):
         side = config.base_size // config.pixels_per_feature
         super().__init__(
             tower,
-            whole=_view(config, "pixel_values", config.base_size, side * (side + 1)),
-            crop=_view(config, "images_crop", config.image_size, self.crop_side**2),
+            whole=square_view("pixel_values", config.base_size, config.sam.patch_size, side * (side + 1)),
+            crop=square_view("images_crop", config.image_size, config.sam.patch_size, self.crop_side**2),
             out_hidden_size=config.out_hidden_size,
         )
 
@@ -87,7 +85,3 @@ class DeepseekOcrTower(TiledTower):
         )
         newlines = self.tower.image_newline.to(whole.dtype).expand(rows * side, 1, -1)
         return torch.cat((torch.cat((grid, newlines), dim=1).flatten(0, 1), whole, separator))
-
-
-def _view(config: DeepseekOcrConfig, input_name: str, size: int, tokens: int) -> View:
-    return square_view(input_name, size, (size // config.sam.patch_size) ** 2, tokens)

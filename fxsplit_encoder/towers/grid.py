@@ -1,14 +1,12 @@
-"""Host arithmetic of packed grids, lists of (t, h, w): segments, positions, permutations, and taps into a
-learned position table.
-
-Patches come frame by frame, within a frame by blocks of merge x merge patches, so that those of one output
-token follow one another. The host computes which rows ("taps") of the table are near a patch and their
-weights; the graph adds up the rows.
+"""Computes segments, positions, permutations, and taps into a learned position table of packed grids (t, h,
+w), on the host. Patches come frame by frame, within a frame by blocks of merge x merge patches, those of an
+output token. Taps are rows of the table near a patch and their weights; the graph adds up the rows.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -46,7 +44,7 @@ def _check_grid(grid: Grid, merge_size: int, name: str) -> None:
 
 
 def patch_sizes(config: Any) -> dict[str, int]:
-    """Two arguments of `PackedTower`, from a configuration of the Qwen line or of GLM."""
+    """`merge_size` and `patch_features` of `PackedTower`, from a configuration of the Qwen line or of GLM."""
     features = config.in_channels * config.temporal_patch_size * config.patch_size**2
     return {"merge_size": config.spatial_merge_size, "patch_features": features}
 
@@ -57,7 +55,7 @@ def count_patches(grids: Sequence[Grid]) -> int:
 
 
 def frame_lengths(grids: Sequence[Grid]) -> list[int]:
-    """Patches of every frame: the segments that attend within themselves."""
+    """Patches of every frame, the segments of attention."""
     return [h * w for t, h, w in grids for _ in range(t)]
 
 
@@ -83,8 +81,7 @@ def frame_windows(
     height: int, width: int, merge_size: int, window: int
 ) -> tuple[NDArray[np.int64], tuple[int, ...]]:
     """Cuts a frame into windows of window x window output tokens, smaller ones at its right and lower edge.
-    Returns the patches (places in merge-block order) in the order of windows, and the patches of every
-    window.
+    Returns its patches, in merge-block order, in the order of windows, and the number in every window.
     """
     rows, columns = height // merge_size, width // merge_size
     row, column = np.divmod(np.arange(rows * columns), columns)
@@ -103,20 +100,20 @@ def positions(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
 
 def window_permutation(grids: Sequence[Grid], merge_size: int, window: int) -> torch.Tensor:
     """(patches,) int64: the patches of a batch in the order of windows, within each frame."""
-    frames = [(h * w, frame_windows(h, w, merge_size, window)[0]) for t, h, w in grids for _ in range(t)]
-    starts = np.cumsum([0, *(patches for patches, _ in frames)])
-    parts = [permutation + start for start, (_, permutation) in zip(starts, frames, strict=False)]
-    return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64))
+    return _permutation([frame_windows(h, w, merge_size, window)[0] for t, h, w in grids for _ in range(t)])
+
+
+def _permutation(frames: Sequence[NDArray[np.int64]]) -> torch.Tensor:
+    """The permutation of a batch from those of its frames."""
+    starts = np.cumsum([0, *map(len, frames)])
+    parts = [permutation + start for start, permutation in zip(starts, frames, strict=False)]
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]))
 
 
 def window_lengths(grids: Sequence[Grid], merge_size: int, window: int) -> list[int]:
     """Patches of every window, in the order of `window_permutation`."""
-    return [
-        patches
-        for t, h, w in grids
-        for _ in range(t)
-        for patches in frame_windows(h, w, merge_size, window)[1]
-    ]
+    windows = [frame_windows(h, w, merge_size, window)[1] for t, h, w in grids for _ in range(t)]
+    return list(itertools.chain.from_iterable(windows))
 
 
 @lru_cache(maxsize=1024)
@@ -128,14 +125,7 @@ def frame_merge_permutation(height: int, width: int, merge_size: int) -> NDArray
 
 def merge_permutation(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
     """(patches,) int64: rows of a batch in the order in which they merge; frames and items keep theirs."""
-    sizes = frame_lengths(grids)
-    starts = cumulative_lengths(sizes)[:-1]
-    shapes = [(h, w) for t, h, w in grids for _ in range(t)]
-    parts = [
-        start + frame_merge_permutation(h, w, merge_size)
-        for start, (h, w) in zip(starts, shapes, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]))
+    return _permutation([frame_merge_permutation(h, w, merge_size) for t, h, w in grids for _ in range(t)])
 
 
 def concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.Tensor:
@@ -148,7 +138,7 @@ def concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.T
 # --- a learned table
 
 Mode = Literal["bilinear", "bicubic"]
-"""How a position table is resampled: from 2 or from 4 entries along each axis."""
+"""Resamples a position table from 2 or from 4 entries along each axis."""
 
 TAPS: dict[Mode, int] = {"bilinear": 4, "bicubic": 16}
 """Table rows that make one patch's position."""
@@ -218,8 +208,7 @@ def _axis_taps(
     size: int, side: int, align_corners: bool, mode: Mode
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The nearest of `side` table positions for each of `size` targets along one axis, and weights, (size,
-    taps). In float32 and in the order of operations of `torch.nn.functional.interpolate`, whose weights
-    they are.
+    taps): those of `torch.nn.functional.interpolate`, in float32 and in its order of operations.
     """
     target = np.arange(size, dtype=np.float32)
     if align_corners:
@@ -230,13 +219,9 @@ def _axis_taps(
     offsets = np.arange(2) if mode == "bilinear" else np.arange(-1, 3)
     taps = np.clip(floor.astype(np.int64)[:, None] + offsets, 0, side - 1)
     distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
-    weights = _linear_kernel(distance) if mode == "bilinear" else _cubic_kernel(distance)
-    return taps.astype(np.int32), weights
-
-
-def _linear_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
-    weights: NDArray[np.float32] = np.maximum(np.float32(1) - distance, np.float32(0))
-    return weights
+    if mode == "bilinear":
+        return taps.astype(np.int32), np.maximum(np.float32(1) - distance, np.float32(0))
+    return taps.astype(np.int32), _cubic_kernel(distance)
 
 
 def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:

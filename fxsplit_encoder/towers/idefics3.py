@@ -15,12 +15,9 @@ from fxsplit_encoder.towers.tiles import DenseTower
 
 
 class Idefics3Tower(DenseTower):
-    """Wraps `Idefics3VisionTransformer` and `SmolVLMVisionTransformer` for images of one size that fill it.
-    An embedding is (patches, hidden_size) of each of `layers`, before the model's connector.
-
-    Args:
-        height, width: of an image in pixels; None: the size that the configuration names.
-        layers: whose hidden states make an embedding: 0 is what goes into the first, None the tower's output.
+    """Wraps `Idefics3VisionTransformer` and `SmolVLMVisionTransformer` for images of one size without
+    padding, by default the configuration's. An embedding is (patches, hidden_size) of each of the hidden
+    states `layers`, before the model's connector: 0 is the input of the first layer, None the tower's output.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ def _positions(embeddings: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Recorder(nn.Module):
-    """In the place of a position table: remembers what is looked up."""
+    """Replaces a position table and records the positions that are looked up."""
 
     positions: Tensor
 

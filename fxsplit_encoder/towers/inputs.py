@@ -1,7 +1,5 @@
-"""Reads what a request holds: tensors of pixels, and the integers that describe them.
-
-Only integers' values are read, in rows of a known width. A tower asks `number_of` for the rows before it
-reads them, so that an input of any claim is refused before anything of that size exists.
+"""Reads tensors of pixels of a request, and the integers that describe them. Only integers' values are read,
+in rows of a known width, after `number_of` has counted them: too many are refused without an allocation.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ MOST_ROWS = 2**31 - 1
 """Rows of a batch: cumulative lengths count them in 32 bits."""
 
 MOST_PLANNED_ITEMS = 1 << 14
-"""Items of a plan that is made without pixels, which else limit them."""
+"""The most items of a plan without pixels."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
@@ -66,7 +64,7 @@ def pixel_parts(value: Any, name: str, check: Callable[[Any, str], None] | None 
 
 
 def check_pixels(value: Any, name: str) -> None:
-    """Raises InputError unless an input is a tensor of real numbers, in rows, whose data is at hand."""
+    """Raises InputError unless an input is a dense tensor of real numbers, in rows, with data."""
     if not isinstance(value, torch.Tensor):
         hint = "; pass torch.from_numpy of it" if isinstance(value, np.ndarray) else ""
         raise InputError(f"{name}: expected a tensor; got {shown(value)}{hint}")
@@ -83,7 +81,7 @@ def check_pixels(value: Any, name: str) -> None:
         raise InputError(f"{name}: expected rows of pixels; got a tensor without dimensions")
     if value.is_meta and value.device.type == "meta":
         raise InputError(f"{name}: expected pixels; got a tensor on the meta device, which has no data")
-    # An expanded tensor may have more elements than any memory. What is made of it may not.
+    # An expanded tensor may have more elements than any memory.
     if value.numel() > _MANY and (value.shape[0] > MOST_ROWS or value.nbytes > memory_of(value.device)):
         raise InputError(
             f"{name}: expected at most {MOST_ROWS} rows, and {gibibytes(memory_of(value.device))} in all, "
@@ -122,7 +120,7 @@ def rows_of(tensors: Sequence[Tensor], starts: Sequence[int], items: Sequence[in
 
 
 def number_of(value: Any) -> int:
-    """How many rows an input of integers has, without reading it; 0 for any other value."""
+    """Rows of an input of integers, without reading it; 0 for any other value."""
     if isinstance(value, list | tuple):
         return len(value)
     if not isinstance(value, torch.Tensor | np.ndarray) or (
@@ -142,13 +140,11 @@ def check_integers(value: Any, name: str) -> None:
 
 
 def integer_rows(value: Any, name: str, columns: int, expected: str) -> list[tuple[int, ...]]:
-    """Rows of integers as Python's own. A tensor on a device costs one synchronization.
+    """Rows of `columns` integers of 64 bits as Python's own; a tensor on a device costs one synchronization.
 
     Args:
         value: (rows, columns): a tensor, an array or nested sequences; (rows,) is enough for one column.
-        name: where it was found.
-        columns: integers in a row. Longer rows are refused unread.
-        expected: what the message of the InputError says is expected; each of 64 bits.
+        name, expected: of the input and of its rows, for the message of the InputError.
     """
     if isinstance(value, torch.Tensor) and value.dtype in INTEGERS and _is_readable(value):
         if value.shape[1:] == (columns,):
@@ -172,7 +168,7 @@ def integer_rows(value: Any, name: str, columns: int, expected: str) -> list[tup
 
 
 def _listed(value: Any, most: int, name: str, expected: str) -> Any:
-    """What a tensor or an array holds, as lists, unless there is more than wanted; anything else as it is."""
+    """A tensor or an array of at most this many entries as lists; other values as they are."""
     if isinstance(value, torch.Tensor):
         if not _is_readable(value) or value.numel() > max(most, _FEW):
             _refuse(value, name, expected)
@@ -191,7 +187,7 @@ def _is_readable(value: Tensor) -> bool:
 
 
 def _are_integers(numbers: Sequence[Any]) -> bool:
-    """Whether all are Python's own integers of 64 bits: not one at a time, since that takes longer."""
+    """Whether all are Python's own integers of 64 bits; a check of one at a time takes longer."""
     return set(map(type, numbers)) == _ONLY_INTEGERS and -(2**63) <= min(numbers) and max(numbers) < 2**63
 
 
@@ -213,8 +209,8 @@ def _refuse(value: Any, name: str, expected: str) -> NoReturn:
 
 
 class PixelValues:
-    """Normalizes uint8 pixels on a device to the values that the processor computes on the host: (channels,
-    256) `values`, see `ImagePreparer.values`.
+    """Normalizes uint8 pixels on a device to the values of the processor on the host: (channels, 256)
+    `values`, see `ImagePreparer.values`.
     """
 
     def __init__(self, values: NDArray[np.float32], dtype: torch.dtype, device: torch.device) -> None:

@@ -22,8 +22,8 @@ from fxsplit_encoder.towers.packed import PackedTower
 
 
 class RasterTower(PackedTower):
-    """The common part of adapters whose patches are (patches, 3, patch_size, patch_size) in raster order.
-    Rows are permuted only after the last block, so that those of an output token follow one another.
+    """The base of adapters whose patches are (patches, 3, patch_size, patch_size) in raster order: rows are
+    permuted after the last block, so that those of an output token follow one another.
     """
 
     has_plain_blocks = True
@@ -60,7 +60,7 @@ class RasterTower(PackedTower):
         return {**table, "merge_permutation": grids_of.merge_permutation(grids, self.merge_size)}
 
     def example_inputs(self) -> tuple[Tensor, Tensor]:
-        """Patches and the grid of one image of the smallest budget's size."""
+        """Patches as images, and a grid."""
         patches, grid = super().example_inputs()
         return self.as_images(patches), grid
 
@@ -70,9 +70,7 @@ class RasterTower(PackedTower):
 
 
 class KimiVLTower(RasterTower):
-    """Wraps `KimiVLVisionModel`: `pixel_values` (patches, 3, patch_size, patch_size) in raster order and
-    `image_grid_hws` (images, 2) in patches. An embedding is (output tokens, text_hidden_size).
-    """
+    """Wraps `KimiVLVisionModel`; `image_grid_hws` are (images, 2), embeddings (tokens, text_hidden_size)."""
 
     input_names: Sequence[str] = ("pixel_values", "image_grid_hws")
     input_keys: ClassVar[tuple[tuple[str, str], ...]] = (("pixel_values", "image_grid_hws"),)
@@ -121,11 +119,9 @@ class KimiVLTower(RasterTower):
 
 
 class KimiK25Tower(RasterTower):
-    """Wraps `Kimi_K25VisionModel`.
-
-    All frames of a clip attend to one another and then become one frame, their mean, which is taken after the
-    replay; budgets count the tokens of every frame. Clips of different lengths may share a batch. An
-    embedding is the pooled output, flattened: (output tokens, merge area * hidden_size).
+    """Wraps `Kimi_K25VisionModel`. All frames of a clip attend to one another; their mean is taken after the
+    replay, and budgets count the tokens of every frame. An embedding is the pooled output, flattened: (output
+    tokens, merge area * hidden_size).
     """
 
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
@@ -169,7 +165,7 @@ class KimiK25Tower(RasterTower):
         return {"cu_seqlens": 1}
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """What every raster tower has, and each patch's row of the time table, which is zero for images."""
+        """Adds each patch's row of the time table, which is zero for images."""
         frames = np.array([frame + (t > 1) for t, _, _ in grids for frame in range(t)], np.int64)
         index = torch.from_numpy(np.repeat(frames, grids_of.frame_lengths(grids)))
         return {**super().metadata(grids), "frame_index": index}
@@ -217,7 +213,7 @@ class KimiK25Tower(RasterTower):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pool_frames(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Takes the means over frames outside the compiled frame: how many rows are left depends on the grids."""
+    """Takes the means over frames outside the compiled frame: the number of rows depends on the grids."""
     assert isinstance(module, KimiK25Tower)
     _, grid_thw = module.own_inputs(args, kwargs)
     grids = module.read_grids(grid_thw, "grid_thw")

@@ -1,7 +1,6 @@
-"""Adapters of towers that encode a packed sequence of patches described by grids.
-
-Inputs are what Hugging Face's processors make: `pixel_values` (patches, features) with `image_grid_thw`
-(images, 3), and `pixel_values_videos` with `video_grid_thw`. Items are the images, then the videos.
+"""Adapters of towers that encode a packed sequence of patches described by grids: `pixel_values` (patches,
+features) with `image_grid_thw` (images, 3), and `pixel_values_videos` with `video_grid_thw`, as processors of
+Hugging Face make them. Items are the images, then the videos.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.dynamo import Marks, mark_dynamic, mark_static, mark_unbacked
+from fxsplit_encoder._torch.dynamo import Marks
 from fxsplit_encoder._torch.staging import mark_immutable, to_device
 from fxsplit_encoder.caching import read_once
 from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens, segment_capacity
-from fxsplit_encoder.compile import HostOp, register_host_op
+from fxsplit_encoder.compile.options import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import (
     BudgetDeclaration,
@@ -37,7 +36,7 @@ from fxsplit_encoder.towers.inputs import MOST_PLANNED_ITEMS, MOST_ROWS, number_
 
 _EMBEDDINGS = ("image_embeds", "video_embeds")
 
-# What items are asked for.
+# Methods that the manager calls for the sizes of items.
 _ASKED = ("get_encoder_cudagraph_item_specs", "item_modalities", "item_frames", "item_segments")
 
 
@@ -45,9 +44,9 @@ class PackedTower(WrappedTower):
     """A packed tower behind the manager's protocol, and still a module with the tower's own forward.
 
     Attention of a Hugging Face module is set to `fxsplit::varlen_attention`; other modules call
-    `kernels.attention.varlen_attention`. An adapter gives `metadata_columns`, `metadata` and the numbers
-    below; `segment_inputs` and `segment_lengths`, or its own `core`, where segments are no frames or the
-    forward makes metadata itself.
+    `kernels.attention.varlen_attention`. A subclass gives `metadata_columns`, `metadata` and the numbers
+    below; `segment_inputs` and `segment_lengths` if segments are no frames, `core` if the tower's forward
+    makes metadata itself.
 
     Args:
         merge_size: patches that merge into one output token along each side.
@@ -59,26 +58,24 @@ class PackedTower(WrappedTower):
         ("pixel_values", "image_grid_thw"),
         ("pixel_values_videos", "video_grid_thw"),
     )
-    """The processor's names of patches and grids: images', then videos' if the tower takes any."""
+    """The processor's names of patches and grids, of images and, if the tower takes any, of videos."""
     input_names: Sequence[str] = ("hidden_states", "grid_thw")
     """Patches and grids, the tower's own forward's names."""
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
     """Name, columns and dtype of every per-patch metadata tensor; 0 columns: a vector, (patches,)."""
     segment_inputs: ClassVar[dict[str, int]] = {"cu_seqlens": 1}
-    """Every input of cumulative lengths, "cu_seqlens" the last, and how many of its segments take the place
-    of one frame: a capture for 8 frames holds 8 times as many."""
+    """Every input of cumulative lengths, "cu_seqlens" the last, and its segments per frame in a capture."""
     max_frames_per_video: int = 384
     """Grid frames of the longest video: 768 frames, which the processors merge in pairs."""
     frames_are_independent: ClassVar[bool] = False
-    """Whether a video's rows are those of its grid frames, each encoded alone, one after the other: nothing
-    attends to another frame, and nothing depends on which frame it is."""
+    """Whether a video's rows are those of its grid frames, each encoded alone, one after the other."""
     min_item_tokens: ClassVar[int] = 64
     """The smallest item worth a budget of its own: 256 x 256 pixels."""
     max_budget: ClassVar[int] = 4096
     """The largest batch worth capturing; on one H200 the exact shape is as fast from about 800 tokens on."""
     modalities: Sequence[str] = ("image", "video")
-    """What captures serve. Leave "video" out where tokens of videos are pruned by their content, so that
-    their number is not known before they are encoded; nothing is captured for them then."""
+    """The modalities that captures serve: not "video" if its tokens are pruned by content, so that their
+    number is not known before they are encoded."""
 
     def __init__(
         self, tower: nn.Module, *, merge_size: int, patch_features: int, out_hidden_size: int
@@ -90,7 +87,7 @@ class PackedTower(WrappedTower):
         self.out_hidden_size = out_hidden_size
         self._known_requests = _KnownRequests()
         self._device_metadata = DeviceMetadata()
-        # A derived class may have methods of its own that look at more than grids.
+        # A subclass may have methods that look at more than grids.
         self._items_are_grids = all(
             getattr(type(self), name) is getattr(PackedTower, name) for name in _ASKED
         )
@@ -99,7 +96,7 @@ class PackedTower(WrappedTower):
 
             use_varlen_attention(tower)
 
-    # --- what an adapter gives
+    # --- methods of adapters
 
     @abstractmethod
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
@@ -114,7 +111,7 @@ class PackedTower(WrappedTower):
         return {"cu_seqlens": grids_of.frame_lengths(grids)}
 
     def num_segments(self, grid: Grid) -> dict[str, int]:
-        """Segments of an item for each of `segment_inputs`. Override it where that is faster to compute."""
+        """Segments of an item for each of `segment_inputs`; an override may compute it faster."""
         if type(self).segment_lengths is PackedTower.segment_lengths:
             return {"cu_seqlens": grid[0]}
         return {name: len(lengths) for name, lengths in self.segment_lengths([grid]).items()}
@@ -139,12 +136,8 @@ class PackedTower(WrappedTower):
     # --- reading a batch
 
     def read_request(self, mm_kwargs: dict[str, Any], *, planned: bool = False) -> _Request:
-        """The grids and the patches of a batch. Grids are read once and compared with the rows of patches;
-        for a plan (`planned`) patches may be missing.
-
-        Raises:
-            InputError: an input is missing or wrong, grids do not describe the patches, or items are not
-                pixels.
+        """The grids and the patches of a batch; for a plan (`planned`) patches may be missing. InputError if
+        an input is missing or wrong, or grids do not describe the patches.
         """
         request: _Request = read_once(self, mm_kwargs, functools.partial(self._look_up, mm_kwargs))
         if request.described.missing is not None and not planned:
@@ -163,7 +156,7 @@ class PackedTower(WrappedTower):
             try:
                 described = self._read_request(seen.inputs).described
             except InputError:
-                return self._read_request(mm_kwargs)  # says what is wrong with what was given
+                return self._read_request(mm_kwargs)  # for an error about the inputs as they were given
             if len(self._known_requests) >= _KEPT:
                 self._known_requests.clear()
             self._known_requests[seen.key] = described
@@ -212,8 +205,8 @@ class PackedTower(WrappedTower):
             )
 
     def grids_of_rows(self, grids: Any, name: str, rows: int | None, claim: str) -> list[Grid]:
-        """The grids that describe `rows` rows of patches (None: any number, for a plan), else InputError.
-        `name` is where they were found, `claim` how a message begins that goes on with what they describe.
+        """The grids that describe `rows` rows of patches (None: any number, for a plan), else InputError
+        about `name`, or with `claim` as the begin of its message.
         """
         capacity = MOST_PLANNED_ITEMS if rows is None else rows // self.rows_per_token
         if number_of(grids) > capacity:
@@ -250,9 +243,7 @@ class PackedTower(WrappedTower):
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Aliases of patches and grids, marked for Dynamo as of varying sizes, so that one trace serves every
-        batch. Raises InputError for other inputs; grids are checked when read.
-        """
+        """Aliases of patches and grids, marked as of varying sizes for Dynamo; InputError for others."""
         patches, grid = self.own_inputs(args, kwargs)
         self.check_patches(patches, self.input_names[0])
         inputs.check_integers(grid, self.input_names[1])
@@ -263,11 +254,9 @@ class PackedTower(WrappedTower):
         return (patches, grid), {}
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Any:
-        """The tower's forward: patches, grids (items, 3), its own output.
-
-        Called as a module, it takes the tower's `input_names` and options; with options that change the
-        output, the tower itself runs. Raises InputError for other inputs, or grids that do not describe the
-        patches.
+        """The tower's forward and output, for patches and grids (items, 3); InputError if grids do not
+        describe the patches. A call of the module takes the tower's `input_names` and options; with options
+        that change the output, the tower itself runs.
         """
         values = vision_metadata(hidden_states, grid_thw, self.registered_name)
         metadata = dict(zip(self.metadata_names, values, strict=True))
@@ -285,7 +274,7 @@ class PackedTower(WrappedTower):
         return {**self.metadata(grids), **self.cumulative_lengths(grids)}
 
     def kept_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """The same, immutable and kept for recurring batches; per patch on the device."""
+        """The same, immutable and cached for recurring batches; per patch on the device."""
         return self._device_metadata.of(tuple(grids), self)
 
     def cumulative_lengths(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
@@ -304,7 +293,7 @@ class PackedTower(WrappedTower):
     # --- the manager's protocol
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """What a capture of this tower needs."""
+        """The constants of a capture of this tower."""
         return EncoderCudaGraphConfig(
             modalities=list(self.modalities),
             buffer_keys=["pixel_values", *self.metadata_names],
@@ -379,21 +368,21 @@ class PackedTower(WrappedTower):
             capacity = factor * (segments + 1)
             values[name] = full_cu_seqlens(capacity, rows, 1 if factor == 1 else capacity)
         pixels = example_values((rows, self.patch_features), device, dtype)
-        # Copies: replays write to these tensors, and metadata may be what a cache of frames holds.
+        # Copies: replays write to these tensors, and caches of frames may hold metadata.
         moved = {name: value.to(device=device, copy=True) for name, value in values.items()}
         return {"pixel_values": pixels, **moved}
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
     ) -> EncoderCudaGraphReplayBuffers:
-        """The batch's tensors at their true sizes; metadata on the CPU, or on the device where it is kept."""
+        """The batch's tensors at their true sizes; metadata on the CPU, or cached on the device."""
         request = self.read_request(mm_kwargs)
         metadata = self.kept_metadata(request.described.grids)
         pixels = one_or_several(self.flat_patches(request.patches))
         return EncoderCudaGraphReplayBuffers({"pixel_values": pixels, **metadata})
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
-        """The forward on prepared tensors: what is traced and captured."""
+        """The traced and captured forward, on prepared tensors."""
         metadata = {name: inputs[name] for name in self.metadata_names if name != "cu_seqlens"}
         return self.packed_output(self.core(inputs["pixel_values"], inputs["cu_seqlens"], metadata))
 
@@ -408,24 +397,14 @@ class PackedTower(WrappedTower):
         return self.encoder_cudagraph_forward(values)
 
 
-def _mark_patches(patches: Tensor) -> None:
-    mark_dynamic(patches, 0)
-    mark_static(patches, list(range(1, patches.dim())))
+# One image is a size like any other: a backed size of 1 would be specialized.
+_PATCHES, _GRIDS = Marks("dynamic"), Marks("unbacked")
 
 
-def _mark_grids(grids: Tensor) -> None:
-    # One image is a size like any other: a backed size of 1 would be specialized.
-    mark_unbacked(grids, 0)
-    mark_static(grids, 1)
-
-
-_PATCHES, _GRIDS = Marks(_mark_patches), Marks(_mark_grids)
-
-
-# --- what was read of requests
+# --- a cache of requests
 #
-# Inputs may change between requests without a trace, so the key is made anew of each: the numbers in its
-# grids, and the shapes and dtypes of patches, whose values are not read.
+# Inputs may change unseen between requests, so each gets a new key: the numbers in its grids, and the shapes
+# and dtypes of patches, whose values are not read.
 
 # Requests that are kept, and the most items and tensors of patches of one. Choices: a service sees few sizes.
 _KEPT = 1024
@@ -436,7 +415,7 @@ _ONLY_INTEGERS = {int}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Described:
-    """The items of a request: the same object for all requests that are read alike."""
+    """The items of a request; one object for all requests of equal keys."""
 
     grids: tuple[Grid, ...]
     """Of the images, then of the videos."""
@@ -446,34 +425,29 @@ class _Described:
 
 
 class _Request(NamedTuple):
-    """A batch whose inputs agree."""
-
     described: _Described
     patches: list[Tensor]
-    """As they were given; their rows follow one another. Empty where a plan is made without any."""
+    """As they were given; their rows follow one another. Empty for a plan without any."""
     is_known: bool
-    """Whether another request of the same grids, and of patches alike, gets the same `described`."""
+    """Whether requests of the same grids and shapes of patches get the same `described`."""
 
 
 class _KnownRequests(dict[Hashable, _Described]):
-    """What was read, by `_Look.key`."""
-
     def __reduce__(self) -> tuple[type[_KnownRequests], tuple[()]]:
-        return _KnownRequests, ()  # copies, also those for other processes, know of none
+        return _KnownRequests, ()  # copies, also those for other processes, are empty
 
 
 class _Look(NamedTuple):
     """A consistent snapshot of a request's inputs, which may change at any time."""
 
     key: Hashable
-    """Requests of equal keys are read alike."""
     patches: list[Tensor]
     inputs: dict[str, Any]
-    """The inputs, with the grids that the key has."""
+    """The inputs, with the grids of the key."""
 
 
 def _look(mm_kwargs: dict[str, Any], input_keys: Sequence[tuple[str, str]]) -> _Look | None:
-    """Makes the key of a request; None: it holds something other than `input_keys`, and has to be read."""
+    """Makes the key of a request; None if it has other inputs, or inputs of other kinds."""
     entries: list[Hashable] = []
     patches: list[Tensor] = []
     kept: dict[str, Any] = {}
@@ -500,7 +474,7 @@ def _look(mm_kwargs: dict[str, Any], input_keys: Sequence[tuple[str, str]]) -> _
 
 
 def _numbers_of(grids: Any) -> tuple[tuple[int, ...], ...] | None:
-    """A few grids as Python's numbers; None: they are many, or something else."""
+    """A few grids as Python's numbers; None for many, or for other values."""
     if type(grids) is Tensor:
         is_plain = grids.dtype in inputs.INTEGERS and not (grids.is_nested or grids.is_meta)
         if not is_plain or grids.layout != torch.strided or grids.dim() != 2:
@@ -523,9 +497,8 @@ _MOST_PATCHES = _KEPT_PATCHES // 16
 
 
 class DeviceMetadata:
-    """Keeps the metadata of recent batches by their grids, so that it is neither computed nor copied again.
-
-    What comes from here is immutable; a permutation on a device is not checked by the capture that takes it.
+    """Caches the metadata of recent batches by their grids. All of it is immutable; a permutation on a device
+    is not checked by the capture that takes it.
     """
 
     def __init__(self) -> None:
@@ -533,7 +506,7 @@ class DeviceMetadata:
         self._patches = 0
 
     def of(self, grids: tuple[Grid, ...], tower: PackedTower) -> dict[str, Tensor]:
-        """All metadata of a batch; of a large batch it is not kept, and lies on the CPU."""
+        """All metadata of a batch; that of a large batch is not kept, and on the CPU."""
         device = tower.device
         kept = self._kept.pop((device, grids), None)
         if kept is None:
@@ -555,10 +528,8 @@ class DeviceMetadata:
         return kept
 
 
-# --- `fxsplit::vision_metadata`: a tower's host metadata as one opaque op.
-#
-# A graph that contains it compiles once for every grid: the sizes of its outputs follow from the number of
-# patches, and what it reads on the host stays out of the trace.
+# --- `fxsplit::vision_metadata`: a tower's host metadata as one opaque op. A graph with it compiles once for
+# all grids: the sizes of its outputs follow from the number of patches, and the trace has no values of grids.
 
 
 def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:

@@ -17,11 +17,8 @@ from fxsplit_encoder.towers.packed import PackedTower
 
 class PixtralTower(PackedTower):
     """Wraps `PixtralVisionModel`. `mm_kwargs` are `pixel_values` (patches, channels * patch_size ** 2), as
-    `patches` cuts them, and `image_grid_thw` (images, 3). An embedding is (patches, hidden_size) of each
-    of `layers`.
-
-    Args:
-        layers: hidden states of an embedding: 0 goes into the first, the last is the tower's output.
+    `patches` cuts them, and `image_grid_thw` (images, 3). An embedding is (patches, hidden_size) of each of
+    the hidden states `layers`: 0 is the input of the first layer, the last the tower's output.
     """
 
     has_plain_blocks = True

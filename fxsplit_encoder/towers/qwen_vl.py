@@ -34,10 +34,9 @@ class Qwen2VLTower(PackedTower):
 
 
 class Qwen25VLTower(PackedTower):
-    """Wraps `Qwen2_5_VisionTransformerPretrainedModel`, most of whose blocks attend within windows.
-
-    The permutation to the order of windows, its inverse and permuted rotary positions come from the host as
-    per-patch metadata, so that all lengths follow from one token count.
+    """Wraps `Qwen2_5_VisionTransformerPretrainedModel`, most of whose blocks attend within windows. The
+    permutation to the order of windows, its inverse and permuted rotary positions are per-patch metadata of
+    the host, so that all lengths follow from one token count.
     """
 
     has_plain_blocks = True
@@ -88,8 +87,8 @@ class Qwen25VLTower(PackedTower):
     def core(
         self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]
     ) -> BaseModelOutputWithPooling:
-        """The tower's forward with the permutations computed beforehand. Patches return to their order before
-        the merger, which joins the same neighbors either way, so that every row is a token.
+        """The tower's forward with the host's permutations. Patches return to their order before the merger,
+        which joins the same neighbors either way, so that every row is a token.
         """
         tower: Any = self.tower
         hidden = permute_rows(tower.patch_embed(pixel_values), metadata["window_permutation"])

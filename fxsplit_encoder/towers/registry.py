@@ -1,4 +1,4 @@
-"""Wraps a tower: by the adapter of its class, or by a `DenseTowerSpec`."""
+"""Wraps a tower by the adapter of its class, or by a `DenseTowerSpec`."""
 
 from __future__ import annotations
 
@@ -20,44 +20,32 @@ from fxsplit_encoder.towers.tiles import DenseTower, TiledTower
 
 @dataclass(frozen=True)
 class DenseTowerSpec:
-    """What `wrap(module, spec)` must know of a module that encodes a batch of images of one size, or of audio
-    of one length. Attention of Hugging Face modules is set to "sdpa"; others are split at torch's
+    """Declares a module for `wrap(module, spec)` that encodes a batch of images of one size, or of audio of
+    one length. Attention of Hugging Face modules is set to "sdpa"; others are split at torch's
     `scaled_dot_product_attention`.
     """
 
     image_shape: tuple[int, ...]
     """Channels, height and width of an image; mel bins and frames of a piece of audio."""
-
     tokens_per_image: int
     """Rows of output that an image gives, without those that `rows` drops."""
-
     hidden_size: int
     """Columns of the output."""
-
     output: str | Callable[[Any], torch.Tensor] = "last_hidden_state"
     """The features (images, rows, hidden_size) of the module's output: an attribute, or a function of it."""
-
     rows: slice = field(default_factory=lambda: slice(None))
     """The rows of each image's features that are kept: `slice(1, None)` drops a class token."""
-
     input_name: str = "pixel_values"
     """The images' key in `mm_kwargs`, and the name of the module's first argument."""
-
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the module's forward, such as `{"output_hidden_states": True}`."""
-
     attends_with_mask: bool = False
     """Whether attention gets a mask or a bias of each image's own. Behind `torch.compile` a single image is
-    then traced apart on torch before 2.13, which fails without this.
-    """
-
+    then traced apart on torch before 2.13, which fails without this."""
     modality: Literal["image", "audio"] = "image"
-    """What an image is, if not one."""
-
     has_plain_blocks: bool = False
     """Whether every block in a `ModuleList` takes tensors, numbers and names alone and returns one tensor.
-    `torch.compile` traces one of the equal ones for all then.
-    """
+    `torch.compile` then traces one of the equal ones for all."""
 
     def __post_init__(self) -> None:
         sizes = {
@@ -102,38 +90,31 @@ class GenericTower(DenseTower):
             install_output_hooks(tower)
 
     def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        """What the spec says."""
+        """The modality of the spec."""
         return self.spec.modality
 
     def features(self, tiles: Tensor) -> Tensor:
-        """The features that the spec points at."""
+        """The features by the spec's `output`, `options` and `rows`."""
         result = self.tower(tiles, **self.spec.options)
         output = self.spec.output
         features: Tensor = output(result) if callable(output) else getattr(result, output)
         return features[:, self.spec.rows]
 
 
-# Class name of the tower -> module and class of its adapter. By name, so that no model family is imported
-# before it is used.
+# The file and the adapter of a tower's class, by name: a model family is imported when it is used.
+_QWEN3 = ("Qwen3_5MoeVisionModel", "Qwen3_5VisionModel", "Qwen3VLMoeVisionModel", "Qwen3VLVisionModel")
 _ADAPTERS = {
     "DeepseekOcrVisionModel": ("deepseek_ocr", "DeepseekOcrTower"),
-    "Glm4vMoeVisionModel": ("glm4v", "Glm4vTower"),
-    "Glm4vVisionModel": ("glm4v", "Glm4vTower"),
-    "InternVLForConditionalGeneration": ("internvl", "InternVLTower"),
-    "InternVLModel": ("internvl", "InternVLTower"),
+    **dict.fromkeys(("Glm4vMoeVisionModel", "Glm4vVisionModel"), ("glm4v", "Glm4vTower")),
+    **dict.fromkeys(("InternVLForConditionalGeneration", "InternVLModel"), ("internvl", "InternVLTower")),
     "KimiVLVisionModel": ("kimi", "KimiVLTower"),
     "Kimi_K25VisionModel": ("kimi", "KimiK25Tower"),
-    "Llama4ForConditionalGeneration": ("llama4", "Llama4Tower"),
-    "Llama4VisionModel": ("llama4", "Llama4Tower"),
+    **dict.fromkeys(("Llama4ForConditionalGeneration", "Llama4VisionModel"), ("llama4", "Llama4Tower")),
     "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
     "Qwen2_5_VisionTransformerPretrainedModel": ("qwen_vl", "Qwen25VLTower"),
-    "Qwen3_5MoeVisionModel": ("qwen_vl", "Qwen3VLTower"),
-    "Qwen3_5VisionModel": ("qwen_vl", "Qwen3VLTower"),
-    "Qwen3VLMoeVisionModel": ("qwen_vl", "Qwen3VLTower"),
-    "Qwen3VLVisionModel": ("qwen_vl", "Qwen3VLTower"),
+    **dict.fromkeys(_QWEN3, ("qwen_vl", "Qwen3VLTower")),
     "Step3VisionModel": ("step3_vl", "Step3VLTower"),
-    "Step3p7Model": ("step3p7", "Step3p7Tower"),
-    "Step3p7VisionModel": ("step3p7", "Step3p7Tower"),
+    **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ("step3p7", "Step3p7Tower")),
 }
 
 
@@ -143,10 +124,9 @@ def supported_towers() -> list[str]:
 
 
 def wrap(tower: nn.Module, spec: DenseTowerSpec | None = None) -> PackedTower | DenseTower | TiledTower:
-    """Adapts a vision tower to the manager's protocol, as a module with the tower's own forward.
-
-    The tower is used, not copied: attention of a packed tower now calls `fxsplit::varlen_attention`, that of
-    a dense one torch's `scaled_dot_product_attention`.
+    """Adapts a vision tower to the manager's protocol, as a module with the tower's own forward. The tower is
+    not copied: its attention is set to `fxsplit::varlen_attention`, in a dense one to torch's
+    `scaled_dot_product_attention`.
 
     Args:
         tower: a tower that `supported_towers` names; where the connector belongs to the model, the model.

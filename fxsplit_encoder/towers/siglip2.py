@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.tiles import DenseTower
 
@@ -20,32 +21,36 @@ _PLACE = 8
 
 
 class Siglip2Tower(DenseTower):
-    """Wraps `Siglip2VisionModel`.
-
-    A "tile" is an image as (1, patches, columns), made by `images`: each patch's features, its place in an
-    image of this shape, and whether it exists. So the graph sees images of one size. An embedding is (patches
-    + 1, hidden_size): the last hidden state, and the pooled one where the tower has a head.
+    """Wraps `Siglip2VisionModel`. A tile is an image as (1, patches, columns), made by `images`: each patch's
+    features, its place in an image of this shape, and whether it exists. `patches` is the number to which the
+    image processor pads. An embedding is (patches + 1, hidden_size): the last hidden state, and the pooled
+    one if the tower has a head.
 
     Args:
-        patches: of an image at most, as the image processor pads it.
+        pooled_alone: whether an embedding is the pooled state alone, (1, hidden_size).
+
+    Raises:
+        InputError: `pooled_alone`, and the tower has no head.
     """
 
     attends_with_mask = True
     declares_padding = True
 
-    def __init__(self, tower: nn.Module, patches: int) -> None:
+    def __init__(self, tower: nn.Module, patches: int, *, pooled_alone: bool = False) -> None:
         config: Any = tower.config
         self.patch_features: int = config.num_channels * config.patch_size**2
         self.width: int = config.hidden_size
         pools = bool(getattr(tower, "use_head", True))
+        if pooled_alone and not pools:
+            raise InputError("pooled_alone: expected a tower with a head; got one without")
         super().__init__(
             tower,
             tile_shape=(1, patches, self.patch_features + _PLACE + 1),
-            tokens_per_tile=patches + pools,
+            tokens_per_tile=1 if pooled_alone else patches + pools,
             out_hidden_size=self.width,
         )
         self.patches = patches
-        self.pools = pools
+        self.pools, self.pooled_alone = pools, pooled_alone
         self._places: dict[tuple[Any, ...], Tensor] = {}
         use_dense_attention(tower)
 
@@ -58,12 +63,12 @@ class Siglip2Tower(DenseTower):
         hidden = tower.embeddings.patch_embedding(pixels) + self._positions(places)
         output = tower.encoder(inputs_embeds=hidden, attention_mask=mask[:, None, None])
         hidden = tower.post_layernorm(output.last_hidden_state)
+        if self.pooled_alone:
+            return self._pooled(hidden, mask)[:, None]
         return torch.cat([hidden, self._pooled(hidden, mask)[:, None]], dim=1) if self.pools else hidden
 
     def _positions(self, places: Tensor) -> Tensor:
-        """(tiles, patches, hidden_size): the position table resized to each image's shape as by the tower
-        itself, along each axis with the weights of a triangle, wider where the shape is smaller.
-        """
+        """(tiles, patches, hidden_size): the position table, resized to each shape as by the tower."""
         embeddings = self.tower.embeddings
         table, side = embeddings.position_embedding.weight, embeddings.position_embedding_size
         high, low = places.float().chunk(2, dim=-1)
@@ -78,7 +83,7 @@ class Siglip2Tower(DenseTower):
         return positions
 
     def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """The tower's head, attention of one probe; the head itself asks the host whether a mask is whole."""
+        """The tower's head, attention of one probe, without its check on the host for a whole mask."""
         head = self.tower.head
         probe = head.probe.repeat(hidden.shape[0], 1, 1)
         bias = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
@@ -103,10 +108,13 @@ class Siglip2Tower(DenseTower):
         if key not in self._places:
             if len(self._places) >= _MOST_SHAPES:
                 self._places.clear()
-            height, width = shape
-            places = torch.tensor([0, 0, height, width], device="cpu").repeat(self.patches, 1)
-            patch = torch.arange(height * width, device="cpu")
-            places[: height * width, 0], places[: height * width, 1] = patch // width, patch % width
-            digits = torch.cat([places // _DIGIT, places % _DIGIT], dim=-1)
-            self._places[key] = digits.to(like.device, like.dtype)
+            self._places[key] = places_of(*shape, self.patches).to(like.device, like.dtype)
         return self._places[key]
+
+
+def places_of(height: int, width: int, patches: int) -> Tensor:
+    """(patches, digits) of an image of `height` rows of `width` patches, and `patches` after padding."""
+    places = torch.tensor([0, 0, height, width], device="cpu").repeat(patches, 1)
+    patch = torch.arange(height * width, device="cpu")
+    places[: height * width, 0], places[: height * width, 1] = patch // width, patch % width
+    return torch.cat([places // _DIGIT, places % _DIGIT], dim=-1)

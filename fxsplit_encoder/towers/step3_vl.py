@@ -12,8 +12,7 @@ from fxsplit_encoder.towers.tiles import TiledTower, View, downsampled, square_v
 
 class Step3VLTower(TiledTower):
     """Wraps `Step3VisionModel`. `mm_kwargs`: `pixel_values` (images, 3, 728, 728), `num_patches` (images),
-    and `patch_pixel_values` (crops, 3, 504, 504) of all images. An embedding is the rows of its crops, 81
-    each, then the 169 of the whole image.
+    `patch_pixel_values` (crops, 3, 504, 504). An embedding is 81 rows a crop, then 169 of the whole image.
     """
 
     has_plain_blocks = True
@@ -34,5 +33,5 @@ class Step3VLTower(TiledTower):
 
 
 def _view(input_name: str, size: int, config: Step3VisionConfig) -> View:
-    side = size // config.patch_size
-    return square_view(input_name, size, side**2, downsampled(side // 2) ** 2)
+    tokens = downsampled(size // config.patch_size // 2) ** 2
+    return square_view(input_name, size, config.patch_size, tokens)

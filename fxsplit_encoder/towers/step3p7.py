@@ -25,14 +25,9 @@ CROP_SIZE = 504
 
 class Step3p7Tower(TiledTower):
     """Wraps `Step3p7VisionModel`, or `Step3p7Model` for embeddings in the language model's width; the
-    module's own forward is the vision model's.
-
-    `mm_kwargs`: `pixel_values` (images, 3, 728, 728), `num_local_patches` (images), and `pixel_values_local`
-    (crops, 3, 504, 504) of all images. An embedding is the rows of its crops, 81 each, then the 169 of the
-    whole image.
-
-    Args:
-        crop_size: pixels per side of a crop.
+    module's own forward is the vision model's. `mm_kwargs`: `pixel_values` (images, 3, 728, 728),
+    `num_local_patches` (images), and `pixel_values_local` (crops, 3, crop_size, crop_size) of all images. An
+    embedding is the rows of its crops, 81 each at 504 pixels, then the 169 of the whole image.
     """
 
     has_plain_blocks = True
@@ -116,5 +111,4 @@ class Step3p7Tiles(DenseTower):
 
 
 def _view(input_name: str, size: int, patch_size: int) -> View:
-    side = size // patch_size
-    return square_view(input_name, size, side**2, downsampled(downsampled(side)) ** 2)
+    return square_view(input_name, size, patch_size, downsampled(downsampled(size // patch_size)) ** 2)

@@ -1,7 +1,6 @@
-"""Adapters of towers of tiles. A tile is a row of a batch and gives a fixed number of output rows; tiles
-never attend to one another. Tiles of another size are another path, captured apart.
-
-`DenseTower` has tiles of one size, `TiledTower` whole images and crops of them.
+"""Adapters of towers of tiles: `DenseTower` for tiles of one size, `TiledTower` for whole images and crops. A
+tile is a row of a batch, attends to no other tile and gives a fixed number of output rows. Tiles of another
+size are another path, captured separately.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from fxsplit_encoder._torch.dispatch import check
-from fxsplit_encoder._torch.dynamo import Marks, mark_static, mark_unbacked, maybe_mark_dynamic
+from fxsplit_encoder._torch.dynamo import Marks
 from fxsplit_encoder.capture.inputs import example_values
-from fxsplit_encoder.compile import HostOp, register_host_op
+from fxsplit_encoder.compile.options import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.protocol import (
@@ -53,25 +52,20 @@ class View:
     """The tiles of one path."""
 
     input_name: str
-    """Where `mm_kwargs` holds them, (tiles, channels, height, width), and the name of the captured buffer."""
+    """Their key in `mm_kwargs`, (tiles, channels, height, width), and the name of the captured buffer."""
     shape: tuple[int, ...]
     """Channels, height and width of a tile; of a piece of audio its mel bins and frames."""
     tokens: int
     """Output rows of a tile."""
     input_size: int = 1
-    """What a tile adds to its item's `input_size`."""
+    """Patches of a tile, added to its item's `input_size`."""
     optional: bool = False
     """Whether an item may have no such tiles."""
 
 
 class TileTower(WrappedTower):
-    """The common part of both. A subclass gives `encode`, `tiles`, and what the protocol asks of items.
-
-    Args:
-        tower: the vision tower, whose parameters determine device and dtype.
-        views: the tiles of every path; those of the first are what the module's own forward takes.
-        out_hidden_size: columns of the output.
-        children: as of `WrappedTower`.
+    """The base of both, with the tiles of every path as `views`; the module's own forward takes those of the
+    first. A subclass gives `encode`, `tiles`, and the sizes of items.
     """
 
     attends_with_mask: bool = False
@@ -95,9 +89,7 @@ class TileTower(WrappedTower):
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An alias of the tiles, marked for Dynamo as of varying number, so that one trace serves every
-        batch; folds tables. Tiles of other sizes are left to the tower.
-        """
+        """An alias of the tiles, marked for Dynamo as of varying number; also folds tables."""
         self._tables.refresh()
         name = self.first_view.input_name
         if name in kwargs:
@@ -112,19 +104,19 @@ class TileTower(WrappedTower):
         return args, kwargs
 
     def fold_tables(self) -> None:
-        """Finds the tables to keep up to date; an adapter that adds some calls it again."""
+        """Finds the tables to fold; an adapter that adds some calls it again."""
         self._tables = FoldedTables(self)
 
     def outdate_tables(self) -> None:
-        """Has the next call compute the tables anew, see `fxsplit_encoder.refresh`."""
+        """Has the next call compute the tables again, see `fxsplit_encoder.refresh`."""
         self._tables.outdate()
 
     @property
     def first_view(self) -> View:
-        """The tiles that the module's own forward takes."""
+        """The tiles of the module's own forward."""
         return next(iter(self.views.values()))
 
-    # --- what an adapter gives
+    # --- methods of adapters
 
     @abstractmethod
     def encode(self, tiles: Tensor, path: str) -> Tensor:
@@ -143,7 +135,7 @@ class TileTower(WrappedTower):
     # --- the manager's protocol
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """What a capture of this tower needs."""
+        """The constants of a capture of this tower."""
         return EncoderCudaGraphConfig(
             modalities=list(self.modalities),
             buffer_keys=[view.input_name for view in self.views.values()],
@@ -188,7 +180,7 @@ class TileTower(WrappedTower):
         return EncoderCudaGraphReplayBuffers({self.views[path].input_name: tiles})
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
-        """(tiles * tokens, out_hidden_size): what is traced and captured."""
+        """The traced and captured forward: (tiles * tokens, out_hidden_size)."""
         return self.encode(inputs[self.views[path].input_name], path)
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
@@ -204,26 +196,16 @@ def _check_tiles(tiles: Any, name: str, dimensions: int) -> None:
         raise InputError(f"{name}: expected ({expected}); got {tuple(tiles.shape)}")
 
 
-def _mark_tiles(tiles: Tensor) -> None:
-    # One tile is a number of tiles like any other: a backed size of 1 would be specialized.
-    mark_unbacked(tiles, 0)
-    mark_static(tiles, list(range(1, tiles.dim())))
-
-
-def _mark_more_tiles(tiles: Tensor) -> None:
-    maybe_mark_dynamic(tiles, 0)
-    mark_static(tiles, list(range(1, tiles.dim())))
-
-
-_TILES, _ONE_TILE_APART = Marks(_mark_tiles), Marks(_mark_more_tiles)
+# One tile is a number of tiles like any other: a backed size of 1 would be specialized.
+_TILES, _ONE_TILE_APART = Marks("unbacked"), Marks("maybe")
 
 
 VIDEO_COUNTS = "video_num_patches"
 
 
 class DenseTower(TileTower):
-    """A tower of tiles of one size. An adapter gives `features`, and `call` where that is not the tower's own
-    forward. Attention stays torch's dense one, which is faster for equal segments.
+    """A tower of tiles of one size. An adapter gives `features`, and `call` if that is not the tower's own
+    forward. Attention is torch's dense one, which is faster for equal segments.
 
     `mm_kwargs` hold the tiles of all images, `pixel_values` (tiles, channels, height, width), and
     `num_patches` or `image_num_patches`, the tiles of every image; without it every tile is an image. Frames
@@ -231,16 +213,15 @@ class DenseTower(TileTower):
     (frames, ...), or one tensor with `video_num_patches`. Items are the images, then the videos.
 
     Args:
-        tower: the vision tower, whose parameters determine device and dtype.
-        tile_shape: channels, height and width of a tile, or what else one has.
+        tower, children: as of `WrappedTower`.
+        tile_shape: channels, height and width of a tile; mel bins and frames of audio.
         tokens_per_tile: rows of output that a tile gives.
         out_hidden_size: columns of the output.
         input_name: the tiles' key in `mm_kwargs`, and the name of the forward's first argument.
-        children: as of `WrappedTower`.
     """
 
     count_keys: ClassVar[tuple[str, ...]] = ("num_patches", "image_num_patches")
-    """Where `mm_kwargs` may have the tiles of every image."""
+    """Keys in `mm_kwargs` of the tiles of every image."""
     max_tiles: ClassVar[int] = 16
 
     def __init__(
@@ -259,7 +240,7 @@ class DenseTower(TileTower):
         self.tokens_per_tile = tokens_per_tile
         self.input_name = input_name
 
-    # --- what an adapter gives
+    # --- methods of adapters
 
     @abstractmethod
     def features(self, tiles: Tensor) -> Tensor:
@@ -272,9 +253,7 @@ class DenseTower(TileTower):
     # --- the module
 
     def forward(self, pixel_values: Tensor) -> Any:
-        """The wrapped module's own forward and output. Called as a module, it takes the forward's options
-        too: with those that change the output, the wrapped module itself runs.
-        """
+        """The wrapped module's own forward; a call with options that change the output runs that module."""
         if torch.compiler.is_compiling():
             # InternVL's reshape to -1 divides by the number of tiles.
             check(pixel_values.shape[0] > 0)  # type: ignore[no-untyped-call]
@@ -412,9 +391,8 @@ def _positive_counts(name: str, given: Any, expected: str, most: int, totals: ra
     return counts
 
 
-# --- `fxsplit::tiles` tells the backend, inside a graph, what a budget of a dense tower counts.
-#
-# Without it a budget would count tiles (rows of the batch) there, and output tokens in the manager.
+# --- `fxsplit::tiles` declares a dense tower's budgets inside a graph, so that they count output tokens
+# in the backend too, not rows of the batch.
 
 
 def _copy(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int, declared: bool = False) -> list[Tensor]:
@@ -456,19 +434,18 @@ CropGrid = tuple[int, int]
 
 
 class TiledTower(TileTower):
-    """A tower that sees an image whole, on the path "global", and as crops of another size, on "local". An
-    image's rows are put together after the replays.
+    """A tower that encodes an image whole, one tile on the path "global", and as any number of crops of
+    another size, on "local". An image's embedding is assembled after the replays.
 
-    Every image has one tile in "global" and any number in "local". `mm_kwargs` holds the whole images, and
-    the crops of all in one tensor or one entry an image, which may be None, empty or a tile of zeros. An
-    adapter gives `count_key` and `encode`; `crop_grids` and `select_grids` where crops are no row, and
-    `num_tokens` and `assemble` where an image is more than its tiles' rows.
+    `mm_kwargs` holds the whole images, and the crops of all in one tensor or one entry an image, which may be
+    None, empty or a tile of zeros. An adapter gives `count_key` and `encode`; `crop_grids` and `select_grids`
+    if crops are no row, and `num_tokens` and `assemble` if an image is more than its tiles' rows.
     """
 
     assembles = True
     max_tiles: ClassVar[int] = 8
     count_key: ClassVar[str]
-    """Where `mm_kwargs` hold the number of crops of every image."""
+    """The key in `mm_kwargs` of the number of crops of every image."""
 
     def __init__(
         self,
@@ -482,10 +459,10 @@ class TiledTower(TileTower):
         views = {"global": whole, "local": replace(crop, optional=True)}
         super().__init__(tower, views, out_hidden_size, children)
 
-    # --- what an adapter gives
+    # --- methods of adapters
 
     def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
-        """The crops of every image; here in a row, by their number, and none where it is left out."""
+        """The crops of every image, by default in a row, by their number; none if it is left out."""
         counts = mm_kwargs.get(self.count_key)
         if counts is not None:
             rows = read_counts(counts, self.count_key, 1)
@@ -503,8 +480,8 @@ class TiledTower(TileTower):
         return self.views["global"].tokens + crops[0] * crops[1] * self.views["local"].tokens
 
     def assemble(self, whole: Tensor, tiles: Tensor, crops: CropGrid) -> Tensor:
-        """The embedding of an image, in memory of its own, from (tokens, hidden) of the whole image and
-        (columns * rows * tokens, hidden) of its crops, row by row; `crops` are their columns and rows.
+        """The embedding of an image, in its own memory, from (tokens, hidden) of the whole image and (columns
+        * rows * tokens, hidden) of its crops, row by row.
         """
         return torch.cat((tiles, whole))
 
@@ -518,11 +495,8 @@ class TiledTower(TileTower):
     # --- the manager's protocol
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """Patches and output rows of every image, and the rows of each path. Tiles may be missing, of all
-        views.
-
-        Raises:
-            InputError: the inputs contradict one another, or there are videos.
+        """Patches and output rows of every image, and the rows of each path. The tiles of all views may be
+        missing. InputError if the inputs contradict one another, or there are videos.
         """
         self.refuse_videos(mm_kwargs)
         names = [view.input_name for view in self.views.values()]
@@ -572,7 +546,7 @@ class TiledTower(TileTower):
         return self._tiles_of(mm_kwargs, path, self._read_grids(mm_kwargs))
 
     def _read_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
-        """The crops of every image; no more images than there are whole ones, or than a plan takes."""
+        """The crops of every image; InputError for more images than whole ones, or than a plan takes."""
         name, given = self.first_view.input_name, mm_kwargs.get(self.first_view.input_name)
         images = None if given is None else sum(part.shape[0] for part in pixel_parts(given, name))
         described = number_of(mm_kwargs.get(self.count_key))
@@ -625,8 +599,8 @@ def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
 
 
 def _real_crops(given: Any, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """The crops that images have, without placeholders: None, an empty tensor, or a tile of zeros. `given` is
-    a tensor, or tensors for each image, `parts` the same without None, `counts` the crops of every image.
+    """The crops of images without placeholders: None, an empty tensor, or a tile of zeros. `given` is a
+    tensor, or tensors for each image, `parts` the same without None, `counts` the crops of every image.
     """
     expected, total = sum(counts), sum(part.shape[0] for part in parts)
     if total != expected and isinstance(given, list | tuple) and len(given) == len(counts):
@@ -639,9 +613,9 @@ def _real_crops(given: Any, parts: Sequence[Tensor], counts: Sequence[int]) -> l
     return [part for part in parts if part.shape[0]]
 
 
-def square_view(input_name: str, size: int, patches: int, tokens: int) -> View:
-    """Square tiles of three channels, `size` pixels per side, whose `patches` attend to one another."""
-    return View(input_name, (3, size, size), tokens, input_size=patches)
+def square_view(input_name: str, size: int, patch_size: int, tokens: int) -> View:
+    """Square tiles of three channels, `size` pixels per side, whose patches attend to one another."""
+    return View(input_name, (3, size, size), tokens, input_size=(size // patch_size) ** 2)
 
 
 def downsampled(side: int) -> int:

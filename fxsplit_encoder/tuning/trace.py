@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import Capacity, Item, Loads, pack_greedy
+from fxsplit_encoder.planning.packing import pack_greedy
+from fxsplit_encoder.planning.plan import Capacity, Item, Loads
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.costs import BatchCosts, parse_costs
 

@@ -23,8 +23,10 @@ from tabulate import tabulate
 
 from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import CostModel, Limits, PathPlan, Plan, build_plan, default_budgets
-from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH
+from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel
+from fxsplit_encoder.planning.limits import Limits, default_budgets
+from fxsplit_encoder.planning.plan import PathPlan, Plan
+from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.tuning.costs import BatchCosts
 from fxsplit_encoder.tuning.search import (
     LadderLimits,

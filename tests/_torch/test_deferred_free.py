@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.allocator import defer_frees, free_later
-from fxsplit_encoder.capture import BreakableCUDAGraphCapture, GraphPool, SegmentedCapture
+from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, SegmentedCapture
+from fxsplit_encoder.capture.pool import GraphPool
 
 CPU = torch.device("cpu")
 

@@ -6,18 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.dynamo import Marks, drop_guards_on, mark_static, mark_unbacked, not_traced
-
-
-def _write(tensor: Tensor) -> None:
-    mark_unbacked(tensor, 0)
-    mark_static(tensor, list(range(1, tensor.dim())))
+from fxsplit_encoder._torch.dynamo import Marks, drop_guards_on, not_traced
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4)])
 def test_every_alias_has_the_marks_of_the_first(shape: tuple[int, ...]) -> None:
-    marks, expected = Marks(_write), torch.zeros(shape)
-    _write(expected)
+    marks, expected = Marks("unbacked"), torch.zeros(shape)
+    torch._dynamo.decorators.mark_unbacked(expected, 0)
+    torch._dynamo.mark_static(expected, list(range(1, len(shape))))
     for _ in range(3):
         tensor = torch.zeros(shape)
         alias = marks.on_alias(tensor)
@@ -26,14 +22,19 @@ def test_every_alias_has_the_marks_of_the_first(shape: tuple[int, ...]) -> None:
         assert vars(tensor) == {}
 
 
-def test_marks_are_written_once_for_each_number_of_dimensions() -> None:
+@pytest.mark.parametrize(("first", "name"), [("dynamic", "mark_dynamic"), ("maybe", "maybe_mark_dynamic")])
+def test_marks_are_written_once_for_each_number_of_dimensions(
+    first: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[int] = []
+    real = getattr(torch._dynamo, name)
 
-    def write(tensor: Tensor) -> None:
+    def write(tensor: Tensor, dim: int) -> None:
         written.append(tensor.dim())
-        _write(tensor)
+        real(tensor, dim)
 
-    marks = Marks(write)
+    monkeypatch.setattr(torch._dynamo, name, write)
+    marks = Marks(first)
     for _ in range(2):
         marks.on_alias(torch.zeros(2, 3))
         marks.on_alias(torch.zeros(2, 3, 4))
@@ -45,7 +46,7 @@ class Subclass(Tensor):
 
 
 def test_a_subclass_is_marked_by_torch() -> None:
-    marks = Marks(_write)
+    marks = Marks("unbacked")
     for _ in range(2):
         alias = marks.on_alias(torch.zeros(2, 3).as_subclass(Subclass))
         assert type(alias) is Subclass

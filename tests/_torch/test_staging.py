@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxsplit_encoder._torch.staging import copy_on_host, staged, to_device
+from fxsplit_encoder._torch.staging import copy_on_host, to_device
+from fxsplit_encoder.connector.manager_encoder import staged
 
 from ..dispatched import Dispatched
 

@@ -17,7 +17,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.backend.dispatch import stats_of_compiled
 from fxsplit_encoder.compile import trace
 from fxsplit_encoder.errors import CompileError, InputError, WeightsLayoutError
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 from .towers import GRID, OPTIONS, assert_equal_features, compiled, features
 

@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
-from fxsplit_encoder.capture import (
-    CaptureRequest,
-    ProgramBody,
-    StaticBuffer,
-    StaticInputs,
-    StaticParameters,
-)
-from fxsplit_encoder.compile import Bindings, PaddingReport, Program, Step
-from fxsplit_encoder.compile.program import Ref
+from fxsplit_encoder.capture.buffers import StaticBuffer
+from fxsplit_encoder.capture.forward import CaptureRequest, ProgramBody
+from fxsplit_encoder.capture.inputs import StaticInputs
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.compile.branches import Step
+from fxsplit_encoder.compile.padding import PaddingReport
+from fxsplit_encoder.compile.program import Bindings, Program, Ref
 
 CPU = torch.device("cpu")
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture import (
+from fxsplit_encoder.capture.breakable import (
     BreakableCUDAGraphCapture,
-    GraphPool,
     active_capture,
     eager_break_during_capture,
 )
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, ReplayError
 from fxsplit_encoder.kernels.attention import varlen_attention
 

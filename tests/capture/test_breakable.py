@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture import (
+from fxsplit_encoder.capture.breakable import (
     BreakableCUDAGraphCapture,
-    CapturedForward,
-    GraphPool,
     eager_break_during_capture,
+    refuse_synchronization,
 )
-from fxsplit_encoder.capture.breakable import refuse_synchronization
 from fxsplit_encoder.capture.buffers import OwnedBuffers
+from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 
 from . import breakable_checks as shared

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture import RowCount, SharedBuffers, StaticBuffer, StaticInputs, StaticParameters
-from fxsplit_encoder.capture.buffers import copy_results
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer, copy_results
+from fxsplit_encoder.capture.forward import RowCount
+from fxsplit_encoder.capture.inputs import StaticInputs
+from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.errors import ReplayError
 
 

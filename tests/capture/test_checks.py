@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import (
-    CapturedForward,
-    GraphPool,
-    HandedOut,
-    StaticBuffer,
-)
+from fxsplit_encoder.capture.buffers import HandedOut, StaticBuffer
+from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.kernels.attention import varlen_attention
 

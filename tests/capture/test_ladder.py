@@ -9,20 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.capture import (
-    BudgetLadder,
-    CapturedForward,
-    CaptureRequest,
-    GraphPool,
-    KnownBudget,
-    MeasuredCosts,
-    StaticBuffer,
-    StaticInputs,
-    StaticParameters,
-    eager_break_during_capture,
-    ladder,
-)
-from fxsplit_encoder.capture.forward import MeasuredRun
+from fxsplit_encoder.capture import ladder
+from fxsplit_encoder.capture.breakable import eager_break_during_capture
+from fxsplit_encoder.capture.buffers import StaticBuffer
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, MeasuredRun
+from fxsplit_encoder.capture.inputs import StaticInputs
+from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, ConfigError
 from fxsplit_encoder.kernels import choice
 from fxsplit_encoder.kernels.attention import KernelChooser
@@ -130,19 +124,21 @@ class Measured:
         self.ladder.pool.is_cuda = True
         single = "single"
 
-        def record(
-            ladder_self: BudgetLadder, budget: int, wanted: CaptureRequest, mode: str
-        ) -> CapturedForward:
+        def make(wanted: CaptureRequest, mode: str, pool: GraphPool) -> CapturedForward:
+            captured = CapturedForward(wanted, mode, pool)
             name = mode if wanted.single_segment is not None else single
-            if name in fails:
-                raise CaptureError(f"{name} fails")
-            captured = CapturedForward(wanted, mode, ladder_self.pool)
-            ladder_self._num_bytes[budget] += 5
+
+            def record(warmups: int) -> None:
+                if name in fails:
+                    raise CaptureError(f"{name} fails")
+                captured.num_bytes = 5
+
+            captured.record = record  # type: ignore[method-assign]
             captured.measure = lambda: costs[name]  # type: ignore[method-assign]
             captured.release = lambda: self.released.append(name)  # type: ignore[method-assign]
             return captured
 
-        monkeypatch.setattr(BudgetLadder, "_record", record)
+        monkeypatch.setattr(ladder, "CapturedForward", make)
         exact = MeasuredRun(costs["exact"], costs.get("host", costs["exact"]))
         monkeypatch.setattr(ladder, "measure_run", lambda call, device: exact)
 
@@ -220,15 +216,16 @@ def test_between_two_pauses_is_one_timing_or_one_recording(monkeypatch: pytest.M
     """So that a request waits for no more than that."""
     measured = Measured(monkeypatch, COSTS)
     events: list[str] = []
-    record, timed = BudgetLadder._record, ladder.measure_run
+    make, timed = ladder.CapturedForward, ladder.measure_run
 
-    def recording(self: BudgetLadder, *arguments: Any) -> CapturedForward:
-        captured = run_capture(lambda: record(self, *arguments))
-        measure = captured.measure
+    def making(*arguments: Any) -> CapturedForward:
+        captured = make(*arguments)
+        record, measure = captured.record, captured.measure
+        captured.record = lambda warmups: run_capture(lambda: record(warmups))  # type: ignore[method-assign]
         captured.measure = lambda: [events.append("time"), measure()][1]  # type: ignore
         return captured
 
-    monkeypatch.setattr(BudgetLadder, "_record", recording)
+    monkeypatch.setattr(ladder, "CapturedForward", making)
     monkeypatch.setattr(ladder, "measure_run", lambda *given: [events.append("exact"), timed(*given)][1])
     with pausing_by(Pauses(lambda: events.append("|"), at_capture=lambda: events.append("record"))):
         measured.ladder.capture(8)

@@ -17,21 +17,17 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
-from fxsplit_encoder.capture import (
-    BudgetLadder,
-    CapturedForward,
-    CaptureRequest,
-    GraphPool,
-    SegmentedCapture,
-    StaticBuffer,
-    StaticInputs,
-    StaticParameters,
-    breakable,
-    forward,
-)
-from fxsplit_encoder.capture.forward import ProgramBody
+from fxsplit_encoder.capture import breakable, forward
+from fxsplit_encoder.capture.breakable import SegmentedCapture
+from fxsplit_encoder.capture.buffers import StaticBuffer
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody
+from fxsplit_encoder.capture.inputs import StaticInputs
+from fxsplit_encoder.capture.ladder import BudgetLadder
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile import build
-from fxsplit_encoder.compile.program import Ref, Step
+from fxsplit_encoder.compile.branches import Step
+from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import (
     CaptureError,
     InputError,
@@ -361,7 +357,7 @@ def test_rule_3_the_manager_falls_back_whole_and_counts_it(
     manager.paths["default"].segment_capacity.update(dict.fromkeys((16, 32, 64), 1000))
     before = snapshot(manager.paths["default"].captured[16])
     inputs = make_batch([(1, 2, 2)] * 2, [(14, 2, 2)])
-    manager.limits = fx.planning.Limits(manager.limits.path_budgets, 4, 99)
+    manager.limits = fx.planning.limits.Limits(manager.limits.path_budgets, 4, 99)
     manager._use_captures()
     assert_eager(manager, inputs)
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 3}
@@ -679,7 +675,7 @@ def views_without_a_copy(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def collect(batch: Any, outputs: Any, tokens: Any, results: Any, selected: Any) -> None:
         indices = list(batch.indices)
         runner._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
-        if runner.config.debug:
+        if runner.scope.config.debug:
             runner.pool.handed_out.add(results[index] for index in indices)
 
     monkeypatch.setattr(runner, "_collect", collect)

@@ -7,13 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.capture import (
-    BreakableCUDAGraphCapture,
-    GraphPool,
-    SegmentedCapture,
-)
-from fxsplit_encoder.capture.breakable import LiveSegments
+from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, LiveSegments, SegmentedCapture
 from fxsplit_encoder.capture.forward import CapturedForward, StepRecorder
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import CaptureError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention

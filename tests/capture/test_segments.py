@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.capture import pad_cu_seqlens, segment_capacity
 from fxsplit_encoder.capture.inputs import (
     fill_cu_seqlens,
-    fits,
     is_cumulative,
+    pad_cu_seqlens,
     pad_cu_seqlens_on_device,
+    segment_capacity,
 )
 from fxsplit_encoder.errors import InputError, ReplayError
 
@@ -70,9 +70,6 @@ def test_what_does_not_fit_is_refused() -> None:
         pad_cu_seqlens(given_lengths, 9, 5)
     with pytest.raises(ReplayError, match="4 entries do not fit a capture of 3"):
         pad_cu_seqlens_on_device(given_lengths, 3)
-    assert fits(3, 6, 4, 6)
-    assert not fits(4, 6, 4, 6)
-    assert not fits(3, 7, 4, 6)
 
 
 def test_a_budget_holds_segments_of_typical_size_within_the_users_limit() -> None:

@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture import (
-    BreakableCUDAGraphCapture,
-    BreakableCUDAGraphWrapper,
-    GraphPool,
-    eager_break_during_capture,
-)
-from fxsplit_encoder.capture.wrapper import describe
+from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, eager_break_during_capture
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper, describe
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture import BreakableCUDAGraphWrapper, GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
 
 from .breakable_checks import make_tower
 

@@ -312,7 +312,7 @@ def test_without_its_files_the_demo_says_which(tmp_path: Path, monkeypatch: pyte
     assert shipped("examples/images") == tmp_path / "data" / "examples" / "images", "a wheel's own go first"
 
 
-COMMANDS = ["demo", "encode", "inspect", "build", "bench", "tune", "report"]
+COMMANDS = ["demo", "encode", "serve", "inspect", "build", "bench", "tune", "report"]
 
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
@@ -321,6 +321,15 @@ def test_help(arguments: list[str]) -> None:
         result = run(*arguments, flag)
         assert result.exit_code == 0
         assert "Usage:" in result.stdout
+
+
+def test_a_service_of_no_model_or_of_wrong_settings_is_refused(tmp_path: Path) -> None:
+    result = run("serve", "/nowhere")
+    assert (result.exit_code, "/nowhere: no such directory" in result.stderr) == (2, True)
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("max_request: 3\n", encoding="utf-8")
+    result = run("serve", "/nowhere", "--settings", settings)
+    assert (result.exit_code, "did you mean max_requests?" in result.stderr) == (2, True)
 
 
 def test_without_arguments_the_help_is_shown() -> None:

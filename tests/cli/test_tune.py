@@ -1,6 +1,7 @@
 """`encoder-cg tune` of traces, and `encoder-cg report` of a run that a manager recorded."""
 
 import json
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.manager.manager import TraceWriter
-from fxsplit_encoder.planning import Item
+from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.trace import read_trace
 
@@ -28,7 +29,7 @@ def tune(*arguments: object) -> Result:
 
 
 def write_trace(path: Path, *requests: list[EncoderItemSpec]) -> Path:
-    with TraceWriter(path) as writer:
+    with closing(TraceWriter(path)) as writer:
         for specs in requests:
             writer.write(list(map(Item, specs)))
     return path

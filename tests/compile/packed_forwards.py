@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder.kernels.attention  # noqa: F401  (registers the op)
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace_forward
+from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.program import BoundProgram
+from fxsplit_encoder.compile.trace import trace_forward
 
 WIDTH = 8
 SPLITTING_OPS = ("fxsplit::varlen_attention", "aten::scaled_dot_product_attention")

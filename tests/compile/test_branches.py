@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.compile import Step
 from fxsplit_encoder.compile import branches as steps
-from fxsplit_encoder.compile.branches import StepBranches
+from fxsplit_encoder.compile.branches import Step, StepBranches
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import HostOp, options, register_host_op
+from fxsplit_encoder.compile.options import HostOp, register_host_op
 
 from .packed_forwards import attend, trace_with
 
@@ -41,7 +41,7 @@ def registered() -> Iterator[HostOp]:
     op = HostOp(_exact)
     register_host_op(lengths, op)
     yield op
-    options._HOST_OPS.pop(lengths)
+    del lengths.fxsplit_host_op
 
 
 def forward(inputs: Mapping[str, Tensor]) -> Tensor:

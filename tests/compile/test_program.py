@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import Bindings, BoundProgram
-from fxsplit_encoder.compile.program import Ref
+from fxsplit_encoder.compile.program import Bindings, BoundProgram, Ref
 from fxsplit_encoder.compile.sizes import Size
 
 from .packed_forwards import attend, packed_inputs, trace_packed

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.compile import BoundProgram, HostOp, saved
+from fxsplit_encoder.compile import saved
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
+from fxsplit_encoder.compile.options import HostOp
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
 from fxsplit_encoder.compile.pieces import CompiledPiece
+from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.compile.saved import restore_program, save_program
 from fxsplit_encoder.compile.sizes import Guards, Size, check_arithmetic
 from fxsplit_encoder.errors import CompileError, StartFileError

@@ -1,3 +1,5 @@
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder.compile import BoundProgram, CompileOptions
-from fxsplit_encoder.compile.options import splitting_targets
+from fxsplit_encoder.compile.options import CompileOptions, splitting_targets
+from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.errors import CompileError, ConfigError
 
 from .blocks.block_towers import Dense
-from .packed_forwards import WIDTH, packed_inputs, trace_packed, trace_with
+from .packed_forwards import EAGER, WIDTH, packed_inputs, trace_packed, trace_with
 
 
 def test_a_configured_name_stands_for_all_overloads() -> None:
@@ -77,10 +79,14 @@ def test_a_batch_of_one_is_no_token_count() -> None:
 
 def test_two_sequences_of_different_lengths_tell_nothing() -> None:
     examples = {"x": torch.randn(12, 8), "y": torch.randn(7, 8)}
-    program = trace_with(lambda i: torch.cat([*map(over_one_sequence, i.values())]), examples).program
-    assert program.token_symbol is None
-    assert program.tokens_unknown.startswith("its splitting ops (aten::_scaled_dot_product_flash_attention")
-    assert program.tokens_unknown.endswith("do not have one size that varies, which would count its tokens")
+
+    def forward(inputs: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([*map(over_one_sequence, inputs.values())])
+
+    assert trace_with(forward, examples).program.token_symbol is None
+    reason = r"its splitting ops \(aten::_scaled_dot_product_flash_attention.* do not have one size"
+    with pytest.raises(CompileError, match=reason):
+        trace_with(forward, examples, replace(EAGER, requires_tokens=True))
 
 
 def test_results_that_nobody_reads_get_no_slot(dense: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.compile import Step
+from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.build import slots_in, with_frees, with_joins
 from fxsplit_encoder.compile.program import Ref
 

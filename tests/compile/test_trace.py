@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace
+from fxsplit_encoder.compile import trace
+from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels import compile_jobs
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from tests.hugging_face.comparisons import assert_close, assert_same_bits, generated
 from tests.hugging_face.conftest import config_of
 from tests.hugging_face.models import MODELS

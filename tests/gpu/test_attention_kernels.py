@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.kernels import choosing, describe, measuring, works
+from fxsplit_encoder.cli.inspection import describe
 from fxsplit_encoder.kernels.attention import (
     KERNELS,
     AttentionKernel,
     KernelChooser,
     KnownSegments,
-    attend,
     dense_attention,
 )
 from fxsplit_encoder.kernels.attention.builtin import TritonVarlen
 from fxsplit_encoder.kernels.attention.chooser import Measurements, shape_of
 from fxsplit_encoder.kernels.attention.flash_attn import WholeWaves, rows_of_whole_waves
-from fxsplit_encoder.kernels.kernel import processors
+from fxsplit_encoder.kernels.attention.op import attend
+from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.kernels.kernel import processors, works
 
 pytestmark = pytest.mark.gpu
 

@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture import (
-    BreakableCUDAGraphCapture,
-    BreakableCUDAGraphWrapper,
-    CapturedForward,
-    GraphPool,
-    StaticBuffer,
-    eager_break_during_capture,
-)
+from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, eager_break_during_capture
+from fxsplit_encoder.capture.buffers import StaticBuffer
+from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels.attention import varlen_attention
 from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import (
-    CapturedForward,
-    GraphPool,
-    SegmentedCapture,
-    StaticBuffer,
-    StaticInputs,
-    pad_cu_seqlens,
-)
-from fxsplit_encoder.kernels import choosing
-from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, attend, varlen_attention
+from fxsplit_encoder.capture.breakable import SegmentedCapture
+from fxsplit_encoder.capture.buffers import StaticBuffer
+from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.inputs import StaticInputs, pad_cu_seqlens
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, varlen_attention
+from fxsplit_encoder.kernels.attention.op import attend
+from fxsplit_encoder.kernels.choice import choosing
 
 from ..capture.bodies import body_calling, request_of
 

@@ -15,11 +15,11 @@ import torch
 from poison import poison
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.planning import PathCosts
+from fxsplit_encoder.planning.costs import PathCosts
 
 from .support import settled
 
@@ -79,7 +79,7 @@ def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 def pools(manager: fx.EncoderCudaGraphManager) -> list[GraphPool]:
     """Those that captures are made in."""
     exact = manager.paths["default"].unpadded
-    generations = exact.captures._generations
+    generations = exact._generations
     return [manager.pool, *(generation.pool for generation in generations)]
 
 
@@ -109,7 +109,7 @@ def test_a_thousand_batches_stay_within_eagers_error(
     assert statistics.fmean(ours) <= 1.1 * statistics.fmean(theirs)
     assert manager.stats().hit_rate == 1
     if mode == "exact":
-        shapes = manager.paths["default"].unpadded.captures
+        shapes = manager.paths["default"].unpadded
         assert len(shapes.sizes) <= 32
         assert shapes.num_evicted > 0
         assert not shapes.refused
@@ -144,7 +144,7 @@ def test_ten_thousand_replays_over_fifty_counts_leak_nothing(family: Any) -> Non
 def test_evicting_frees_what_was_promised(family: Any) -> None:
     tower = family[0]
     manager = make_manager(tower, exact_min_hits=1, exact_max_graphs=4)  # generations of one
-    shapes = manager.paths["default"].unpadded.captures
+    shapes = manager.paths["default"].unpadded
 
     def serve() -> None:
         for side in (60, 58, 56, 54):
@@ -182,7 +182,7 @@ def test_auto_captures_a_count_that_padding_makes_dear(family: Any) -> None:
     captured = []
     for _ in range(3):
         manager.execute(inputs)
-        captured.append(80 in replays.captures or 80 in replays.captures.not_faster)
+        captured.append(80 in replays or 80 in replays.not_faster)
     assert captured == [False, False, True]
     (expected,) = family[1](inputs)
     size = float(expected.float().square().mean().sqrt())
@@ -202,8 +202,7 @@ def test_what_runs_at_its_exact_shape_is_tried_with_its_own_batch(family: Any) -
     size = float(expected.float().square().mean().sqrt())
     for _ in range(8):  # each counts a tenth of a millisecond
         assert rms_error(manager.execute(inputs), [expected]) <= 0.1 * size
-    captures = replays.captures
-    assert captures.on_trial == set()
-    assert (80 in captures) is not (80 in captures.not_faster)
-    assert (80 in captures.not_faster) is (80 in replays.exact_ms)
+    assert replays.on_trial == set()
+    assert (80 in replays) is not (80 in replays.not_faster)
+    assert (80 in replays.not_faster) is (80 in replays.exact_ms)
     manager.clear()

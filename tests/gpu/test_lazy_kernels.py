@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.capture import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper, GraphPool
+from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
 from fxsplit_encoder.errors import CaptureError
 
 from ..capture import breakable_checks

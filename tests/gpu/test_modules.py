@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxsplit_encoder.backend import BudgetDispatcher, dispatchers
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import measure_ms
+from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.models.random import demo_tower, draw_weights
 from fxsplit_encoder.towers.modules.deepseek_encoder import (

@@ -10,10 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder.kernels import KernelMeasurements, choosing, describe, measuring, works
-from fxsplit_encoder.kernels.products import ACTIVATIONS, ProductChooser, ProductShape, linear
-from fxsplit_encoder.kernels.products.kernels import KERNELS, ProductKernel
-from fxsplit_encoder.kernels.products.measured import ProductExample, ProductMeter, shape_of
+from fxsplit_encoder.cli.inspection import describe
+from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, measuring
+from fxsplit_encoder.kernels.kernel import works
+from fxsplit_encoder.kernels.products.measured import (
+    ACTIVATIONS,
+    KERNELS,
+    ProductChooser,
+    ProductExample,
+    ProductKernel,
+    ProductMeter,
+    ProductShape,
+    linear,
+    shape_of,
+)
 
 pytestmark = pytest.mark.gpu
 

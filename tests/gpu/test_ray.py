@@ -16,12 +16,13 @@ import ray
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector import ConnectorConfig, EncodeRequest, MediaItem
-from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettings
-from fxsplit_encoder.integrations.ray import RayOptions, encode_images
 from fxsplit_encoder.models.connectors import checkpoint_encoder
+from fxsplit_encoder.service.encoder import ImageEncoder
+from fxsplit_encoder.service.ray import RayOptions, encode_images
+from fxsplit_encoder.service.settings import ImageEncoderSettings
 
-from ..integrations.images.photographs import EXAMPLES, photograph
 from ..models.checkpoints import save
+from ..service.photographs import EXAMPLES, photograph
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_connectors_workers_share_a_gpu(cluster: None, model: Path, workers: int) -> None:
     pytest.importorskip("blake3", reason="of the extra `connector`")
-    from fxsplit_encoder.integrations.ray.connector import ray_connector
+    from fxsplit_encoder.service.ray.connector import ray_connector
 
     config, options = fx.EncoderConfig(**CONFIG), RayOptions(num_gpus=1 / workers)
     here = checkpoint_encoder(model, config, "cuda")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.kernels import microseconds, timing_without_graphs
 from fxsplit_encoder.kernels.attention import AttentionShape
+from fxsplit_encoder.kernels.meter import microseconds, timing_without_graphs
 
 from .support import batch, encode, errors, manager_of, settled
 

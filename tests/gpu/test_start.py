@@ -13,7 +13,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import ladder
 from fxsplit_encoder.integrations.vllm.adapter import make_adapter
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
-from fxsplit_encoder.kernels import Meter
+from fxsplit_encoder.kernels.meter import Meter
 from fxsplit_encoder.manager import path as path_module
 
 from .support import manager_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close
 from .conftest import Loaded, config_of

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.hugging_face import served_towers_of
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close, assert_same_bits, generated
 from .conftest import config_of

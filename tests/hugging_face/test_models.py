@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close, assert_same_bits, generated
 from .conftest import ALL, Loaded, config_of

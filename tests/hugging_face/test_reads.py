@@ -19,7 +19,7 @@ from accelerate.hooks import remove_hook_from_submodules
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.hugging_face import served_towers_of
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close, generated
 from .models import MODELS, TOWER

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import BudgetStats, CaptureKey, ManagerStats
 from tests.manager.test_passes import tower as padded_tower
 

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.kernels import KernelReport, Measured, Pin, describe, measuring
-from fxsplit_encoder.kernels.attention import KernelChooser, parse_attention
-from fxsplit_encoder.kernels.attention.chooser import Measurements
+from fxsplit_encoder.cli.inspection import KernelReport, describe
+from fxsplit_encoder.kernels.attention import KernelChooser
+from fxsplit_encoder.kernels.attention.chooser import Measurements, parse_attention
+from fxsplit_encoder.kernels.choice import Pin, measuring
+from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.runtime import Choosers
 
 from ..manager.mock_towers import NewerTwoPaths

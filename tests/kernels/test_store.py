@@ -12,9 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.kernels import KernelStore, Measured, cache_directory, describe_environment
 from fxsplit_encoder.kernels.attention import AttentionShape
-from fxsplit_encoder.kernels.store import describe_host, digest_of
+from fxsplit_encoder.kernels.meter import Measured
+from fxsplit_encoder.kernels.store import (
+    KernelStore,
+    cache_directory,
+    describe_environment,
+    describe_host,
+    digest_of,
+)
 
 from .attention.fakes import CUDA, shape
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fxsplit_encoder as fx
 import fxsplit_encoder.kernels.attention  # the operators that the mock towers call
+from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.errors import CaptureError
 
 from .mock_towers import WIDTH, PackedModel, SplitModel, alone, batch
@@ -82,8 +83,8 @@ def _report(manager: fx.EncoderCudaGraphManager, whole: Any, batches: list[dict[
         "errors": errors,
         "hits": manager.stats().hits,
         "misses": dict(manager.stats().misses),
-        "sizes": path.unpadded.captures.sizes if path.recurring_counts else sorted(path.captured),
-        "refused": path.unpadded.captures.refused if path.recurring_counts else {},
+        "sizes": path.unpadded.sizes if path.recurring_counts else sorted(path.captured),
+        "refused": path.unpadded.refused if path.recurring_counts else {},
         "reports": manager.reports,
     }
 
@@ -91,14 +92,14 @@ def _report(manager: fx.EncoderCudaGraphManager, whole: Any, batches: list[dict[
 def _refuse(path: Any, tokens: int) -> None:
     """Makes the capture of one size fail, as it does where memory runs out on this rank alone."""
     assert path.recurring_counts is not None
-    request = path.unpadded.captures._request
+    request = path.unpadded._request
 
-    def refusing(size: int) -> Any:
+    def refusing(size: int, inputs: Any) -> Any:
         if size == tokens:
             raise CaptureError(REFUSED)
-        return request(size)
+        return request(size, inputs)
 
-    path.unpadded.captures._request = refusing
+    path.unpadded._request = refusing
 
 
 # --- plain modules that call collectives, as an engine's own layers do
@@ -192,17 +193,22 @@ def _without_inputs(rank: int) -> fx.EncoderCudaGraphManager:
 def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
     """One graph of one budget fails on one rank, after its forward has run."""
     manager = _manager(ParallelPacked(), mode="auto")
-    ladder = manager.paths["default"].ladder
-    record = ladder._record
+    path = manager.paths["default"]
+    request, record = path.forward.request, CapturedForward.record
+    requested: list[int] = []
 
-    def failing(budget: int, request: Any, mode: str) -> Any:
-        recorded = record(budget, request, mode)
-        if rank == 1 and budget == 8 and mode == "full":
-            recorded.release()
+    def noted(tokens: int, shared: Any) -> Any:
+        requested.append(tokens)
+        return request(tokens, shared)
+
+    def failing(captured: CapturedForward, warmups: int) -> None:
+        record(captured, warmups)
+        if rank == 1 and requested[-1] == 8 and captured.mode == "full":
+            captured.release()
             raise CaptureError(NO_ROOM)
-        return recorded
 
-    ladder._record = failing  # type: ignore[method-assign]
+    path.forward.request = noted  # type: ignore[method-assign]
+    CapturedForward.record = failing  # type: ignore[method-assign]
     manager.capture()
     return manager
 
@@ -237,6 +243,6 @@ def _plain_report(manager: fx.EncoderCudaGraphManager, expected: dict[type, Any]
         "error": max(errors),
         "hits": manager.stats().hits,
         "modes": {b: graph.mode for b, graph in manager.budget_graphs["default"].items()},
-        "sizes": manager.paths["default"].unpadded.captures.sizes,
+        "sizes": manager.paths["default"].unpadded.sizes,
         "reports": manager.reports,
     }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import CaptureKey
+from fxsplit_encoder.planning.limits import CaptureKey
 
 from . import managers
 from .mock_towers import AxesAndPaths, AxesModel, Values, assert_equal_items, eagerly, items

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.planning import CaptureKey
+from fxsplit_encoder.planning.limits import CaptureKey
 
 from . import managers
 
@@ -55,7 +55,7 @@ def test_a_tower_that_does_not_compile_gets_graphs(
     def refuse(*args: Any) -> None:
         raise fx.errors.CompileError("no graph for this one")
 
-    monkeypatch.setattr("fxsplit_encoder.compile.trace_forward", refuse)
+    monkeypatch.setattr("fxsplit_encoder.compile.trace.trace_forward", refuse)
     for mode, made in (("auto", "full"), ("full", "full"), ("piecewise", "breakable")):
         manager = captured(tiny_towers.wrapped, mode=mode)
         assert any("no graph for this one" in report for report in manager.reports)

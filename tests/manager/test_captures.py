@@ -12,10 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import SharedBuffers, StaticBuffer, StaticInputs
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
+from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.manager.generation import CapturePlan, PlannedCapture, plan_captures
-from fxsplit_encoder.planning import CaptureKey, PathCosts
+from fxsplit_encoder.planning.costs import PathCosts
+from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.runtime.memory_limit import least_useful
 
 from .managers import captured, captured_budgets, manager_of

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, Measurements
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.manager.turns import compare_between_requests, compare_meanwhile
 from fxsplit_encoder.pauses import pause, pausing_by
 from tests.kernels.attention.fakes import FakeKernel

@@ -14,9 +14,10 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.kernels import KernelStore, measuring
 from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import Measurements
+from fxsplit_encoder.kernels.choice import measuring
+from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.manager.compile_process import (
     REQUEST,
     CompileRequest,
@@ -99,7 +100,7 @@ class Scene:
 
 def test_kernels_are_built_and_no_time_is_kept_that_was_found_beside_requests(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    assert build_kernels(scene.generation, scene.choosers) == ""
+    build_kernels(scene.generation, scene.choosers)
     assert set(scene.built) == {"one", "two"}
     assert not list(tmp_path.iterdir())
 
@@ -110,20 +111,14 @@ def test_what_was_compared_before_is_not_built_again(tmp_path: Path) -> None:
         before.choosers.attention.ranking(CAPTURED)
     assert before.built and list(tmp_path.iterdir())
     scene = Scene(tmp_path)
-    assert build_kernels(scene.generation, scene.choosers) == ""
+    build_kernels(scene.generation, scene.choosers)
     assert not scene.built
 
 
 def test_on_a_cpu_there_is_nothing_to_compare(tmp_path: Path) -> None:
     scene = Scene(tmp_path, is_cuda=False)
-    assert build_kernels(scene.generation, scene.choosers) == ""
+    build_kernels(scene.generation, scene.choosers)
     assert not scene.built
-
-
-def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.generation.planned_captures = lambda: "unplanned"
-    assert build_kernels(scene.generation, scene.choosers).startswith("AssertionError")
 
 
 # --- the tower that is sent

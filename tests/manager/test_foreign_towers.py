@@ -14,8 +14,8 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
+from fxsplit_encoder.planning.plan import MissReason
 
 from . import managers
 from .mock_towers import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, ReplayError
-from fxsplit_encoder.planning import CaptureKey
+from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.tuning.trace import read_run, read_trace
 
 from .managers import manager_of

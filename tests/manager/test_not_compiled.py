@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.compile import CompileOptions, trace_forward
+from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.trace import trace_forward
 from fxsplit_encoder.errors import ConfigError, UntraceableError
 
 from . import managers

@@ -11,7 +11,7 @@ import torch
 from transformers.models.internvl.modeling_internvl import InternVLModel
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import SegmentedCapture
+from fxsplit_encoder.capture.breakable import SegmentedCapture
 from fxsplit_encoder.compile.derived import Fingerprints
 from fxsplit_encoder.compile.passes import PASSES
 from tests.manager.packings import packed_items

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import CapturedForward
+from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.planning import CaptureKey
+from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.runtime import MeasuredForward
 
 from . import managers

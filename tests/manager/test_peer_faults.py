@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import GraphPool, SegmentedCapture
+from fxsplit_encoder.capture.breakable import SegmentedCapture
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.kernels.attention import builtin
-from fxsplit_encoder.planning import CostModel, Item, PathCosts, build_plan
+from fxsplit_encoder.planning.costs import CostModel, PathCosts
+from fxsplit_encoder.planning.plan import Item
+from fxsplit_encoder.planning.planner import build_plan
 
 from .managers import captured
 from .mock_towers import (

@@ -25,7 +25,7 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.tensors import traced_copy
-from fxsplit_encoder.capture import CapturedForward
+from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager import compile_worker as compile_worker_module
@@ -587,7 +587,10 @@ def test_the_other_process_ends_with_this_one() -> None:
 @pytest.mark.parametrize(
     ("building", "said"),
     [
-        ("def build(*_): return 'MemoryError: not for two'", "MemoryError: not for two"),
+        (
+            "def build(*_): raise MemoryError('not for two')",
+            "the process that compiled ended with status 1: MemoryError: not for two",
+        ),
         pytest.param(
             "def build(*_): os.kill(os.getpid(), 11)",
             "the process that compiled ended with status -11",

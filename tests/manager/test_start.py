@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import read_parts, tower_key, write_parts
@@ -134,8 +134,7 @@ def with_part(name: str, content: bytes) -> Callable[[dict[str, bytes]], None]:
 
 
 def without_paths(parts: dict[str, bytes]) -> None:
-    (tower,) = json.loads(parts["towers.json"])
-    parts["towers.json"] = json.dumps([{**tower, "paths": {}}]).encode()
+    parts["tower.json"] = json.dumps({**json.loads(parts["tower.json"]), "paths": {}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -145,9 +144,9 @@ def without_paths(parts: dict[str, bytes]) -> None:
         (change_environment(gpu="NVIDIA H200"), 'gpu: expected null; got "NVIDIA H200"'),
         (change_environment(fxsplit_encoder="9"), f'fxsplit_encoder: expected "{fx.__version__}"; got "9"'),
         (without("environment.json"), "environment.json: expected in every saved start; got none"),
-        (without("towers.json"), "towers.json: expected in every saved start; got none"),
+        (without("tower.json"), "tower.json: expected in every saved start; got none"),
         (without_paths, "path default: expected what was measured of it; got nothing"),
-        (with_part("towers.json", b"[]"), "towers: expected at least one; got none"),
+        (with_part("tower.json", b"[]"), "tower: expected what was measured of a tower; got "),
         (with_part("environment.json", b"[1]"), "environment.json: expected JSON of a saved start; got "),
         (with_part("measured/attention.json", b"[{}]"), "attention: expected measured classes; got KeyError"),
         (with_part("torch.bin", b"torn"), "torch.bin: expected graphs that torch compiled; got 4 bytes"),
@@ -160,7 +159,7 @@ def test_a_file_for_something_else_is_refused_by_name_and_ignored(
     start: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parts = read_parts(start)
+    parts = dict(read_parts(start))
     change(parts)
     write_parts(start, parts)
     manager = fx.EncoderCudaGraphManager(SplitModel(), EAGER)

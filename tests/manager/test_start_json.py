@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import StartFileError
 from fxsplit_encoder.kernels.attention import AttentionShape
 from fxsplit_encoder.manager.start import (
     KnownTower,
     table_from_json,
     table_to_json,
-    towers_from_json,
-    towers_to_json,
+    tower_from_json,
+    tower_to_json,
 )
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 
@@ -52,9 +52,9 @@ towers = st.builds(
 
 
 @settings(max_examples=25)
-@given(known=st.lists(towers, max_size=2))
-def test_what_was_measured_of_towers_comes_back(known: list[KnownTower]) -> None:
-    assert towers_from_json(towers_to_json(known)) == known
+@given(known=towers)
+def test_what_was_measured_of_a_tower_comes_back(known: KnownTower) -> None:
+    assert tower_from_json(tower_to_json(known)) == known
 
 
 @settings(max_examples=15)
@@ -74,9 +74,9 @@ def test_what_was_measured_of_attention_comes_back(table: dict) -> None:
 )
 def test_anything_else_is_refused(change: object) -> None:
     known = KnownTower({}, {"path default": KnownCosts(MeasuredForward(), {}, 1.0)})
-    content = towers_to_json([known])
-    assert towers_from_json(content) == [known]
-    with pytest.raises(StartFileError, match=r"^towers: expected"):
-        towers_from_json(change(content))  # type: ignore[operator]
+    content = tower_to_json(known)
+    assert tower_from_json(content) == known
+    with pytest.raises(StartFileError, match=r"^tower: expected"):
+        tower_from_json(change(content))  # type: ignore[operator]
     with pytest.raises(StartFileError, match=r"^attention: expected"):
         table_from_json(json.dumps([{"shape": {}}]).encode(), AttentionShape, CUDA)

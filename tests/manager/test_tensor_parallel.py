@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxsplit_encoder.manager.data_parallel import agreement_of
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 from .tensor_parallel_workers import BATCHES, BUDGETS, NO_ROOM, REFUSED, run_plain_ranks, run_ranks
 

@@ -13,7 +13,7 @@ from torch.nn.modules import module as modules
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import random_inputs
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from tests.towers.tiny_towers import TINY
 
 CONFIG = fx.EncoderConfig(token_budgets=(4, 16), piece_compiler="eager")

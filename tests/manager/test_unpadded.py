@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.planning import CaptureKey, PathPlan
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.planning.costs import PathCosts
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedReplays, unpadded_replays
+from fxsplit_encoder.planning.limits import CaptureKey
+from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedCaptures, unpadded
 
 EXACT = CaptureKey("default", 0)
 
@@ -42,7 +43,7 @@ def test_other_images_of_the_same_count_replay_the_same_capture(
         for number, (images, videos) in enumerate(SAME_COUNT):
             inputs = make_batch(images, videos, seed=10 * turn + number)
             assert_as_eager(exact, inputs)
-    assert exact.paths["default"].unpadded.captures.sizes == [24]
+    assert exact.paths["default"].unpadded.sizes == [24]
     stats = exact.stats()
     assert (stats.hit_rate, stats.padding_fraction) == (1.0, 0.0)
     assert stats.budgets[EXACT].replays == 2 * len(SAME_COUNT)
@@ -57,7 +58,7 @@ def test_clearing_leaves_nothing_to_the_garbage_collector(make_captured: Any, ma
         for side in (4, 6, 4):
             manager.execute(make_batch([(1, side, side)]))
         replays = manager.paths["default"].unpadded
-        captures = [replays.captures.find(tokens).captured[tokens] for tokens in replays.captures.sizes]
+        captures = [replays.of_size(tokens).captured[tokens] for tokens in replays.sizes]
         held = [weakref.ref(each) for each in captures]
         held += [weakref.ref(buffer) for each in captures for buffer in each.inputs.buffers.values()]
         del captures
@@ -84,7 +85,7 @@ def test_nothing_is_captured_before_a_count_has_come_often_enough(
     assert manager.stats().misses == {fx.MissReason.NEW_SHAPE: 4}
     assert manager.stats().hits == 4
     manager.clear()
-    assert manager.paths["default"].unpadded.captures.sizes == []
+    assert manager.paths["default"].unpadded.sizes == []
     assert_as_eager(manager, inputs)
 
 
@@ -101,8 +102,8 @@ def test_more_segments_than_a_capture_holds_run_without_it(
     path = exact.paths["default"]
     inputs = make_batch([], [(7, 2, 2)] * 2 + [(8, 2, 2)])  # 22 tokens in as many segments
     exact.execute(make_batch([(1, 4, 22)]))
-    assert 22 in path.unpadded.captures
-    room = path.unpadded.captures.find(22).captured[22].inputs.buffers["cu_seqlens"].tensor.shape[0] - 1
+    assert 22 in path.unpadded
+    room = path.unpadded.of_size(22).captured[22].inputs.buffers["cu_seqlens"].tensor.shape[0] - 1
     assert_as_eager(exact, inputs)
     if room < 22:
         assert exact.stats().misses[fx.MissReason.EXTENT_EXCEEDED] == 3
@@ -111,7 +112,7 @@ def test_more_segments_than_a_capture_holds_run_without_it(
 def test_captures_at_exact_shapes_count_against_the_limit(make_captured: Any, make_batch: Any) -> None:
     limit = 300_000
     manager = make_captured(mode="exact", exact_min_hits=1, max_graph_bytes=limit)
-    shapes = manager.paths["default"].unpadded.captures
+    shapes = manager.paths["default"].unpadded
     held = []
     for side in range(1, 9):  # inputs of 6144 bytes a patch, 8 patches a step
         manager.execute(make_batch([(1, 2 * side, 4)]))
@@ -136,12 +137,12 @@ def test_a_manager_captures_nothing_later_if_told_so(
     assert recurring == ["cost", None, "hits", None]
 
 
-def by_cost(capture_ms: float) -> UnpaddedReplays:
+def by_cost(capture_ms: float) -> UnpaddedCaptures:
     def request(tokens: int, inputs: Any) -> Any:
         raise AssertionError("nothing is captured in these tests")
 
     scope = CaptureScope(fx.EncoderConfig(), GraphPool(torch.device("cpu")))
-    replays = UnpaddedReplays(request, scope)
+    replays = UnpaddedCaptures(request, scope)
     costs = PathCosts(replay={64: 2.0, 128: 3.0}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
     replays.use_costs(costs, capture_ms)
     return replays
@@ -192,7 +193,7 @@ def test_a_trial_on_the_batch_in_hand_decides(
         runs.append(run())
         return next(times)
 
-    monkeypatch.setattr(unpadded_replays, "measure_ms", measured)
+    monkeypatch.setattr(unpadded, "measure_ms", measured)
     manager = make_captured(mode="auto", token_budgets=(16, 64))
     path = manager.paths["default"]
     dear = ((16, 5.0), (64, 9.0))
@@ -201,7 +202,7 @@ def test_a_trial_on_the_batch_in_hand_decides(
     for _ in range(4):
         assert_as_eager(manager, inputs)
     assert len(runs) == 2, "one trial"
-    assert (80 in path.unpadded.captures) is (faster == "replay")
+    assert (80 in path.unpadded) is (faster == "replay")
     stats = manager.stats()
     assert (stats.hits > 0) is (faster == "replay")
     assert fx.MissReason.EXTENT_EXCEEDED not in stats.misses
@@ -209,13 +210,13 @@ def test_a_trial_on_the_batch_in_hand_decides(
 
 def test_a_trial_keeps_what_only_a_replay_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     replays = by_cost(capture_ms=10.0)
-    replays.captures.on_trial.add(80)
+    replays.on_trial.add(80)
 
     def refused() -> None:
         raise fx.InputError("only the tower's own forward is left")
 
     assert replays.keeps(80, lambda: None, refused)
-    assert (replays.captures.on_trial, replays.exact_ms) == (set(), {})
+    assert (replays.on_trial, replays.exact_ms) == (set(), {})
 
 
 TWO_BATCHES = PathCosts(
@@ -255,7 +256,7 @@ def test_a_request_that_recurs_is_one_batch_if_that_is_faster(
     replays.use_costs(TWO_BATCHES, capture_ms=1e9)  # never due
     assert [budgets_of(each) for each in used(split, inputs, 8)] == [[16, 64]] * 7 + [[None]]
     if exact_ms is not None:  # the first plan is predicted to take 48.6, with 0.6 of the host
-        replays.captures.not_faster.add(80)
+        replays.not_faster.add(80)
         replays.exact_ms[80] = exact_ms - 0.3
         assert budgets_of(split.plan(inputs)) == ([16, 64] if given_up else [None])
     before = split.stats().hits
@@ -277,5 +278,5 @@ def test_a_request_that_would_lose_much_until_it_is_captured_stays_cut(
 
 def test_a_request_whose_count_cannot_be_captured_stays_cut(split: Any, make_batch: Any) -> None:
     inputs = make_batch([(1, 16, 16), (1, 8, 8)])
-    split.paths["default"].unpadded.captures.refused[80] = "out of memory"
+    split.paths["default"].unpadded.refused[80] = "out of memory"
     assert [budgets_of(each) for each in used(split, inputs, 9)] == [[16, 64]] * 9

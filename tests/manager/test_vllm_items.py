@@ -13,7 +13,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager.tower import ItemFacts
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 from . import managers
 from .mock_towers import (

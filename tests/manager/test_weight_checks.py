@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.capture.breakable import eager_break_during_capture
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.runtime import WeightChecks, requests
 
@@ -79,6 +81,32 @@ def test_what_was_found_wrong_is_found_again(monkeypatch: pytest.MonkeyPatch) ->
             manager.execute(inputs)
     model.linear.weight = weight
     assert_equal_items(manager.execute(inputs), alone(model, inputs))
+
+
+def test_a_look_that_a_failed_replay_owed_is_made_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing: list[str] = []
+
+    @eager_break_during_capture
+    def passed(out: Tensor) -> Tensor:
+        if failing:
+            raise ValueError(failing[0])
+        return out
+
+    class BreaksInTheMiddle(SplitModel):
+        def encoder_cudagraph_forward(self, inputs: dict[str, Any], path: str = "default") -> Tensor:
+            return passed(super().encoder_cudagraph_forward(inputs, path)) * 1.0
+
+    clock, model = Clock(monkeypatch), BreaksInTheMiddle()
+    manager, inputs = captured(model, mode="breakable", weight_check_seconds=5), batch(2, 3)
+    manager.execute(inputs)
+    replace_weight(model)
+    clock.now += 5
+    failing.append("half-way")
+    with pytest.raises(ValueError, match="half-way"):
+        manager.execute(inputs)
+    failing.clear()
+    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert manager.stats().misses == {}
 
 
 def test_debug_looks_at_every_replay(monkeypatch: pytest.MonkeyPatch) -> None:

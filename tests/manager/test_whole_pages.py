@@ -99,7 +99,7 @@ def test_pages_that_fill_a_budget_are_replayed_from_the_first_time(make: Any) ->
         assert_equal_items(manager.execute(inputs), expected(model, inputs))
         assert manager.stats().hits == hits
     assert manager.stats().padding_fraction == 0
-    assert not manager.paths["default"].unpadded.captures.sizes
+    assert not manager.paths["default"].unpadded.sizes
 
 
 @pytest.mark.parametrize("make", [Pages, Untraceable, Undeclared, UndeclaredUntraceable])

@@ -10,7 +10,9 @@ WITHOUT_TORCH = """
     sys.modules["torch"] = None
 
     import fxsplit_encoder.tuning
-    from fxsplit_encoder.planning import Item, Limits, build_plan
+    from fxsplit_encoder.planning.limits import Limits
+    from fxsplit_encoder.planning.plan import Item
+    from fxsplit_encoder.planning.planner import build_plan
     from fxsplit_encoder.protocol import EncoderItemSpec
 
     limits = Limits({"default": (64, 128)}, max_items_per_batch=4, max_frames_per_batch=0)

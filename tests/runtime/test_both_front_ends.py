@@ -72,5 +72,5 @@ def test_the_same_ladder_hits_misses_and_bits(name: str, options: dict[str, Any]
     for program in dispatcher.programs.values():
         assert program.budgets == path.budgets
         assert program.captured.keys() <= path.captured.keys()
-        assert program.unpadded.captures.sizes == path.unpadded.captures.sizes
+        assert program.unpadded.sizes == path.unpadded.sizes
         assert all(captured.mode == path.captured[b].mode for b, captured in program.captured.items())

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.capture import MeasuredCosts
 from fxsplit_encoder.capture.forward import MeasuredRun
+from fxsplit_encoder.capture.ladder import MeasuredCosts
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.runtime import measure
 from fxsplit_encoder.runtime.measure import MeasuredForward, measure_forward, run_timed

@@ -1,4 +1,4 @@
-"""The table of docs/padding.md: which towers are proved.
+"""The table of padding_table.md, beside this file: which towers are proved.
 
 `python -m tests.towers.padding_table` prints it anew.
 """
@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 import fxsplit_encoder as fx
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "padding.md"
+DOCUMENT = Path(__file__).with_suffix(".md")
 HEADERS = ("class", "path", "padding", "nodes")
 Row = tuple[str, str, str, int]
 

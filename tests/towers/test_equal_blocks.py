@@ -125,8 +125,8 @@ def test_towers_have_names_of_their_own_and_are_not_kept_alive() -> None:
     one, other = siglip(), siglip()
     names = {one.registered_name, other.registered_name}
     assert len(names) == 2
-    assert names <= set(base._towers)
+    assert names <= set(base.WrappedTower.registered)
     assert registered_tower(one.registered_name) is one
     del one, other
     gc.collect()
-    assert not names & set(base._towers)
+    assert not names & set(base.WrappedTower.registered)

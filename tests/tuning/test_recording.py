@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_what_was_written_is_read(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "written.jsonl"
     path.unlink(missing_ok=True)
-    with TraceWriter(path) as writer:
+    with closing(TraceWriter(path)) as writer:
         for request_items in written:
             writer.write(request_items)
     assert read_trace(path) == list(map(tuple, written))
@@ -156,7 +157,7 @@ def test_what_was_written_is_read(
 def test_defaults_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     image = EncoderItemSpec(np.int64(1024), np.int64(256))  # type: ignore[arg-type]
-    with TraceWriter(path) as writer:
+    with closing(TraceWriter(path)) as writer:
         writer.write([Item(image), Item(EncoderItemSpec(8, 2, {"global": 2}), segments=4)])
     assert json.loads(path.read_text(encoding="utf-8")) == {
         "items": [
@@ -173,7 +174,7 @@ def test_a_line_is_there_at_once_and_a_second_writer_appends(tmp_path: Path) -> 
     assert read_trace(path) == [request(1)]
     first.close()
     first.close()
-    with TraceWriter(path) as second:
+    with closing(TraceWriter(path)) as second:
         second.write(request(2))
     assert read_trace(path) == [request(1), request(2)]
     with pytest.raises(InputError, match=r"trace\.jsonl: the writer is closed"):
@@ -182,7 +183,7 @@ def test_a_line_is_there_at_once_and_a_second_writer_appends(tmp_path: Path) -> 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    with TraceWriter(path) as writer, ThreadPoolExecutor(8) as pool:
+    with closing(TraceWriter(path)) as writer, ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(writer.write, request(*[n] * 50)) for n in range(60)]:
             future.result()
     read = read_trace(path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxsplit_encoder.planning import Item, MissReason
+from fxsplit_encoder.planning.plan import Item, MissReason
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.summary import (
     AT_EXACT_SHAPE,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import CostModel
-from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH
+from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel
 from fxsplit_encoder.planning.limits import Limits, default_budgets
 from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.tuning import tune

@@ -1,4 +1,4 @@
-"""Which graphs may be padded: a proof that their real rows do not depend on pad rows.
+"""Proves that a graph may be padded: that its real rows do not depend on pad rows.
 
 Take one graph with n tokens, and with B >= n tokens of which the first n are the same and the others
 anything. One pass over its ATen nodes gives every tensor a state, a statement about the two runs:
@@ -11,10 +11,9 @@ anything. One pass over its ATen nodes gives every tensor a state, a statement a
 * `Mixed(reason)`: nothing is known.
 
 Inputs have states by how captures fill them. A rule for each operation gives the state of its result for
-those of its arguments; its docstring says why (the lemma). Operations that torch tags as pointwise share one.
-Sizes are decided by algebra, see `TokenSizes`. So a region without `Mixed` may be padded: the real rows of
-its outputs equal those of the unpadded run, but for rounding where a kernel adds in another order at another
-size.
+those of its arguments; its docstring says why (the lemma). Sizes are decided by algebra, see `TokenSizes`. So
+a region without `Mixed` may be padded: the real rows of its outputs equal those of the unpadded run, but for
+rounding where a kernel adds in another order at another size.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from fxsplit_encoder.compile.padding.rules import (
     CONSTRUCTORS,
     COPIES,
     DENSE_ATTENTIONS,
+    RULES,
     SIZED,
     SIZED_WITH_ROWS,
     pointwise,
 )
 from fxsplit_encoder.compile.padding.states import (
-    RULES,
     SEGMENTS,
     SHARED,
     Mixed,
@@ -48,13 +47,13 @@ from fxsplit_encoder.compile.padding.states import (
     TokenSizes,
     draws_random_numbers,
     is_pointwise,
-    named,
     operation,
     reads_token_count,
     scalar_arguments,
     symbols_of,
     token_dim,
 )
+from fxsplit_encoder.compile.rewriting import arguments_of
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 __all__ = ["SEGMENTS", "SHARED", "PaddingReport", "Rows", "State", "analyse", "token_dim"]
@@ -67,7 +66,7 @@ class PaddingReport:
     reasons: tuple[tuple[str, str], ...]
     """(node, reason) for every node that mixed rows itself; empty when padding is proved."""
     mixed: frozenset[str] = frozenset()
-    """Every node that is not proved: those of `reasons`, and what is computed from them."""
+    """Every node that is not proved: those of `reasons`, and those computed from them."""
     joined: Mapping[str, Rows] = field(default_factory=dict, compare=False)
     """Nodes whose rows lie in several blocks: tokens that are joined with an outer dimension."""
     segments_may_grow: bool = True
@@ -80,11 +79,11 @@ class PaddingReport:
     """Whether the tower declares that padding leaves its real rows alone."""
     num_nodes: int = field(default=0, compare=False)
     source: str = field(default="", compare=False)
-    """The line of the module's code that the first reason is about, where the trace knows it."""
+    """The line of the module's code of the first reason, where the trace knows it."""
 
     @property
     def proved(self) -> bool:
-        """Whether the region is proved to keep its real rows apart from pad rows."""
+        """Whether the real rows of the region are proved not to depend on pad rows."""
         return not self.reasons
 
     @property
@@ -93,9 +92,7 @@ class PaddingReport:
         return self.proved or self.declared
 
     def __str__(self) -> str:
-        return (
-            "proved" if self.proved else "; ".join(f"{node}: {reason}" for node, reason in self.reasons[:3])
-        )
+        return "; ".join(f"{node}: {reason}" for node, reason in self.reasons[:3]) or "proved"
 
 
 def analyse(
@@ -111,8 +108,8 @@ def analyse(
         nodes: the region's nodes in order, each with its traced value in `meta["val"]`.
         seeds: the states of the tensors that enter the region.
         token_symbol: the name of the symbol that counts tokens.
-        assumptions: what the trace assumes of its symbols, as expressions.
-        outputs: what leaves the region, and is cut there to the size of the unpadded run.
+        assumptions: the trace's assumptions on its symbols, as expressions.
+        outputs: the region's results, which are cut to the size of the unpadded run.
     """
     segments = {
         symbol
@@ -122,15 +119,23 @@ def analyse(
         for symbol in symbols_of(size)
     }
     analysis = Analysis(dict(seeds), TokenSizes(token_symbol, segments, assumptions))
-    reasons = [*analysis.check_trace(), *analysis.check_seeds(), *analysis.visit_all(nodes)]
-    reasons += analysis.check_outputs(outputs)
-    states = {node: analysis.states.get(node) for node in nodes}
-    mixed = [node for node, state in states.items() if isinstance(state, Mixed)]
-    joined = {n.name: s for n, s in states.items() if isinstance(s, Rows) and s.blocks != 1}
+    reasons = [
+        ("graph", f"the trace assumes {guard.lhs} == {guard.rhs}, which may hold for few token counts")
+        for guard in analysis.sizes.unmet
+    ]
+    reasons += [*analysis.check_seeds(), *analysis.visit_all(nodes)]
+    states = analysis.states
+    joined = {n: s for n, s in states.items() if isinstance(s, Rows) and s.blocks != 1}
+    reasons += [
+        (node.name, "tokens leave the graph joined with an outer dimension")
+        for node in outputs
+        if node in joined
+    ]
+    mixed = [node for node in nodes if isinstance(states.get(node), Mixed)]
     return PaddingReport(
         tuple(reasons),
         mixed=frozenset(node.name for node in mixed),
-        joined=joined,
+        joined={node.name: joined[node] for node in nodes if node in joined},
         segments_may_grow=not analysis.reads_segments,
         capture_refusal=analysis.capture_refusal,
         divisor=analysis.sizes.divisor,
@@ -159,14 +164,6 @@ class Analysis:
         self.sizes = sizes
         self.reads_segments = False
         self.capture_refusal = ""
-
-    def check_trace(self) -> Iterable[tuple[str, str]]:
-        """Yields assumptions of the trace that hold for some token counts only."""
-        for guard in self.sizes.unmet:
-            yield (
-                "graph",
-                f"the trace assumes {guard.lhs} == {guard.rhs}, which may hold for few token counts",
-            )
 
     def check_seeds(self) -> Iterable[tuple[str, str]]:
         """Yields inputs whose sizes padding changes in more than one dimension."""
@@ -199,15 +196,8 @@ class Analysis:
                 self.states[node] = Mixed(str(error))
                 yield node.name, str(error)
 
-    def check_outputs(self, outputs: Iterable[fx.Node]) -> Iterable[tuple[str, str]]:
-        """Yields outputs whose first entries are not the real rows."""
-        for node in outputs:
-            state = self.states.get(node)
-            if isinstance(state, Rows) and state.blocks != 1:
-                yield node.name, "tokens leave the graph joined with an outer dimension"
-
     def state_of(self, node: fx.Node, inputs: Sequence[State]) -> State:
-        """Returns the state of a node for those of its inputs; raises NotProvedError where it mixes rows."""
+        """Returns the state of a node; raises NotProvedError where it mixes rows."""
         name = operation(node)
         if name == "getitem":
             source, index = node.args
@@ -229,7 +219,7 @@ class Analysis:
         return rule(NodeView(node, self.states, self.seeds, self.sizes))
 
     def check_extents(self, value: Any, state: State) -> None:
-        """Raises NotProvedError if padding changes a size other than that along the token dimension."""
+        """Raises NotProvedError if padding changes a size outside of the token dimension."""
         values = value if isinstance(value, list | tuple) else [value]
         states = state if isinstance(state, list) else [state] * len(values)
         if len(states) != len(values):
@@ -253,7 +243,7 @@ class Analysis:
     def _capture_refusal(self, node: fx.Node) -> str:
         name = operation(node)
         is_dense = name in DENSE_ATTENTIONS
-        if draws_random_numbers(node) and not (is_dense and not named(node, "dropout_p")):
+        if draws_random_numbers(node) and not (is_dense and not arguments_of(node).get("dropout_p")):
             return f"{name} draws random numbers"
         if name == "varlen_attention":
             query = node.args[0]

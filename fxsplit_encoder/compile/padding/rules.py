@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.dispatch import DENSE_ATTENTION_KERNELS
 from fxsplit_encoder.compile.padding.states import (
     SEGMENTS,
     SHARED,
     Mixed,
     NodeView,
     Rows,
+    Rule,
     State,
-    named,
     operation,
     reads_token_count,
-    rule,
 )
+from fxsplit_encoder.compile.rewriting import arguments_of
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
 COPIES = frozenset(("expand", "repeat"))
-"""These make rows out of what has none."""
-
+"""These make rows of shared values."""
 
 _DIVISIONS = frozenset(("div", "divide", "floor_divide", "remainder", "fmod"))
 
 
-@rule("floor_divide")  # which torch does not tag
 def pointwise(view: NodeView) -> State:
-    """An entry of the result comes from one entry of each argument: the one at the same place, or at 0 of a
-    broadcast dimension. So with rows along one dimension, not broadcast, in all arguments that have any, and
-    the others shared, the result has rows there.
-
-    This is the rule of operations that torch tags as pointwise, so they are not registered by name.
+    """The rule of operations that torch tags as pointwise. An entry of the result comes from one entry of
+    each argument: the one at the same place, or at 0 of a broadcast dimension. So with rows along one
+    dimension, not broadcast, in all arguments that have any, and the others shared, so has the result.
     """
     output = view.output()
     dims = set()
@@ -66,29 +64,21 @@ def _require_safe_division(view: NodeView) -> None:
         raise view.fail("divides integers by those of the tokens, which may be 0 in pad rows")
 
 
-@rule("alias", "clone", "contiguous", "detach", "_to_copy", "to", "lift_fresh_copy")
-@rule("zeros_like", "ones_like", "empty_like", "full_like", "view_as_real", "view_as_complex")
 def _same(view: NodeView) -> State:
-    """The same entries in another dtype or memory, or constants of the same shape. The last dimension of a
-    complex number's parts comes after that of the rows.
-    """
+    """The same entries in another dtype or memory, or constants of the same shape."""
     rows = view.rows_of()
     if view.name == "view_as_complex" and rows.dim == view.rank() - 1:
         raise view.fail("takes tokens for the parts of complex numbers")
     return rows
 
 
-@rule("tril", "triu")
 def _triangle(view: NodeView) -> State:
-    """tril(x, diagonal): an entry is kept or zeroed by its place in the last two dimensions, whose sizes
-    padding does not change where the rows lie before them.
-    """
+    """tril(x, diagonal): an entry is kept or zeroed by its place in the last two dimensions."""
     if view.rows() >= view.rank() - 2:
         raise view.fail("keeps entries by their place among the tokens")
     return Rows(view.rows())
 
 
-@rule("expand")
 def _expand(view: NodeView) -> State:
     """expand(x, sizes): entry (..., i, ...) is that of x at the same place, or at 0 where x has one. Rows
     stay where they were, counted from the last dimension; of what is shared, more copies begin with fewer.
@@ -99,7 +89,6 @@ def _expand(view: NodeView) -> State:
     return rows.at(rows.dim + view.output().dim() - view.rank())
 
 
-@rule("repeat")
 def _repeat(view: NodeView) -> State:
     """repeat(x, counts): entry i along a dimension of size c is that of x at i % c, so rows may be repeated
     along any dimension but their own; of what is shared, more copies begin with fewer.
@@ -113,11 +102,8 @@ def _repeat(view: NodeView) -> State:
     return Rows(dim)
 
 
-@rule("unfold")
 def _unfold(view: NodeView) -> State:
-    """unfold(x, dim, size, step): windows along `dim`, whose entries become the last dimension. Each row of
-    another dimension is cut into windows of its own.
-    """
+    """unfold(x, dim, size, step): windows along `dim`, of each row; their entries are the last dimension."""
     dim, rows = view.dim(view.arg(1)), view.rows()
     if dim == rows or view.rank() == 0:
         raise view.fail("cuts windows along the token dimension")
@@ -125,23 +111,16 @@ def _unfold(view: NodeView) -> State:
 
 
 def _copies(view: NodeView) -> State:
-    """What the tokens do not change, once a token (a class token) or once in all."""
+    """Shared values, once for each token (a class token) or once."""
     dim = view.varying_dim()
     return SHARED if dim is None else Rows(dim)
 
 
 DENSE_ATTENTIONS = (
-    "dense_attention",
-    "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
+    *("dense_attention", "scaled_dot_product_attention"),
+    *(name.removeprefix("aten::") for name in DENSE_ATTENTION_KERNELS),
 )
 ATTENTIONS = frozenset(("varlen_attention", *DENSE_ATTENTIONS))
-
-_PERMUTE_ROWS = "fxsplit::permute_rows"
 
 
 def _require_safe_lookup(view: NodeView) -> None:
@@ -159,7 +138,6 @@ def _is_an_input(view: NodeView, node: fx.Node) -> bool:
     return operation(node) in MOVERS and all(_is_an_input(view, each) for each in node.all_input_nodes)
 
 
-@rule("embedding")
 def _embedding(view: NodeView) -> State:
     """embedding(table, indices): the entry of an index is the table's row of that number."""
     view.require_shared(0)
@@ -167,7 +145,6 @@ def _embedding(view: NodeView) -> State:
     return Rows(view.rows(1))
 
 
-@rule("index", "_unsafe_index")
 def _index(view: NodeView) -> State:
     """x[indices]: rows of indices into a shared table, each of which gives its own entries; or rows whose
     other dimensions are indexed by what is shared. Indices into rows would let tokens read one another.
@@ -189,8 +166,8 @@ def _index(view: NodeView) -> State:
 
 
 def _entries_of_rows(view: NodeView, indices: list[Any], given: list[Any]) -> State:
-    """Rows whose other dimensions are indexed. What several indices give takes the place of the first if they
-    stand side by side, else it comes first.
+    """Rows whose other dimensions are indexed. Several indices become dimensions in the place of the first if
+    they stand side by side, else the first dimensions.
     """
     rows = view.rows()
     if rows < len(indices) and indices[rows] is not None:
@@ -205,7 +182,6 @@ def _entries_of_rows(view: NodeView, indices: list[Any], given: list[Any]) -> St
     return Rows(rows - before + moved_in)
 
 
-@rule("index_select")
 def _index_select(view: NodeView) -> State:
     """index_select(x, dim, indices): a shared table looked up by rows, or the same entries of every row."""
     dim = view.dim(view.arg(1))
@@ -219,7 +195,6 @@ def _index_select(view: NodeView) -> State:
     return Rows(view.rows(2))
 
 
-@rule(_PERMUTE_ROWS)
 def _permute_rows(view: NodeView) -> State:
     """permute_rows(rows, permutation): permutes the real rows among themselves, as the op promises of a
     permutation that enters the graph as it is: padding only appends to it.
@@ -229,11 +204,9 @@ def _permute_rows(view: NodeView) -> State:
     return Rows(0)
 
 
-@rule("varlen_attention")
 def _varlen_attention(view: NodeView) -> State:
-    """varlen_attention(query, key, value, cu_seqlens, max_seqlen, scale): a row attends to the rows of its
-    segment. The segments of the unpadded run hold real rows only, and are followed by empty ones; so a real
-    row reads the same rows, whatever the bound on the longest segment.
+    """varlen_attention(query, key, value, cu_seqlens, max_seqlen, scale): a row attends to its segment. The
+    segments of the unpadded run hold real rows only, and are followed by empty ones.
     """
     if [view.state(view.arg(i)) for i in range(3)] != [Rows(0)] * 3:
         raise view.fail("takes query, key and value whose tokens are not their first dimension")
@@ -248,14 +221,12 @@ def _varlen_attention(view: NodeView) -> State:
     return Rows(0)
 
 
-@rule(*DENSE_ATTENTIONS)
 def _dense_attention(view: NodeView) -> State:
     """(batch, heads, tokens, head_dim): entry b of the result comes from entry b of query, key, value and
-    mask, so with the tokens of the graph as the batch its first entries come from real ones alone. A mask
-    without a batch, or of one, is the same for all. Further results are such entries if they have one for
-    each of the batch; of others (seeds, offsets) nothing is known.
+    mask, or a shared mask, so the tokens of the graph may be the batch. Further results have such entries if
+    they have a batch; of others (seeds, offsets) nothing is known.
     """
-    if named(view.node, "dropout_p"):
+    if arguments_of(view.node).get("dropout_p"):
         raise view.fail("drops entries at random")
     qkv, others = view.args[:3], [*view.args[3:], *view.node.kwargs.values()]
     masks = [a for a in others if isinstance(a, fx.Node)]
@@ -270,21 +241,15 @@ def _dense_attention(view: NodeView) -> State:
     results: Any = view.node.meta["val"]
     if isinstance(results, torch.Tensor):
         return state
-    return [_result_state(view, state, result) for result in results]
-
-
-def _result_state(view: NodeView, state: Rows, result: Any) -> State:
-    counts_rows = isinstance(result, torch.Tensor) and result.dim() > 0
-    if counts_rows and view.sizes.counts_rows(shape_exprs(result)[0]):
-        return state
-    return Mixed(f"{view.name} gives nothing that is known beside what was attended to")
+    unknown = Mixed(f"{view.name} gives nothing that is known beside what was attended to")
+    leading = [shape_exprs(r)[0] if isinstance(r, torch.Tensor) and r.dim() > 0 else None for r in results]
+    return [state if size is not None and view.sizes.counts_rows(size) else unknown for size in leading]
 
 
 SIZED_WITH_ROWS = frozenset(("native_group_norm",))
 """These take sizes, which may follow the token count, where they take rows and their rule is asked."""
 
 
-@rule("mm", "matmul", "linear", "fxsplit::linear", "fxsplit::fixed_linear")
 def _linear(view: NodeView) -> State:
     """mm(x, w), linear(x, w, b), fixed_linear(x, w, b): a row of the result is a row of x times a shared
     matrix. The sum runs over the last dimension of x, which must not be that of the rows.
@@ -297,7 +262,6 @@ def _linear(view: NodeView) -> State:
     return view.rows_of()
 
 
-@rule("addmm", "fxsplit::addmm_gelu")
 def _addmm(view: NodeView) -> State:
     """addmm(b, x, w): rows of x times a shared matrix, and a shared bias."""
     view.require_shared(0, 2)
@@ -306,39 +270,28 @@ def _addmm(view: NodeView) -> State:
     return view.rows_of(1)
 
 
-@rule("bmm")
 def _batched_product(view: NodeView) -> State:
-    """bmm(a, b): entry i of the result is a[i] @ b[i], so tokens may be the batch of both; or row j of every
-    product comes from row j of a, so they may be the rows of a with b shared.
+    """bmm(a, b), baddbmm(c, a, b): entry i of the result is a[i] @ b[i], so tokens may be the batch of both;
+    or row j of every product comes from row j of a, so they may be the rows of a with b shared. c is shared
+    or added along the same dimension.
     """
-    return _product(view, view.state(view.arg(0)), view.state(view.arg(1)))
-
-
-@rule("baddbmm")
-def _batched_product_and_sum(view: NodeView) -> State:
-    """baddbmm(c, a, b): as bmm, with c shared or added along the same dimension."""
-    product = _product(view, view.state(view.arg(1)), view.state(view.arg(2)))
-    added = view.state(view.arg(0))
-    if added is not SHARED and view.rows_of().at(view.rows_of().dim + 3 - view.rank()) != product:
-        raise view.fail("adds a tensor whose rows are not those of the product")
+    a, b = map(view.state, view.args[:2] if view.name == "bmm" else view.args[1:3])
+    a_dim, b_dim = (state.dim if isinstance(state, Rows) else None for state in (a, b))
+    if (a_dim == 0 and (b is SHARED or b == a)) or (a_dim == 1 and b is SHARED):
+        product = a
+    elif a is SHARED and b_dim == 0:
+        product = b
+    else:
+        raise view.fail("multiplies along the token dimension")
+    if view.name == "baddbmm" and view.state(view.arg(0)) is not SHARED:
+        if view.rows_of().at(view.rows_of().dim + 3 - view.rank()) != product:
+            raise view.fail("adds a tensor whose rows are not those of the product")
     return product
 
 
-def _product(view: NodeView, a: State, b: State) -> State:
-    a_dim, b_dim = (state.dim if isinstance(state, Rows) else None for state in (a, b))
-    if a_dim == 0 and (b is SHARED or b == a):
-        return a
-    if a is SHARED and b_dim == 0:
-        return b
-    if a_dim == 1 and b is SHARED:
-        return a
-    raise view.fail("multiplies along the token dimension")
-
-
-@rule("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm")
 def _normalize_trailing(view: NodeView) -> State:
     """layer_norm, rms_norm: (input, normalized_shape, weight, bias, eps): statistics are those of the last
-    dimensions, and so each row's own where it lies before them. Returned statistics keep those dimensions.
+    dimensions, of one row where rows lie before them. Returned statistics keep those dimensions.
     """
     view.require_shared(2, 3)
     if view.rows_of().dim >= view.rank() - len(view.arg(1)):
@@ -346,7 +299,6 @@ def _normalize_trailing(view: NodeView) -> State:
     return view.each_result(view.rows_of())
 
 
-@rule("_softmax", "_log_softmax", "softmax")
 def _softmax(view: NodeView) -> State:
     """softmax(x, dim): an entry is divided by a sum along `dim`, which is in its own row."""
     if view.dim(view.arg(1)) == view.rows_of().dim:
@@ -354,29 +306,17 @@ def _softmax(view: NodeView) -> State:
     return view.rows_of()
 
 
-@rule("cumsum", "cumprod", "logcumsumexp")
 def _scan(view: NodeView) -> State:
-    """cumsum(x, dim): an entry comes from those up to its place along `dim`: in its own row, or along the
-    rows in those before it, which for a real row are real.
-    """
+    """cumsum(x, dim): an entry comes from those up to its place along `dim`, of its row or of rows before."""
     return Rows(view.rows())
 
 
-@rule("sum", "mean", "amax", "amin", "argmax", "argmin", "prod", "any", "all")
-@rule("var", "std", "var_mean", "linalg_vector_norm")
 def _reduce(view: NodeView) -> State:
-    """sum, mean, amax, var...: an entry comes from those along the dims, all of one row where the rows'
-    dimension is not among them. No dims are all.
+    """sum, mean, amax, var...: an entry comes from those along the dims, of one row if the rows' is not one.
+    No dims are all.
     """
-    dims = named(view.node, "dim")
-    listed = (
-        list(range(view.rank()))
-        if dims is None or dims == []
-        else dims
-        if isinstance(dims, list | tuple)
-        else [dims]
-    )
-    reduced = {view.dim(d) for d in listed}
+    dims = arguments_of(view.node).get("dim")
+    reduced = view.dims(range(view.rank()) if dims is None or dims == [] else dims)
     rows = view.rows_of()
     if rows.dim in reduced:
         raise view.fail("reduces over tokens")
@@ -385,30 +325,21 @@ def _reduce(view: NodeView) -> State:
     return view.each_result(rows.at(rows.dim - gone))
 
 
-@rule("convolution")
-def _convolution(view: NodeView) -> State:
-    """convolution(input, weight, bias, ...) over (batch, channels, *space): entry b of the result is computed
-    from entry b of the input and the shared weights. So is that of a transposed one.
+def _over_batch(view: NodeView) -> State:
+    """convolution(input, weight, bias, ...) over (batch, channels, *space), im2col, col2im: entry b of the
+    result is computed from entry b of the input and the shared weights. Without a batch dimension 0 is one of
+    channels.
     """
     view.require_shared(*range(1, len(view.args)))
-    if view.rank() != view.rank(1):
+    rank = {"im2col": 4, "col2im": 3}.get(view.name)
+    if view.rank() != (view.rank(1) if rank is None else rank):
         raise view.fail("takes an input without a batch")
     return _first_dimension(view)
 
 
-@rule("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices")
-@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d")
-@rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d")
-@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
-@rule("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
-@rule("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa")
-@rule("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
-@rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
-@rule("pixel_shuffle", "pixel_unshuffle")
 def _over_space(view: NodeView) -> State:
     """Pooling, interpolation and padding of the trailing dimensions work on each plane (or line, or volume)
-    alone, and dimension 0 counts planes or groups of them. Indices of maxima count within a plane. Output
-    sizes that follow the token count are refused before.
+    alone, and dimension 0 counts planes or groups of them. Indices of maxima count within a plane.
     """
     view.require_shared(*range(1, len(view.args)))
     if view.rank() < 3:
@@ -416,34 +347,22 @@ def _over_space(view: NodeView) -> State:
     return _first_dimension(view)
 
 
-@rule("im2col", "col2im")
-def _blocks_of_images(view: NodeView) -> State:
-    """im2col, col2im over (batch, ...): the blocks of entry b are cut from, or added up into, entry b alone.
-    Without a batch dimension 0 is one of channels.
-    """
-    view.require_shared(*range(1, len(view.args)))
-    if view.rank() != (4 if view.name == "im2col" else 3):
-        raise view.fail("takes an input without a batch")
-    return _first_dimension(view)
-
-
-@rule("native_group_norm")
 def _group_norm(view: NodeView) -> State:
     """native_group_norm(input, weight, bias, N, C, HxW, group, eps): statistics are those of a group of
     channels of one of N entries. N has to be the size of dimension 0: memory is read as (N, C, HxW).
     """
     view.require_shared(1, 2)
-    entries, *others = (expression(_size(view, i)) for i in range(3, 7))
+    given = (view.arg(position) for position in range(3, 7))
+    entries, *others = (expression(g.meta["val"] if isinstance(g, fx.Node) else g) for g in given)
     sizes = view.sizes
     if any(map(sizes.varies, others)) or not sizes.are_equal(entries, shape_exprs(view.tensor())[0]):
         raise view.fail("normalizes over tokens")
     return _first_dimension(view)
 
 
-@rule("_native_batch_norm_legit_no_training")
 def _batch_norm(view: NodeView) -> State:
     """(input, weight, bias, running_mean, running_var, ...): a scale and a shift for each channel, dimension
-    1, the same for all entries. The returned statistics of training are empty.
+    1. The returned statistics are empty.
     """
     view.require_shared(1, 2, 3, 4)
     if view.rows() == 1:
@@ -457,11 +376,6 @@ def _first_dimension(view: NodeView) -> State:
     return view.each_result(Rows(0))
 
 
-def _size(view: NodeView, position: int) -> int:
-    value = view.arg(position)
-    return value.meta["val"] if hasattr(value, "meta") else value  # type: ignore[no-any-return]
-
-
 RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten")
 
 _FILLED = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
@@ -473,12 +387,11 @@ MOVERS = frozenset((*RESHAPES, *_VIEWS, *_PARTS))
 """These only move values about or repeat them."""
 
 
-@rule(*RESHAPES)
 def _reshape(view: NodeView) -> State:
     """view(x, sizes): entries keep their order in memory, the last dimension running fastest. Rows along
     `dim` are as many blocks in memory as the dimensions before `dim` have entries, times those within it;
-    each begins with what the real rows hold. The one dimension of the result that counts tokens falls into
-    the blocks that the dimensions before it do not tell apart: one, unless it was joined with them.
+    each begins with the real rows. The dimension of the result that counts tokens holds the blocks that the
+    dimensions before it do not tell apart: one, unless it was joined with them.
     """
     rows, sizes = view.rows_of(), view.sizes
     before, after = shape_exprs(view.tensor()), shape_exprs(view.output())
@@ -492,14 +405,12 @@ def _reshape(view: NodeView) -> State:
     raise view.fail(f"from {tuple(before)} to {tuple(after)} joins tokens with an outer dimension")
 
 
-@rule("permute")
 def _permute(view: NodeView) -> State:
     """permute(x, dims): dimension i of the result is dimension dims[i] of x."""
     permutation = [view.dim(d) for d in view.arg(1)]
     return view.rows_of().at(permutation.index(view.rows_of().dim))
 
 
-@rule("transpose", "t")
 def _transpose(view: NodeView) -> State:
     """transpose(x, a, b), t: two dimensions change places."""
     first, second = (0, 1) if view.name == "t" else (view.dim(view.arg(1)), view.dim(view.arg(2)))
@@ -507,7 +418,6 @@ def _transpose(view: NodeView) -> State:
     return rows.at({first: second, second: first}.get(rows.dim, rows.dim)) if view.rank() > 1 else rows
 
 
-@rule("unsqueeze")
 def _unsqueeze(view: NodeView) -> State:
     """unsqueeze(x, at): a dimension of size 1 more, before or after that of the rows."""
     at = int(view.arg(1)) % (view.rank() + 1)
@@ -515,14 +425,11 @@ def _unsqueeze(view: NodeView) -> State:
     return rows.at(rows.dim + 1) if at <= rows.dim else rows
 
 
-@rule("squeeze")
 def _squeeze(view: NodeView) -> State:
     """squeeze(x, dims): drops dimensions of size 1. One whose size is a symbol stays in the trace, and would
     go in a run where it is 1.
     """
-    dims = view.arg(1)
-    listed = range(view.rank()) if dims is None else [dims] if isinstance(dims, int) else dims
-    at = {view.dim(d) for d in listed}
+    at = view.dims(view.arg(1, range(view.rank())))
     sizes = shape_exprs(view.tensor())
     if any(not sizes[d].is_Integer for d in at):
         raise view.fail("drops dimensions whose sizes are not fixed")
@@ -530,27 +437,23 @@ def _squeeze(view: NodeView) -> State:
     return rows.at(rows.dim - sum(1 for d in at if sizes[d] == 1 and d < rows.dim))
 
 
-@rule("flip")
 def _flip(view: NodeView) -> State:
     """flip(x, dims): entries in reverse along dims, which are in the same row if the rows' is not one."""
-    if view.rows() in {view.dim(d) for d in view.arg(1)}:
+    if view.rows() in view.dims(view.arg(1)):
         raise view.fail("reverses the tokens")
     return Rows(view.rows())
 
 
-@rule("roll")
 def _roll(view: NodeView) -> State:
-    """roll(x, shifts, dims): entries move along dims, within their row if the rows' is not one. Without dims
-    the tensor is rolled as one dimension.
+    """roll(x, shifts, dims): entries move along dims, within their row if the rows' is not one. No dims are
+    all as one.
     """
-    dims = view.arg(2)
-    listed = [dims] if isinstance(dims, int) else dims
-    if not listed or view.rows() in {view.dim(d) for d in listed}:
+    dims = view.dims(view.arg(2, ()))
+    if not dims or view.rows() in dims:
         raise view.fail("moves the tokens")
     return Rows(view.rows())
 
 
-@rule("slice")
 def _slice(view: NodeView) -> State:
     """slice(x, dim, start, end, step): the same entries of every row; or all rows."""
     dim, rows = view.dim(view.arg(1, 0)), view.rows_of()
@@ -561,16 +464,14 @@ def _slice(view: NodeView) -> State:
     return rows
 
 
-@rule("select")
 def _select(view: NodeView) -> State:
-    """select(x, dim, index): the same entry of every row."""
-    dim, rows = view.dim(view.arg(1)), view.rows_of()
+    """select(x, dim, index), unbind(x, dim): one entry of every row, or each in a tensor of its own."""
+    dim, rows = view.dim(view.arg(1, 0)), view.rows_of()
     if dim == rows.dim:
-        raise view.fail("takes one token")
-    return rows.at(rows.dim - 1) if dim < rows.dim else rows
+        raise view.fail("takes one token" if view.name == "select" else "takes tokens apart")
+    return view.each_result(rows.at(rows.dim - 1) if dim < rows.dim else rows)
 
 
-@rule("split", "split_with_sizes", "chunk")
 def _split(view: NodeView) -> State:
     """split(x, sizes, dim): parts of every row."""
     dim, rows = view.dim(view.arg(2, 0)), view.rows_of()
@@ -579,20 +480,9 @@ def _split(view: NodeView) -> State:
     return view.each_result(rows)
 
 
-@rule("unbind")
-def _unbind(view: NodeView) -> State:
-    """unbind(x, dim): every entry of each row as a tensor of its own."""
-    dim, rows = view.dim(view.arg(1, 0)), view.rows_of()
-    if dim == rows.dim:
-        raise view.fail("takes tokens apart")
-    return view.each_result(rows.at(rows.dim - 1) if dim < rows.dim else rows)
-
-
-@rule("cat", "stack")
 def _cat(view: NodeView) -> State:
     """cat(tensors, dim), stack: a row of the result is made of the rows with its number, where tensors are
-    not joined along the rows. A tensor without rows has as many only by chance, where the trace makes a size
-    fixed.
+    not joined along the rows. A tensor without rows has as many only where the trace makes a size fixed.
     """
     tensors = view.arg(0)
     states = [view.state(t) for t in tensors]
@@ -608,7 +498,6 @@ def _cat(view: NodeView) -> State:
     return rows
 
 
-@rule("constant_pad_nd")
 def _pad(view: NodeView) -> State:
     """constant_pad_nd(x, amounts), a pair for each dimension from the last: constants around every row."""
     rows, padding = view.rows(), list(view.arg(1))
@@ -618,7 +507,6 @@ def _pad(view: NodeView) -> State:
     return Rows(rows)
 
 
-@rule(*CONSTRUCTORS)
 def _constructor(view: NodeView) -> State:
     """arange, zeros, full...: an entry is a constant, or for arange start + step times its place; so a longer
     tensor begins with the shorter one, unless start, step or constant were made from the count.
@@ -640,3 +528,59 @@ def _constructor(view: NodeView) -> State:
 
 SIZED = frozenset((*CONSTRUCTORS, *COPIES, *RESHAPES, "varlen_attention"))
 """These take sizes, which may follow the token count: their rules and the sizes of their results decide."""
+
+
+def _by_operation(rules: Mapping[Rule, str]) -> dict[str, Rule]:
+    pairs = [(operation, rule) for rule, operations in rules.items() for operation in operations.split()]
+    assert len(pairs) == len(dict(pairs)), "an operation has two rules"
+    return dict(pairs)
+
+
+RULES = _by_operation(
+    {
+        pointwise: "floor_divide",  # which torch does not tag
+        _same: """alias clone contiguous detach _to_copy to lift_fresh_copy zeros_like ones_like empty_like
+            full_like view_as_real view_as_complex""",
+        _triangle: "tril triu",
+        _expand: "expand",
+        _repeat: "repeat",
+        _unfold: "unfold",
+        _embedding: "embedding",
+        _index: "index _unsafe_index",
+        _index_select: "index_select",
+        _permute_rows: "fxsplit::permute_rows",
+        _varlen_attention: "varlen_attention",
+        _dense_attention: " ".join(DENSE_ATTENTIONS),
+        _linear: "mm matmul linear fxsplit::linear fxsplit::fixed_linear",
+        _addmm: "addmm fxsplit::addmm_gelu",
+        _batched_product: "bmm baddbmm",
+        _normalize_trailing: "native_layer_norm layer_norm _fused_rms_norm rms_norm",
+        _softmax: "_softmax _log_softmax softmax",
+        _scan: "cumsum cumprod logcumsumexp",
+        _reduce: "sum mean amax amin argmax argmin prod any all var std var_mean linalg_vector_norm",
+        _over_batch: "convolution im2col col2im",
+        _over_space: """avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices
+            _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d
+            upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+            upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+            _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bicubic2d_aa
+            _upsample_bilinear2d_aa reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
+            replication_pad2d replication_pad3d pixel_shuffle pixel_unshuffle""",
+        _group_norm: "native_group_norm",
+        _batch_norm: "_native_batch_norm_legit_no_training",
+        _reshape: " ".join(RESHAPES),
+        _permute: "permute",
+        _transpose: "transpose t",
+        _unsqueeze: "unsqueeze",
+        _squeeze: "squeeze",
+        _flip: "flip",
+        _roll: "roll",
+        _slice: "slice",
+        _select: "select unbind",
+        _split: "split split_with_sizes chunk",
+        _cat: "cat stack",
+        _pad: "constant_pad_nd",
+        _constructor: " ".join(CONSTRUCTORS),
+    }
+)
+"""The rules by the names of `operation`. Operations that torch tags as pointwise have `pointwise`."""

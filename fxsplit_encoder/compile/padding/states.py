@@ -1,7 +1,8 @@
-"""What the padding analysis knows of values and sizes, a node as its rules see it, and the table of rules."""
+"""The states of values and sizes in the padding analysis, and a node as its rules see it."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -32,14 +33,8 @@ def symbols_of(expr: sympy.Expr) -> set[str]:
 class TokenSizes:
     """How sizes of a traced graph follow the token count.
 
-    The token count is written as a multiple of what the trace's guards say divides it, which turns `s // 4`
-    into a polynomial where `s % 4 == 0` is guarded. A size that is no polynomial then (`s // 5000 + 1`,
-    `max(s, 7)`) is undecided: no number of examples tells what it does at the next one.
-
-    Args:
-        token_symbol: the name of the symbol that counts tokens.
-        segment_symbols: the names of those that count segments.
-        guards: what the trace assumes of its symbols.
+    The token count is written as a multiple of its divisor by the trace's guards, which turns `s // 4` into a
+    polynomial where `s % 4 == 0` is guarded. Other sizes (`s // 5000 + 1`, `max(s, 7)`) are undecided.
     """
 
     def __init__(
@@ -49,25 +44,21 @@ class TokenSizes:
         self.segment_symbols = frozenset(segment_symbols) - {token_symbol}
         guards = [g for g in guards if token_symbol in symbols_of(g)]
         self.divisor = math.lcm(*(_divisor_asked_by(guard) for guard in guards))
-        self.unmet = [g for g in guards if isinstance(g, sympy.Eq) and not self._always_holds(g)]
-        """Equations that hold for some token counts only."""
         # The sizes of a tower's nodes are few, and each is asked about at hundreds of them.
-        self._normal: dict[sympy.Expr, sympy.Expr] = {}
-        self._varies: dict[sympy.Basic, bool] = {}
-        self._counts_rows: dict[sympy.Expr, bool] = {}
+        self._normal_form = functools.cache(self._expanded)
+        self.varies = functools.cache(self._varies)
+        self.counts_rows = functools.cache(self._counts_rows)
+        equations = (guard for guard in guards if isinstance(guard, sympy.Eq))
+        self.unmet = [each for each in equations if self._normal_form(each.lhs - each.rhs) != 0]
+        """Equations that hold for some token counts only."""
 
     def mentions_padding(self, expr: sympy.Basic) -> bool:
         """Whether a size contains a symbol that padding changes."""
         symbols = symbols_of(expr)
         return self.token_symbol in symbols or not self.segment_symbols.isdisjoint(symbols)
 
-    def varies(self, expr: sympy.Expr) -> bool:
+    def _varies(self, expr: sympy.Basic) -> bool:
         """Whether padding changes a size (not `s // (s // 4)`); raises NotProvedError if undecided."""
-        if (known := self._varies.get(expr)) is None:
-            known = self._varies[expr] = self._does_vary(expr)
-        return known
-
-    def _does_vary(self, expr: sympy.Basic) -> bool:
         if not self.mentions_padding(expr):
             return False
         if not isinstance(expr, sympy.Expr):
@@ -77,17 +68,10 @@ class TokenSizes:
             raise NotProvedError(f"the size {expr} follows the token count in no way that is known")
         return self.mentions_padding(normal) or bool(normal.has(_GROUPS))
 
-    def counts_rows(self, expr: sympy.Expr) -> bool:
-        """Whether more tokens append entries: the size grows with them and depends on no number of segments.
-
-        Raises:
-            NotProvedError: it is undecided.
+    def _counts_rows(self, expr: sympy.Expr) -> bool:
+        """Whether more tokens append entries: the size grows with them and depends on no number of segments;
+        raises NotProvedError if undecided.
         """
-        if (known := self._counts_rows.get(expr)) is None:
-            known = self._counts_rows[expr] = self._does_count_rows(expr)
-        return known
-
-    def _does_count_rows(self, expr: sympy.Expr) -> bool:
         if not self.varies(expr) or not self.segment_symbols.isdisjoint(symbols_of(expr)):
             return False
         coefficients = sympy.Poly(self._normal_form(expr), _GROUPS).all_coeffs()
@@ -110,22 +94,13 @@ class TokenSizes:
         result = sympy.cancel(self._normal_form(size) / normal)
         return result if sympy.fraction(result)[1] == 1 else None
 
-    def _normal_form(self, expr: sympy.Expr) -> sympy.Expr:
-        if expr not in self._normal:
-            self._normal[expr] = sympy.expand(self._with_divisor(expr))
-        return self._normal[expr]
-
-    def _with_divisor(self, expr: sympy.Basic) -> sympy.Basic:
+    def _expanded(self, expr: sympy.Expr) -> sympy.Expr:
         tokens = [s for s in expr.free_symbols if str(s) == self.token_symbol]
-        return expr.xreplace(dict.fromkeys(tokens, self.divisor * _GROUPS))
-
-    def _always_holds(self, guard: sympy.Eq) -> bool:
-        difference = self._with_divisor(guard.lhs - guard.rhs)
-        return bool(sympy.expand(difference) == 0)
+        return sympy.expand(expr.xreplace(dict.fromkeys(tokens, self.divisor * _GROUPS)))
 
 
 def _divisor_asked_by(guard: sympy.Basic) -> int:
-    """What divides the token count where `Eq(c * s % m, 0)` or `Eq(m * (s // m), s)` holds; 1 for others."""
+    """A divisor of the token count where `Eq(c * s % m, 0)` or `Eq(m * (s // m), s)` holds; 1 for others."""
     if not isinstance(guard, sympy.Eq):
         return 1
     for side, other in ((guard.lhs, guard.rhs), (guard.rhs, guard.lhs)):
@@ -183,7 +158,7 @@ def token_dim(value: torch.Tensor, token_symbol: str) -> int | None:
 
 
 class NodeView:
-    """A node as the rules see it: arguments by position, states, shapes."""
+    """A node for its rule: arguments by position, states, shapes."""
 
     def __init__(
         self, node: fx.Node, states: Mapping[fx.Node, State], seeds: Collection[fx.Node], sizes: TokenSizes
@@ -228,9 +203,13 @@ class NodeView:
         assert isinstance(value, torch.Tensor)
         return value
 
-    def dim(self, value: Any, position: int = 0) -> int:
-        """Returns a dimension of a tensor argument, counted from the front."""
-        return int(value) % self.rank(position)
+    def dim(self, value: Any) -> int:
+        """Returns a dimension of the first argument, counted from the front."""
+        return int(value) % self.rank()
+
+    def dims(self, values: Any) -> set[int]:
+        """Returns dimensions of the first argument: one, or several."""
+        return {self.dim(d) for d in ([values] if isinstance(values, int) else values)}
 
     def output(self) -> torch.Tensor:
         """Returns the traced result, the first of several."""
@@ -257,28 +236,12 @@ class NodeView:
                 raise NotProvedError(f"argument {position} of {self.name} depends on the tokens")
 
     def fail(self, why: str) -> NotProvedError:
-        """Returns the error that says why this operation is not known to keep rows apart."""
+        """Returns an error that names this operation."""
         return NotProvedError(f"{self.name} {why}")
 
 
 Rule = Callable[[NodeView], State]
 """The state of a node's result, given those of its arguments; raises NotProvedError where rows are mixed."""
-
-RULES: dict[str, Rule] = {}
-"""The rule of each operation that has one of its own, by the names of `operation`."""
-
-
-def rule(*operations: str) -> Callable[[Rule], Rule]:
-    """Makes a function the rule of these operations, each of which has one rule."""
-
-    def register(function: Rule) -> Rule:
-        for operation in operations:
-            assert operation not in RULES, operation
-            RULES[operation] = function
-        return function
-
-    return register
-
 
 _OUR_ATTENTIONS = ("varlen_attention", "dense_attention")
 
@@ -302,14 +265,6 @@ def positional(node: fx.Node) -> tuple[Any, ...]:
                 break
             args.append(node.kwargs.get(parameter.name, parameter.default_value))
     return tuple(args)
-
-
-def named(node: fx.Node, name: str) -> Any:
-    """Returns the argument of a schema's parameter; None if there is none."""
-    for parameter, value in zip(schema_of(node.target).arguments, positional(node), strict=False):
-        if parameter.name == name:
-            return value
-    return node.kwargs.get(name)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:

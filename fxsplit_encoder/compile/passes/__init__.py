@@ -1,7 +1,6 @@
 """Graph passes: rewrites of the ATen graph before it is split, each in a file of its own.
 
-A pass is a function of a graph module that returns at how many places it changed the graph; its docstring
-says why the results stay the same. `compile.layouts` keeps the layouts that something can see.
+A pass returns the number of places that it changed; its docstring says why the results stay the same.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.wide_heads import stored_width, wide_heads
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.products import has_fused_activations
+from fxsplit_encoder.kernels.products.measured import has_fused_activations
+from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 Pass = Callable[[fx.GraphModule], int]
 
@@ -42,9 +42,6 @@ PASSES: Mapping[str, Pass] = {
 }
 """The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
 
-_OF_FUSED_KERNELS = "measured_activations"
-"""Pays where kernels have activations in their epilogue that torch's have not."""
-
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cuda": tuple(PASSES)}
 """What `passes: auto` stands for, by the type of the device; on others nothing."""
 
@@ -55,45 +52,42 @@ _LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
 _FIXED_BEFORE = "output_branch"
 
 
-def default_passes(device: torch.device, *, invariant: bool = False) -> tuple[str, ...]:
-    """Returns the passes of `passes: auto` on a device; `invariant`: none that chooses by measurement."""
+def default_passes(device: torch.device, policy: InvariantPolicy = BATCH_DEPENDENT) -> tuple[str, ...]:
+    """Returns the passes of `passes: auto` on a device: with one order of sums none that measures."""
     names = DEFAULT_PASSES.get(device.type, ())
     if device.type != "cuda":
         return names
     capability = torch.cuda.get_device_capability(device)
-    left_out = set() if has_fused_activations(capability) and not invariant else {_OF_FUSED_KERNELS}
+    # It pays where kernels have activations in their epilogue that torch's have not.
+    left_out = (
+        "" if has_fused_activations(capability) and not policy.one_order_of_sums else "measured_activations"
+    )
     return tuple(
-        name for name in names if name not in left_out and capability >= _LEAST_CAPABILITY.get(name, (0, 0))
+        name for name in names if name != left_out and capability >= _LEAST_CAPABILITY.get(name, (0, 0))
     )
 
 
 def expected_width(width: int, names: Sequence[str] | None, device: torch.device) -> int:
-    """Returns how wide passes will store attention heads, before there is a graph; arguments as for
-    `run_passes`.
-    """
+    """Returns the stored width of attention heads, before there is a graph; arguments as for `run_passes`."""
     chosen = default_passes(device) if names is None else names
     return stored_width(width) if wide_heads.__name__ in chosen else width
 
 
 def run_passes(
-    module: fx.GraphModule, names: Sequence[str] | None, device: torch.device, *, invariant: bool = False
+    module: fx.GraphModule,
+    names: Sequence[str] | None,
+    device: torch.device,
+    policy: InvariantPolicy = BATCH_DEPENDENT,
 ) -> dict[str, int]:
-    """Runs passes over a graph, in the order of `PASSES`; returns at how many places each changed it.
-
-    Args:
-        names: of `PASSES`; None: those that pay on this device.
-        device: that of the graph.
-        invariant: whether products and attention are to add in one order whatever the rows.
-
-    Raises:
-        ConfigError: there is no such pass.
+    """Runs passes over a graph, in the order of `PASSES`: those `names`, or for None those that pay on this
+    device. Returns the number of places that each changed; ConfigError: there is no such pass.
     """
-    chosen = default_passes(device, invariant=invariant) if names is None else names
+    chosen = default_passes(device, policy) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
         raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
     due: dict[str, Pass] = {}
     for name, run in PASSES.items():
-        if invariant and name == _FIXED_BEFORE:
+        if policy.one_order_of_sums and name == _FIXED_BEFORE:
             due["fixed_products"] = fixed_products
         if name in chosen:
             due[name] = run
@@ -104,14 +98,3 @@ def run_passes(
     if any(changed.values()):
         module.graph.eliminate_dead_code()
     return changed
-
-
-def pass_rows(report: Mapping[str, int]) -> list[list[str]]:
-    """Returns rows of a table: name, number of places ("off" if it did not run), what the pass looks for."""
-    known = {**PASSES, "fixed_products": fixed_products}
-    names = [name for name in known if name in report or name in PASSES]
-    return [[name, str(report.get(name, "off")), _what(known[name])] for name in names]
-
-
-def _what(run: Pass) -> str:
-    return " ".join((run.__doc__ or "").split("\n\n")[0].split()).rstrip(".")

@@ -8,11 +8,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder.compile.layouts import traced_downstream
+from fxsplit_encoder.compile.passes.layers import product
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, is_parameter
 
 aten = torch.ops.aten
@@ -21,22 +22,13 @@ aten = torch.ops.aten
 _ALIGNMENT = 8
 
 
-def flat_filters(weight: Tensor, columns: int) -> Tensor:
-    """(out_channels, columns): every filter of a convolution as a row, followed by zeros."""
-    filters = weight.flatten(1)
-    return F.pad(filters, [0, columns - filters.shape[1]])
-
-
 def conv_to_linear(module: fx.GraphModule) -> int:
     """Patch embeddings, convolutions whose stride is their kernel, as a linear.
 
-    Exact: each of their sums is the inner product of one window of the input, flattened, with each filter,
-    flattened in the same order. A remainder of the input that fills no window is cut off first: a convolution
-    does not read it. The product stores the features of a window side by side; a convolution stays as it is
-    where an operation after it cannot read that.
-
-    cuDNN's 3-D convolution took 15 % of the GPU time of a 256-patch image of Qwen3-VL-8B, and its 2-D one of
-    three channels 5 % of a page's of DeepSeek-OCR (H200).
+    Exact: each of their sums is the inner product of one flattened window of the input with a flattened
+    filter. A remainder of the input that fills no window, which no convolution reads, is cut off first.
+    The product stores the features of a window side by side; a convolution stays where an operation after it
+    cannot read that. cuDNN's 3-D convolution took 15 % of the GPU time of a 256-patch image of Qwen3-VL-8B.
     """
     nodes = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
     return sum(_replace_by_product(module.graph, node) for node in nodes if _has_separate_windows(node))
@@ -55,7 +47,7 @@ def _has_separate_windows(node: fx.Node) -> bool:
 
 
 def _windows_by_dim(node: fx.Node) -> list[tuple[int, int, int]]:
-    """(number of windows, width of a window, stride) of each dimension of space, without padding."""
+    """Returns (number of windows, width, stride) of each dimension of space, without padding."""
     source, weight, _, stride, *_ = _arguments(node)
     sizes, kernel = source.meta["val"].shape[2:], weight.meta["val"].shape[2:]
     steps = tuple(stride) * (len(kernel) if len(stride) == 1 else 1)
@@ -67,26 +59,25 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _replace_by_product(graph: fx.Graph, node: fx.Node) -> bool:
-    """Puts a product in the place of a convolution; False: something cannot read its result."""
-    try:
-        downstream = traced_downstream({node: _by_window(node)})
-    except (RuntimeError, ValueError):
+    """Puts a product in the place of a convolution; False if an operation cannot read its result."""
+    downstream = traced_downstream({node: _by_window(node)})
+    if downstream is None:
         return False
-    _, weight, bias, *_ = _arguments(node)
+    source, weight, bias, *_ = _arguments(node)
     out_channels = weight.meta["val"].shape[0]
+    windows = _windows_by_dim(node)
     with graph.inserting_before(node):
-        rows, grid = _windows(graph, *_whole_windows(graph, node))
+        for dim, (count, width, _) in enumerate(windows, start=2):
+            if source.meta["val"].shape[dim] != count * width:  # a convolution does not read the rest
+                source = call_function(graph, aten.slice.Tensor, source, dim, 0, count * width)
+        rows, grid = _windows(graph, source, [width for _, width, _ in windows])
         rows, filters = _aligned(graph, rows, weight)
-        matrix = call_function(graph, aten.t.default, filters)
-        if bias is None:
-            product = call_function(graph, aten.mm.default, rows, matrix)
-        else:
-            product = call_function(graph, aten.addmm.default, bias, rows, matrix)
+        result = product(graph, rows, call_function(graph, aten.t.default, filters), bias)
         if grid[1:] == [1] * len(grid[1:]):
             shape = [grid[0], out_channels, *grid[1:]]
-            replacement = call_function(graph, aten.view.default, product, shape)
+            replacement = call_function(graph, aten.view.default, result, shape)
         else:
-            by_window = call_function(graph, aten.view.default, product, [*grid, out_channels])
+            by_window = call_function(graph, aten.view.default, result, [*grid, out_channels])
             dims = [0, len(grid), *range(1, len(grid))]
             replacement = call_function(graph, aten.permute.default, by_window, dims)
     node.replace_all_uses_with(replacement)
@@ -97,7 +88,7 @@ def _replace_by_product(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _by_window(node: fx.Node) -> Tensor:
-    """What the product's result will be traced as: as the convolution's, but stored window by window."""
+    """Returns the traced value of the product: the convolution's, but stored window by window."""
     value: Tensor = node.meta["val"]
     with fake_mode_of([value]):
         if all(count == 1 for count, _, _ in _windows_by_dim(node)):
@@ -105,18 +96,8 @@ def _by_window(node: fx.Node) -> Tensor:
         return value.new_empty((value.shape[0], *value.shape[2:], value.shape[1])).movedim(-1, 1)
 
 
-def _whole_windows(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, list[int]]:
-    """What a convolution reads of its input, cut to the end of the last windows; and the kernel's sizes."""
-    source = _arguments(node)[0]
-    windows = _windows_by_dim(node)
-    for dim, (count, width, _) in enumerate(windows, start=2):
-        if source.meta["val"].shape[dim] != count * width:
-            source = call_function(graph, aten.slice.Tensor, source, dim, 0, count * width)
-    return source, [width for _, width, _ in windows]
-
-
 def _windows(graph: fx.Graph, source: fx.Node, kernel: list[int]) -> tuple[fx.Node, list[Any]]:
-    """(windows, channels * entries of the kernel), and the sizes of batch and windows, which rows count."""
+    """Returns (windows, channels * entries of the kernel), and the sizes of batch and windows."""
     batch, channels, *sizes = source.meta["val"].shape
     grid: list[Any] = [size // width for size, width in zip(sizes, kernel, strict=True)]
     count = batch if isinstance(batch, int) else call_function(graph, aten.sym_size.int, source, 0)
@@ -133,12 +114,12 @@ def _windows(graph: fx.Graph, source: fx.Node, kernel: list[int]) -> tuple[fx.No
 
 
 def _aligned(graph: fx.Graph, rows: fx.Node, weight: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The rows and the filters, (out_channels, features), at a width that the GPU reads fast."""
+    """Returns the rows and the filters, (out_channels, features), at a width that the GPU reads fast."""
     features = math.prod(weight.meta["val"].shape[1:])
     value = weight.meta["val"]
     missing = -features % _ALIGNMENT if value.is_cuda and value.element_size() == 2 else 0
     if missing == 0 or not is_parameter(weight):
         shape = [value.shape[0], features]
         return rows, call_function(graph, aten.view.default, weight, shape)
-    filters = derived_parameter(graph, functools.partial(flat_filters, columns=features + missing), weight)
+    filters = derived_parameter(graph, functools.partial(pad_columns, columns=features + missing), weight)
     return call_function(graph, aten.constant_pad_nd.default, rows, [0, missing]), filters

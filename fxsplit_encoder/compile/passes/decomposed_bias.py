@@ -1,8 +1,7 @@
 """A bias of attention that a query has for the rows and the columns of a grid goes into queries and keys.
 
-Relative positions as in ViTDet (arXiv 2203.16527) give every score of a query and a key one term for the
-row of the key and one for its column. Added up they are as large as the scores, and a kernel that takes them
-is not the fastest: SAM's global blocks write and read 400 MB of them for one image of 1024 pixels.
+Relative positions as in ViTDet (arXiv 2203.16527) give every score one term for the row of the key and one
+for its column. Their sum is as large as the scores: 400 MB for one image of 1024 pixels in SAM.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
-from fxsplit_encoder.compile.passes.layers import arguments_of, is_only_result
-from fxsplit_encoder.compile.rewriting import call_function
+from fxsplit_encoder.compile.passes.layers import is_only_result
+from fxsplit_encoder.compile.rewriting import arguments_of, call_function
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 aten = torch.ops.aten
@@ -49,10 +48,9 @@ _WIDTH_STEP, _MOST_WIDTH = 8, 256
 def decomposed_bias(module: fx.GraphModule) -> int:
     """Attention over a grid with a bias that is a term for the key's row and one for its column.
 
-    Exact: a query that has its terms among its features, divided by the scale, a power of two, and a key
-    that has a one at its row and at its column there have the biased score for their product. The sum of the
-    terms is not rounded to 16 bits in between. The terms are products, so they are finite: a mask's minus
-    infinity times the zeros of other keys would be NaN.
+    Exact: a query with its terms among its features, divided by the scale, a power of two, times a key with a
+    one at its row and at its column there is the biased score, without rounding of the terms' sum. The terms
+    are products, so they are finite: a mask's minus infinity times zeros would be NaN.
     """
     changed = 0
     for node in list(module.graph.nodes):
@@ -112,7 +110,7 @@ def _biased(node: fx.Node) -> _Biased | None:
 
 
 def _in_order(node: Any) -> Any:
-    """What a node's values come from in the same order, through copies and shapes."""
+    """Returns the node of the same values in order, before copies and shapes."""
     while True:
         source: Any = node.args[0] if node.args else None
         if node.target in (aten.view.default, aten._unsafe_view.default, aten.clone.default):
@@ -197,7 +195,7 @@ def _replace(graph: fx.Graph, node: fx.Node, biased: _Biased) -> None:
 
 
 def _with_layout(graph: fx.Graph, source: fx.Node, expected: Tensor) -> fx.Node:
-    """A copy with the layout of the result that it replaces: head by head, or token by token."""
+    """Returns a copy with the layout of the result that it replaces: head by head, or token by token."""
     by_token = expected.transpose(1, 2).is_contiguous()
     ordered = call_function(graph, aten.transpose.int, source, 1, 2) if by_token else source
     copied = call_function(graph, aten.clone.default, ordered, memory_format=torch.contiguous_format)

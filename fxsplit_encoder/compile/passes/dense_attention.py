@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.passes.layers import arguments_of, is_only_result
-from fxsplit_encoder.compile.rewriting import call_function
+from fxsplit_encoder.compile.passes.layers import is_only_result
+from fxsplit_encoder.compile.rewriting import arguments_of, call_function
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.kernels.attention import dense_attention as attend
 
@@ -27,15 +27,12 @@ def dense_attention(module: fx.GraphModule) -> int:
     """Attention of 16 bits over a batch of equally long sequences, without a mask: its kernel is measured.
 
     Exact: it is the same attention, and no kernel is chosen that is less accurate than torch's own (see
-    `attention.chooser`). What is stored in another order than a linear layer leaves it stays as it is, since
-    most kernels would need copies.
+    `attention.chooser`). It stays where inputs are not stored as by a linear layer: most would need copies.
     """
-    changed = 0
-    for node in list(module.graph.nodes):
-        if attends_plainly(node) and _is_fast(node):
-            replace_by_dense_attention(module.graph, node)
-            changed += 1
-    return changed
+    nodes = [node for node in module.graph.nodes if attends_plainly(node) and _is_fast(node)]
+    for node in nodes:
+        replace_by_dense_attention(module.graph, node)
+    return len(nodes)
 
 
 def attends_plainly(node: fx.Node) -> bool:
@@ -52,14 +49,12 @@ def attends_plainly(node: fx.Node) -> bool:
 
 def _is_fast(node: fx.Node) -> bool:
     given = arguments_of(node)
-    values = [given[name].meta["val"] for name in ("query", "key", "value")]
-    return values[0].dtype in (torch.bfloat16, torch.float16) and all(
-        map(_is_packed, (*values, node.meta["val"][0]))
-    )
+    values = [*(given[name].meta["val"] for name in ("query", "key", "value")), node.meta["val"][0]]
+    return values[0].dtype in (torch.bfloat16, torch.float16) and all(map(_is_packed, values))
 
 
 def _is_packed(value_BHTD: Tensor) -> bool:
-    """Whether tokens of all sequences are rows of one matrix at one stride, as far as sizes are fixed."""
+    """Whether tokens of all sequences are rows of one matrix at one stride, of fixed sizes."""
     tokens, strides = value_BHTD.shape[2], value_BHTD.stride()
     if not all(isinstance(number, int) for number in (*value_BHTD.shape[1:], *strides)):
         return False

@@ -20,8 +20,7 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default, aten.vi
 def fixed_products(module: fx.GraphModule) -> int:
     """Every product of rows with parameters, and every attention over a batch without a mask.
 
-    Exact: they are the same products and the same attention, by kernels that add in one order whatever the
-    rows.
+    Exact: they are the same, by kernels that add in one order whatever the rows.
     """
     changed = 0
     for node in list(module.graph.nodes):
@@ -39,7 +38,6 @@ def fixed_products(module: fx.GraphModule) -> int:
 
 
 def _product_of(node: fx.Node) -> tuple[Any, Any, Any, str] | None:
-    """The rows, the matrix, the bias and the activation of a layer; None for what is none."""
     arguments: tuple[Any, ...] = tuple(node.args)
     if node.target is aten.mm.default:
         rows, matrix, bias, activation = *arguments, None, NOTHING

@@ -1,5 +1,5 @@
-"""A linear layer and the GELU after it become one operation, `fxsplit::addmm_gelu`. Decomposition tables take
-torch's `aten._addmm_activation` apart again, and on a CPU it applies the other GELU.
+"""A linear layer and the GELU after it become one operation, `fxsplit::addmm_gelu`: decomposition tables take
+torch's `aten._addmm_activation` apart, and on a CPU it applies the erf form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _library.define("addmm_gelu(Tensor bias, Tensor rows, Tensor matrix) -> Tensor")
 
 
 def _reference(bias: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
-    """gelu_tanh(rows @ matrix + bias)."""
     return F.gelu(torch.addmm(bias, rows, matrix), approximate="tanh")
 
 
@@ -44,8 +43,8 @@ addmm_gelu = torch.ops.fxsplit.addmm_gelu.default
 def gelu_epilogue(module: fx.GraphModule) -> int:
     """A linear layer with a bias whose result only a GELU of the tanh form reads.
 
-    Exact: cuBLAS's epilogue is the tanh form too (so the erf form stays as it is), and is applied before the
-    result is rounded to 16 bits, once instead of twice. On a CPU the operation is the two that it replaces.
+    Exact: cuBLAS's epilogue is the tanh form too, and is applied before the result is rounded to 16 bits. On
+    a CPU the operation is the two that it replaces.
     """
     changed = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.gelu.default):

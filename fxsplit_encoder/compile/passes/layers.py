@@ -1,4 +1,4 @@
-"""How passes see layers in an ATen graph: a linear layer, the reshapes around it, a call of attention."""
+"""Layers in an ATen graph: a linear layer, the reshapes around it, a call of attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxsplit_encoder._torch.dispatch import schema_of
 from fxsplit_encoder.compile.rewriting import call_function, is_parameter
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
@@ -31,16 +30,16 @@ class Linear:
 
     @property
     def in_features(self) -> int:
-        """Width of its input."""
+        """Width of the input."""
         return int(self.weight.meta["val"].shape[1])
 
     @property
     def out_features(self) -> int:
-        """The width of its output."""
+        """Width of the output."""
         return int(self.weight.meta["val"].shape[0])
 
     def replace_parameters(self, weight: fx.Node, bias: fx.Node | None) -> None:
-        """Computes with other parameters; the traced value is the caller's to redo."""
+        """Sets other parameters; the caller redoes the traced value."""
         graph = self.node.graph
         with graph.inserting_before(self.node):
             matrix = call_function(graph, aten.t.default, weight)
@@ -48,13 +47,14 @@ class Linear:
 
 
 def linear_of(node: Any) -> Linear | None:
-    """Returns the linear layer that a node is; None if it is none, or scales what it adds."""
+    """Returns the linear layer that a node is; None if it is none, or has scales."""
     if not isinstance(node, fx.Node):
         return None
+    arguments: tuple[Any, ...] = tuple(node.args)
     if node.target is aten.mm.default:
-        bias, (rows, matrix) = None, _arguments(node)
-    elif node.target is aten.addmm.default and not node.kwargs and len(node.args) == 3:
-        bias, rows, matrix = _arguments(node)
+        bias, (rows, matrix) = None, arguments
+    elif node.target is aten.addmm.default and not node.kwargs and len(arguments) == 3:
+        bias, rows, matrix = arguments
     else:
         return None
     if matrix.target is not aten.t.default or not is_parameter(matrix.args[0]):
@@ -64,13 +64,11 @@ def linear_of(node: Any) -> Linear | None:
     return Linear(node, rows, matrix.args[0], bias)
 
 
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(node.args)
-
-
-def linears(graph: fx.Graph) -> list[Linear]:
-    """Every linear layer of a graph, in order."""
-    return [linear for node in graph.nodes if (linear := linear_of(node)) is not None]
+def product(graph: fx.Graph, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None) -> fx.Node:
+    """Adds `rows @ matrix`, and a bias if there is one."""
+    if bias is None:
+        return call_function(graph, aten.mm.default, rows, matrix)
+    return call_function(graph, aten.addmm.default, bias, rows, matrix)
 
 
 VIEWS = (
@@ -78,7 +76,7 @@ VIEWS = (
     *(aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor),
     *(aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem),
 )
-"""Operations whose results share memory with what they are given."""
+"""Operations whose results share memory with their arguments."""
 
 
 def layer_under(node: Any) -> Linear | None:
@@ -89,7 +87,7 @@ def layer_under(node: Any) -> Linear | None:
 
 
 def views_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Every view of a node, and of these."""
+    """Yields every view of a node, and of these."""
     for user in node.users:
         if user.target in VIEWS:
             yield user
@@ -105,7 +103,7 @@ def is_reshape(node: fx.Node) -> bool:
 
 
 def are_same_rows(rows: fx.Node, others: fx.Node) -> bool:
-    """Whether two layers read the same, perhaps each through a reshape of its own."""
+    """Whether two layers read the same rows, perhaps through reshapes."""
     if rows is others:
         return True
     shapes = {shape_exprs(each.meta["val"]) for each in (rows, others)}
@@ -121,15 +119,7 @@ def keeps_features(node: fx.Node) -> bool:
     return len({expression(shape[-1]) for shape in sizes}) == 1
 
 
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Returns all arguments of a call by name, defaults included."""
-    declared = schema_of(node.target).arguments
-    defaults = {argument.name: argument.default_value for argument in declared}
-    names = (argument.name for argument in declared)
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
 def is_only_result(node: fx.Node) -> bool:
-    """Whether what a kernel returns in addition to the attention has no users."""
+    """Whether only the first result of a kernel has users."""
     read = [user for user in node.users if user.users or user.target is not operator.getitem]
     return all(user.target is operator.getitem and user.args[1] == 0 for user in read)

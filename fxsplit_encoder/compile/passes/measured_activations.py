@@ -13,8 +13,7 @@ from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, linear_
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
 from fxsplit_encoder.compile.rewriting import call_function, derivation, derived_parameter, is_parameter
 from fxsplit_encoder.compile.sizes import shape_exprs
-from fxsplit_encoder.kernels.products import linear
-from fxsplit_encoder.kernels.products.kernels import interleaved
+from fxsplit_encoder.kernels.products.measured import interleaved, linear
 
 aten = torch.ops.aten
 
@@ -27,8 +26,8 @@ def measured_activations(module: fx.GraphModule) -> int:
     silu(gate) * up, run by the kernel that was measured to be the fastest for their number of rows.
 
     Exact: every kernel computes activation(rows @ weight.T + bias), sums in float32, and is refused where its
-    error is more than a twentieth above that of torch's own product and the activation. Kernels that have the
-    activation as their epilogue round once. The weights of a pair are kept as one, row by row in turn.
+    error is more than a twentieth above that of torch's product and activation. The weights of a pair are
+    kept as one, row by row in turn.
     """
     changed = 0
     for node in list(module.graph.nodes):
@@ -92,7 +91,7 @@ def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
 
 
 def _in_turn(gate: fx.Node, up: fx.Node) -> fx.Node:
-    """The rows of two parameters in turn; padded ones are padded here instead, and need not be kept."""
+    """Returns the rows of two parameters in turn; of padded ones their sources are padded here."""
     rows = gate.meta["val"].shape[0]
     sources = [_unpadded(each) for each in (gate, up)]
     return derived_parameter(gate.graph, functools.partial(interleaved, rows=rows), *sources)
@@ -121,7 +120,7 @@ def _replace(node: fx.Node, rows: Any, weight: Any, bias: Any, activation: str) 
 
 
 def _drop(node: fx.Node, result: Any, *layers: Linear) -> None:
-    """Replaces a node by `result`, and removes what only the node and these layers have read."""
+    """Replaces a node by `result`, and removes nodes that only it and these layers have read."""
     graph = node.graph
     node.replace_all_uses_with(result)
     waiting = [node, *(layer.node for layer in layers)]

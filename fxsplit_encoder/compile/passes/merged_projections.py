@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder.compile.layouts import traced_downstream
 from fxsplit_encoder.compile.passes.dense_attention import TORCH_KERNELS
-from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, arguments_of, linear_of
-from fxsplit_encoder.compile.rewriting import call_function, derived_parameter
+from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, linear_of, product
+from fxsplit_encoder.compile.rewriting import arguments_of, call_function, derived_parameter
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ _ATTENTION = (varlen_attention, dense_attention, *TORCH_KERNELS)
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
-# What is computed of queries, keys and values before attention ends here.
+# The search for layers before attention ends here.
 _STARTS = frozenset((*_ATTENTION, *_PRODUCTS, aten.convolution.default))
 
 # Attention kernels and copies read so many at once: each part begins at a multiple of them.
@@ -43,29 +43,25 @@ def merged_projections(module: fx.GraphModule) -> int:
     """Linear layers of the same rows, each of which makes the query, the key or the value of one attention,
     as one layer.
 
-    Exact: every feature stays the sum that it was; a layer without a bias beside ones with gets zeros. What
-    read a layer's result reads its part of the common one, a view whose rows are further apart. Layers stay
-    as they are where an operation after them cannot read that, or a part would not begin at a multiple of 16
-    bytes. The weights are put together once, as derived parameters.
+    Exact: every feature stays the same sum; a layer without a bias gets zeros if others have one. Readers get
+    a part of the common result, a view whose rows are further apart. Layers stay as they are where an
+    operation cannot read that, or a part would not begin at a multiple of 16 bytes.
     """
     changed = 0
     for node in list(module.graph.nodes):
         if node.target in _ATTENTION:
-            changed += sum(_merge(module.graph, layers) for layers in _of_same_rows(_projections(node)))
+            given = arguments_of(node)
+            found = {_only_layer(given[name]) for name in ("query", "key", "value")}
+            in_order = [linear_of(each) for each in module.graph.nodes if each in found]
+            layers = _of_same_rows(layer for layer in in_order if layer is not None)
+            changed += sum(_merge(module.graph, each) for each in layers)
     if changed:  # once: it visits the whole graph
         module.graph.eliminate_dead_code()
     return changed
 
 
-def _projections(attention: fx.Node) -> list[Linear]:
-    given = arguments_of(attention)
-    found = {_only_layer(given[name]) for name in ("query", "key", "value")}
-    in_order = [node for node in attention.graph.nodes if node in found]
-    return [layer for node in in_order if (layer := linear_of(node)) is not None]
-
-
 def _only_layer(result: fx.Node) -> fx.Node | None:
-    """The only layer behind a value without another product or attention between; None: none or several."""
+    """Returns the only layer before a value without another product or attention between; None: several."""
     found: set[fx.Node] = set()
     seen, waiting = {result}, [result]
     while waiting and len(found) <= 1:
@@ -81,12 +77,10 @@ def _only_layer(result: fx.Node) -> fx.Node | None:
 def _of_same_rows(layers: Iterable[Linear]) -> list[list[Linear]]:
     groups: list[list[Linear]] = []
     for layer in layers:
-        fitting = (group for group in groups if _fit(group[0], layer))
-        group = next(fitting, None)
+        group = next((each for each in groups if _fit(each[0], layer)), None)
         if group is None:
-            groups.append([layer])
-        else:
-            group.append(layer)
+            groups.append(group := [])
+        group.append(layer)
     return [group for group in groups if len(group) > 1]
 
 
@@ -97,23 +91,21 @@ def _fit(one: Linear, other: Linear) -> bool:
 
 
 def _merge(graph: fx.Graph, layers: list[Linear]) -> bool:
-    """Puts one layer in the place of several; False: something cannot read the parts."""
+    """Puts one layer in the place of several; False if an operation cannot read the parts."""
     if not all(map(_can_be_part, layers)):
         return False
     ends = [*accumulate(layer.out_features for layer in layers)]
-    try:
-        downstream = traced_downstream(_traced_parts(layers, ends))
-    except (RuntimeError, ValueError):
+    downstream = traced_downstream(_traced_parts(layers, ends))
+    if downstream is None:
         return False
     first = layers[0]
     weight = derived_parameter(graph, joined, *(layer.weight for layer in layers))
-    bias = _common_bias(graph, layers)
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        biases = [layer.bias or derived_parameter(graph, no_bias, layer.weight) for layer in layers]
+        bias = derived_parameter(graph, joined, *biases)
     with graph.inserting_before(first.node):
-        matrix = call_function(graph, aten.t.default, weight)
-        if bias is None:
-            merged = call_function(graph, aten.mm.default, first.rows, matrix)
-        else:
-            merged = call_function(graph, aten.addmm.default, bias, first.rows, matrix)
+        merged = product(graph, first.rows, call_function(graph, aten.t.default, weight), bias)
         for layer, end in zip(layers, ends, strict=True):
             part = call_function(graph, aten.slice.Tensor, merged, 1, end - layer.out_features, end)
             layer.node.replace_all_uses_with(part)
@@ -135,13 +127,3 @@ def _traced_parts(layers: list[Linear], ends: list[int]) -> dict[fx.Node, Tensor
         merged = value.new_empty(value.shape[0], ends[-1])
         parts = (merged[:, end - layer.out_features : end] for layer, end in zip(layers, ends, strict=True))
         return dict(zip((layer.node for layer in layers), parts, strict=True))
-
-
-def _common_bias(graph: fx.Graph, layers: list[Linear]) -> fx.Node | None:
-    if all(layer.bias is None for layer in layers):
-        return None
-    biases = (
-        derived_parameter(graph, no_bias, layer.weight) if layer.bias is None else layer.bias
-        for layer in layers
-    )
-    return derived_parameter(graph, joined, *biases)

@@ -1,8 +1,6 @@
-"""What only the outputs read runs on a branch of the graph, parallel to the blocks after it."""
+"""Nodes that only the outputs read run on a branch of the graph, parallel to the blocks after them."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -20,16 +18,20 @@ def output_branch(module: fx.GraphModule) -> int:
     the blocks after it where there are streams, and is waited for where it is read.
     """
     cuts = cuts_after_host_ops(module)
-    needed = _behind(cuts)
+    needed: set[fx.Node] = set()
+    waiting = list(cuts)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
     aside: list[list[fx.Node]] = []
-    begun = False
     for node in module.graph.nodes:
         if node in cuts:
             aside.append([])
-            begun = True
-        elif begun and node.op == "call_function" and node not in needed:
+        elif aside and node.op == "call_function" and node not in needed:
             aside[-1].append(node)
-    # Behind the last cut nothing is left to run beside. Ranks have to call one another in one order.
+    # After the last cut no step is left to be parallel to. Ranks have to call one another in one order.
     groups = [
         nodes
         for nodes in aside[:-1]
@@ -40,19 +42,8 @@ def output_branch(module: fx.GraphModule) -> int:
     return len(groups)
 
 
-def _behind(cuts: Collection[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = list(cuts)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
-
-
 def _is_product(node: fx.Node) -> bool:
-    """Whether a node multiplies with a weight: what is less is not worth a piece of its own."""
+    """Whether a node multiplies with a weight; other nodes are too short for a piece."""
     return node.target is not aten.t.default and any(map(_is_weight, node.all_input_nodes))
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder.compile.passes.layers import VIEWS, Linear, layer_under, linear_of, views_of
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
@@ -44,15 +45,13 @@ class Piece:
 
 
 def stored_width(width: int) -> int:
-    """Returns how wide heads of a width are stored, where the graph around attention has the form for it."""
+    """Returns the stored width of heads, where the graph around attention has the form for it."""
     wide = -(-width // _STEP) * _STEP
     return width if wide - width > width * _MOST_PADDING else wide
 
 
 def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-    """Returns the rows of a weight, or entries of a bias, of pieces, each head padded with zeros to its
-    width.
-    """
+    """Returns the rows of a weight, or entries of a bias, of pieces, each head padded with zeros."""
     parts = []
     for piece in pieces:
         heads = torch.arange(piece.heads, device=weight.device)[:, None] * piece.stride
@@ -62,19 +61,12 @@ def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
     return torch.cat(parts)
 
 
-def pad_head_columns(weight: Tensor, heads: int, wide: int) -> Tensor:
-    """Appends columns of zeros to each head of (rows, heads * width), up to `wide`."""
-    per_head = weight.reshape(weight.shape[0], heads, -1)
-    return F.pad(per_head, [0, wide - per_head.shape[-1]]).flatten(1)
-
-
 def wide_heads(module: fx.GraphModule) -> int:
     """Attention whose heads are no multiple of 16 wide, with zeros in between up to the next one.
 
     Exact: products of queries and keys gain zeros as terms; further columns of the values are zero, and so
-    are those of the result, which meet columns of zeros in the layer that reads it. What attention reads as
-    a linear layer left it is made wide by rows of zeros in its weights, once, as derived parameters; what is
-    computed in between, as by rotary embeddings, is written wide by what computes it. The scale is given.
+    are those of the result, which meet columns of zeros in the layer that reads it. Results of linear layers
+    are made wide by rows of zeros in their weights; others, as of rotary embeddings, are padded.
     """
     changed = 0
     for target in _TOKENS:
@@ -136,7 +128,7 @@ def _attention(node: fx.Node) -> _Attention | None:
 
 
 def _piece(node: Any, linear: Linear, heads: int, width: int, dims: tuple[int, ...]) -> Piece | None:
-    """Which features of a layer's output a view of it has: those of every token, by heads; None: others."""
+    """Returns the features of every token, by heads, that a view of a layer's output has; None: others."""
     value, features = node.meta["val"], linear.out_features
     if not isinstance(value, Tensor) or value.dim() != len(dims) + 2:
         return None
@@ -153,7 +145,7 @@ def _piece(node: Any, linear: Linear, heads: int, width: int, dims: tuple[int, .
 
 
 def _find_kept(root: _Root, attention: fx.Node, heads: int, width: int) -> bool:
-    """Finds what others than attention compute with; False: it has another form."""
+    """Finds the views that nodes other than attention read; False if one has another form."""
     inputs = {attention.args[position] for position in root.inputs}
     # In order: equal blocks are to compute their parts in the same one, so that they share a compilation.
     views = dict.fromkeys((root.linear.node, *views_of(root.linear.node)))
@@ -177,7 +169,7 @@ def _find_kept(root: _Root, attention: fx.Node, heads: int, width: int) -> bool:
 
 
 def _columns(node: Any, linear: Linear) -> Piece | None:
-    """Which features of every row a (tokens, features) view of a layer's output is, taken as one head."""
+    """Returns the features of every row of a (tokens, features) view of a layer's output, as one head."""
     value, features = node.meta["val"], linear.out_features
     if not isinstance(value, Tensor) or value.dim() != 2 or value.stride() != (features, 1):
         return None
@@ -189,7 +181,7 @@ def _columns(node: Any, linear: Linear) -> Piece | None:
 
 
 def _reader(node: fx.Node, features: int) -> Linear | None:
-    """The linear layer that alone reads the result, token by token."""
+    """Returns the linear layer that alone reads the result, token by token."""
     while len(node.users) == 1:
         (user,) = node.users
         linear = linear_of(user)
@@ -217,14 +209,14 @@ def _widen(graph: fx.Graph, found: _Attention) -> None:
         if len(dims) == 2:
             wide = call_function(graph, aten.transpose.int, wide, 1, 2)
         rows = call_function(graph, aten.view.default, wide, [-1, found.heads * found.wide])
-    pad = functools.partial(pad_head_columns, heads=found.heads, wide=found.wide)
+    pad = functools.partial(pad_columns, columns=found.wide, parts=found.heads)
     down = dataclasses.replace(found.down, rows=rows)
     down.replace_parameters(derived_parameter(graph, pad, down.weight), down.bias)
     retrace(down.node)
 
 
 def _widen_root(graph: fx.Graph, root: _Root, tokens: list[int]) -> dict[int, fx.Node]:
-    """Makes a layer compute the wide features, and reads them; returns the inputs of attention."""
+    """Makes a layer compute the wide features; returns attention's inputs by position."""
     linear = root.linear
     pieces = (*root.kept.values(), *root.inputs.values())
     arrange = functools.partial(arrange_heads, pieces=pieces)

@@ -1,7 +1,6 @@
-"""What an attention kernel is, and what it is asked to compute.
+"""Kernels of packed attention, and the shapes of their calls.
 
-Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments. A kernel writes
-each row that lies inside a segment and leaves the rest undefined (see `capture.inputs`).
+Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.kernels import CallShape, CudaKernel, Kernel, round_up
+from fxsplit_encoder.kernels.kernel import CallShape, CudaKernel, Kernel, round_up
 
 # Numbers of segments that are measured together where the host has the lengths.
 _KNOWN_SEGMENTS = (1, 4, 16)
@@ -34,16 +33,12 @@ class AttentionShape(CallShape):
     segments: int
     """Empty ones included."""
     host_lengths: bool = False
-    """Whether the host knows the segments. If not, `longest` and `segments` are bounds: the call is, or will
-    be, part of a CUDA graph whose segments change from replay to replay."""
+    """Whether the host knows the segments; else the call is for a CUDA graph, and its numbers are bounds."""
     equal: bool = False
-    """Whether all segments are known to have `longest` tokens. If not `host_lengths`, they are the entries of
-    a batch, in a graph too."""
+    """Whether all segments have `longest` tokens; if not `host_lengths`, they are the entries of a batch."""
 
     def rounded(self, *, own_tokens: bool = False) -> AttentionShape:
-        """The class: numbers rounded up to a power of two, or halfway to it where the call is captured. The
-        length of a captured batch's sequences stays as it is, as do the tokens with `own_tokens`.
-        """
+        """The class: numbers rounded up, but not `own_tokens` nor the length of a captured batch."""
         longest, segments = (
             round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
         )
@@ -68,7 +63,7 @@ class AttentionShape(CallShape):
         return not self.host_lengths
 
     def measured_with(self) -> Collection[AttentionShape]:
-        """With one known segment others of as many tokens, since warm-up sees only one."""
+        """Its own, and for one known segment others of as many tokens: warm-up sees only one."""
         shapes = {self}
         if self.host_lengths and self.segments == 1:
             shapes |= {
@@ -90,21 +85,18 @@ class AttentionShape(CallShape):
         )
 
 
+# Where a kernel should write, with as many rows as the query; None: to a tensor of its own.
 Target = Tensor | None
-"""Where a kernel should write, with as many rows as the query; None: to a tensor of its own."""
 
 
 class AttentionKernel(Kernel[AttentionShape]):
-    """Attention within each segment of a packed sequence; a capturable one takes other segments at every
-    replay.
-    """
+    """Attention within each segment of a packed sequence; segments may change between replays of a graph."""
 
     needs_equal_segments: ClassVar[bool] = False
     depends_on_tokens: ClassVar[bool] = False
-    """Whether a few tokens more may change its time much: every number of them is a class where it works."""
+    """Whether a few tokens more may change its time much, so that every number of them is a class."""
     is_invariant: bool = False
-    """Whether the bits that a segment gets depend on that segment alone, not on its place, on other segments
-    or on bounds."""
+    """Whether the bits of a segment's result depend on that segment alone."""
 
     def is_invariant_on(self, device: torch.device) -> bool:
         """Whether `is_invariant` holds on a device on which it can run."""
@@ -120,18 +112,14 @@ class AttentionKernel(Kernel[AttentionShape]):
         scale: float,
         out_THD: Tensor | None = None,
     ) -> Tensor:
-        """Attends.
+        """Attends; returns `out_THD` or a new contiguous tensor, undefined in rows outside every segment.
 
         Args:
             query_THD, key_THD, value_THD: (tokens, heads, head_dim); any strides whose last is 1.
             cu_seqlens: (segments + 1,) int32 on the same device, rising from 0; segments may be empty.
             max_seqlen: an upper bound of the longest segment, in tokens.
             scale: factor of the logits.
-            out_THD: where to write; has at least `tokens` rows and keeps the later ones.
-
-        Returns:
-            `out_THD`, or a new contiguous (tokens, heads, head_dim). Rows outside every segment are
-                undefined.
+            out_THD: has at least `tokens` rows and keeps the later ones.
         """
         target = out_THD
         if out_THD is not None and out_THD.shape[0] != query_THD.shape[0]:
@@ -156,7 +144,7 @@ class HalfPrecisionKernel(CudaKernel[AttentionShape], AttentionKernel):
     max_head_dim: ClassVar[int] = 256
 
     def supports(self, shape: AttentionShape) -> bool:
-        """CUDA, 16-bit, head_dim a multiple of 8 that is not too large; equal segments where they must be."""
+        """CUDA, 16-bit values, a multiple of 8 as head_dim, and equal segments where they must be."""
         return (
             shape.device.type == "cuda"
             and shape.dtype in (torch.bfloat16, torch.float16)

@@ -20,9 +20,7 @@ from fxsplit_encoder.kernels.attention.attention_kernel import (
 
 
 class TorchFlash(HalfPrecisionKernel):
-    """`aten::_flash_attention_forward`, FlashAttention 2, whose tile follows from head_dim alone. Empty
-    segments and loose bounds cost it thread blocks.
-    """
+    """`aten::_flash_attention_forward`, FlashAttention 2, whose tile follows from head_dim alone."""
 
     name = "torch_flash"
     is_invariant = True
@@ -48,14 +46,8 @@ class BatchedDense(AttentionKernel):
     name = "batched_dense"
     needs_equal_segments = True
 
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """It comes with torch, for every device."""
-        return None
-
     def supports(self, shape: AttentionShape) -> bool:
-        """Any dtype and head_dim where segments are known to be equal; not on a CPU, where nothing is
-        measured.
-        """
+        """Segments that are known to be equal; not on a CPU, where nothing is measured."""
         return shape.equal and shape.device.type != "cpu"
 
     def _attend(
@@ -71,23 +63,16 @@ _STAGES = 3
 
 
 class Tile(NamedTuple):
-    """What one program of the kernel computes, and how."""
+    """`block_m` queries of a program, in steps of `block_n` keys, the loads of `num_stages` overlapping."""
 
     block_m: int
-    """Queries."""
     block_n: int
-    """Keys of a step."""
     num_warps: int
-    """Warps that share the tile."""
     num_stages: int
-    """Steps whose loads overlap."""
 
 
 class TritonVarlen(HalfPrecisionKernel):
-    """`attention.triton_code` with tiles of `block_m` queries and steps of `block_n` keys. At 196
-    tokens and 16 heads of 72, 64 queries make 64 programs for the 132 multiprocessors of an H200; where
-    segments are long, other kernels are faster.
-    """
+    """`attention.triton_code` by tiles of `block_m` queries and `block_n` keys, for short segments."""
 
     module: ClassVar[str] = "fxsplit_encoder.kernels.attention.triton_code"
     attribute: ClassVar[str] = "attend"
@@ -107,20 +92,10 @@ class TritonVarlen(HalfPrecisionKernel):
 
 
 class Masked(AttentionKernel):
-    """Dense attention under a block-diagonal mask, without a host read; memory and work grow with tokens
-    squared.
-    """
+    """Dense attention under a block-diagonal mask, without a host read; work grows with tokens squared."""
 
     name = "masked"
     is_last_resort = True
-
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """It comes with torch, for every device."""
-        return None
-
-    def supports(self, shape: AttentionShape) -> bool:
-        """Everything."""
-        return True
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
@@ -145,10 +120,6 @@ class PerSegment(AttentionKernel):
         """On a GPU every call would wait for the device."""
         return None if device.type == "cpu" else "reads the boundaries on the host: for the CPU only"
 
-    def supports(self, shape: AttentionShape) -> bool:
-        """Everything."""
-        return True
-
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
@@ -160,11 +131,7 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Te
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
         if end > start:
             # Copied: where a segment lies in the sequence must not show in what BLAS makes of it.
-            q, k, v = (_aligned(x[start:end]) for x in (query, key, value))
+            segment = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+            q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in segment)
             out[start:end] = F.scaled_dot_product_attention(q, k, v, scale=scale).squeeze(0).transpose(0, 1)
     return out
-
-
-def _aligned(segment_THD: Tensor) -> Tensor:
-    """(1, heads, tokens, head_dim), in memory of its own."""
-    return segment_THD.transpose(0, 1).unsqueeze(0).clone(memory_format=torch.contiguous_format)

@@ -12,17 +12,6 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import (
-    AUTO,
-    Chooser,
-    Example,
-    KernelMeasurements,
-    KernelStore,
-    Meter,
-    Pin,
-    PinGrammar,
-    poison_memory,
-)
 from fxsplit_encoder.kernels.attention.attention_kernel import AttentionKernel, AttentionShape
 from fxsplit_encoder.kernels.attention.builtin import (
     BatchedDense,
@@ -38,9 +27,13 @@ from fxsplit_encoder.kernels.attention.flash_attn import (
     VllmFlashAttention,
     WholeWaves,
 )
+from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, Pin, PinGrammar
+from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
+from fxsplit_encoder.kernels.store import KernelStore
+from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
-# 400 and 1764 tokens (docs/attention.md).
+# 400 and 1764 tokens (docs/kernels.md).
 _SHORT, _MEDIUM = 512, 2048
 
 KERNELS: tuple[AttentionKernel, ...] = (
@@ -71,11 +64,22 @@ class AttentionMeter(Meter[AttentionShape, AttentionKernel]):
     """Compares attention kernels on the device."""
 
     def examples(self, shape: AttentionShape) -> Sequence[AttentionExample]:
-        """One for every list of `example_lengths`."""
-        return make_examples(shape)
+        """Random values, as a fused projection lays them out, for every list of `example_lengths`."""
+        made = []
+        # Of its own, so that measuring does not change the random numbers of the program.
+        generator = torch.Generator(shape.device).manual_seed(0)
+        for lengths in example_lengths(shape):
+            size = (shape.tokens, 3, shape.heads, shape.head_dim)
+            qkv = torch.randn(size, dtype=shape.dtype, device=shape.device, generator=generator)
+            boundaries = [0, *itertools.accumulate(lengths)]
+            cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=shape.device)
+            query, key, value = qkv.unbind(1)
+            values = (query, key, value, cu_seqlens, shape.longest, shape.head_dim**-0.5)
+            made.append(AttentionExample(*values, boundaries[-1], shape.is_captured))
+        return made
 
     def calls(self, shape: AttentionShape) -> Sequence[tuple[object, ...]]:
-        """By their segments: those that are known to be equal are also segments that are known."""
+        """By their segments: known equal segments are known segments too."""
         return [(replace(shape, equal=False), *lengths) for lengths in example_lengths(shape)]
 
 
@@ -93,20 +97,18 @@ class AttentionExample(Example[AttentionKernel]):
     is_captured: bool
 
     def expected(self) -> Tensor:
-        """Of every row inside a segment, one segment at a time."""
+        """The rows inside segments, one segment at a time."""
         query, key, value = (tensor.float() for tensor in (self.query, self.key, self.value))
         out = _reference(query, key, value, self.cu_seqlens, self.max_seqlen, self.scale)
         return out[: self.rows]
 
     def result(self, kernel: AttentionKernel) -> Tensor:
-        """Of every row inside a segment."""
+        """The rows inside segments."""
         poison_memory(self.query)
         return self._attend(kernel, None)[: self.rows]
 
     def timed(self, kernel: AttentionKernel) -> Callable[[], object]:
-        """Eager attention gets a result tensor, as between captured graphs, which a kernel may have to copy
-        to.
-        """
+        """The call, with a result tensor if it is eager, as between captured graphs."""
         out = None if self.is_captured else self.query.new_empty(self.query.shape)
         return lambda: self._attend(kernel, out)
 
@@ -116,10 +118,7 @@ class AttentionExample(Example[AttentionKernel]):
 
 
 def example_lengths(shape: AttentionShape) -> list[list[int]]:
-    """Lists of segments of this shape. If the host knows them, one: the longest, and others that share the
-    rest. If captured, two: as many of the longest as fit, then empty ones; and equal ones with rows left
-    over.
-    """
+    """Lists of segments of this shape: one if known, two if captured, full and spread over the rows."""
     if shape.equal:
         return [[shape.longest] * shape.segments]
     if shape.host_lengths:
@@ -140,23 +139,6 @@ def pairs(lengths: list[int]) -> int:
     return sum(length**2 for length in lengths)
 
 
-def make_examples(shape: AttentionShape) -> list[AttentionExample]:
-    """Random values, as a fused projection lays them out, for every list of `example_lengths`."""
-    made = []
-    # Of its own, so that measuring does not change the random numbers of the program.
-    generator = torch.Generator(shape.device).manual_seed(0)
-    for lengths in example_lengths(shape):
-        size = (shape.tokens, 3, shape.heads, shape.head_dim)
-        qkv = torch.randn(size, dtype=shape.dtype, device=shape.device, generator=generator)
-        boundaries = [0, *itertools.accumulate(lengths)]
-        cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=shape.device)
-        query, key, value = qkv.unbind(1)
-        scale = shape.head_dim**-0.5
-        values = (query, key, value, cu_seqlens, shape.longest, scale)
-        made.append(AttentionExample(*values, boundaries[-1], shape.is_captured))
-    return made
-
-
 # --- the choice
 
 # What an eager call costs at least, however little it attends to: the host's part of it. That of the dense
@@ -166,7 +148,7 @@ _HOST_US = 50.0
 
 
 class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
-    """What is known of every class of calls of attention, on every device."""
+    """Measurements of every class of calls of attention, on every device."""
 
     def __init__(
         self,
@@ -183,16 +165,10 @@ class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
 
 
 MEASUREMENTS = Measurements().keep()
-"""Those of this process."""
 
 
 class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
-    """Chooses the kernel of every call of attention: the pinned one, else the fastest that was measured.
-
-    Args:
-        attention: the setting of that name, see `parse_attention`, which raises ConfigError.
-        invariant: whether one kernel attends everywhere; then the setting is a kernel's name or `auto`.
-    """
+    """Chooses the kernel of each call by the setting `attention`, or by time; or one for all by `policy`."""
 
     current: ClassVar[ContextVar[KernelChooser]]
 
@@ -201,27 +177,25 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         attention: str | Mapping[str, str] = AUTO,
         measurements: Measurements = MEASUREMENTS,
         *,
-        invariant: bool = False,
+        policy: InvariantPolicy = BATCH_DEPENDENT,
     ) -> None:
         super().__init__(parse_attention(attention), measurements)
-        self.invariant = invariant
+        self.policy = policy
         self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
 
     def check(self, device: torch.device) -> None:
-        """Checks that every pinned kernel works on a device, and by one algorithm where `invariant` is set;
-        ConfigError says which does not, and why.
-        """
+        """Checks that pinned kernels work on a device, by one algorithm if `invariant`, or ConfigError."""
         super().check(device)
-        pinned = {pin.kernel for pin in self.pins} - {AUTO}
-        allowed = {*invariant_names(self.measurements.kernels, device)} if self.invariant else pinned
-        if not pinned <= allowed:
-            raise ConfigError(
-                *(
-                    f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
-                    f"allowed: {', '.join((AUTO, *sorted(allowed)))}"
-                    for name in sorted(pinned - allowed)
-                )
-            )
+        if not self.policy.one_attention_kernel:
+            return
+        allowed = sorted(invariant_names(self.measurements.kernels, device))
+        problems = [
+            f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
+            f"allowed: {', '.join((AUTO, *allowed))}"
+            for name in sorted({pin.kernel for pin in self.pins} - {AUTO, *allowed})
+        ]
+        if problems:
+            raise ConfigError(*problems)
 
     def of(
         self, query_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, equal: bool = False
@@ -234,12 +208,10 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 
     def ranking(self, shape: AttentionShape) -> tuple[AttentionKernel, ...]:
         """The kernels that may compute this shape, the chosen one first; at least one."""
-        return (self.only(shape),) if self.invariant else super().ranking(shape)
+        return (self.only(shape),) if self.policy.one_attention_kernel else super().ranking(shape)
 
     def only(self, shape: AttentionShape) -> AttentionKernel:
-        """The kernel of every call with heads like these, where `invariant` is set; ConfigError if there is
-        none.
-        """
+        """The kernel of every call with such heads if `invariant`; ConfigError if there is none."""
         heads = (shape.device, shape.dtype, shape.heads, shape.head_dim)
         if heads not in self._by_heads:
             pinned = next((pin.kernel for pin in self.pins if pin.kernel != AUTO), None)
@@ -250,16 +222,14 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 
     @property
     def chosen(self) -> list[str]:
-        """The kernels that `only` has chosen so far, each with what it attends to."""
+        """The kernels that `only` has chosen so far, each with its heads."""
         return sorted(
             f"{heads}x{head_dim} {str(dtype).removeprefix('torch.')}: {kernel.name}"
             for (_, dtype, heads, head_dim), kernel in self._by_heads.items()
         )
 
     def estimate(self, shape: AttentionShape, lengths: Sequence[int]) -> float | None:
-        """Microseconds of the chosen kernel for known segments: those of the nearest class, scaled by the
-        pairs of tokens that attend to each other; None: nothing was measured.
-        """
+        """Microseconds of the chosen kernel for known segments, scaled from the nearest class, or None."""
         found = self.measurements.find(shape)
         if found is None:
             return None
@@ -308,11 +278,8 @@ _GRAMMAR: PinGrammar[AttentionShape] = PinGrammar(
 )
 
 
-def parse_attention(attention: str | Mapping[str, str]) -> tuple[Pin[AttentionShape], ...]:
-    """The pins of the setting `attention`, the first of which that holds counts; ConfigError names what is
-    unknown.
-    """
-    return _GRAMMAR.parse(attention)
+parse_attention: Callable[[str | Mapping[str, str]], tuple[Pin[AttentionShape], ...]] = _GRAMMAR.parse
+"""The pins of the setting `attention`, the first of which that holds counts, or ConfigError."""
 
 
 # --- invariant mode
@@ -320,20 +287,14 @@ def parse_attention(attention: str | Mapping[str, str]) -> tuple[Pin[AttentionSh
 # One kernel attends everywhere, chosen by what it is and never by time. What a segment gets from it depends
 # on that segment alone, which rules out kernels that choose tiles by the longest segment or split the keys.
 
-# The fastest of them at long segments, by the measurements of docs/attention.md; then as they are listed.
-_PREFERRED = frozenset(("flash_attn_4",))
+# The fastest of them at long segments, by the measurements of docs/kernels.md; then as they are listed.
+_PREFERRED = "flash_attn_4"
 
 
 def invariant_kernel(
     kernels: Sequence[AttentionKernel], shape: AttentionShape, pinned: str | None = None
 ) -> AttentionKernel:
-    """The best kernel that attends to heads of this kind by one algorithm, whatever the segments; ConfigError
-    says why there is none.
-
-    Args:
-        shape: of which the device, the dtype and the heads count, so that all calls of a tower get the same.
-        pinned: the name of the only one that will do; None: any.
-    """
+    """The best kernel, or that `pinned`, that attends to a shape's heads by one algorithm, or ConfigError."""
     reasons = []
     for kernel in _in_order(kernels):
         if pinned not in (None, kernel.name):
@@ -357,8 +318,7 @@ def invariant_names(kernels: Sequence[AttentionKernel], device: torch.device) ->
 
 
 def _in_order(kernels: Sequence[AttentionKernel]) -> list[AttentionKernel]:
-    """The kernels in order of preference: elsewhere what comes first is what others have to beat."""
-    return sorted(kernels, key=lambda kernel: kernel.name not in _PREFERRED)
+    return sorted(kernels, key=lambda kernel: kernel.name != _PREFERRED)
 
 
 def _why_not(kernel: AttentionKernel, shape: AttentionShape) -> str | None:

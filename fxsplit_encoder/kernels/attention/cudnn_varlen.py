@@ -1,7 +1,6 @@
 """cuDNN over a packed sequence, through its Python front end.
 
-It takes (segments, heads, longest, head_dim) whose segments begin at ragged offsets, in elements. Offsets and
-lengths are device tensors, so a captured call may see other segments at every replay.
+Segments begin at ragged offsets. Offsets and lengths are device tensors, so they may change between replays.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class CudnnVarlen(HalfPrecisionKernel):
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
-        tensors = (q, k, v, out)
-        segments = cu_seqlens.shape[0] - 1
+        tensors, segments = (q, k, v, out), cu_seqlens.shape[0] - 1
         plan = _plan(tensors, segments, max_seqlen, scale)
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         # Every row of offsets begins at a multiple of 16 bytes.
@@ -70,33 +68,17 @@ class CudnnVarlen(HalfPrecisionKernel):
 
 
 def _plan(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) -> Plan:
-    query = tensors[0]
-    key = (
-        query.device,
-        query.dtype,
-        query.shape[1:],
-        segments,
-        longest,
-        scale,
-        *(t.stride() for t in tensors),
-    )
+    query, strides = tensors[0], (t.stride() for t in tensors)
+    key = (query.device, query.dtype, query.shape[1:], segments, longest, scale, *strides)
     plan = _thread.plans.get(key)
     is_captured = torch.cuda.is_current_stream_capturing()
     if plan is None:
         if is_captured:
             raise CaptureError("cudnn_varlen: this shape was not planned before the capture began")
-        plan = _thread.plans[key] = make_plan(_handle(query.device), tensors, segments, longest, scale)
+        plan = _thread.plans[key] = _make_plan(tensors, segments, longest, scale)
     if is_captured:
         PLAN_FILES.note_capture(plan.name)
     return plan
-
-
-def _handle(device: torch.device) -> Any:
-    if device not in _thread.handles:
-        cudnn: Any = importlib.import_module("cudnn")
-        with torch.cuda.device(device):
-            _thread.handles[device] = cudnn.create_handle()
-    return _thread.handles[device]
 
 
 # --- plans
@@ -122,10 +104,9 @@ class Operand(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one shape is computed, for one thread."""
+    """The plan of one shape for one thread; files are kept by its `name`."""
 
     name: str
-    """By which it is kept."""
     graph: Any
     handle: Any
     set_stream: Any
@@ -134,27 +115,33 @@ class Plan:
     """(4, 1) int64 on the device: elements from row to row of query, key, value and output."""
 
 
-def make_plan(handle: Any, tensors: Sequence[Tensor], segments: int, longest: int, scale: float) -> Plan:
-    """A plan for query, key, value and output like `tensors`, (tokens, heads, head_dim) each, for the calling
-    thread's `handle` of the front end; `segments` and rows of the `longest` one are bounds.
-    """
+def _make_plan(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) -> Plan:
     cudnn: Any = importlib.import_module("cudnn")
-    query = tensors[0]
+    device = tensors[0].device
+    if device not in _thread.handles:
+        with torch.cuda.device(device):
+            _thread.handles[device] = cudnn.create_handle()
+    handle = _thread.handles[device]
     name = _name_of(tensors, segments, longest, scale)
-    graph = _read(cudnn, handle, name, query.device)
+    graph = _read(cudnn, handle, name, device)
     if graph is None:
-        _load_libraries(query.device, query.dtype, query.shape[-1])
+        _load_libraries(device, tensors[0].dtype, tensors[0].shape[-1])
         graph = _build(cudnn, handle, tensors, segments, longest, scale)
         try:
-            PLAN_FILES.write(name, bytes(graph.serialize()), query.device)
-        except Exception as error:  # whatever the front end raises for a plan that cannot be kept
+            PLAN_FILES.write(name, bytes(graph.serialize()), device)
+        except _errors_of(cudnn) as error:
             logger.debug("a plan of cuDNN's is not kept: %s: %s", type(error).__name__, error)
-    rows = torch.tensor([[t.stride(0)] for t in tensors], dtype=torch.int64, device=query.device)
+    rows = torch.tensor([[t.stride(0)] for t in tensors], dtype=torch.int64, device=device)
     return Plan(name, graph, handle, cudnn.set_stream, graph.get_workspace_size(), rows)
 
 
+def _errors_of(cudnn: Any) -> tuple[type[Exception], ...]:
+    """Errors of the front end for a plan that it cannot write or read, or of one without such methods."""
+    refused = getattr(cudnn, "cudnnGraphNotSupportedError", RuntimeError)
+    return (refused, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
+
+
 def _name_of(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) -> str:
-    """A digest of all that a plan depends on, except the device and the versions."""
     query = tensors[0]
     strides = [t.stride() for t in tensors]
     what = (str(query.dtype), tuple(query.shape[1:]), segments, longest, scale.hex(), strides)
@@ -163,21 +150,19 @@ def _name_of(tensors: Sequence[Tensor], segments: int, longest: int, scale: floa
 
 @functools.cache
 def _load_libraries(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Has PyTorch load cuDNN's libraries for heads of this width, without the interpreter lock."""
     values = torch.zeros(1, 1, 64, head_dim, dtype=dtype, device=device)
     with contextlib.suppress(RuntimeError):  # of a build without cuDNN, or heads that it does not take
         cudnn_attention(values, values, values, None, False, 0.0, False, False)
 
 
 def _read(cudnn: Any, handle: Any, name: str, device: torch.device) -> Any | None:
-    """A plan that was kept, ready to run; None: there is none that cuDNN takes."""
     content = PLAN_FILES.read(name, device)
     if content is None:
         return None
     try:
         graph = cudnn.pygraph(handle=handle)
         graph.deserialize(handle, content)
-    except Exception as error:  # whatever the front end raises for what it cannot read
+    except _errors_of(cudnn) as error:
         logger.debug("a plan of cuDNN's is built anew: %s: %s", type(error).__name__, error)
         PLAN_FILES.forget(name)
         return None
@@ -251,14 +236,14 @@ class PlanFiles:
         self._lock = threading.Lock()
 
     def read(self, name: str, device: torch.device) -> bytes | None:
-        """A plan that a process on such a device has built; None: there is none, or it is damaged."""
+        """The plan of a name for such a device; None: there is none, or it is damaged."""
         content = self._kept.get(name)
         if content is None and (content := self._store(device).read(name)) is not None:
             self._keep(name, content)
         return content
 
     def write(self, name: str, content: bytes, device: torch.device) -> None:
-        """Keeps a plan in memory and on disk; a directory that is full or cannot be written is no error."""
+        """Keeps a plan in memory, and on disk if the directory is not full and can be written."""
         self._keep(name, content)
         try:
             self._store(device).write(name, content)
@@ -266,21 +251,21 @@ class PlanFiles:
             logger.debug("a plan of cuDNN's is kept in memory only: %s", error)
 
     def forget(self, name: str) -> None:
-        """Has a plan built anew that cuDNN does not take."""
+        """Removes a plan from memory."""
         with self._lock:
             self._kept.pop(name, None)
 
     def note_capture(self, name: str) -> None:
-        """Marks a plan whose kernels a captured graph holds, so that a start from a file will need it."""
+        """Marks a plan as captured: a start from a file will need it."""
         self._captured.add(name)
 
     def captured(self) -> dict[str, bytes]:
-        """The plans that captures hold and that are in memory."""
+        """The captured plans in memory."""
         with self._lock:
             return {name: self._kept[name] for name in sorted(self._captured) if name in self._kept}
 
     def restore(self, plans: Mapping[str, bytes]) -> None:
-        """Keeps plans in memory, where `read` finds them."""
+        """Keeps plans in memory."""
         for name, content in plans.items():
             self._keep(name, content)
 
@@ -298,4 +283,3 @@ class PlanFiles:
 
 
 PLAN_FILES = PlanFiles()
-"""Those of this process."""

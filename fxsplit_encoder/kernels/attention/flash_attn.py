@@ -29,31 +29,26 @@ _HOPPER = 9
 
 @functools.cache
 def _ignores_bounds(device: torch.device) -> bool:
-    """Whether no code for this device reads the bound of the queries, as on Hopper. There it decides only the
-    name in the package's cache, by which each variant would be compiled twice (`is_static_persistent` of
-    4.0.0b36).
-    """
+    # On Hopper the bound of the queries decides only the name in the package's cache, by which each variant
+    # would be compiled twice (`is_static_persistent` of 4.0.0b36).
     return device.type == "cuda" and torch.cuda.is_available() and capability(device)[0] == _HOPPER
 
 
 @functools.cache
 def _ignore_warning() -> None:
-    """Ignores a warning that CuTe DSL's compiler gives for every variant, once and for the whole process:
-    filters that change within a call would change for other threads too.
-    """
+    # CuTe DSL's compiler gives it for every variant. Filters that change in a call change for other threads.
     message = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
     warnings.filterwarnings("ignore", message, UserWarning, r"cutlass\.base_dsl")
 
 
 class FlashAttention4(HalfPrecisionKernel):
-    """`flash-attn-4`: compiled when first called, once for each variant that a shape may need. A call costs
+    """`flash-attn-4`, compiled when first called, once for each variant that a shape may need. A call costs
     the host of an H200 80 to 100 microseconds, more than variants win, so these are for graphs alone.
 
     Args:
         tile: queries and keys of a step, on Hopper; None: the package's own choice, made for long segments.
         up_to: tokens of the longest segment for which these tiles may be faster; None: any.
-        probabilities_in_registers: whether the second product takes them from there rather than from shared
-            memory; None: the package's own choice, by head_dim.
+        probabilities_in_registers: else in shared memory; None: the package's own choice, by head_dim.
     """
 
     module = "flash_attn.cute.interface"
@@ -82,17 +77,17 @@ class FlashAttention4(HalfPrecisionKernel):
         return compile_jobs.is_running()
 
     def package_problem(self, device: torch.device) -> str | None:
-        """Why its package cannot be used; its cache is switched on before it is imported."""
+        """Why its package cannot be used; switches on its cache before it is imported."""
         compile_jobs.keep_flash_attention()
         _ignore_warning()
         return super().package_problem(device)
 
     def is_invariant_on(self, device: torch.device) -> bool:
-        """On Hopper; on Blackwell the longest segment decides how many tiles of queries a block takes."""
+        """On Hopper; on Blackwell the longest segment decides how many tiles a block takes."""
         return self.is_invariant and capability(device)[0] == _HOPPER
 
     def supports(self, shape: AttentionShape) -> bool:
-        """Segments that are not too long for its tiles; of the variants, in graphs."""
+        """Segments that are not too long for the tiles; variants in graphs alone."""
         if self.in_graphs_alone and shape.host_lengths:
             return False
         return super().supports(shape) and (self.up_to is None or shape.longest <= self.up_to)
@@ -100,8 +95,7 @@ class FlashAttention4(HalfPrecisionKernel):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        lengths = (cu_seqlens, cu_seqlens, max_seqlen)
-        return self._packed(q, k, v, lengths, scale, into, self._variant)
+        return self._packed(q, k, v, (cu_seqlens, cu_seqlens, max_seqlen), scale, into, self._variant)
 
     def _packed(
         self,
@@ -113,9 +107,7 @@ class FlashAttention4(HalfPrecisionKernel):
         into: Target,
         variant: Mapping[str, Any],
     ) -> Tensor:
-        """Calls the package's function. `lengths` are the cumulative lengths of queries and keys, and the
-        bound of both; `variant` the arguments that choose how it computes, none for the package's choice.
-        """
+        # `lengths` are the cumulative lengths of queries and keys, and the bound of both.
         cu_queries, cu_keys, max_seqlen = lengths
         if compile_jobs.is_running():
             compile_jobs.wait()
@@ -135,7 +127,7 @@ class FlashAttention4(HalfPrecisionKernel):
 
 
 class DenseFlashAttention4(FlashAttention4):
-    """The same kernels over a batch: they look for no segments, and know how many tiles each one has."""
+    """The same kernels over a batch, without a search for segments."""
 
     needs_equal_segments = True
     suffix = "_dense"
@@ -166,8 +158,7 @@ _OWN_ROWS = ((96, 192), (128, 128))
 # What lets the package choose.
 _OWN: Mapping[str, Any] = {}
 
-# Behind so many whole waves, one that is nearly empty is a small part of the time: such segments are neither
-# cut nor measured.
+# After more whole waves a nearly empty one is a small part of the time: such segments are not cut.
 _MOST_WAVES = 4
 
 # The same where more than this part of the last wave is full. On an H200, with 16 heads of 80, 0.67 of it, at
@@ -176,9 +167,7 @@ _FULLEST_LAST_WAVE = 0.5
 
 
 def rows_of_whole_waves(rows: int, heads: int, tile_rows: int, processors: int) -> int:
-    """The first queries of a segment whose tiles fill all multiprocessors about a whole number of times, with
-    one tile of one head on each at a time; 0: no cut.
-    """
+    """The first queries of a segment whose tiles, one a multiprocessor, fill about whole waves; 0: no cut."""
     if not processors:
         return 0
     waves, last = divmod(-(-rows // tile_rows) * heads, processors)
@@ -188,12 +177,8 @@ def rows_of_whole_waves(rows: int, heads: int, tile_rows: int, processors: int) 
 
 
 class WholeWaves(FlashAttention4):
-    """The queries that fill whole waves by the package's own tiles, the rest by smaller ones on a side
-    stream, which inside a CUDA graph is a branch. Every query attends to all keys.
-
-    The cut follows from the rows of the call, a capture's capacity; which queries exist is read on the
-    device, so a shorter segment is right too. Only one segment is offered: waves of several cannot be counted
-    compile_jobs. The arguments are of the rest, as for `FlashAttention4`.
+    """The queries that fill whole waves by the package's own tiles, the rest by a smaller `tile` on a side
+    stream. Only for one segment: waves of several cannot be counted ahead.
     """
 
     depends_on_tokens = True
@@ -220,8 +205,7 @@ class WholeWaves(FlashAttention4):
         rows, heads, head_dim = q.shape
         cut = self._cut(rows, heads, head_dim, q.device)
         if not cut:  # a call that is pinned, or of another size than what was measured
-            lengths = (cu_seqlens, cu_seqlens, max_seqlen)
-            return self._packed(q, k, v, lengths, scale, into, _OWN)
+            return self._packed(q, k, v, (cu_seqlens, cu_seqlens, max_seqlen), scale, into, _OWN)
         # Made here: memory of the side stream could be given to this one while it is in use.
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into
         first = cu_seqlens.clamp(max=cut)
@@ -229,12 +213,10 @@ class WholeWaves(FlashAttention4):
         branch = Branch(q.device, "attention")
         branch.fork()
         # The large part first: its blocks should be the ones that get free multiprocessors.
-        lengths = (first, cu_seqlens, max_seqlen)
-        self._packed(q[:cut], k, v, lengths, scale, out[:cut], _OWN)
+        self._packed(q[:cut], k, v, (first, cu_seqlens, max_seqlen), scale, out[:cut], _OWN)
         with branch:
             torch.sub(cu_seqlens, first, out=rest)
-            lengths = (rest, cu_seqlens, max_seqlen)
-            self._packed(q[cut:], k, v, lengths, scale, out[cut:], self._variant)
+            self._packed(q[cut:], k, v, (rest, cu_seqlens, max_seqlen), scale, out[cut:], self._variant)
         branch.join()
         return out
 
@@ -251,7 +233,7 @@ class VllmFlashAttention(HalfPrecisionKernel):
     architectures = (8, 9)
 
     def package_problem(self, device: torch.device) -> str | None:
-        """Whether vLLM is installed with the extension that this device needs."""
+        """Why vLLM's extension for this device is missing."""
         return _vllm_function(_vllm_version(device))[1]
 
     def _attend(
@@ -285,9 +267,8 @@ def _vllm_function(version: int) -> tuple[Any, str | None]:
     interface = f"{package}.flash_attn_interface"
     function, problem = find(interface, "flash_attn_varlen_func")
     if problem is None and not find(interface, f"FA{version}_AVAILABLE")[0]:
-        problem = (
-            f"vllm has no FlashAttention {version}: {find(interface, f'FA{version}_UNAVAILABLE_REASON')[0]}"
-        )
+        reason = find(interface, f"FA{version}_UNAVAILABLE_REASON")[0]
+        problem = f"vllm has no FlashAttention {version}: {reason}"
     return function, problem
 
 

@@ -1,7 +1,6 @@
 """Our op behind Hugging Face's attention interface, called once per layer by packed towers.
 
-Transformers calls only implementations with "flash" in their names so, with cumulative lengths; any other is
-called once per image, split on the host.
+Only an implementation with "flash" in its name gets cumulative lengths; others are called once per image.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from fxsplit_encoder.kernels.attention.op import varlen_attention
 
 IMPLEMENTATION = "encoder_cg_flash"
 
-_own_configs: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""What modules that were given a copy had before."""
-
 
 def hugging_face_attention(
     module: nn.Module,
@@ -35,21 +31,18 @@ def hugging_face_attention(
     cu_seq_lens_q: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's signature: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out.
-    Without cumulative lengths every row of the batch is a sequence, for "sdpa".
+    """Attends: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out.
+    UnsupportedTowerError: packed attention that is causal.
 
     Args:
-        cu_seq_lens_q: (segments + 1,) int32 cumulative lengths of a batch of 1; None: nothing is packed.
-        options: what else a tower passes. Packed attention reads `scaling`, `max_length_q` and `is_causal`.
-
-    Raises:
-        UnsupportedTowerError: packed attention that is causal.
+        cu_seq_lens_q: (segments + 1,) int32 cumulative lengths of a batch of 1; None: "sdpa" of the batch.
+        options: packed attention reads `scaling`, `max_length_q` and `is_causal`.
     """
     if cu_seq_lens_q is None:
-        result: tuple[Tensor, None] = sdpa_attention_forward(
+        sdpa: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **options
         )
-        return result
+        return sdpa
     is_causal = options.get("is_causal")
     if getattr(module, "is_causal", False) if is_causal is None else is_causal:
         raise UnsupportedTowerError(
@@ -66,33 +59,42 @@ def hugging_face_attention(
 AttentionInterface.register(IMPLEMENTATION, hugging_face_attention)
 
 
+class _Routes:
+    """Replaces the attention of modules, and keeps the configurations that they had before."""
+
+    def __init__(self) -> None:
+        self.replaced: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+    def route(self, module: nn.Module, implementation: str) -> None:
+        """Submodules get a copy of their configuration: the rest of the model keeps its implementation."""
+        copies: dict[int, Any] = {}
+        for submodule in module.modules():
+            config = getattr(submodule, "config", None)
+            if has_attention_implementation(config):
+                if id(config) not in copies:
+                    copies[id(config)] = copy.copy(config)
+                    set_attention_implementation(copies[id(config)], implementation)
+                self.replaced.setdefault(submodule, config)
+                submodule.config = copies[id(config)]
+
+
+_routes = _Routes()
+
+
 def use_varlen_attention(module: nn.Module) -> None:
     """Routes every attention of a Hugging Face module through `fxsplit::varlen_attention`."""
-    _use_attention(module, IMPLEMENTATION)
+    _routes.route(module, IMPLEMENTATION)
 
 
 def use_dense_attention(module: nn.Module) -> None:
     """Routes every attention of a Hugging Face module through `torch`'s scaled_dot_product_attention."""
-    _use_attention(module, "sdpa")
+    _routes.route(module, "sdpa")
 
 
 def with_own_attention(module: nn.Module) -> nn.Module:
     """A module on the same parameters with its own attention, for results that only that one gives."""
     twin = linked_copy(module)
     for routed, own in zip(module.modules(), twin.modules(), strict=True):
-        if routed in _own_configs:
-            own.config = _own_configs[routed]
+        if routed in _routes.replaced:
+            own.config = _routes.replaced[routed]
     return twin
-
-
-def _use_attention(module: nn.Module, implementation: str) -> None:
-    """Submodules get a copy of their configuration: the rest of the model keeps its implementation."""
-    copies: dict[int, Any] = {}
-    for submodule in module.modules():
-        config = getattr(submodule, "config", None)
-        if has_attention_implementation(config):
-            if id(config) not in copies:
-                copies[id(config)] = copy.copy(config)
-                set_attention_implementation(copies[id(config)], implementation)
-            _own_configs.setdefault(submodule, config)
-            submodule.config = copies[id(config)]

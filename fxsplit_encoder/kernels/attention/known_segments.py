@@ -1,7 +1,6 @@
-"""Attention over segments whose lengths the host knows: every run of them by the kernel that suits it.
+"""Attention over segments whose lengths the host knows, each run of them by its own kernel.
 
-Where attention runs eagerly, at the exact shape and between the graphs of a piecewise capture, equal segments
-may go to a dense kernel as a batch, if that was measured to be faster than the packed one for all.
+Equal segments go to a dense kernel as a batch, if that was measured to be faster than a packed one for all.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ _MOST_SHAPES = 512
 
 
 class KnownSegments:
-    """Cumulative lengths on the device of the queries, (segments + 1,) int32, with the same `boundaries` on
-    the host.
-    """
+    """Cumulative lengths, (segments + 1,) int32 on the device, and the same `boundaries` on the host."""
 
     def __init__(self, cu_seqlens: Tensor, boundaries: Sequence[int]) -> None:
         self.cu_seqlens = cu_seqlens
@@ -68,9 +65,9 @@ class KnownSegments:
         return run if run is not None and (run.start, run.end) == (0, query.shape[0]) else None
 
     def _plan(self, query: Tensor) -> list[_Run]:
-        """The runs, made when the first layer attends and kept for the others of the batch."""
         if self._runs is None:
-            self._runs = _Planner(self, query, current_chooser()).plan()
+            batch = (self.cu_seqlens, self.boundaries, self.lengths)
+            self._runs = _Planner(*batch, query, current_chooser()).plan()
         return self._runs
 
 
@@ -85,15 +82,15 @@ class _Run:
     longest: int
 
 
+@dataclass(frozen=True, slots=True)
 class _Planner:
     """Shares the segments of one batch among kernels. Spans are the first segment and one past the last."""
 
-    def __init__(self, known: KnownSegments, query: Tensor, chooser: KernelChooser) -> None:
-        self.cu_seqlens = known.cu_seqlens
-        self.boundaries = known.boundaries
-        self.lengths = known.lengths
-        self.query = query
-        self.chooser = chooser
+    cu_seqlens: Tensor
+    boundaries: Sequence[int]
+    lengths: Sequence[int]
+    query: Tensor
+    chooser: KernelChooser
 
     def plan(self) -> list[_Run]:
         everything = (0, len(self.lengths))
@@ -106,7 +103,7 @@ class _Planner:
         return [self._run(span, kernels[span]) for span in sorted(kernels)]
 
     def _equal_neighbors(self) -> list[Span]:
-        """The longest spans of segments that are equally long, without the empty ones."""
+        """The longest spans of equally long segments, without the empty ones."""
         spans, first = [], 0
         for length, group in itertools.groupby(self.lengths):
             last = first + len(list(group))
@@ -116,7 +113,6 @@ class _Planner:
         return spans
 
     def _between(self, spans: list[Span]) -> list[Span]:
-        """The spans before, between and after increasing spans, where there are rows."""
         edges = [0, *itertools.chain.from_iterable(spans), len(self.lengths)]
         return [
             (first, last)
@@ -125,7 +121,7 @@ class _Planner:
         ]
 
     def _gains(self, dense: dict[Span, AttentionKernel], rest: list[Span], everything: Span) -> bool:
-        """Whether runs of their own are pinned, or predicted to take less than one packed kernel for all."""
+        """Whether dense runs are pinned, or predicted to take less than one packed kernel for all."""
         shapes = [self._shape(span, equal=True) for span in dense]
         if everything in dense or all(self.chooser.pinned(shape) is not None for shape in shapes):
             return True
@@ -145,7 +141,6 @@ class _Planner:
         return self.chooser.estimate(self._shape(span, equal=equal), self.lengths[slice(*span)])
 
     def _kernel(self, span: Span, *, equal: bool) -> AttentionKernel:
-        """The best that need not plan, or for which planning pays."""
         shape = self._shape(span, equal=equal)
         ranking = self.chooser.ranking(shape)
         ready = (k for k in ranking if not k.plans_each_shape or _shapes.is_worth_planning(k, shape))
@@ -169,7 +164,6 @@ class _Shapes(threading.local):
         self._met: Counter[tuple[str, AttentionShape]] = Counter()
 
     def is_worth_planning(self, kernel: AttentionKernel, shape: AttentionShape) -> bool:
-        """Whether the shape has come before; remembers that it came now."""
         key = (kernel.name, shape)
         if key not in self._met and len(self._met) >= _MOST_SHAPES:
             return False

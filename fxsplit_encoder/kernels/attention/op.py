@@ -19,7 +19,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention.chooser import current_chooser
 
 traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encoder_traced", default=None)
-"""Is called with the query of every `varlen_attention` that is traced, (tokens, heads, head_dim)."""
+"""Called with the query of every traced `varlen_attention`, (tokens, heads, head_dim)."""
 
 # --- what the ops run
 
@@ -27,11 +27,7 @@ traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encode
 def attend(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
-    """Attention within each segment of a packed sequence; arguments as of `AttentionKernel.__call__`.
-
-    Returns (tokens, heads, head_dim), contiguous; rows outside every segment are undefined. InputError for a
-    query of other dimensions.
-    """
+    """Attends as `AttentionKernel.__call__`; InputError for a query that is not (tokens, heads, head_dim)."""
     _check_rank(query_THD)
     with on_device(query_THD.device):
         kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
@@ -84,13 +80,7 @@ def _check_rank(query: Tensor) -> None:
 
 
 def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale: float) -> Tensor:
-    """Attention within each entry of a batch; (batch, heads, tokens, head_dim), stored token by token.
-
-    Args:
-        query_BHTD, key_BHTD, value_BHTD: (batch, heads, tokens, head_dim), of the same size; copied if not
-            stored token by token.
-        scale: factor of the logits.
-    """
+    """Attends within each entry of a batch, (batch, heads, tokens, head_dim), stored token by token."""
     batch, heads, tokens, head_dim = query_BHTD.shape
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BHTD, value_BHTD))
     lengths = _equal_lengths.of(batch, tokens, query_BHTD.device)
@@ -101,16 +91,13 @@ def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale
 
 
 class _EqualLengths:
-    """Cumulative lengths 0, tokens, 2 * tokens and so on. Graphs hold their addresses, so every batch has a
-    part of one tensor, and what was made stays: twice the largest, in all.
-    """
+    """Cumulative lengths 0, tokens, 2 * tokens, ..., parts of tensors whose addresses graphs may hold."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, torch.device], list[Tensor]] = {}
         self._lock = threading.Lock()
 
     def of(self, batch: int, tokens: int, device: torch.device) -> Tensor:
-        """(batch + 1,) int32."""
         made = self._made.get((tokens, device))
         if made is None or made[-1].shape[0] <= batch:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -146,10 +133,6 @@ _library.define(
 )
 # Of a compiled graph alone, which knows no gradients.
 _library.define("dense_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor")
-for _device in ("CPU", "CUDA"):
-    _library.impl("varlen_attention", attend, _device)
-    _library.impl("attention_backward", attend_backward, _device)
-    _library.impl("dense_attention", attend_dense, _device)
 
 
 def _out_impl(
@@ -159,7 +142,10 @@ def _out_impl(
 
 
 for _device in ("CPU", "CUDA"):
+    _library.impl("varlen_attention", attend, _device)
     _library.impl("varlen_attention.out", _out_impl, _device)
+    _library.impl("attention_backward", attend_backward, _device)
+    _library.impl("dense_attention", attend_dense, _device)
 
 
 def _fake(
@@ -181,13 +167,7 @@ def _fake_dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
 torch.library.register_fake("fxsplit::dense_attention", _fake_dense, lib=_library)
 
 
-def _fake_out(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int, scale: float, *, out: Tensor
-) -> Tensor:
-    return out
-
-
-torch.library.register_fake("fxsplit::varlen_attention.out", _fake_out, lib=_library)
+torch.library.register_fake("fxsplit::varlen_attention.out", lambda *args, out: out, lib=_library)
 
 
 def _fake_backward(

@@ -1,7 +1,6 @@
 """A FlashAttention forward for packed segments in Triton. Imported only where Triton is installed.
 
-The grid has a program for every tile of queries that there can be, whatever the segments: a loose bound of
-the longest segment, and empty segments, cost no more than programs that end at once.
+The grid has a program for every tile of queries that there can be, whatever the segments.
 """
 
 from __future__ import annotations
@@ -25,15 +24,10 @@ _LOG2_E = math.log2(math.e)
 # Bytes that a pointer may be known to be aligned to.
 _ALIGNMENT = 16
 
-# Versions of the kernel that were launched before. Finding one again takes Triton longer than launching it.
-_compiled: dict[tuple[Any, ...], Any] = {}
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _segment_of(tile, cu_seqlens, segments, BLOCK_M: tl.constexpr, BOUNDARIES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The segment that owns a tile: s owns those from cu_seqlens[s] // BLOCK_M + s on. No two segments share
-    one.
-    """
+    """The only segment that owns a tile: s owns those from cu_seqlens[s] // BLOCK_M + s on."""
     segment = -1
     for first in range(0, segments, BOUNDARIES):
         number = first + tl.arange(0, BOUNDARIES)
@@ -70,10 +64,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one kernel 
     BLOCK_N: tl.constexpr,
     BOUNDARIES: tl.constexpr,
 ):
-    """One tile of BLOCK_M queries of one head. `scale` includes log2(e). Tiles past a segment do nothing.
-
-    A head is split in LOW and HIGH columns (HIGH may be 0), powers of two: 72 costs 80 columns, not 128.
-    """
+    """One tile of BLOCK_M queries of one head, in LOW and HIGH columns; `scale` includes log2(e)."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     segment = _segment_of(tile, cu_seqlens, segments, BLOCK_M, BOUNDARIES)
@@ -157,42 +148,47 @@ def attend(
     grid = (tokens // block_m + segments, heads, 1)
     args = (query_THD, key_THD, value_THD, out_THD, cu_seqlens, segments, scale * _LOG2_E, *numbers)
     if isinstance(_attend_tile, triton.JITFunction):
-        _launch(grid, args, numbers, num_warps, num_stages)
+        _launcher.launch(grid, args, numbers, num_warps, num_stages)
     else:  # in Triton's interpreter
         _attend_tile[grid](*args, num_warps=num_warps, num_stages=num_stages)
 
 
-def _launch(
-    grid: tuple[int, int, int],
-    args: tuple[Any, ...],
-    numbers: tuple[int, ...],
-    num_warps: int,
-    num_stages: int,
-) -> None:
-    """Launches the kernel, past Triton's search for the version if that has run before.
+class _Launcher:
+    """Launches versions of the kernel, past Triton's search for one, which takes longer than a launch."""
 
-    Args:
-        args: the first four are the tensors by whose dtype and alignment Triton tells versions apart.
-        numbers: those arguments by whose value it does.
-    """
-    query, key, value, out = args[:4]
-    device = driver.active.get_current_device()
-    version = (
-        *(device, numbers, num_warps, num_stages),
-        *(query.dtype, key.dtype, value.dtype, out.dtype),
-        *(query.data_ptr() % _ALIGNMENT, key.data_ptr() % _ALIGNMENT),
-        *(value.data_ptr() % _ALIGNMENT, out.data_ptr() % _ALIGNMENT),
-    )
-    compiled = _compiled.get(version)
-    if compiled is None:
-        _compiled[version] = _attend_tile[grid](*args, num_warps=num_warps, num_stages=num_stages)
-    else:
-        compiled[grid](*args, stream=driver.active.get_current_stream(device))
+    def __init__(self) -> None:
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        args: tuple[Any, ...],
+        numbers: tuple[int, ...],
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        """Triton tells versions apart by dtype and alignment of the first four `args`, and by `numbers`."""
+        query, key, value, out = args[:4]
+        device = driver.active.get_current_device()
+        version = (
+            *(device, numbers, num_warps, num_stages),
+            *(query.dtype, key.dtype, value.dtype, out.dtype),
+            *(query.data_ptr() % _ALIGNMENT, key.data_ptr() % _ALIGNMENT),
+            *(value.data_ptr() % _ALIGNMENT, out.data_ptr() % _ALIGNMENT),
+        )
+        compiled = self.compiled.get(version)
+        if compiled is None:
+            self.compiled[version] = _attend_tile[grid](*args, num_warps=num_warps, num_stages=num_stages)
+        else:
+            compiled[grid](*args, stream=driver.active.get_current_stream(device))
+
+
+_launcher = _Launcher()
 
 
 def compiled_kernels() -> list[Any]:
     """The versions of the kernel that were launched, each once."""
-    return list(dict.fromkeys(_compiled.values()))
+    return list(dict.fromkeys(_launcher.compiled.values()))
 
 
 @functools.cache

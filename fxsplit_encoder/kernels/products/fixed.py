@@ -2,16 +2,10 @@
 
     rows (M, K) @ matrix (K, N) + bias (N,), then nothing or the tanh form of GELU  ->  (M, N)
 
-On a CPU the rows are cut into blocks of one size, the last of which is filled up, so that BLAS sees the same
-shape every time. On CUDA cuBLASLt multiplies where it was seen to give the same bits, and our own kernel, of
-one tile (`products.triton_kernels`), where it was not.
-
-A library chooses its algorithm by the number of rows. Most of them add along the inner dimension in the same
-order; which do is not documented. So before a layer multiplies at some count of rows, that count is tried on
-random rows, and every row has to get the bits that it got among other rows, at another place, at another
-count (`VerifiedProducts`). Counts that were not tried are filled up to one that was. Whether a layer is the
-library's at all follows from a fixed list of counts, not from those that a process happens to see: processes
-on the same device with the same libraries decide alike.
+On a CPU the rows are cut into zero-padded blocks of one size. On CUDA cuBLASLt multiplies where it gives the
+same bits, and our own kernel, of one tile, where it does not. cuBLASLt chooses its algorithm by the number of
+rows, so each count is tried on random rows before it is used; others are padded to one that was tried. Which
+layers are the library's follows from a fixed list of counts: equal processes decide alike.
 """
 
 from __future__ import annotations
@@ -27,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder._torch.cublas import split_k_forbidden
+from fxsplit_encoder._torch.modes import split_k_forbidden
 from fxsplit_encoder.errors import CaptureError
-from fxsplit_encoder.kernels import is_measuring
+from fxsplit_encoder.kernels.choice import is_measuring
+from fxsplit_encoder.kernels.kernel import round_up
 
 NOTHING = ""
 GELU_TANH = "gelu_tanh"
@@ -49,7 +44,7 @@ class Layer:
     strides: tuple[int, ...]
     """Of the matrix, (in_features, out_features)."""
     offsets: tuple[int, ...]
-    """Of the matrix and the bias, if there is one: bytes past an address that is aligned to all purposes."""
+    """Of the matrix and the bias, if there is one: bytes past a multiple of `ALIGNMENT`."""
     activation: str
 
     @classmethod
@@ -63,13 +58,11 @@ class Layer:
 
     @property
     def has_bias(self) -> bool:
-        """Whether something is added to the product."""
+        """Whether a bias is added to the product."""
         return len(self.offsets) == 2
 
     def sample(self, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows, (count, in_features), a matrix and a bias of this layer's kind: the same random numbers for
-        every call.
-        """
+        """Random rows (count, in_features), matrix and bias like this layer's, the same at every call."""
         generator = torch.Generator().manual_seed(0)
 
         def noise(size: int) -> Tensor:
@@ -95,24 +88,18 @@ class Layer:
 
 
 def activated(values: Tensor, activation: str) -> Tensor:
-    """The values, or their GELU."""
+    """The values, or their tanh GELU."""
     return F.gelu(values, approximate="tanh") if activation == GELU_TANH else values
 
 
 def _moved(values: Tensor, offset: int) -> Tensor:
-    """A vector of the same numbers, so many bytes further in memory of its own."""
     return torch.cat([values.new_zeros(offset // values.element_size()), values])
 
 
 def library_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Computes the layer by cuBLASLt without splits along the inner dimension. A layer without a bias gets
-    zeros: torch calls cuBLASLt for sums alone, and cuBLAS has no such option. The GELU is torch's,
-    after the product: with one in its epilogue cuBLASLt passed every trial and gave other bits at some counts
-    of more and other rows, on an H200.
-
-    Raises:
-        RuntimeError: neither takes this layer unsplit.
-    """
+    """Computes the layer by cuBLASLt without splits along the inner dimension, or raises RuntimeError."""
+    # torch calls cuBLASLt for sums alone. The GELU is torch's: with one in its epilogue cuBLASLt passed every
+    # trial and gave other bits at some counts of more and other rows, on an H200.
     added = bias if bias is not None else _zeros(matrix.shape[1], rows.dtype, rows.device)
     with split_k_forbidden(rows.dtype):
         product = torch.addmm(added, rows, matrix)
@@ -121,7 +108,7 @@ def library_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activatio
 
 @functools.cache
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept: graphs hold its address."""
+    # Kept: graphs hold its address.
     return torch.zeros(size, dtype=dtype, device=device)
 
 
@@ -137,13 +124,11 @@ _DISTINCT = 1021
 
 
 def same_bits(product: Product, layer: Layer, counts: Sequence[int], *, reference_rows: int) -> bool:
-    """Whether a product gives every row the same bits, among each of these numbers of rows and at any place
-    there, as among `reference_rows`.
-    """
+    """Whether every row gets the same bits among each of these counts of rows as among `reference_rows`."""
     rows, matrix, bias = layer.sample(_DISTINCT)
 
     def computed(count: int, first: int) -> tuple[Tensor, Tensor]:
-        """The product of so many rows, the first of them this one; and which they are."""
+        """The product of `count` rows from row `first` on, and their numbers."""
         chosen = (torch.arange(count, device=layer.device) + first) % _DISTINCT
         return product(rows[chosen], matrix, bias, layer.activation), chosen
 
@@ -170,12 +155,8 @@ class _Known:
 
 
 class VerifiedProducts:
-    """Computes linear layers on CUDA.
-
-    Args:
-        library: a product whose algorithm may depend on the number of rows.
-        own: one whose algorithm does not.
-        counts: of rows at which every layer is tried, increasing.
+    """Computes linear layers on CUDA by a `library` whose algorithm may depend on the number of rows, if it
+    agrees at `counts` of them, or by our `own` product.
     """
 
     def __init__(self, library: Product, own: Product, counts: Sequence[int] = COUNTS) -> None:
@@ -186,12 +167,7 @@ class VerifiedProducts:
         self._lock = threading.RLock()
 
     def __call__(self, rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        """The layer, (M, N).
-
-        Raises:
-            CaptureError: a CUDA graph is being captured, and the layer has not run before.
-            torch.OutOfMemoryError: there is no memory to try the layer.
-        """
+        """The layer, (M, N); CaptureError if it has not run before a capture, or torch.OutOfMemoryError."""
         rows = _aligned(rows)
         layer = Layer.of(rows, matrix, bias, activation)
         count = rows.shape[0]
@@ -211,27 +187,21 @@ class VerifiedProducts:
         return out
 
     def describe(self, device: torch.device) -> list[str]:
-        """What was found out on a device, a line each: of the library's layers together, and of every other
-        one.
-        """
-        known = {layer: each for layer, each in self._known.items() if layer.device == device}
-        taken = [each for each in known.values() if each.by_library]
-        lines = []
+        """A line for the library's layers on a device together, and one for every other layer."""
+        known = [(layer, each) for layer, each in self._known.items() if layer.device == device]
+        taken = [each.verified for _, each in known if each.by_library]
+        others = [layer for layer, each in known if not each.by_library]
+        lines = [f"product {each}: by our own kernel: cuBLAS's bits depend on the rows" for each in others]
         if taken:
-            counts = len(set.union(*(each.verified for each in taken)))
-            lines.append(
-                f"products: {len(taken)} layers by cuBLAS, with equal bits at {counts} counts of rows"
-            )
-        others = [layer for layer, each in known.items() if not each.by_library]
-        return lines + [
-            f"product {each}: by our own kernel: cuBLAS's bits depend on the rows" for each in others
-        ]
+            counts = len(set.union(*taken))
+            text = f"products: {len(taken)} layers by cuBLAS, with equal bits at {counts} counts of rows"
+            lines.insert(0, text)
+        return lines
 
     def choices(self, device: torch.device) -> list[str]:
-        """Which layers on a device are the library's and which are not: the same on every rank."""
-        return sorted(
-            f"{layer}: {e.by_library}" for layer, e in self._known.items() if layer.device == device
-        )
+        """For each layer on a device whether it is the library's: the same on every rank."""
+        known = self._known.items()
+        return sorted(f"{layer}: {each.by_library}" for layer, each in known if layer.device == device)
 
     def _of(self, layer: Layer) -> _Known:
         with self._lock:
@@ -246,11 +216,15 @@ class VerifiedProducts:
         if count in known.verified or count == 0:
             return count
         # What is warmed up will be captured and replayed often; other counts seldom come again.
-        wanted = count if is_measuring() else _rounded(count)
+        wanted = count if is_measuring() else max(COUNTS[0], round_up(count, halfway=True))
         with self._lock:
             tried = known.verified | known.refused
             if wanted not in tried and not _is_capturing(layer.device):
-                (known.verified if self._agrees_in_memory(layer, wanted) else known.refused).add(wanted)
+                try:
+                    agrees = self._agrees(layer, [wanted])
+                except torch.OutOfMemoryError:
+                    agrees = False
+                (known.verified if agrees else known.refused).add(wanted)
         if wanted in known.verified:
             return wanted
         return min((size for size in known.verified if size >= count), default=max(known.verified))
@@ -263,31 +237,19 @@ class VerifiedProducts:
         except RuntimeError:  # the library does not take it unsplit
             return False
 
-    def _agrees_in_memory(self, layer: Layer, count: int) -> bool:
-        try:
-            return self._agrees(layer, [count])
-        except torch.OutOfMemoryError:
-            return False
-
 
 def _aligned(rows: Tensor) -> Tensor:
-    """The rows, as every trial has them: an algorithm may be chosen by alignment."""
+    """The rows, contiguous and aligned as in every trial: an algorithm may be chosen by alignment."""
     if rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
-
-
-def _rounded(count: int) -> int:
-    """The next power of two, or three quarters of it."""
-    power = max(16, 1 << (count - 1).bit_length())
-    return power * 3 // 4 if count <= power * 3 // 4 and power > 16 else power
 
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-# Rows of every product on a CPU. Where a row's place in a block shows in its bits, rows go one by one.
+# Rows of every product on a CPU, unless a row's place in a block shows in its bits.
 BLOCK_ROWS = 64
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -301,18 +263,18 @@ def _own_kernel(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: s
 
 
 PRODUCTS = VerifiedProducts(library_product, _own_kernel)
-"""Those on the GPUs of this process."""
 
-_block_rows: dict[Layer, int] = {}
+
+@functools.cache
+def _block_rows(layer: Layer) -> int:
+    verified = same_bits(cpu_product, layer, [BLOCK_ROWS], reference_rows=BLOCK_ROWS)
+    return BLOCK_ROWS if verified else 1
 
 
 def blockwise_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """A linear layer on a CPU, in blocks of the same number of rows."""
     layer = Layer.of(rows, matrix, bias, activation)
-    if layer not in _block_rows:
-        verified = same_bits(cpu_product, layer, [BLOCK_ROWS], reference_rows=BLOCK_ROWS)
-        _block_rows[layer] = BLOCK_ROWS if verified else 1
-    size = _block_rows[layer]
+    size = _block_rows(layer)
     out = rows.new_empty(rows.shape[0], layer.out_features)
     for start in range(0, rows.shape[0], size):
         part = rows[start : start + size]

@@ -1,53 +1,217 @@
 """`fxsplit::linear`: a linear layer and its activation, by the kernel that measured fastest.
 
-`ProductChooser` chooses by `ProductMeter`'s times, for every number of rows that is captured; `compile_ahead`
-begins to compile the kernels that will be compared.
+Shape suffixes: M rows, K features of the input, N features of the output.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.device import on_device
+from fxsplit_encoder._torch.dispatch import addmm_activation
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.kernels import (
-    AUTO,
-    MOST_CALLS_TIMED,
-    Chooser,
-    Example,
-    KernelMeasurements,
-    Meter,
-    PinGrammar,
-    compile_jobs,
-    poison_memory,
-)
-from fxsplit_encoder.kernels.products.kernels import (
-    ACTIVATIONS,
-    KERNELS,
-    ProductKernel,
-    ProductShape,
-    Quack,
-    activate,
-    features_after,
-    has_fused_activations,
-)
+from fxsplit_encoder.kernels import compile_jobs
+from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, PinGrammar
+from fxsplit_encoder.kernels.kernel import CallShape, CudaKernel, Kernel, find
+from fxsplit_encoder.kernels.meter import MOST_CALLS_TIMED, Example, Meter, poison_memory
 
-# Of the L2 cache: weights that are read in turn and together are so much larger come from memory each time,
-# as in a tower, where a layer's come again after all the others have been read.
+ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
+"""GELU in its erf or its tanh form, or silu(gate) * up of one layer with rows gate, up, gate, up."""
+
+
+def features_after(activation: str, out_features: int) -> int:
+    """The width of a result: half of the product's for SwiGLU."""
+    return out_features // 2 if activation == "swiglu" else out_features
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape(CallShape):
+    """One call of a linear layer, a class by itself: a few rows more may begin another wave of tiles."""
+
+    operation: ClassVar[str] = "products"
+
+    rows: int
+    in_features: int
+    out_features: int
+    """Of the product, before the activation."""
+    bias: bool
+    activation: str
+
+    def rounded(self) -> ProductShape:
+        """The class: itself. Only what will be captured is measured, so there are as many as budgets."""
+        return self
+
+    def kind(self) -> tuple[int | str, ...]:
+        """The layer and its activation."""
+        return self.in_features, self.out_features, self.bias, self.activation
+
+    def extents(self) -> tuple[int, ...]:
+        """The rows."""
+        return (self.rows,)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        bias = " + bias" if self.bias else ""
+        return (
+            f"{dtype} {self.in_features} to {self.out_features}{bias} + {self.activation}, rows {self.rows}"
+        )
+
+
+def interleaved(gate: Tensor, up: Tensor, *, rows: int = 0) -> Tensor:
+    """The weight or bias of both layers as one: gate, up, gate, up; each zero-padded to `rows`."""
+    missing = max(0, rows - gate.shape[0])
+    padding = [0, 0] * (gate.dim() - 1) + [0, missing]
+    return torch.stack((F.pad(gate, padding), F.pad(up, padding)), dim=1).flatten(0, 1)
+
+
+def swiglu_of_pairs(values: Tensor) -> Tensor:
+    """silu(gate) * up of (rows, 2 * features) in the order of `interleaved`: (rows, features)."""
+    if values.is_cuda and values.dtype in (torch.bfloat16, torch.float16):
+        from fxsplit_encoder.kernels.products.triton_kernels import swiglu
+
+        return swiglu(values)
+    return F.silu(values[..., ::2]) * values[..., 1::2]
+
+
+def activate(values: Tensor, activation: str) -> Tensor:
+    """Applies an activation of `ACTIVATIONS`."""
+    if activation == "swiglu":
+        return swiglu_of_pairs(values)
+    return F.gelu(values, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class ProductKernel(Kernel[ProductShape]):
+    """`activation(rows @ weight.T + bias)`, row by row: pad rows may hold anything."""
+
+    @abstractmethod
+    def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
+        """Multiplies rows with last stride 1 and a contiguous weight: (M, `features_after`), contiguous."""
+
+
+class Cublas(ProductKernel):
+    """cuBLAS as torch calls it, with the bias and a tanh GELU as epilogues; on a CPU torch's own product."""
+
+    name = "cublas"
+
+    def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
+        """Makes the calls that Inductor makes of such a layer."""
+        matrix = weight_NK.t()
+        if bias_N is None:
+            return activate(rows_MK @ matrix, activation)
+        if activation == "gelu_tanh" and rows_MK.is_cuda:
+            result: Tensor = addmm_activation(bias_N, rows_MK, matrix, use_gelu=True)
+            return result
+        return activate(torch.addmm(bias_N, rows_MK, matrix), activation)
+
+
+# With fewer, no tile was as fast as cuBLAS (H100 and H200, 196 and 257 rows).
+_LEAST_ROWS = 258
+
+_QUACK_NAMES = {"gelu": "gelu_erf", "gelu_tanh": "gelu_tanh_approx", "swiglu": "swiglu"}
+
+# Of the part of the result that a block of threads computes, each number of columns a kernel to be measured.
+# Other tiles were within 2 % of these or of cuBLAS (H100); larger ones leave too few registers to an
+# activation. QuACK's own search runs each of 44 settings for a fifth of a second, for every number of rows.
+_ROWS, _COLUMNS = 128, (160, 192)
+
+
+def has_fused_activations(capability: tuple[int, int]) -> bool:
+    """Whether QuACK is installed for a device of this compute capability; an import would take seconds."""
+    try:
+        metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return False
+    return capability[0] in Quack.architectures
+
+
+class Quack(CudaKernel[ProductShape], ProductKernel):
+    """QuACK's products for Hopper (`quack-kernels`), with bias and activation as epilogue of a tile."""
+
+    architectures = (9,)
+    module: ClassVar[str] = "quack.gemm_interface"
+    attribute: ClassVar[str] = "gemm_act"
+    plans_each_shape = True
+
+    def __init__(self, columns: int) -> None:
+        self.name = f"quack_{_ROWS}x{columns}"
+        self._columns = columns
+
+    def package_problem(self, device: torch.device) -> str | None:
+        """Whether a function that it needs is missing."""
+        compile_jobs.name_quack_directory()
+        problems = (find(self.module, name)[1] for name in ("GemmConfig", self.attribute))
+        return next(filter(None, problems), None)
+
+    def supports(self, shape: ProductShape) -> bool:
+        """16-bit values in rows that begin at multiples of 16 bytes, and enough rows to fill tiles."""
+        return (
+            shape.device.type == "cuda"
+            and shape.dtype in (torch.bfloat16, torch.float16)
+            and shape.in_features % 8 == 0
+            and features_after(shape.activation, shape.out_features) % 8 == 0
+            and shape.rows >= _LEAST_ROWS
+        )
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its next call waits for the processes that compile ahead."""
+        return compile_jobs.is_running()
+
+    def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
+        """Makes the call that the autotuner of QuACK would make, with this tile."""
+        if compile_jobs.is_running():
+            compile_jobs.wait()
+        result = rows_MK.new_empty(rows_MK.shape[0], features_after(activation, weight_NK.shape[0]))
+        self.function(
+            *(rows_MK, weight_NK.t()),
+            bias=bias_N,
+            activation=_QUACK_NAMES[activation],
+            postact_out=result,
+            store_preact=False,
+            tuned=False,
+            config=self._config,
+        )
+        return result
+
+    @functools.cached_property
+    def _config(self) -> Any:
+        # One object for all calls: QuACK keeps prepared calls by its identity.
+        return find(self.module, "GemmConfig")[0](
+            tile_m=_ROWS,
+            tile_n=self._columns,
+            pingpong=True,
+            cluster_m=2,
+            cluster_n=1,
+            device_capacity=9,
+            is_dynamic_persistent=False,
+        )
+
+
+KERNELS: tuple[ProductKernel, ...] = (Cublas(), *map(Quack, _COLUMNS))
+"""In order of preference where nothing was measured."""
+
+
+# --- the calls on which they are compared
+
+# Copies of a weight, read in turn, exceed the L2 cache by this factor to come from memory, as in a tower.
 _BEYOND_CACHE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class ProductExample(Example[ProductKernel]):
-    """The arguments of one call, and as many copies of its weight as the cache cannot hold."""
+    """The arguments of one call, with as many copies of its weight as the cache cannot hold."""
 
     rows: Tensor
     weights: tuple[Tensor, ...]
@@ -68,9 +232,7 @@ class ProductExample(Example[ProductKernel]):
         return kernel(self.rows, self.weights[0], self.bias, self.activation)
 
     def timed(self, kernel: ProductKernel) -> Callable[[], object]:
-        """The call as the op makes it, with another copy of the weight each time. The rows are those that the
-        layer before has just written, so they stay in the cache if they fit.
-        """
+        """The call as the op makes it, with another copy of the weight each time and the same rows."""
         weights = itertools.cycle(self.weights)
         return lambda: kernel(self.rows, next(weights), self.bias, self.activation)
 
@@ -101,7 +263,7 @@ class ProductMeter(Meter[ProductShape, ProductKernel]):
 
 
 def _copies(weight: Tensor) -> int:
-    """Of how many weights the cache cannot keep one until it comes again; no more than are timed."""
+    """So many that the cache cannot keep one until it is read again; no more than are timed."""
     if not weight.is_cuda:
         return 1
     cache = torch.cuda.get_device_properties(weight.device).L2_cache_size
@@ -112,7 +274,6 @@ def _copies(weight: Tensor) -> int:
 Measurements = KernelMeasurements[ProductShape, ProductKernel]
 
 MEASUREMENTS: Measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter()).keep()
-"""Those of this process."""
 
 _GRAMMAR: PinGrammar[ProductShape] = PinGrammar(
     ProductShape.operation,
@@ -126,15 +287,7 @@ _GRAMMAR: PinGrammar[ProductShape] = PinGrammar(
 
 
 class ProductChooser(Chooser[ProductShape, ProductKernel]):
-    """Chooses the kernel of every linear layer: the pinned one, else the fastest that was measured.
-
-    Args:
-        products: the setting of that name (`kernels.pins` says how it is written).
-        measurements: where times come from.
-
-    Raises:
-        ConfigError: an unknown kernel or condition is named.
-    """
+    """Chooses the kernel of each linear layer: that of the setting `products`, or the fastest."""
 
     current: ClassVar[ContextVar[ProductChooser]]
 
@@ -151,15 +304,8 @@ class ProductChooser(Chooser[ProductShape, ProductKernel]):
 
 def shape_of(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductShape:
     """The shape of a call."""
-    return ProductShape(
-        rows.device,
-        rows.dtype,
-        rows=rows.shape[0],
-        in_features=weight.shape[1],
-        out_features=weight.shape[0],
-        bias=bias is not None,
-        activation=activation,
-    )
+    sizes = (rows.shape[0], weight.shape[1], weight.shape[0])
+    return ProductShape(rows.device, rows.dtype, *sizes, bias is not None, activation)
 
 
 _of_process = ProductChooser()
@@ -170,11 +316,7 @@ current_product_chooser: Callable[[], ProductChooser] = ProductChooser.current.g
 
 
 def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
-    """`activation(rows @ weight.T + bias)`, see `ProductKernel`; rows may have any strides.
-
-    Raises:
-        InputError: sizes do not fit, or there is no such activation.
-    """
+    """`activation(rows @ weight.T + bias)`; InputError for sizes that do not fit or another activation."""
     _check(rows_MK, weight_NK, bias_N, activation)
     rows = rows_MK if rows_MK.stride(1) == 1 else rows_MK.contiguous()
     weight = weight_NK.contiguous()
@@ -218,9 +360,7 @@ linear = torch.ops.fxsplit.linear.default
 
 
 def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
-    """Begins to compile the kernels that will be compared for the layers among some nodes; none where a
-    setting chooses, or where times of such layers are known and with them the kernels.
-    """
+    """Starts to compile the kernels to compare for the layers among nodes, unless pinned or measured."""
     chooser = current_product_chooser()
     if device.type != "cuda" or any(pin.kernel != AUTO for pin in chooser.pins):
         return
@@ -228,18 +368,13 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
         return
     table = chooser.measurements.table(device)
     known = {(shape.activation, shape.dtype) for shape, found in table.items() if found.microseconds}
-    for activation, dtype in _activations_of(nodes):
+    asked: dict[tuple[str, torch.dtype], None] = {}
+    for node in nodes:
+        if node.target is linear and node.args[2] is not None:  # without a bias there is another variant
+            rows: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+            asked[str(node.args[3]), rows.dtype] = None
+    for activation, dtype in asked:
         if (activation, dtype) not in known:
             compile_jobs.name_quack_directory()
             names = (k.name for k in chooser.measurements.kernels if isinstance(k, Quack))
             compile_jobs.start(names, activation, dtype, device, apart=False)
-
-
-def _activations_of(nodes: Iterable[fx.Node]) -> list[tuple[str, torch.dtype]]:
-    """Those of layers with a bias, without which there is a variant of its own."""
-    found: dict[tuple[str, torch.dtype], None] = {}
-    for node in nodes:
-        if node.target is linear and node.args[2] is not None:
-            rows: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
-            found[str(node.args[3]), rows.dtype] = None
-    return list(found)

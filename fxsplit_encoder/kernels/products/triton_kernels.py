@@ -1,6 +1,4 @@
-"""Triton kernels of `products`: a linear layer by one tile whatever the rows, and SwiGLU. Imported only where
-Triton is installed.
-"""
+"""Triton kernels of `products`: a linear layer by one tile, and SwiGLU. Imported only with Triton."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def _product_tile(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of BLOCK_M rows and BLOCK_N columns. It goes through the inner dimension from its start to its
-    end, so an entry is a sum of the same numbers in the same order among any number of rows.
-    """
+    """One tile of BLOCK_M rows and BLOCK_N columns, summed in the same order among any number of rows."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -66,9 +62,7 @@ def _product_tile(  # type: ignore[no-untyped-def]
 
 
 def product(rows: Tensor, matrix: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:
-    """rows (M, K), contiguous, times matrix (K, N) of any strides, plus bias (N,), perhaps its GELU: (M, N).
-    Sums are in float32.
-    """
+    """Contiguous rows (M, K) times matrix (K, N) plus bias (N,), perhaps its GELU, summed in float32."""
     count, in_features = rows.shape
     out_features = matrix.shape[1]
     out = torch.empty(count, out_features, dtype=rows.dtype, device=rows.device)
@@ -103,9 +97,7 @@ def _swiglu(pairs, result, count, BLOCK: tl.constexpr):  # type: ignore[no-untyp
 
 
 def swiglu(values: Tensor) -> Tensor:
-    """silu(gate) * up of contiguous (rows, 2 * features), gates and what they gate in turn: (rows, features),
-    rounded once.
-    """
+    """silu(gate) * up of contiguous (rows, 2 * features), gate, up, gate, up: (rows, features)."""
     result = values.new_empty(values.shape[0], values.shape[1] // 2)
     if count := result.numel():
         _swiglu[(triton.cdiv(count, _PAIRS),)](values, result, count, _PAIRS, num_warps=_PAIR_WARPS)

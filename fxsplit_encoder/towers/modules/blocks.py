@@ -71,7 +71,7 @@ def tokens_with_class(features: Tensor, class_embedding: Tensor, positions: Tens
 
 
 def check_tiles(pixel_values: Tensor, sizes: Sequence[int]) -> None:
-    """Raises InputError unless these are (tiles, 3, size, size) of a size that the encoder was made for."""
+    """Raises InputError unless these are (tiles, 3, size, size) of one of the encoder's sizes."""
     if tuple(pixel_values.shape[1:]) not in {(3, size, size) for size in sizes}:
         named = " or ".join(str(size) for size in sizes)
         raise InputError(
@@ -81,15 +81,13 @@ def check_tiles(pixel_values: Tensor, sizes: Sequence[int]) -> None:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns every pair of neighboring channels of (..., head_dim) by an angle, in float32."""
+    """Rotates pairs of neighboring channels of (..., head_dim) by an angle, in float32."""
     even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
 
 
 def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """(patches, hidden) at the weights' precision, from a table (entries, hidden) and the taps of
-    `towers.grid.interpolation`, (patches, taps).
-    """
+    """(patches, hidden) at the weights' precision, from a table (entries, hidden) and `interpolation`."""
     # A sum of lookups, one per tap, is a single pointwise kernel when compiled; a reduction over all taps
     # would first write as many rows per patch.
     result = F.embedding(indices[:, 0], table) * weights[:, :1]

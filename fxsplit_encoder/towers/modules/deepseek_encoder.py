@@ -1,12 +1,11 @@
 """DeepSeek-OCR's vision encoder (arXiv 2510.18234): SAM's features, CLIP over them, and a linear projector.
-
-Module and parameter names are those of the published checkpoint after the prefix `model.`, so that its
-tensors load as they are.
+Parameters have the names of the published checkpoint after the prefix `model.`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -121,7 +120,13 @@ class _Block(nn.Module):
         else:
             self.attn = _Attention(config, window_size, [window_size])
         self.norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = _MLP(config)
+        self.mlp = nn.Sequential(
+            OrderedDict(
+                lin1=nn.Linear(config.hidden_size, config.mlp_size),
+                gelu=nn.GELU(),
+                lin2=nn.Linear(config.mlp_size, config.hidden_size),
+            )
+        )
 
     def forward(self, x_NHWC: Tensor) -> Tensor:
         attended = self._attend(self.norm1(x_NHWC))
@@ -173,17 +178,6 @@ class _Attention(nn.Module):
         return y_NHWC
 
 
-class _MLP(nn.Module):
-    def __init__(self, config: SamConfig) -> None:
-        super().__init__()
-        self.lin1 = nn.Linear(config.hidden_size, config.mlp_size)
-        self.lin2 = nn.Linear(config.mlp_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lin2(F.gelu(self.lin1(x)))
-        return y
-
-
 @dataclass(frozen=True)
 class ClipConfig:
     """Sizes; by default those of CLIP ViT-L/14."""
@@ -198,19 +192,16 @@ class ClipConfig:
     layer_norm_eps: float = 1e-5
 
 
-class ClipEncoder(nn.Module):
-    """A feature map to tokens: a class token, then the positions row by row. `sides` are of maps."""
+class ClipEncoder(nn.Sequential):
+    """Feature maps (images, hidden_size, side, side), of these `sides`, to tokens (images, 1 + side * side,
+    hidden_size): a class token, then the positions row by row.
+    """
 
     def __init__(self, config: ClipConfig, sides: Sequence[int]) -> None:
         super().__init__()
         self.embeddings = _Embeddings(config, sides)
         self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)  # sic
         self.transformer = Layers(lambda: _Layer(config), config.num_layers)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(images, hidden_size, side, side) to (images, 1 + side * side, hidden_size)."""
-        tokens: Tensor = self.transformer(self.pre_layrnorm(self.embeddings(features)))
-        return tokens
 
 
 class _Embeddings(nn.Module):
@@ -250,10 +241,8 @@ _PATCHES_PER_FEATURE = 4
 
 @dataclass(frozen=True)
 class DeepseekOcrConfig:
-    """Sizes; by default those of the published checkpoint and of its mode "Gundam".
-
-    The model's other modes are (base_size, image_size) = (512, 512), (640, 640), (1024, 1024), (1280, 1280)
-    and (1280, 1024).
+    """Sizes; by default those of the published checkpoint and of its mode "Gundam". Other modes: (base_size,
+    image_size) = (512, 512), (640, 640), (1024, 1024), (1280, 1280) and (1280, 1024).
     """
 
     base_size: int = 1024
@@ -266,15 +255,13 @@ class DeepseekOcrConfig:
 
     @property
     def pixels_per_feature(self) -> int:
-        """Pixels along each side of what becomes one output row."""
+        """Pixels along each side of the area of one output row."""
         return _PATCHES_PER_FEATURE * self.sam.patch_size
 
 
 class DeepseekOcrVisionModel(nn.Module):
-    """Square tiles to rows in the language model's width; InputError for sizes that do not fit together.
-
-    The checkpoint's learned rows between them, `image_newline` and `view_seperator` (sic), are parameters
-    here too; the adapter that assembles an image inserts them.
+    """Square tiles to rows in the language model's width; InputError for sizes that do not fit together. The
+    adapter inserts the learned rows `image_newline` and `view_seperator` (sic) between them.
     """
 
     def __init__(self, config: DeepseekOcrConfig | None = None) -> None:
@@ -285,7 +272,8 @@ class DeepseekOcrVisionModel(nn.Module):
         self.config = config
         self.sam_model = SamVisionModel(config.sam, sizes)
         self.vision_model = ClipEncoder(config.clip, sides_of(sizes, config.pixels_per_feature))
-        self.projector = _Projector(2 * config.clip.hidden_size, config.out_hidden_size)
+        projector = nn.Linear(2 * config.clip.hidden_size, config.out_hidden_size)
+        self.projector = nn.Sequential(OrderedDict(layers=projector))
         self.image_newline = nn.Parameter(torch.zeros(config.out_hidden_size))
         self.view_seperator = nn.Parameter(torch.zeros(config.out_hidden_size))
         self._tables = FoldedTables(self)
@@ -312,16 +300,6 @@ class DeepseekOcrVisionModel(nn.Module):
                 f"the checkpoint has no {', '.join(missing[:4])} ({len(missing)} tensors missing)"
             )
         self.load_state_dict({name: found[name] for name in expected})
-
-
-class _Projector(nn.Module):
-    def __init__(self, hidden_size: int, out_hidden_size: int) -> None:
-        super().__init__()
-        self.layers = nn.Linear(hidden_size, out_hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
 
 
 def _check(config: DeepseekOcrConfig) -> None:

@@ -1,7 +1,5 @@
-"""Tables that follow from a parameter and the size of a grid: computed once, not in the captured forward.
-
-Learned positions are stored for one grid and interpolated to others. A tower that sees one or two sizes only
-would interpolate the same values at every call, some of it on the host, which cannot be captured.
+"""Tables computed once from a parameter and the size of a grid, not in the captured forward: interpolation of
+learned positions would repeat at every call, some of it on the host, which cannot be captured.
 """
 
 from __future__ import annotations
@@ -33,17 +31,14 @@ class FoldedTable(nn.Module):
         self.sides = sorted(set(sides))
 
     def forward(self, side: int) -> Tensor:
-        """The table of a side, as `FoldedTables.refresh` made it."""
+        """The table of a side, from the last `FoldedTables.refresh`."""
         return self.get_buffer(f"side_{side}")
 
     def keep(self, side: int, values: Tensor) -> None:
-        """Takes the values of a side, into the same memory if they fit there: captures read it."""
+        """Stores the values of a side, in the same memory if they fit: captures read it."""
         old = getattr(self, f"side_{side}", None)
-        if old is not None and (old.shape, old.dtype, old.device) == (
-            values.shape,
-            values.dtype,
-            values.device,
-        ):
+        placement = values.shape, values.dtype, values.device
+        if old is not None and (old.shape, old.dtype, old.device) == placement:
             old.copy_(values)
         else:
             self.register_buffer(f"side_{side}", values.clone(), persistent=False)
@@ -83,7 +78,7 @@ class FoldedTables:
         self._derived.compare()
 
     def outdate(self) -> None:
-        """Has the next `refresh` compute all tables."""
+        """Has the next `refresh` compute all tables again."""
         self._derived.outdate()
 
     def _recipes(self) -> Iterable[DerivedParameter]:
@@ -98,7 +93,7 @@ def _table(compute: Callable[[Tensor, int], Tensor], side: int, parameter: Tenso
     return compute(parameter, side).clone(memory_format=torch.contiguous_format)  # it may be the parameter
 
 
-# --- what is folded
+# --- values of tables
 
 
 def relative_positions(distances: Tensor, side: int) -> Tensor:

@@ -1,11 +1,10 @@
-"""Kimi-VL's vision part: MoonViT, which takes images at their own size, and the projector after it.
-
-Parameters have the names of the checkpoint (moonshotai/Kimi-VL-A3B), so `load_state_dict` takes its
-tensors under `vision_tower.` and `multi_modal_projector.`.
+"""Kimi-VL's vision part: MoonViT for images of any size, and the projector after it. `load_state_dict` takes
+the tensors of moonshotai/Kimi-VL-A3B under `vision_tower.` and `multi_modal_projector.`.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,39 +36,23 @@ class KimiVLVisionConfig:
 
     @classmethod
     def from_checkpoint(cls, settings: Mapping[str, Any]) -> KimiVLVisionConfig:
-        """From the contents of the model's config.json; what `vision_config` leaves out is the default."""
+        """From the contents of the model's config.json, with defaults for sizes that are left out."""
         vision = {k: v for k, v in settings["vision_config"].items() if k in cls.__dataclass_fields__}
         vision["merge_kernel_size"] = tuple(vision.get("merge_kernel_size", cls.merge_kernel_size))
         return cls(**vision, text_hidden_size=settings["text_config"]["hidden_size"])
-
-
-class _PositionTable(nn.Module):
-    def __init__(self, config: KimiVLVisionConfig) -> None:
-        super().__init__()
-        shape = (config.init_pos_emb_height, config.init_pos_emb_width, config.hidden_size)
-        self.weight = nn.Parameter(torch.randn(shape))
 
 
 class _PatchEmbedding(nn.Module):
     def __init__(self, config: KimiVLVisionConfig) -> None:
         super().__init__()
         self.proj = nn.Conv2d(3, config.hidden_size, config.patch_size, config.patch_size)
-        self.pos_emb = _PositionTable(config)
+        shape = (config.init_pos_emb_height, config.init_pos_emb_width, config.hidden_size)
+        self.pos_emb: Any = nn.Module()
+        self.pos_emb.weight = nn.Parameter(torch.randn(shape))
 
     def forward(self, pixel_values: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         patches: Tensor = self.proj(pixel_values).flatten(1)
         return patches + resample(self.pos_emb.weight.flatten(0, 1), indices, weights).to(patches.dtype)
-
-
-class _MLP(nn.Module):
-    def __init__(self, config: KimiVLVisionConfig) -> None:
-        super().__init__()
-        self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.fc1(F.gelu(self.fc0(hidden), approximate="tanh"))
-        return result
 
 
 class _Block(nn.Module):
@@ -81,7 +64,13 @@ class _Block(nn.Module):
         self.norm1 = nn.LayerNorm(config.hidden_size)
         self.wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
-        self.mlp = _MLP(config)
+        self.mlp = nn.Sequential(
+            OrderedDict(
+                fc0=nn.Linear(config.hidden_size, config.intermediate_size),
+                gelu=nn.GELU(approximate="tanh"),
+                fc1=nn.Linear(config.intermediate_size, config.hidden_size),
+            )
+        )
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor) -> Tensor:
         hidden = hidden + self._attention(self.norm0(hidden), rotary, cu_seqlens)
@@ -112,13 +101,6 @@ class _Encoder(nn.Module):
         return result
 
 
-class _MoonViT(nn.Module):
-    def __init__(self, config: KimiVLVisionConfig) -> None:
-        super().__init__()
-        self.patch_embed = _PatchEmbedding(config)
-        self.encoder = _Encoder(config)
-
-
 class _Projector(nn.Module):
     def __init__(self, config: KimiVLVisionConfig) -> None:
         super().__init__()
@@ -134,12 +116,14 @@ class _Projector(nn.Module):
 
 
 class KimiVLVisionModel(nn.Module):
-    """MoonViT and Kimi-VL's projector. `wrap` computes what its forward takes beside pixels."""
+    """MoonViT and Kimi-VL's projector. The adapter computes the metadata that its forward takes."""
 
     def __init__(self, config: KimiVLVisionConfig) -> None:
         super().__init__()
         self.config = config
-        self.vision_tower = _MoonViT(config)
+        self.vision_tower = nn.ModuleDict(
+            {"patch_embed": _PatchEmbedding(config), "encoder": _Encoder(config)}
+        )
         self.multi_modal_projector = _Projector(config)
 
     def forward(
@@ -158,15 +142,15 @@ class KimiVLVisionModel(nn.Module):
             pixel_values: (patches, 3, patch_size, patch_size), every image in raster order.
             cu_seqlens: (images + 1,) int32 cumulative patches.
             position_ids: (patches, 2), row and column.
-            interp_indices, interp_weights: (patches, 16), the taps into the position table (`interpolation`).
-            merge_permutation: (patches,), the rows in the order in which they merge (`merge_permutation`).
+            interp_indices, interp_weights: (patches, 16), taps as of `towers.grid.interpolation`.
+            merge_permutation: (patches,), as of `towers.grid.merge_permutation`.
 
         Returns:
             (output tokens, text_hidden_size), image by image, in raster order.
         """
-        hidden = self.vision_tower.patch_embed(pixel_values, interp_indices, interp_weights)
+        hidden = self.vision_tower["patch_embed"](pixel_values, interp_indices, interp_weights)
         rotary = _rotary(position_ids, self.config.hidden_size // self.config.num_attention_heads)
-        hidden = self.vision_tower.encoder(hidden, rotary, cu_seqlens)
+        hidden = self.vision_tower["encoder"](hidden, rotary, cu_seqlens)
         height, width = self.config.merge_kernel_size
         result: Tensor = self.multi_modal_projector(merge(hidden, merge_permutation, height * width))
         return result

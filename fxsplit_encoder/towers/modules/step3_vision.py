@@ -1,11 +1,11 @@
 """Step3's vision encoder: a transformer whose layer norms follow its branches, two convolutions, a projector.
-
-Module and parameter names are those that serving engines load the checkpoint stepfun-ai/step3 by.
+Parameters have the names by which serving engines load the checkpoint stepfun-ai/step3.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,8 @@ class Step3VisionModel(nn.Module):
         super().__init__()
         config = config or Step3VisionConfig()
         self.config = config
-        self.vision_model = _Transformer(config)
+        layers = Layers(lambda: _Layer(config), config.num_layers)
+        self.vision_model = nn.Sequential(OrderedDict(embeddings=_Embeddings(config), transformer=layers))
         channels = config.downsample_channels
         self.vit_downsampler = nn.Conv2d(config.hidden_size, channels, 2, stride=2)
         self.vit_downsampler2 = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
@@ -75,17 +76,6 @@ class Step3VisionModel(nn.Module):
         features = self.vit_downsampler2(self.vit_downsampler(x_NCHW)).flatten(2).transpose(1, 2)
         rows: Tensor = self.vit_large_projector(features)
         return rows
-
-
-class _Transformer(nn.Module):
-    def __init__(self, config: Step3VisionConfig) -> None:
-        super().__init__()
-        self.embeddings = _Embeddings(config)
-        self.transformer = Layers(lambda: _Layer(config), config.num_layers)
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        tokens: Tensor = self.transformer(self.embeddings(pixel_values))
-        return tokens
 
 
 class _Embeddings(nn.Module):

@@ -14,8 +14,10 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace
+from fxsplit_encoder.compile import trace
 from fxsplit_encoder.compile.blocks import equal_blocks_as_ops
+from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.towers import wrap
 

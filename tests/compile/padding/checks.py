@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import to_aten
-from fxsplit_encoder.compile import Bindings, BoundProgram, CompileOptions, Program
 from fxsplit_encoder.compile.build import build_program
-from fxsplit_encoder.compile.program import bind
+from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.program import Bindings, BoundProgram, Program, bind
 
 from ..packed_forwards import SPLITTING_OPS, WIDTH, attend, packed_inputs, trace_packed
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fxsplit_encoder.compile.padding.states import RULES, NodeView, Rows, State
+from fxsplit_encoder.compile.padding.rules import RULES
+from fxsplit_encoder.compile.padding.states import NodeView, Rows, State
 
 from .fuzzing.calls import CALLS
 from .fuzzing.campaign import FOCUSES, run_campaign, run_seed, seeds_around

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder.compile import BoundProgram, trace_forward
+from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.compile.rewriting import permute_rows
+from fxsplit_encoder.compile.trace import trace_forward
 
 from ..packed_forwards import EAGER, attend, trace_packed, trace_with
 from .checks import BIAS, WEIGHT, WIDTH, Forward, assert_proved, assert_refused, trace_each

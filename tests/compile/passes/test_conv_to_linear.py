@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear, flat_filters
+from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns
 from fxsplit_encoder.compile.rewriting import call_function, derivation, mark_parameters
 
 from .aten_graphs import Mlp, aten_graph, rewritten
@@ -145,7 +146,7 @@ def test_of_a_single_window_the_stride_says_nothing(stride: int) -> None:
 @given(st.integers(1, 5), st.integers(0, 9))
 def test_filters_are_rows_followed_by_zeros(channels: int, more: int) -> None:
     weight = torch.randn(4, channels, 2, 3)
-    filters = flat_filters(weight, 6 * channels + more)
+    filters = pad_columns(weight, 6 * channels + more)
     assert torch.equal(filters[:, : 6 * channels], weight.flatten(1))
     assert filters[:, 6 * channels :].eq(0).all()
 

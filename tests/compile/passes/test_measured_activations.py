@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
 from fxsplit_encoder.compile.passes.measured_activations import measured_activations
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
-from fxsplit_encoder.kernels.products import linear
+from fxsplit_encoder.kernels.products.measured import linear
 
 from .aten_graphs import Graph, Mlp, aten_graph, rewritten, tanh_gelu
 

@@ -13,7 +13,7 @@ from fxsplit_encoder.compile.passes.merged_projections import merged_projections
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.wide_heads import wide_heads
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
-from fxsplit_encoder.kernels.products import linear
+from fxsplit_encoder.kernels.products.measured import linear
 
 from .aten_graphs import Graph, Mlp, aten_graph, rewritten, rotated
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.compile import BoundProgram, CompileOptions
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes.output_branch import output_branch
+from fxsplit_encoder.compile.program import BoundProgram
 
 from ..packed_forwards import SPLITTING_OPS, WIDTH, attend, packed_inputs, trace_packed
 from .aten_graphs import aten_graph

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.compile import CompileOptions
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes import (
     DEFAULT_PASSES,
     PASSES,
     default_passes,
     expected_width,
-    pass_rows,
     run_passes,
 )
 from fxsplit_encoder.config import GRAPH_PASSES, EncoderConfig
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.planning.plan import InvariantPolicy
 
 from ..packed_forwards import SPLITTING_OPS, WIDTH, packed_inputs, trace_packed
 from .aten_graphs import Mlp, aten_graph, tanh_gelu
@@ -94,7 +94,9 @@ def test_defaults_on_cuda_depend_on_architecture_and_packages(
     monkeypatch.setattr(metadata, "version", version)
     device = torch.device("cuda", 0)
     assert set(PASSES) - set(default_passes(device)) == missing
-    assert set(PASSES) - set(default_passes(device, invariant=True)) == missing | {"measured_activations"}
+    assert set(PASSES) - set(default_passes(device, InvariantPolicy(True))) == missing | {
+        "measured_activations"
+    }
 
 
 def test_an_unknown_pass_is_refused() -> None:
@@ -103,24 +105,6 @@ def test_an_unknown_pass_is_refused() -> None:
         ConfigError, match="no pass is called fuse_all; allowed: conv_to_linear, pad_mlp_width"
     ):
         run_passes(graph.module, ("fuse_all",), CPU)
-
-
-def test_rows_for_a_table() -> None:
-    rows = pass_rows({"conv_to_linear": 1, "fixed_products": 8})
-    assert [row[:2] for row in rows] == [
-        ["conv_to_linear", "1"],
-        ["pad_mlp_width", "off"],
-        ["decomposed_bias", "off"],
-        ["dense_attention", "off"],
-        ["merged_projections", "off"],
-        ["wide_heads", "off"],
-        ["gelu_epilogue", "off"],
-        ["measured_activations", "off"],
-        ["output_branch", "off"],
-        ["fixed_products", "8"],
-    ]
-    assert all(len(row[2]) > 20 and "\n" not in row[2] for row in rows)
-    assert [row[0] for row in pass_rows({})] == list(PASSES)
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -97,10 +97,8 @@ def test_what_vllm_captures_twice_is_compiled_and_measured_once(
     manager that serves later, that of the first with another of the same model.
     """
     compiled: list[Any] = []
-    compile_path = PathForward._compile
-    monkeypatch.setattr(
-        PathForward, "_compile", lambda self, *a: compiled.append(0) or compile_path(self, *a)
-    )
+    trace = PathForward.trace
+    monkeypatch.setattr(PathForward, "trace", lambda self, *a: compiled.append(0) or trace(self, *a))
     own = PluginSettings(fx.EncoderConfig(piece_compiler="eager"))
     manager = make(own=own)
     manager.capture(graph_pool="thrown away")

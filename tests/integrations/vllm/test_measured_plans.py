@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.capture import BudgetLadder
 from fxsplit_encoder.capture.forward import MeasuredRun, ProgramBody
-from fxsplit_encoder.planning import build_plan
+from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel, PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits, default_budgets
 from fxsplit_encoder.planning.plan import Item, Plan
-from fxsplit_encoder.planning.planner import Captured
+from fxsplit_encoder.planning.planner import Captured, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime.measure import MeasuredForward
 
@@ -105,7 +104,7 @@ class TimedLadder(BudgetLadder):
         segments = [request.budget * ROWS] if one else eight(request.budget)
         return self._device.eager(request.budget, segments)
 
-    def _record_all(self, budget: int, request: Any) -> Any:
+    def _candidates(self, budget: int, request: Any) -> Any:
         return {"full": Taken(self._device.replay(budget, eight(budget)))}
 
     def _record_single_segment(self, budget: int, request: Any) -> Any:

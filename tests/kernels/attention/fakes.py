@@ -10,10 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.kernels import Measured
 from fxsplit_encoder.kernels.attention import AttentionKernel, AttentionShape
 from fxsplit_encoder.kernels.attention.builtin import PerSegment
 from fxsplit_encoder.kernels.attention.chooser import AttentionMeter
+from fxsplit_encoder.kernels.meter import Measured
 
 CUDA = torch.device("meta")  # any device but the CPU, and none that the tests would touch
 

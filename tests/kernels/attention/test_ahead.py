@@ -15,7 +15,6 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels import choosing, measuring
 from fxsplit_encoder.kernels import compile_jobs as processes
 from fxsplit_encoder.kernels.attention import (
     KERNELS,
@@ -26,6 +25,8 @@ from fxsplit_encoder.kernels.attention import (
     varlen_attention,
 )
 from fxsplit_encoder.kernels.attention.chooser import Measurements
+from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.planning.plan import InvariantPolicy
 
 from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
 
@@ -46,11 +47,11 @@ def possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(metadata, "version", lambda package: "4.0")
     monkeypatch.setattr(processes, "_MODULE", "tests.kernels.attention.ahead_jobs")
-    monkeypatch.setattr(processes, "_asked", set())
+    monkeypatch.setattr(processes._state, "asked", set())
     yield tmp_path
-    for each in [*processes._processes]:
+    for each in [*processes._state.processes]:
         each.end(0)
-    processes._processes.clear()
+    processes._state.processes.clear()
 
 
 def done(possible: Path) -> list[str]:
@@ -84,7 +85,7 @@ def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> Non
     assert processes.start(["one"], 72, torch.bfloat16, HOPPER) == [("one", 72, "bfloat16")]
     assert processes.start(["one", "two"], 72, torch.bfloat16, HOPPER) == [("two", 72, "bfloat16")]
     assert processes.start(["one"], 72, torch.bfloat16, torch.device("cpu")) == []
-    assert len(processes._processes) == 2
+    assert len(processes._state.processes) == 2
     processes.wait()
     assert not processes.is_running() and done(possible) == ["one-72", "two-72"]
     assert (possible / "one-72").read_text() == "132"
@@ -98,15 +99,15 @@ def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> Non
 def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path) -> None:
     processes.warm_up(2, HOPPER)
     processes.warm_up(2, HOPPER)
-    first, second = (each.child for each in processes._processes)
+    first, second = (each.child for each in processes._state.processes)
     processes.start(["one"], 72, torch.bfloat16, HOPPER)
-    ahead.dismiss()
-    assert [each.child for each in processes._processes] == [first]
+    processes.dismiss()
+    assert [each.child for each in processes._state.processes] == [first]
     assert second.status is not None
     processes.wait()
     assert done(possible) == ["one-72"] and first.status == 0
     processes.warm_up(1, HOPPER)
-    ahead.dismiss()
+    processes.dismiss()
     assert not processes.is_running()
 
 
@@ -120,8 +121,8 @@ def test_processes_that_get_no_more_are_over_once_all_is_compiled(possible: Path
         time.sleep(0.01)
     assert processes.is_running() and done(possible) == ["one-72", "two-72"]
     processes.start(["three"], 72, torch.bfloat16, HOPPER)  # another process: those take no more
-    assert len(processes._processes) == 3 and processes.is_compiling()
-    ahead.dismiss()
+    assert len(processes._state.processes) == 3 and processes.is_compiling()
+    processes.dismiss()
     processes.wait()
     assert not processes.is_running() and not processes.is_compiling()
     assert done(possible) == ["one-72", "three-72", "two-72"]
@@ -189,7 +190,7 @@ def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_what_was_begun_in_vain_is_said_and_not_waited_for(
     possible: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_left", [])
+    monkeypatch.setattr(processes._state, "left", [])
     processes.leave([])
     assert caplog.text == ""
     vain = processes.start(["sleeps"], 80, torch.bfloat16, HOPPER)
@@ -198,16 +199,16 @@ def test_what_was_begun_in_vain_is_said_and_not_waited_for(
     assert "compiled ahead in vain, since the graph has other heads: [('sleeps', 80" in caplog.text
     processes.wait()
     assert not processes.is_running() and done(possible) == ["one-72"]
-    (sleeping,) = processes._left
+    (sleeping,) = processes._state.left
     assert sleeping.status is None
     processes._end_all()
     assert sleeping.end() != 0
     assert processes.start(["sleeps"], 80, torch.bfloat16, HOPPER) == vain  # it may be asked for after all
     processes.leave(vain)
     processes._end_all()
-    assert [each.end() != 0 for each in processes._left] == [True]
+    assert [each.end() != 0 for each in processes._state.left] == [True]
     processes.leave(processes.start(["one"], 80, torch.bfloat16, HOPPER))
-    assert processes._left[-1].end(60) == 0 and done(possible) == ["one-72", "one-80"]
+    assert processes._state.left[-1].end(60) == 0 and done(possible) == ["one-72", "one-80"]
 
 
 # --- which
@@ -310,7 +311,7 @@ def test_heads_whose_width_varies_are_left_out() -> None:
     assert ahead.heads_of([varies, node(varlen_attention, 80)]) == {(torch.bfloat16, 80): False}
 
 
-@pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(invariant=True)])
+@pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(policy=InvariantPolicy(True))])
 def test_nothing_is_compiled_where_nothing_is_compared(settled: KernelChooser, begun: Begun) -> None:
     with choosing(settled):
         ahead.warm_up(HOPPER)

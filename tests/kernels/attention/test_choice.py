@@ -13,9 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import KernelStore, Measured, Pin, choice, choosing, measuring
-from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser, attend, current_chooser
-from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, Measurements
+from fxsplit_encoder.kernels import choice
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
+from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, Measurements, current_chooser
+from fxsplit_encoder.kernels.attention.op import attend
+from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
+from fxsplit_encoder.kernels.meter import Measured
+from fxsplit_encoder.kernels.store import KernelStore
 
 from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
 

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import choosing, measuring
 from fxsplit_encoder.kernels import kernel as kernels_base
-from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, KernelChooser, KnownSegments, attend
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, KernelChooser, KnownSegments
 from fxsplit_encoder.kernels.attention.chooser import Measurements, invariant_kernel, invariant_names
+from fxsplit_encoder.kernels.attention.op import attend
+from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.planning.plan import InvariantPolicy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = AttentionShape(CUDA, torch.bfloat16, 16, 72, 3136, 3136, 1)
@@ -53,7 +55,7 @@ def test_the_order_of_kernels_and_the_device_decide(gpu: Any) -> None:
 
 def test_all_calls_with_the_same_heads_get_the_same_kernel(gpu: Any) -> None:
     gpu(9)
-    chooser = KernelChooser(measurements=Measurements(), invariant=True)
+    chooser = KernelChooser(measurements=Measurements(), policy=InvariantPolicy(True))
     for tokens, segments, known, equal in itertools.product(
         (1, 700, 9999), (1, 40), (False, True), (False, True)
     ):
@@ -84,7 +86,7 @@ def test_a_segment_has_the_bits_that_it_gets_alone(
     q, k, v = torch.randn(tokens, 3, 2, 20, generator=generator).to(dtype).unbind(1)
     boundaries = [0, *itertools.accumulate(lengths)]
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
-    with choosing(KernelChooser(invariant=True)), measuring():
+    with choosing(KernelChooser(policy=InvariantPolicy(True))), measuring():
         if known:
             together = KnownSegments(cu_seqlens, boundaries).attend(q, k, v, 0.3)
         else:

@@ -15,15 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.kernels import kernel as kernel_module
-from fxsplit_encoder.kernels.attention import (
-    KERNELS,
-    AttentionKernel,
-    AttentionShape,
-    attend,
-    attend_out,
-    flash_attn,
-)
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionKernel, AttentionShape, attend_out, flash_attn
 from fxsplit_encoder.kernels.attention.builtin import BatchedDense, Masked, PerSegment
+from fxsplit_encoder.kernels.attention.op import attend
 
 from .fakes import assert_attends, cumulative, fused_qkv, reference
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.kernels import Pin, choosing, measuring
-from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser, KnownSegments, attend
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser, KnownSegments
 from fxsplit_encoder.kernels.attention import known_segments as segments
 from fxsplit_encoder.kernels.attention.chooser import Measurements, example_lengths, pairs
+from fxsplit_encoder.kernels.attention.op import attend
+from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
 
 from .fakes import FakeKernel, FakeMeter, cumulative, fused_qkv, reference
 

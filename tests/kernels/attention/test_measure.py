@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from fxsplit_encoder.kernels import Measured
 from fxsplit_encoder.kernels.attention import AttentionShape
-from fxsplit_encoder.kernels.attention import chooser as measuring
-from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, example_lengths, make_examples, pairs
+from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, example_lengths, pairs
+from fxsplit_encoder.kernels.meter import Measured
 
 from .fakes import FakeKernel, shapes
 
@@ -74,10 +73,10 @@ def test_rows_behind_the_last_segment_may_hold_anything() -> None:
     def spoil(out: Tensor) -> Tensor:
         return torch.cat([out[:42], torch.full_like(out[42:], float("nan"))])
 
-    (full, spread) = make_examples(SMALL)
+    (full, spread) = AttentionMeter().examples(SMALL)
     assert (full.rows, spread.rows) == (48, 42)
     one = replace(SMALL, longest=40, segments=1)
-    assert [example.rows for example in make_examples(one)] == [40, 40]
+    assert [example.rows for example in AttentionMeter().examples(one)] == [40, 40]
     assert measure(FakeKernel("good"), FakeKernel("spoils", change=spoil), of=one).rejected == {}
 
 
@@ -156,7 +155,7 @@ def test_a_call_that_two_classes_share_is_measured_once(monkeypatch: pytest.Monk
     first = meter.measure([packed, dense], equal)
     assert first.microseconds == {"packed": 6.0, "dense": 7.0}
     calls = len(packed.calls)
-    monkeypatch.setattr(measuring, "make_examples", None)  # nothing is left to measure
+    monkeypatch.setattr(meter, "examples", None)  # nothing is left to measure
     assert meter.measure([packed], replace(equal, equal=False)).microseconds == {"packed": 6.0}
     assert len(packed.calls) == calls
     assert len(timed) == 2
@@ -191,7 +190,7 @@ def test_random_values_leave_the_programs_own_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    first, again = make_examples(SMALL)[0], make_examples(SMALL)[0]
+    first, again = AttentionMeter().examples(SMALL)[0], AttentionMeter().examples(SMALL)[0]
     assert torch.equal(torch.rand(1), expected)
     assert torch.equal(first.query, again.query)
     assert first.query.std() > 0.5

@@ -9,15 +9,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxsplit_encoder.kernels import choosing
-from fxsplit_encoder.kernels.attention import (
-    KernelChooser,
-    attend,
-    dense_attention,
-    op,
-    varlen_attention,
-    varlen_attention_out,
-)
+from fxsplit_encoder.kernels.attention import KernelChooser, dense_attention, op, varlen_attention
+from fxsplit_encoder.kernels.attention.op import attend, varlen_attention_out
+from fxsplit_encoder.kernels.choice import choosing
 
 from .fakes import reference
 

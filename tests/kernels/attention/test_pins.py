@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.attention import KERNEL_NAMES, KERNELS, AttentionShape, parse_attention
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape
+from fxsplit_encoder.kernels.attention.chooser import KERNEL_NAMES, parse_attention
 
 from .fakes import shape
 

@@ -97,7 +97,7 @@ def launch(lengths, scale, *shape, **more):
     launched.clear()
     for _ in range(2):
         triton_code.attend(q, k, v, boundaries, scale, out, tile)
-    triton_code._compiled.clear()
+    triton_code._launcher.compiled.clear()
     triton_code.attend(q, k, v, boundaries, scale, out, tile)
     first, again, by_triton = launched
     for ours in (first, again):

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
-from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing, compile_jobs
-from fxsplit_encoder.kernels.products import (
+from fxsplit_encoder.kernels import compile_jobs
+from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing
+from fxsplit_encoder.kernels.meter import Measured
+from fxsplit_encoder.kernels.products import measured
+from fxsplit_encoder.kernels.products.measured import (
+    KERNELS,
     ProductChooser,
+    ProductMeter,
     ProductShape,
-    kernels,
     linear,
-    measured,
 )
-from fxsplit_encoder.kernels.products.kernels import KERNELS
-from fxsplit_encoder.kernels.products.measured import ProductMeter
 
 CUDA = torch.device("cuda", 0)
 MODULE = "fxsplit_encoder.kernels.compile_jobs_process"
@@ -89,13 +90,13 @@ def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch
     def found(module: str, name: str) -> tuple[Any, None]:
         return (multiply if name == "gemm_act" else dict), None
 
-    monkeypatch.setattr(kernels.compile_jobs, "is_running", lambda: not log)
-    monkeypatch.setattr(kernels.compile_jobs, "wait", lambda: log.append("waited"))
+    monkeypatch.setattr(measured.compile_jobs, "is_running", lambda: not log)
+    monkeypatch.setattr(measured.compile_jobs, "wait", lambda: log.append("waited"))
     monkeypatch.setattr("fxsplit_encoder.kernels.kernel.find", found)
-    monkeypatch.setattr(kernels, "find", found)
+    monkeypatch.setattr(measured, "find", found)
     rows, weight = torch.randn(5, 16), torch.randn(8, 16)
     for _ in range(2):
-        result = kernels.Quack(160)(rows, weight, None, "swiglu")
+        result = measured.Quack(160)(rows, weight, None, "swiglu")
         assert result.shape == (5, 4)
     assert log == ["waited", "called for swiglu", "called for swiglu"]
 

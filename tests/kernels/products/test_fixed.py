@@ -75,7 +75,7 @@ def test_where_a_place_in_a_block_shows_rows_go_one_by_one(monkeypatch: pytest.M
         return product
 
     monkeypatch.setattr(fixed, "cpu_product", worse_at_the_end)
-    monkeypatch.setattr(fixed, "_block_rows", {})
+    monkeypatch.setattr(fixed, "_block_rows", fixed._block_rows.__wrapped__)
     weight, bias = layer(24, 40, torch.float32)
     rows = torch.randn(70, 24)
     together = fixed_linear(rows, weight.t(), bias, NOTHING)
@@ -83,11 +83,9 @@ def test_where_a_place_in_a_block_shows_rows_go_one_by_one(monkeypatch: pytest.M
     assert torch.equal(fixed_linear(rows[50:], weight.t(), bias, NOTHING), together[50:])
 
 
-def test_a_block_that_shows_no_place_is_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixed, "_block_rows", {})
+def test_a_block_that_shows_no_place_is_taken_whole() -> None:
     weight, bias = layer(24, 40, torch.float32)
-    fixed_linear(torch.randn(70, 24), weight.t(), bias, NOTHING)
-    assert list(fixed._block_rows.values()) == [BLOCK_ROWS]
+    assert fixed._block_rows(Layer.of(torch.randn(70, 24), weight.t(), bias, NOTHING)) == BLOCK_ROWS
 
 
 def test_it_is_an_operator_as_torch_expects_it() -> None:

@@ -14,25 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fxsplit_encoder.cli.inspection import describe
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.kernels import (
-    KernelMeasurements,
-    KernelStore,
-    Measured,
-    choosing,
-    describe,
-    measuring,
-)
-from fxsplit_encoder.kernels.products import (
+from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, measuring
+from fxsplit_encoder.kernels.meter import Measured
+from fxsplit_encoder.kernels.products import measured
+from fxsplit_encoder.kernels.products.measured import (
     ACTIVATIONS,
+    KERNELS,
+    Cublas,
     ProductChooser,
+    ProductExample,
+    ProductMeter,
     ProductShape,
     current_product_chooser,
+    interleaved,
     linear,
-    measured,
+    swiglu_of_pairs,
 )
-from fxsplit_encoder.kernels.products.kernels import KERNELS, Cublas, interleaved, swiglu_of_pairs
-from fxsplit_encoder.kernels.products.measured import ProductExample, ProductMeter
+from fxsplit_encoder.kernels.store import KernelStore
 
 META, CPU = torch.device("meta"), torch.device("cpu")  # one that the tests would not touch, and one they do
 

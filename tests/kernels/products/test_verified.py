@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.errors import CaptureError
-from fxsplit_encoder.kernels import measuring
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.kernels.products import fixed
 from fxsplit_encoder.kernels.products.fixed import COUNTS, Layer, VerifiedProducts, same_bits
 

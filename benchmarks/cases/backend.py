@@ -1,0 +1,178 @@
+"""Vision models behind `torch.compile`, by this backend and by torch's own modes.
+
+    python benchmarks/bench.py backend --output out/backend.json
+
+Models of timm and transformers at their default sizes, bf16, seeded random weights, batches of 1, 8 and 32
+images of random pixels. Milliseconds, medians of calls in turn, wall time to the end of the device's work:
+
+* "eager": without `torch.compile`; "reduce-overhead" and "max-autotune": those modes with `dynamic=False`, a
+  compilation for each batch size, which is their best; "encoder_cg": one
+  `torch.compile(model, backend="encoder_cg")` for all batch sizes.
+* "error" of a way: relative root mean square against the model in float32.
+
+A process for each model. They compile side by side, `--jobs` on each GPU, and are timed one after another.
+`--tiny` takes three small models of transformers without torch's modes, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from processes import Row, run_process
+from storage import Result, new_result, one_line, store
+from timing import timed
+from torch import Tensor, nn
+from worker import relative_error
+
+TIMM = (
+    "vit_base_patch16_224 vit_small_patch16_224 vit_large_patch14_clip_224 vit_so400m_patch14_siglip_384 "
+    "vit_base_patch14_dinov2 vit_base_patch16_dinov3 deit3_base_patch16_224 eva02_base_patch14_448 "
+    "beitv2_base_patch16_224 cait_s24_224 xcit_small_12_p16_224 swin_base_patch4_window7_224 "
+    "swinv2_base_window8_256 mixer_b16_224 pvt_v2_b2 convnext_base convnextv2_base resnet50 resnet101 "
+    "efficientnet_b3 regnety_040 mobilenetv3_large_100 poolformerv2_s24 caformer_s18 davit_base "
+    "hiera_base_224 levit_256 mvitv2_base fastvit_sa12"
+).split()
+TRANSFORMERS = (
+    "ViT Dinov2 Dinov2WithRegisters SiglipVision Siglip2Vision CLIPVision ConvNext ConvNextV2 Swin Swinv2 "
+    "Beit DINOv3ViT ResNet"
+).split()
+MODES = ("reduce-overhead", "max-autotune")
+TINY: dict[str, dict[str, Any]] = {
+    "ViT": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
+    "ConvNext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+}
+_SAMPLES, _WARMUPS = 60, 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = [*(f"timm/{name}" for name in TIMM), *(f"transformers/{name}" for name in TRANSFORMERS)]
+    parser.add_argument("--models", nargs="+", default=names, metavar="NAME")
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--jobs", type=int, default=10, help="models that compile at once on a GPU")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for a model")
+    parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too")
+
+
+def make(name: str, tiny: bool) -> tuple[nn.Module, int]:
+    """A model with seeded weights, in float32, and the side of its images in pixels."""
+    torch.manual_seed(0)
+    library, _, name = name.partition("/")
+    if library == "timm":
+        import timm
+
+        model = timm.create_model(name, num_classes=0)
+        return model.eval(), model.pretrained_cfg["input_size"][-1]
+    config = getattr(transformers, f"{name}Config")(**(TINY[name] if tiny else {}))
+    model = getattr(transformers, f"{name}Model")(config)
+    for weight in model.parameters():  # where transformers begins with zeros, nothing would be compared
+        if weight.dim() and not weight.any():
+            nn.init.normal_(weight, std=0.02)
+    side = getattr(config, "image_size", 224)
+    return model.eval(), side if isinstance(side, int) else side[-1]
+
+
+def output_of(model: Callable[..., Any], pixels: Tensor) -> Tensor:
+    """The rows of a call: the first tensor of what it returns."""
+    made = model(pixels)
+    return made if isinstance(made, Tensor) else made[0]
+
+
+def rows_of(name: str, options: argparse.Namespace, device: str, ready: Any, turn: Any) -> Iterator[Row]:
+    """Compiles each way of a model, waits for the others of the GPU, then times them in turn."""
+    ways: dict[tuple[str, int], Callable[[], Tensor]] = {}
+    rows: dict[tuple[str, int], Row] = {}
+    try:
+        with torch.inference_mode():
+            model, side = make(name, options.tiny)
+            model.to(device)
+            pixels = {n: torch.randn(n, 3, side, side, device=device) for n in options.batches}
+            expected = {n: output_of(model, each).float() for n, each in pixels.items()}
+            dtype = torch.float32 if options.tiny else torch.bfloat16
+            model.to(dtype)
+            pixels = {n: each.to(dtype) for n, each in pixels.items()}
+            ours = torch.compile(copy.deepcopy(model), backend="encoder_cg")
+            for n, each in pixels.items():
+                calls: dict[str, Callable[..., Any]] = {"eager": model, "encoder_cg": ours}
+                for mode in () if options.tiny else options.modes:
+                    calls[mode] = torch.compile(copy.deepcopy(model), mode=mode, dynamic=False)
+                for way, call in calls.items():
+                    row: Row = {"model": name, "batch": n, "way": way}
+                    begin = time.perf_counter()
+                    try:
+                        for _ in range(_WARMUPS):
+                            made = output_of(call, each)
+                        error = relative_error(made.float(), expected[n])
+                    except Exception as failure:  # of one way, which the others need not share
+                        yield {**row, "failure": one_line(failure)}
+                        continue
+                    rows[way, n] = {**row, "warm-up s": time.perf_counter() - begin, "error": error}
+                    ways[way, n] = functools.partial(output_of, call, each)
+    finally:
+        ready.wait(options.timeout)
+    with turn, torch.inference_mode():
+        for n in options.batches:
+            calls_n = {way: call for (way, batch), call in ways.items() if batch == n}
+            times: dict[str, list[float]] = {way: [] for way in calls_n}
+            for sample in range(-3, 2 if options.tiny else _SAMPLES):
+                for way, timed_call in calls_n.items():
+                    ms = timed(timed_call)[0]
+                    times[way] += [ms] if sample >= 0 else []
+            for way, samples in times.items():
+                yield {**rows[way, n], "p50": statistics.median(samples)}
+
+
+def run(arguments: argparse.Namespace) -> Result:
+    gpus = torch.cuda.device_count()
+    if not arguments.tiny and not gpus:
+        raise SystemExit("backend: needs a CUDA device, or --tiny: there is nothing to replay without one")
+    if arguments.tiny:
+        arguments.models, arguments.batches = [f"transformers/{name}" for name in TINY], [1, 2]
+    devices = [f"cuda:{index}" for index in range(gpus)] or ["cpu"]
+    result = new_result("backend", batches=arguments.batches)
+    context = multiprocessing.get_context("spawn")
+
+    def add(row: Row) -> None:
+        result["rows"].append(row)
+        store(arguments.output, result)
+
+    def measure(device: str, names: list[str]) -> None:
+        while names:
+            now, names = names[: arguments.jobs], names[arguments.jobs :]
+            ready, turn = context.Barrier(len(now)), context.Lock()
+
+            def one(name: str, ready: Any = ready, turn: Any = turn) -> None:
+                options = (name, arguments_of(arguments), device, ready, turn)
+                failure = run_process(rows_of, options, arguments.timeout, add, "spawn")
+                if failure is not None:
+                    ready.abort()
+                    add({"model": name, "failure": failure})
+
+            each = [threading.Thread(target=one, args=(name,)) for name in now]
+            [thread.start() for thread in each]
+            [thread.join() for thread in each]
+
+    shares = [arguments.models[index :: len(devices)] for index in range(len(devices))]
+    threads = [
+        threading.Thread(target=measure, args=pair) for pair in zip(devices, shares, strict=True) if pair[1]
+    ]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return result
+
+
+def arguments_of(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The options that a process of a model needs, all of which can be sent to it."""
+    names = ("modes", "batches", "tiny", "timeout")
+    return argparse.Namespace(**{name: getattr(arguments, name) for name in names})

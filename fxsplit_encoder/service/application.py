@@ -1,0 +1,429 @@
+"""The application that answers requests for embeddings: one Starlette application, here and on Ray.
+
+The event loop reads bodies and waits. Parsing, decoding, tokenizing and writing answers happen on threads;
+encoding behind a `Backend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fxsplit_encoder.errors import FxSplitError, InputError, MediaError
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.load import read_family
+from fxsplit_encoder.models.text import Tokenizer
+from fxsplit_encoder.service.encoder import (
+    Array,
+    ImagePreparer,
+    Item,
+    PreparedText,
+    QueuedEncoder,
+    has_tokenizer,
+    resolved_form,
+)
+from fxsplit_encoder.service.protocol import (
+    EmbeddingRequest,
+    RequestError,
+    embeddings_response,
+    json_response,
+    parse_request,
+)
+from fxsplit_encoder.service.settings import ServiceSettings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Outcome = Array | Exception
+"""An embedding, or why an item has none."""
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_CLOSE = {"Connection": "close"}
+
+_GONE = 499
+"""The status of a request whose client has gone; the answer is read by no one."""
+
+
+class Backend(Protocol):
+    """What encodes for the application."""
+
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+        """The embeddings of a request's items, in order, and their output tokens before pooling.
+
+        Raises:
+            FxSplitError: a retryable one, where nothing can be encoded now.
+        """
+        ...
+
+    async def describe(self) -> dict[str, Any]:
+        """What encodes, and whether it `is_ready`; raises FxSplitError where it is lost."""
+        ...
+
+
+class Metrics(Protocol):
+    """What counts requests."""
+
+    def add_request(self, status: int, seconds: float) -> None:
+        """Count an answer."""
+        ...
+
+    def add_refused(self) -> None:
+        """Count an item that was refused."""
+        ...
+
+    async def exposition(self) -> str:
+        """All counts in Prometheus' text format."""
+        ...
+
+
+class LocalBackend:
+    """Encoders in this process."""
+
+    def __init__(self, encoder: QueuedEncoder, timeout_s: float, threads: ThreadPoolExecutor) -> None:
+        self._encoder = encoder
+        self._timeout_s = timeout_s
+        self._threads = threads
+
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+        """As of `Backend`; cancelling it cancels the items that wait."""
+        futures: list[Any] = []
+
+        def submit() -> int:
+            tokens = 0
+            for item in items:
+                future, count = self._encoder.submit(item, tenant, self._timeout_s)
+                futures.append(future)
+                tokens += count
+            return tokens
+
+        try:
+            tokens = await asyncio.get_running_loop().run_in_executor(self._threads, submit)
+            waiting = map(asyncio.wrap_future, futures)
+            return list(await asyncio.gather(*waiting, return_exceptions=True)), tokens
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+    async def describe(self) -> dict[str, Any]:
+        """Device, dtype, batches and counts."""
+        if not self._encoder.queue.is_alive:
+            raise InputError("the encoder is lost; see the log")
+        first = self._encoder.first
+        return {
+            "is_ready": self._encoder.is_ready,
+            "devices": [str(encoder.device) for encoder in self._encoder.encoders],
+            "dtype": str(first.dtype).removeprefix("torch."),
+            "pooling": first.pooling,
+            "max_batch_tokens": self._encoder.max_batch_tokens,
+            "items": self._encoder.queue.stats().encoded,
+        }
+
+
+class Application:
+    """Answers `POST /v1/embeddings`, and `GET` of /v1/models, /health, /ready and /metrics.
+
+    Args:
+        settings: limits, and the form of embeddings.
+        preparer: of the checkpoint.
+        backend: encodes.
+        metrics: counts requests.
+        threads: for parsing, decoding and writing.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        preparer: ImagePreparer,
+        backend: Backend,
+        metrics: Metrics,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self.settings = settings
+        self._preparer, self._backend, self._metrics, self._threads = preparer, backend, metrics, threads
+        pooling, self._is_normalized = resolved_form(settings)
+        checkpoint = Checkpoint.locate(settings.model)
+        takes_text = read_family(checkpoint)[0].text is not None and pooling == "model"
+        self._tokenizer = Tokenizer(checkpoint) if takes_text and has_tokenizer(checkpoint) else None
+        self.num_requests = self.pending_bytes = 0
+        self.is_draining = False
+        """Whether it is about to end, which /ready tells."""
+
+        endpoints: list[tuple[str, str, Endpoint]] = [
+            ("POST", "/v1/embeddings", self._embed),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/health", self._health),
+            ("GET", "/ready", self._ready),
+            ("GET", "/metrics", self._expose),
+        ]
+        self.paths = [path for _, path, _ in endpoints]
+        self.app = Starlette(
+            routes=[
+                Route(path, self._answering(own, path.startswith("/v1/")), methods=[method])
+                for method, path, own in endpoints
+            ],
+            exception_handlers={HTTPException: self._refuse_path},
+        )
+
+    def _answering(self, endpoint: Endpoint, is_private: bool) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            begin = time.perf_counter()
+            response = await self._answer(endpoint, request, is_private)
+            self._metrics.add_request(response.status_code, time.perf_counter() - begin)
+            return response
+
+        return answer
+
+    async def _answer(self, endpoint: Endpoint, request: Request, is_private: bool) -> Response:
+        try:
+            if is_private and self.settings.api_key is not None:
+                self._check_key(request, self.settings.api_key)
+            return await endpoint(request)
+        except RequestError as error:
+            return error.response()
+        except ClientDisconnect:
+            return Response(status_code=_GONE)
+        except Exception as error:
+            logger.exception("a request failed")
+            return RequestError(500, "internal", f"{type(error).__name__}: see the log").response()
+
+    async def _refuse_path(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        kind = "not_found" if error.status_code == 404 else "method_not_allowed"
+        message = f"{error.detail}; there are {', '.join(self.paths)}"
+        return RequestError(error.status_code, kind, message, headers=error.headers).response()
+
+    def _check_key(self, request: Request, key: str) -> None:
+        given = request.headers.get("authorization", "").encode()
+        if not secrets.compare_digest(given, f"Bearer {key}".encode()):
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise RequestError(401, "unauthorized", "Authorization: expected Bearer KEY", headers=headers)
+
+    # --- paths
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "fxsplit_encoder"}
+        return json_response({"object": "list", "data": [model]})
+
+    async def _health(self, request: Request) -> Response:
+        try:
+            found = await self._backend.describe()
+        except FxSplitError as error:
+            raise self._refusal(str(error), 503) from error
+        status = "ok" if found["is_ready"] else "starting"
+        running = {"requests": self.num_requests, "pending_bytes": self.pending_bytes}
+        return json_response({"status": status, "model": self.settings.name, **running, "encoder": found})
+
+    async def _ready(self, request: Request) -> Response:
+        if self.is_draining:
+            raise self._refusal("the service ends", 503)
+        try:
+            is_ready = (await self._backend.describe())["is_ready"]
+        except FxSplitError as error:
+            raise self._refusal(str(error), 503) from error
+        if not is_ready:
+            raise self._refusal("the encoder starts", 503)
+        return json_response({"status": "ready"})
+
+    async def _expose(self, request: Request) -> Response:
+        text = await self._metrics.exposition()
+        return Response(text, 200, media_type="text/plain; version=0.0.4")
+
+    async def _embed(self, request: Request) -> Response:
+        async with self._body(request) as body:
+            self._check_load()
+            self.num_requests += 1
+            try:
+                return await self._while_connected(request, self._embed_body(request, body))
+            finally:
+                self.num_requests -= 1
+
+    def _check_load(self) -> None:
+        if self.num_requests >= self.settings.max_requests:
+            raise self._refusal(f"the service is busy; ask again in {self.settings.retry_after_s} s")
+
+    def _refusal(self, message: str, status: int | None = None) -> RequestError:
+        headers = {"Retry-After": str(self.settings.retry_after_s)}
+        return RequestError(status or self.settings.refusal_status, "overloaded", message, headers=headers)
+
+    # --- bodies
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """The body, whose bytes count as pending until the request is answered."""
+        body = _Body()
+        try:
+            try:
+                async with asyncio.timeout(self.settings.body_timeout_s):
+                    await self._read(request, body)
+            except TimeoutError:
+                limit = f"within {self.settings.body_timeout_s:g} s, the limit body_timeout_s"
+                raise RequestError(
+                    408, "timeout", f"body: expected all of it {limit}", headers=_CLOSE
+                ) from None
+            except RequestError:
+                await self._discard(request, body)
+                raise
+            yield b"".join(body.chunks)
+        finally:
+            self.pending_bytes -= body.size
+
+    async def _read(self, request: Request, body: _Body) -> None:
+        self._check_load()
+        self._check_size(_declared(request))
+        while not body.is_whole:
+            chunk = await body.receive(request)
+            self._check_size(body.size + len(chunk))
+            if self.pending_bytes + len(chunk) > self.settings.max_pending_bytes:
+                raise self._refusal("the bodies that came take all memory for them")
+            self.pending_bytes += len(chunk)
+            body.size += len(chunk)
+            body.chunks.append(chunk)
+
+    async def _discard(self, request: Request, body: _Body) -> None:
+        """Read the rest of a body that is refused, if it is not too long: a connection that is closed before
+        is reset, and its client does not see the answer.
+        """
+        left = self.settings.max_request_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.body_timeout_s):
+                while left >= 0 and not body.is_whole:
+                    left -= len(await body.receive(request))
+
+    def _check_size(self, size: int) -> None:
+        if size > self.settings.max_request_bytes:
+            limit = f"expected at most {self.settings.max_request_bytes} bytes, the limit max_request_bytes"
+            message = f"body: {limit}; got {size} or more"
+            raise RequestError(413, "too_large", message, headers=_CLOSE)
+
+    async def _while_connected(self, request: Request, work: Awaitable[Response]) -> Response:
+        """The answer; the work is cancelled if the client goes before it."""
+        working = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientDisconnect
+            return working.result()
+        finally:
+            gone.cancel()
+            working.cancel()
+
+    # --- items
+
+    async def _embed_body(self, request: Request, body: bytes) -> Response:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        query = request.url.query
+        asked = await self._on_thread(lambda: parse_request(headers, query, body, self.settings))
+        await self._on_thread(lambda: self._check_pixels(asked))
+        items = list(
+            await asyncio.gather(
+                *(self._on_thread(self._preparing(index, each)) for index, each in enumerate(asked.items))
+            )
+        )
+        tenant = asked.user or (request.client.host if request.client else "")
+        try:
+            outcomes, tokens = await self._backend.encode(items, tenant)
+        except FxSplitError as error:
+            raise self._error_of(error, None) from error
+        embeddings = []
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, Exception):
+                self._metrics.add_refused()
+                raise self._error_of(outcome, index) from outcome
+            embeddings.append(outcome)
+        return await self._on_thread(
+            lambda: embeddings_response(
+                asked, self.settings.name, items, embeddings, tokens, self._is_normalized
+            )
+        )
+
+    async def _on_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    def _check_pixels(self, asked: EmbeddingRequest) -> None:
+        pixels = 0
+        for index, source in enumerate(asked.items):
+            if isinstance(source, bytes):
+                pixels += _or_refused(index, lambda source=source: self._preparer.measure(source))  # type: ignore[misc]
+            if pixels > self.settings.max_request_pixels:
+                most = self.settings.max_request_pixels
+                limit = f"expected at most {most} pixels together, the limit max_request_pixels"
+                raise RequestError(413, "too_large", f"images: {limit}; got {pixels} or more", index)
+
+    def _preparing(self, index: int, source: bytes | str) -> Callable[[], Item]:
+        def prepare() -> Item:
+            if isinstance(source, bytes):
+                return _or_refused(index, lambda: self._preparer.load(source))
+            if self._tokenizer is None:
+                message = f"input: {self.settings.name} takes images alone; got a text"
+                raise RequestError(400, "invalid_request", message, index)
+            return PreparedText(self._tokenizer(source))
+
+        return prepare
+
+    def _error_of(self, error: Exception, index: int | None) -> Exception:
+        if isinstance(error, InputError):
+            return RequestError(422, "unencodable_image", str(error), index)
+        if isinstance(error, FxSplitError) and error.retryable:
+            return self._refusal(f"{error}; ask again in {self.settings.retry_after_s} s")
+        return error
+
+
+def _or_refused(index: int, load: Callable[[], T]) -> T:
+    try:
+        return load()
+    except MediaError as error:
+        raise RequestError(422, "undecodable_image", str(error), index) from None
+
+
+@dataclass
+class _Body:
+    """A body as it arrives."""
+
+    chunks: list[bytes] = field(default_factory=list)
+    size: int = 0
+    is_whole: bool = False
+
+    async def receive(self, request: Request) -> bytes:
+        """The next bytes of it.
+
+        Raises:
+            ClientDisconnect: there will be none.
+        """
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        self.is_whole = not message.get("more_body", False)
+        chunk: bytes = message.get("body", b"")
+        return chunk
+
+
+def _declared(request: Request) -> int:
+    declared = request.headers.get("content-length", "0")
+    return int(declared) if declared.isdecimal() and len(declared) < 20 else 0
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    """Threads for parsing, decoding and writing: one a CPU."""
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")

@@ -1,0 +1,149 @@
+"""NVIDIA Dynamo's custom vision encoder: images of many requests through one manager, in a worker of vLLM.
+
+Imported where the worker runs, which has `dynamo` and vLLM; elsewhere the import fails.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from dynamo.vllm.multimodal_utils.custom_encoder import (
+    Preprocessed,
+    Qwen3VLImageEncoding,
+    VisionEncoderBackend,
+)
+from PIL import Image
+from torch import Tensor
+
+from fxsplit_encoder.errors import ConfigError, InputError, MediaError
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.service.encoder import ImageEncoder, PreparedImage
+from fxsplit_encoder.service.settings import ServingSettings
+
+_GRID = "image_grid_thw"
+# Language models to which Dynamo hands embeddings with their grids, to place them by. Others get rows alone.
+_TAKE_GRIDS = {
+    f"{name}ForConditionalGeneration" for name in ("Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
+}
+
+
+class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo's class, not installed here
+    """What `--custom-encoder-class` names, as it is or as the base of a class that sets these attributes.
+
+    Dynamo joins all images that wait, or up to `max_batch_cost` output tokens, and the manager packs them.
+    """
+
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Fields of `ServingSettings`; `model` is the model that Dynamo serves unless it is given."""
+
+    image_token_id: int | None = None
+    """The token that stands for an image in prompts. Language models without images of their own need it."""
+
+    preprocess_concurrency = 4
+    """Threads that decode and prepare images."""
+
+    def __init__(self) -> None:
+        self._encoder: ImageEncoder | None = None
+        self._takes_grids = False
+        self._resolved = self._settings_for("served")  # wrong ones are refused before anything is loaded
+
+    @property
+    def buckets(self) -> Sequence[int] | None:
+        """Output tokens of every capture, ascending; before `build` those of the settings. None: there are
+        none, or several paths have a ladder each, of which one number does not choose.
+        """
+        if self._encoder is None:
+            config = self._resolved.config
+            return (config and config.token_budgets) or None
+        ladders = list(self._encoder.manager.budget_graphs.values())
+        return (sorted(ladders[0]) or None) if len(ladders) == 1 else None
+
+    def build(self, model_id: str) -> None:
+        """Loads the tower, compiles and captures, on the thread that will encode.
+
+        Raises:
+            InputError: the checkpoint or the device is not usable, or the tower has not the grids it needs.
+        """
+        served = Checkpoint.locate(model_id).read_json("config.json") or {}
+        self._takes_grids = bool(_TAKE_GRIDS.intersection(served.get("architectures") or ()))
+        self._resolved = self._settings_for(model_id)
+        encoder = ImageEncoder(self._resolved)
+        if self._takes_grids and _GRID not in encoder.preparer.prepare(Image.new("RGB", (448, 448))).inputs:
+            raise InputError(
+                f"model: expected a tower with grids, as {model_id} has; got {self._resolved.model}"
+            )
+        self._encoder = encoder
+
+    def fetch(self, url: str) -> bytes:
+        """The bytes of an image, on any thread. Override it to serve URLs that are not `data:`.
+
+        Raises:
+            MediaError: another URL, or no base64 within the limit of bytes.
+        """
+        scheme, _, rest = url.partition(":")
+        header, comma, data = rest.partition(",")
+        if scheme != "data" or not comma or not header.endswith(";base64"):
+            raise MediaError("image: expected a data URL of base64, data:image/...;base64,...")
+        if len(data) // 4 * 3 > self._resolved.max_image_bytes + 2:
+            raise MediaError(f"image: expected at most {self._resolved.max_image_bytes} bytes")
+        try:
+            return base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            raise MediaError("image: its data URL does not hold base64") from None
+
+    def preprocess(self, raw: str) -> Preprocessed:
+        """One image's URL to the tower's inputs on the host, and its output tokens; on any thread.
+
+        Raises:
+            InputError: this image cannot be encoded, which Dynamo tells its sender.
+        """
+        image = self._built().preparer.load(self.fetch(raw))
+        return Preprocessed(item=image, cost=self._built().count_tokens(image))
+
+    def forward_batch(
+        self, items: Sequence[PreparedImage], target_bucket: int | None = None
+    ) -> list[Tensor | Qwen3VLImageEncoding]:
+        """Encodes what `preprocess` made, on the thread that built. `target_bucket` is one of `buckets`, or
+        None; either way the manager chooses among its captures.
+
+        Returns:
+            For every item (output tokens, hidden) on the host, in the tower's dtype; grids where they belong.
+
+        Raises:
+            RuntimeError: an image does not fit in memory, or no such bucket. All requests of the batch fail.
+        """
+        encoder = self._built()
+        if target_bucket is not None and target_bucket not in (self.buckets or ()):
+            raise RuntimeError(f"target_bucket: expected one of {self.buckets}; got {target_bucket}")
+        artifacts = []
+        for item, result in zip(items, encoder.encode(items), strict=True):
+            if isinstance(result, InputError):  # a ValueError would blame the senders of all the others too
+                raise RuntimeError(f"an image of the batch was not encoded: {result}") from result
+            artifacts.append(self._artifact(item, torch.from_numpy(result).to(encoder.dtype)))
+        return artifacts
+
+    def close(self) -> None:
+        """Releases captures and weights, on the thread that built."""
+        if self._encoder is not None:
+            self._encoder.manager.clear()
+            self._encoder = None
+
+    def _artifact(self, item: PreparedImage, rows: Tensor) -> Tensor | Qwen3VLImageEncoding:
+        if not self._takes_grids:
+            return rows
+        return Qwen3VLImageEncoding(embeddings=rows, grid_thw=tuple(item.inputs[_GRID][0].tolist()))
+
+    def _built(self) -> ImageEncoder:
+        if self._encoder is None:
+            raise RuntimeError("the encoder is not built, or closed")
+        return self._encoder
+
+    def _settings_for(self, model_id: str) -> ServingSettings:
+        settings = ServingSettings(**{"model": model_id, **self.settings})
+        if settings.output_dtype != "float32":
+            raise ConfigError("output_dtype: leave it out; embeddings have the tower's dtype, set by `dtype`")
+        return settings

@@ -1,0 +1,453 @@
+"""Images and texts to embeddings: a tower's inputs on the host, batches on its device, encoders on a queue.
+
+A batch is launched, which returns as soon as the device has its work, and waited for on another thread; both
+ways go through pinned memory. So the device has the next batch before the last one is fetched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.encode_queue import EncodeQueue
+from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
+from fxsplit_encoder.media import MediaSettings, load_image, measure_image
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.load import load_tower, read_family
+from fxsplit_encoder.models.media import normalization_of, pixel_table
+from fxsplit_encoder.models.prepare import Prepared
+from fxsplit_encoder.models.text import TextEncoder, Tokenizer
+from fxsplit_encoder.service.settings import ImageEncoderSettings, Pooling
+from fxsplit_encoder.towers.inputs import PixelValues
+
+logger = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+
+Result = Array | InputError
+"""An embedding, (rows, width), or why an item has none."""
+
+_PROBE = (448, 448)
+_IMAGES_WITHOUT_BUDGET = 16
+_MOST_TEXTS = 64
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """One image as the tower takes it, on the host.
+
+    ``inputs`` are the tower's keyword arguments for this image alone. Those of uint8 are pixels, which the
+    encoder normalizes by ``ImagePreparer.values``; floats are pixels that are normalized already; integers
+    are grids and counts. ``layout`` says how the image was cut: "grid", "tiles" or "crops".
+    """
+
+    inputs: Mapping[str, Array]
+    layout: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """The token ids of one text."""
+
+    tokens: tuple[int, ...]
+
+
+Item = PreparedImage | PreparedText
+Observe = Callable[[Sequence[Array], float], None]
+
+
+class ImagePreparer:
+    """Decodes images and prepares them for the tower of a checkpoint, whose weights it does not read.
+
+    Args:
+        settings: the checkpoint, and the limits of an image.
+
+    Raises:
+        InputError: the checkpoint has no tower that is known.
+    """
+
+    def __init__(self, settings: ImageEncoderSettings) -> None:
+        self._limits = MediaSettings(
+            max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels, background=settings.background
+        )
+        checkpoint = Checkpoint.locate(settings.model)
+        family, config = read_family(checkpoint)
+        processors = checkpoint.processors()
+        self._whole = family.prepare(config, processors)
+        self._later = family.prepare(config, processors.normalizing_later())
+        self.normalizes_later = pixel_table(self._whole, self._later, "image") is not None
+        """Whether pixels are uint8. Else this checkpoint's are not what `values` makes of them."""
+
+        self.values: NDArray[np.float32] = normalization_of(self._whole).values()
+        """(channels, 256): what the encoder makes of each value of each channel."""
+
+    def measure(self, media: bytes) -> int:
+        """The pixels of an encoded image, by its header.
+
+        Raises:
+            MediaError: it has none, or is beyond a limit.
+        """
+        width, height = measure_image(media, self._limits)
+        return width * height
+
+    def load(self, media: bytes | memoryview | Array) -> PreparedImage:
+        """An encoded image, the first of several in a file; or pixels of uint8, (height, width) or with 1, 3
+        or 4 channels.
+
+        Raises:
+            MediaError: it cannot be decoded or prepared, or is beyond a limit.
+        """
+        return self.prepare(load_image(media, self._limits))
+
+    def prepare(self, image: Image.Image) -> PreparedImage:
+        """An upright RGB image.
+
+        Raises:
+            MediaError: it cannot be prepared, such as one that is too elongated.
+        """
+        try:
+            if not self.normalizes_later:
+                return _as_arrays(self._whole.image(image))
+            made = _as_arrays(self._later.image(image))
+        except (InputError, ValueError) as error:  # transformers' processors raise the latter
+            raise MediaError(str(error)) from None
+        # Some processors lay whole numbers out as floats.
+        inputs = {name: a.astype(np.uint8) if a.dtype.kind == "f" else a for name, a in made.inputs.items()}
+        return PreparedImage(inputs, made.layout)
+
+
+def _as_arrays(prepared: Prepared) -> PreparedImage:
+    return PreparedImage({name: t.numpy() for name, t in prepared.tensors.items()}, prepared.layout)
+
+
+def upload(images: Sequence[PreparedImage], values: PixelValues, device: torch.device) -> dict[str, Any]:
+    """The tower's `mm_kwargs` of some images: pixels on the device, grids and counts on the host."""
+    return {
+        name: _upload([image.inputs[name] for image in images], values, device) for name in images[0].inputs
+    }
+
+
+def _upload(arrays: Sequence[Array], values: PixelValues, device: torch.device) -> Tensor:
+    kind = arrays[0].dtype.kind
+    if kind not in "fu":
+        return torch.from_numpy(np.concatenate(arrays))
+    shape = sum(len(array) for array in arrays), *arrays[0].shape[1:]
+    dtype = torch.uint8 if kind == "u" else torch.float32
+    host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    np.concatenate(arrays, out=host.numpy())
+    pixels = host.to(device, non_blocking=True)
+    return values(pixels) if kind == "u" else pixels
+
+
+@dataclass(frozen=True)
+class Download:
+    """Embeddings that are being copied to the host."""
+
+    rows: Tensor
+    """(rows of all images, width), on the host."""
+    counts: Sequence[int]
+    """Rows of every image."""
+    done: torch.cuda.Event | None
+    """None: they are there."""
+
+    @classmethod
+    def start(cls, joined: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Download:
+        """Begin to copy embeddings, (rows of all, width)."""
+        joined = joined.to(dtype)
+        if not joined.is_cuda:
+            return cls(joined, counts, None)
+        host = torch.empty(joined.shape, dtype=dtype, device="cpu", pin_memory=True)
+        host.copy_(joined, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(joined.device))
+        return cls(host, counts, done)
+
+    def wait(self) -> None:
+        """Return once they are there."""
+        if self.done is not None:
+            self.done.synchronize()
+
+    def embeddings(self) -> list[Array]:
+        """The embedding of every image, (rows, width), once all of them are there."""
+        self.wait()
+        return np.split(self.rows.numpy(), np.cumsum(self.counts)[:-1])
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A batch that the device works on."""
+
+    parts: Sequence[tuple[Sequence[int], Download]]
+    """Places of items in the batch, and their embeddings."""
+    observe: Observe
+    begin: float = field(default_factory=time.perf_counter)
+
+    def wait(self) -> list[Result | Exception]:
+        """The embedding of every item, in order."""
+        found: dict[int, Array] = {}
+        for places, download in self.parts:
+            found.update(zip(places, download.embeddings(), strict=True))
+        embeddings = [found[place] for place in sorted(found)]
+        self.observe(embeddings, time.perf_counter() - self.begin)
+        return [*embeddings]
+
+
+class ImageEncoder:
+    """Loads a tower; then captures and encodes, on one thread.
+
+    Args:
+        settings: checkpoint, device, captures, and the form of embeddings.
+        preparer: of the same checkpoint, where the caller has one.
+        captures: whether captures are made now, or by `start`.
+        observe: called with the embeddings of each batch and its seconds.
+
+    Raises:
+        InputError: the checkpoint or the device is not usable, or the model has no vector of its own.
+    """
+
+    def __init__(
+        self,
+        settings: ImageEncoderSettings,
+        preparer: ImagePreparer | None = None,
+        *,
+        captures: bool = True,
+        observe: Observe = lambda embeddings, seconds: None,
+    ) -> None:
+        self.settings = settings
+        self.device = settings.resolved_device()
+        self.dtype = settings.resolved_dtype(self.device)
+        self.preparer = preparer or ImagePreparer(settings)
+        self._observe = observe
+        checkpoint = Checkpoint.locate(settings.model)
+        family = read_family(checkpoint)[0]
+        self.pooling, self.normalizes = resolved_form(settings)
+        own = family.pooled if self.pooling == "model" else family
+        assert own is not None
+        self._trims = own.pads_rows
+        self._values = PixelValues(self.preparer.values, self.dtype, self.device)
+        probe = self.preparer.prepare(Image.new("RGB", _PROBE))
+        side = None if own.spec is None else probe.inputs["pixel_values"].shape[-1]
+        tower = own.wrap(load_tower(checkpoint, self.dtype, self.device, own), side)
+        self.manager = fx.EncoderCudaGraphManager(tower, settings.resolved_config(self.device))
+        self.texts: TextEncoder | None = None
+        if family.text is not None and self.pooling == "model" and has_tokenizer(checkpoint):
+            self.texts = TextEncoder(checkpoint, self.dtype, self.device, Tokenizer(checkpoint).padding_id)
+        all_planned = self.manager.planned_captures().captures
+        planned = [each.key.budget for each in all_planned if each.pruned is None]
+        self.max_batch_tokens = max(planned, default=_IMAGES_WITHOUT_BUDGET * self.count_tokens(probe))
+        """Output tokens of the largest capture, or without captures of some images."""
+        if captures:
+            self.start()
+
+    def start(self) -> None:
+        """Capture, on the thread that will encode."""
+        if not self.manager.is_captured():
+            self.manager.capture()
+        for report in self.manager.reports:
+            logger.warning("%s: %s", self.settings.model, report)
+
+    def count_tokens(self, item: Item) -> int:
+        """Rows of an item's output before pooling; nothing is encoded. From any thread.
+
+        Raises:
+            InputError: the tower does not take these inputs.
+        """
+        if isinstance(item, PreparedText):
+            return max(1, self.max_batch_tokens // _MOST_TEXTS)
+        specs = self.manager.tower.get_encoder_cudagraph_item_specs(_host_inputs(item))
+        return sum(spec.output_tokens for spec in specs)
+
+    def encode(self, items: Sequence[Item]) -> list[Result]:
+        """The embedding of every item, in order; for one that the tower refuses, or that alone does not fit
+        in memory, the error.
+
+        Raises:
+            Exception: what else goes wrong concerns all of them.
+        """
+        if not items:
+            return []
+        try:
+            return [*self.launch(items).wait()]  # type: ignore[list-item]  # errors are raised
+        except (InputError, torch.OutOfMemoryError) as error:
+            if len(items) > 1:
+                half = len(items) // 2
+                return self.encode(items[:half]) + self.encode(items[half:])
+            assert isinstance(error, InputError)
+            return [error]
+
+    def launch(self, items: Sequence[Item]) -> Launched:
+        """Begin to encode a batch; on a GPU it returns before the device is done.
+
+        Raises:
+            InputError: an item is refused; of a single one, that it does not fit in memory too.
+            OutOfMemoryError: several items do not fit in memory together.
+            EncoderLostError: the device can be used no more.
+        """
+        images = [(place, item) for place, item in enumerate(items) if isinstance(item, PreparedImage)]
+        texts = [(place, item) for place, item in enumerate(items) if isinstance(item, PreparedText)]
+        try:
+            parts = []
+            if images:
+                parts.append(([place for place, _ in images], self._launch([image for _, image in images])))
+            if texts:
+                tokens = [text.tokens for _, text in texts]
+                parts.append(([place for place, _ in texts], self._launch_texts(tokens)))
+            return Launched(parts, self._observe)
+        except torch.OutOfMemoryError as error:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # so that halves of the batch have the memory that it had
+            if len(items) > 1:
+                raise
+            raise InputError(f"out of memory: {error}") from error
+        except RuntimeError as error:
+            self._check_device(error)
+            raise
+
+    def close(self) -> None:
+        """Release the captures, on the thread that made them."""
+        self.manager.clear()
+
+    def _launch(self, images: Sequence[PreparedImage]) -> Download:
+        rows = self.manager.execute(upload(images, self._values, self.device))
+        assert len(rows) == len(images)
+        if self._trims:
+            rows = [each[: int(np.prod(i.layout["grid"]))] for each, i in zip(rows, images, strict=True)]
+        if self.pooling == "mean":
+            rows = [each.mean(dim=0, keepdim=True, dtype=torch.float32) for each in rows]
+        return self._download(torch.cat(rows), [len(each) for each in rows])
+
+    def _launch_texts(self, tokens: Sequence[tuple[int, ...]]) -> Download:
+        if self.texts is None:
+            raise InputError(f"text: {self.settings.model} has no text tower, or is not pooled by it")
+        return self._download(self.texts(tokens), [1] * len(tokens))
+
+    def _download(self, joined: Tensor, counts: Sequence[int]) -> Download:
+        if self.normalizes:
+            joined = normalize(joined.float(), dim=-1)
+        return Download.start(joined, counts, getattr(torch, self.settings.output_dtype))
+
+    def _check_device(self, error: RuntimeError) -> None:
+        """Raise EncoderLostError if an error of the device has made it unusable."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:
+                raise EncoderLostError(f"{self.device}: {error}") from error
+
+
+def resolved_form(settings: ImageEncoderSettings) -> tuple[Pooling, bool]:
+    """Pooling, and whether embeddings are normalized, where the settings leave that to the model.
+
+    Raises:
+        InputError: the model has no vector of its own.
+    """
+    family, _ = read_family(Checkpoint.locate(settings.model))
+    pooling: Pooling | None = settings.pooling
+    if pooling == "model" and family.pooled is None:
+        raise InputError(f"pooling: {settings.model} has no vector of its own; use mean or none")
+    pooling = pooling or ("mean" if family.pooled is None else "model")
+    normalizes: bool | None = settings.normalize
+    return pooling, pooling != "none" if normalizes is None else normalizes
+
+
+def has_tokenizer(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has the files of a tokenizer, without which its text tower is of no use."""
+    return any(checkpoint.find(name) is not None for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
+def _host_inputs(image: PreparedImage) -> dict[str, Any]:
+    # Of pixels, which are refused as uint8, nothing is read but their shape.
+    return {
+        name: torch.from_numpy(array.copy())
+        if array.dtype.kind == "i"
+        else torch.zeros(1, dtype=torch.float32, device="cpu").expand(array.shape)
+        for name, array in image.inputs.items()
+    }
+
+
+class QueuedEncoder:
+    """Encoders, one a device, behind one `EncodeQueue`.
+
+    Args:
+        settings: of the encoders.
+        devices: where they encode; None: that of the settings.
+        max_batch_tokens: output tokens of a batch; None: `budgets_per_batch` times the largest capture's.
+        observe: called with the embeddings of each batch and its seconds, on a thread of an encoder.
+
+    Raises:
+        InputError: the checkpoint or a device is not usable.
+    """
+
+    def __init__(
+        self,
+        settings: ImageEncoderSettings,
+        devices: Sequence[str] | None = None,
+        *,
+        max_batch_tokens: int | None = None,
+        budgets_per_batch: int = 1,
+        observe: Observe = lambda embeddings, seconds: None,
+    ) -> None:
+        self.encoders: list[ImageEncoder] = []
+        for device in devices or [settings.device]:
+            own = settings.model_copy(update={"device": device})
+            preparer = self.encoders[0].preparer if self.encoders else None
+            self.encoders.append(ImageEncoder(own, preparer, captures=False, observe=observe))
+        self.first = self.encoders[0]
+        self.max_batch_tokens = max_batch_tokens or budgets_per_batch * self.first.max_batch_tokens
+        self.queue: EncodeQueue[Item, Array] = EncodeQueue(self.max_batch_tokens)
+        self.started = [self.queue.add_worker(each.launch, each.start, each.close) for each in self.encoders]
+
+    def wait_started(self) -> None:
+        """Return once every encoder has captured; raises what one of them raised."""
+        for started in self.started:
+            started.result()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an encoder has captured, and takes items."""
+        return self.queue.is_alive and any(started.done() for started in self.started)
+
+    def submit(
+        self, item: Item, tenant: str = "", timeout_s: float | None = None
+    ) -> tuple[Future[Array], int]:
+        """The future embedding of an item, and its output tokens before pooling.
+
+        Raises:
+            InputError: the tower does not take it.
+            QueueFullError, QueueClosedError, EncoderLostError: as `EncodeQueue.submit`.
+        """
+        tokens = self.first.count_tokens(item)
+        cost = min(tokens, self.max_batch_tokens)
+        return self.queue.submit(item, cost, tenant=tenant, timeout_s=timeout_s), tokens
+
+    def encode(self, items: Sequence[Item]) -> list[Result]:
+        """The embedding of every item, in order, or the InputError that concerns it alone.
+
+        Raises:
+            Exception: what else goes wrong.
+        """
+        futures = [self.submit(item)[0] for item in items]
+        return [_result(future) for future in futures]
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the encoders once all that was submitted is encoded."""
+        self.queue.close(timeout_s=timeout_s)
+
+
+def _result(future: Future[Array]) -> Result:
+    try:
+        return future.result()
+    except InputError as error:
+        return error

@@ -1,0 +1,360 @@
+"""Requests for embeddings as OpenAI's clients, Jina's, and forms have them; answers and errors as JSON.
+
+Everything here is a function of bytes, so that it runs on any thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.datastructures import QueryParams
+from starlette.responses import Response
+
+from fxsplit_encoder.messages import names_of, shown
+from fxsplit_encoder.service.encoder import Array, Item, PreparedImage
+from fxsplit_encoder.service.settings import ServiceSettings
+
+Encoding = Literal["float", "base64", "npy"]
+Source = bytes | str
+"""An encoded image, or a text."""
+
+_NPY = "application/x-npy"
+_ITEMS = ("image", "images", "input")
+_OPTIONS = ("dimensions", "encoding_format", "modality", "model", "user")
+
+# Of one JSON body: a value takes up to a hundred times its bytes.
+_MOST_VALUES = 1 << 20
+_MOST_FIELD_BYTES = 1 << 10
+
+
+class RequestError(Exception):
+    """A request that is answered by an error."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        index: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, kind, message, index, headers)
+        self.status, self.kind, self.message, self.index = status, kind, message, index
+        self.headers = headers or {}
+
+    def response(self) -> Response:
+        """The error as JSON."""
+        content: dict[str, Any] = {"type": self.kind, "message": self.message}
+        if self.index is not None:
+            content["index"] = self.index
+        return json_response({"error": {**content, "code": self.status}}, self.status, self.headers)
+
+
+def _invalid(message: str, index: int | None = None) -> RequestError:
+    return RequestError(400, "invalid_request", message, index)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """What is to be encoded, and how it is answered."""
+
+    items: list[Source]
+    encoding: Encoding = "float"
+    dimensions: int | None = None
+    user: str = ""
+
+
+def parse_request(
+    headers: Mapping[str, str], query: str, body: bytes, settings: ServiceSettings
+) -> EmbeddingRequest:
+    """Read a request in one of three forms: JSON, multipart, or an image as it is.
+
+    Args:
+        headers: by names in small letters.
+        query: after the path's question mark.
+        body: whole.
+        settings: the limits.
+
+    Raises:
+        RequestError: it is malformed, or has more items than allowed.
+    """
+    kind, parameters = parse_options_header(headers.get("content-type", ""))
+    fields: dict[str, Any] = dict(QueryParams(query))
+    _check_names(fields, _OPTIONS)
+    if kind == b"multipart/form-data":
+        files, own = _read_form(body, parameters.get(b"boundary", b""), settings)
+        items: list[Source] = [*files]
+        _check_names(own, _OPTIONS)
+        fields |= own
+    elif kind == b"application/json":
+        own = _read_json(body)
+        _check_names(own, (*_ITEMS, *_OPTIONS))
+        items = _items_of(own, settings)
+        fields |= own
+    elif kind.startswith(b"image/") or kind == b"application/octet-stream":
+        items = [body]
+    else:
+        expected = "multipart/form-data, application/json, image/* or application/octet-stream"
+        given = kind.decode("latin-1")
+        raise RequestError(415, "unsupported_media_type", f"expected {expected}; got {given or 'nothing'}")
+    if not 1 <= len(items) <= settings.max_items_per_request:
+        most = settings.max_items_per_request
+        raise _invalid(f"items: expected 1 to {most} of them; got {len(items)}")
+    _check_model(fields.get("model"), settings)
+    user = fields.get("user", "")
+    if not isinstance(user, str):
+        raise _invalid(f"user: expected a text; got {shown(user)}")
+    encoding = _encoding_of(fields.get("encoding_format"), headers, items)
+    return EmbeddingRequest(items, encoding, _dimensions_of(fields.get("dimensions")), user)
+
+
+def _check_names(fields: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    if unknown := sorted(fields.keys() - {*allowed}):
+        raise _invalid(f"expected {', '.join(sorted(allowed))}; got {names_of(unknown)}")
+
+
+def _check_model(model: object, settings: ServiceSettings) -> None:
+    if model is not None and model != settings.name:
+        message = f"model: expected {settings.name}; got {shown(model)}"
+        raise RequestError(404, "model_not_found", message)
+
+
+def _encoding_of(named: object, headers: Mapping[str, str], items: Sequence[Source]) -> Encoding:
+    if named is None:
+        named = "npy" if _NPY in headers.get("accept", "") else "float"
+    for known in get_args(Encoding):
+        if named == known:
+            if known == "npy" and len(items) > 1:
+                raise _invalid(f"npy holds one embedding; got {len(items)} items")
+            encoding: Encoding = known
+            return encoding
+    raise _invalid(f"encoding_format: expected one of {', '.join(get_args(Encoding))}; got {shown(named)}")
+
+
+def _dimensions_of(given: object) -> int | None:
+    if isinstance(given, str) and given.isdecimal() and len(given) < 10:  # of a form or the query
+        given = int(given)
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
+        return given
+    raise _invalid(f"dimensions: expected an integer of at least 1; got {shown(given)}")
+
+
+# --- JSON
+
+
+def _read_json(body: bytes) -> dict[str, Any]:
+    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:
+        raise _invalid(f"body: expected at most {_MOST_VALUES} values")
+    try:
+        fields = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # integers of too many digits raise the former
+        raise _invalid(f"body: not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise _invalid(f"body: expected a JSON object; got {shown(fields)}")
+    return fields
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _items_of(fields: Mapping[str, Any], settings: ServiceSettings) -> list[Source]:
+    given = [name for name in _ITEMS if name in fields]
+    if len(given) > 1:
+        raise _invalid(f"expected {' or '.join(given)}; got {'both' if len(given) == 2 else 'all'}")
+    if not given:
+        return []
+    name, value = given[0], fields[given[0]]
+    if name == "images" and not isinstance(value, list):
+        raise _invalid(f"images: expected a list; got {shown(value)}")
+    modality = fields.get("modality", "text" if name == "input" else "image")
+    if modality not in ("text", "image"):
+        raise _invalid(f"modality: expected text or image; got {shown(modality)}")
+    values = value if isinstance(value, list) else [value]
+    if len(values) > settings.max_items_per_request:
+        most = settings.max_items_per_request
+        raise _invalid(f"{name}: expected 1 to {most} of them; got {len(values)}")
+    return [_item_of(index, each, modality, settings) for index, each in enumerate(values)]
+
+
+def _item_of(index: int, value: object, modality: str, settings: ServiceSettings) -> Source:
+    if isinstance(value, dict):
+        names = sorted(map(str, value))
+        if names not in (["image"], ["text"]):
+            raise _invalid(f"input: expected an object with image or text; got {names_of(names)}", index)
+        modality, value = names[0], value[names[0]]
+    elif isinstance(value, str) and value.startswith("data:image/"):
+        modality = "image"
+    if modality == "image":
+        return _from_base64(index, value)
+    if not isinstance(value, str):
+        raise _invalid(f"input: expected a text, a data URL or an object; got {shown(value)}", index)
+    if len(value) > settings.max_text_characters:
+        most = settings.max_text_characters
+        raise _invalid(f"input: expected at most {most} characters; got {len(value)}", index)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _invalid("input: expected a text of Unicode; got half a surrogate pair", index) from None
+    return value
+
+
+def _from_base64(index: int, text: object) -> bytes:
+    if isinstance(text, str):
+        header, comma, data = text.partition(",") if text.startswith("data:") else (";base64", ",", text)
+        try:
+            if comma and header.endswith(";base64"):
+                return base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            pass
+    raise _invalid("image: expected base64, or a data URL of it; fetch what a URL names, and send it", index)
+
+
+# --- forms
+
+
+def _read_form(body: bytes, boundary: bytes, settings: ServiceSettings) -> tuple[list[bytes], dict[str, str]]:
+    """The files of a form, and its fields."""
+    if not boundary:
+        raise _invalid("multipart: Content-Type: expected a boundary")
+    form = _Form(settings.max_items_per_request)
+    try:
+        parser = MultipartParser(boundary, form.callbacks())  # type: ignore[arg-type]
+        parser.write(body)
+    except RequestError:
+        raise
+    except ValueError as error:
+        raise _invalid(f"multipart: {error}") from None
+    if not form.is_ended:
+        raise _invalid("multipart: expected the boundary of its end; it was cut off")
+    return form.files, form.fields
+
+
+class _Form:
+    """The parts of a form, as the parser finds them."""
+
+    def __init__(self, most_files: int) -> None:
+        self.files: list[bytes] = []
+        self.fields: dict[str, str] = {}
+        self.is_ended = False
+        self._most_files = most_files
+        self._data, self._name, self._value = bytearray(), bytearray(), bytearray()
+        self._disposition = b""
+
+    def callbacks(self) -> dict[str, Any]:
+        """By the parser's names."""
+        return {
+            "on_part_begin": self._begin,
+            "on_part_data": lambda data, start, end: self._data.extend(data[start:end]),
+            "on_part_end": self._end,
+            "on_header_field": lambda data, start, end: self._name.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_end": self._end_header,
+            "on_end": self._finish,
+        }
+
+    def _begin(self) -> None:
+        self._data, self._disposition = bytearray(), b""
+
+    def _end_header(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+        self._name, self._value = bytearray(), bytearray()
+
+    def _end(self) -> None:
+        options = parse_options_header(self._disposition)[1]
+        if b"filename" in options:
+            if len(self.files) >= self._most_files:
+                raise _invalid(f"multipart: Too many files; expected at most {self._most_files}")
+            self.files.append(bytes(self._data))
+            return
+        if len(self._data) > _MOST_FIELD_BYTES or len(self.fields) > len(_OPTIONS):
+            raise _invalid("multipart: expected few and short fields beside the files")
+        name = options.get(b"name", b"").decode("utf-8", "replace")
+        self.fields[name] = self._data.decode("utf-8", "replace")
+
+    def _finish(self) -> None:
+        self.is_ended = True
+
+
+# --- answers
+
+
+def json_response(
+    content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A JSON object."""
+    body = json.dumps(content, separators=(",", ":"))
+    return Response(body, status, dict(headers or {}), "application/json")
+
+
+def embeddings_response(
+    asked: EmbeddingRequest,
+    model: str,
+    items: Sequence[Item],
+    embeddings: Sequence[Array],
+    tokens: int,
+    is_normalized: bool,
+) -> Response:
+    """The embeddings of all items of a request.
+
+    Args:
+        asked: encoding and dimensions.
+        model: that made them.
+        items: what was encoded.
+        embeddings: (rows, width), row by row; base64 of the little-endian values, npy the array alone.
+        tokens: output tokens of all items before pooling.
+        is_normalized: whether a shortened vector is normalized again.
+
+    Raises:
+        RequestError: more dimensions than there are, or of embeddings of several rows.
+    """
+    embeddings = [_shortened(each, asked.dimensions, is_normalized) for each in embeddings]
+    if asked.encoding == "npy":
+        stream = io.BytesIO()
+        np.save(stream, embeddings[0])
+        return Response(stream.getvalue(), 200, media_type=_NPY)
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": _encoded(embedding, asked.encoding),
+            "shape": list(embedding.shape),
+            "dtype": str(embedding.dtype),
+            **({"layout": item.layout} if isinstance(item, PreparedImage) else {}),
+        }
+        for index, (item, embedding) in enumerate(zip(items, embeddings, strict=True))
+    ]
+    images = sum(isinstance(item, PreparedImage) for item in items)
+    rows = sum(len(embedding) for embedding in embeddings)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "images": images, "rows": rows}
+    return json_response({"object": "list", "model": model, "data": data, "usage": usage})
+
+
+def _shortened(embedding: Array, dimensions: int | None, is_normalized: bool) -> Array:
+    if dimensions is None:
+        return embedding
+    if len(embedding) != 1 or dimensions > embedding.shape[1]:
+        given = f"{dimensions} of {' x '.join(map(str, embedding.shape))}"
+        raise _invalid(f"dimensions: expected at most those of one vector; got {given}")
+    cut = embedding[:, :dimensions]
+    if is_normalized:
+        length = np.linalg.norm(cut.astype(np.float32), axis=1, keepdims=True)
+        cut = (cut / np.maximum(length, 1e-12)).astype(embedding.dtype)
+    return cut
+
+
+def _encoded(embedding: Array, encoding: Encoding) -> object:
+    if encoding == "float":
+        return embedding.reshape(-1).tolist()
+    little = embedding.astype(embedding.dtype.newbyteorder("<"), copy=False)
+    return base64.b64encode(little.tobytes()).decode("ascii")

@@ -1,0 +1,68 @@
+"""A checkpoint behind the connector, its workers actors of a Ray cluster."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.connector import Connector, ConnectorConfig, TowerIdentity
+from fxsplit_encoder.connector.keys import HashName, precision_of
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.connectors import checkpoint_encoder, config_for, row_bytes_of, weightless_tower
+from fxsplit_encoder.models.media import media_processor
+from fxsplit_encoder.service.ray.job import checkpoint_digest
+from fxsplit_encoder.service.ray.ray_encoder import RayEncoder, RayOptions, check_connection
+
+
+def ray_connector(
+    model: str | Path,
+    workers: int,
+    config: str | Path | EncoderConfig | None = None,
+    settings: ConnectorConfig | None = None,
+    options: RayOptions | None = None,
+    *,
+    dtype: str = "auto",
+    hash_name: HashName = "blake3",
+) -> Connector:
+    """A connector that prepares media here and encodes them in actors, for what a checkpoint takes.
+
+    No weights are read here: `checkpoint_digest` identifies features.
+
+    Args:
+        model: a directory that every node sees, or a hub name.
+        workers: actors. They start in the background.
+        config: an `EncoderConfig`, or a YAML file of one, which is read here; None: the defaults, or without
+            GPUs no captures.
+        settings: of the connector.
+        options: of each actor; with num_gpus=0 it encodes on CPUs.
+        dtype: of the towers; auto: bfloat16 on GPUs, float32 without.
+        hash_name: of the function for digests.
+
+    Raises:
+        InputError: Ray is not connected, a file is missing or malformed, it holds no tower that is known, or
+            there is no worker.
+    """
+    check_connection()
+    if workers < 1:
+        raise InputError(f"workers: expected at least one; got {workers}")
+    options = options if options is not None else RayOptions()
+    name, device = str(Path(model).resolve() if Path(model).is_dir() else model), _device_of(options)
+    checkpoint = Checkpoint.locate(name)
+    chosen = config_for(config, torch.device(device))
+    rows = row_bytes_of(checkpoint, device, dtype)
+    make = partial(checkpoint_encoder, name, chosen, device, dtype)
+    digest = bytes.fromhex(checkpoint_digest(name))
+    identity = TowerIdentity(digest, f"{dtype} on {device}", precision_of(chosen))
+    processor = media_processor(weightless_tower(checkpoint), checkpoint, hash_name=hash_name)
+    return Connector(
+        processor, [partial(RayEncoder, make, rows, options)] * workers, settings, identity=identity
+    )
+
+
+def _device_of(options: RayOptions) -> str:
+    """Of an actor, which sees the GPUs that Ray has given it."""
+    return "cuda" if options.num_gpus else "cpu"

@@ -1,0 +1,342 @@
+"""Prepared images and embeddings as columns of Arrow tables, which is what Ray's blocks are.
+
+path, ...   whatever else a row has is kept
+inputs      what the tower takes, as safetensors: pixels of uint8, grids and counts
+layout      how the image was cut, as JSON
+error       why the row has no embedding; null: it has one
+embedding   its values, row by row
+tokens      its rows
+width       its columns
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.data
+from pyarrow import fs
+from safetensors.numpy import save
+
+from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.messages import names_of, shown
+from fxsplit_encoder.service.encoder import Array, ImagePreparer, PreparedImage, QueuedEncoder, Result
+from fxsplit_encoder.service.settings import ImageEncoderSettings
+
+Prepare = Callable[[ImagePreparer], PreparedImage]
+
+# Of rows that are there anyway, a manager packs several budgets better than one by one.
+_BUDGETS_PER_BATCH = 4
+
+_SOURCES = ("bytes", "image", "path")
+_DTYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64, "I32": np.int32}
+
+
+def read_file(path: str) -> bytes:
+    """The contents of a file; raises OSError where it cannot be read."""
+    if "://" not in path:
+        return Path(path).read_bytes()
+    filesystem, inside = fs.FileSystem.from_uri(path)
+    with filesystem.open_input_stream(inside) as stream:
+        data: bytes = stream.read()
+    return data
+
+
+def check_table(batch: object) -> None:
+    """Raises InputError for a batch of another format."""
+    if not isinstance(batch, pa.Table):
+        raise InputError(
+            f'batch_format: expected "pyarrow", whose batches are tables; got {shown(type(batch))}'
+        )
+
+
+def sources(table: pa.Table, read: Callable[[str], bytes]) -> list[Prepare | str]:
+    """What prepares the image of every row; of a row with an error, the error.
+
+    Raises:
+        InputError: the table has none of these columns.
+    """
+    name = next((name for name in _SOURCES if name in table.column_names), None)
+    if name is None:
+        columns = f"one of the columns {', '.join(_SOURCES)}"
+        raise InputError(f"images: expected {columns}; got {names_of(table.column_names)}")
+    errors = errors_of(table)
+    values = _values(table[name])
+    makers: dict[str, Callable[[Any], Prepare | str]] = {
+        "bytes": _from_bytes,
+        "image": _from_pixels,
+        "path": _from_path(read),
+    }
+    make = makers[name]
+    return [error or make(value) for error, value in zip(errors, values, strict=True)]
+
+
+def errors_of(table: pa.Table) -> list[str | None]:
+    """The error of every row."""
+    if "error" not in table.column_names:
+        return [None] * table.num_rows
+    errors: list[str | None] = table["error"].to_pylist()
+    return errors
+
+
+def with_inputs(table: pa.Table, prepared: Sequence[PreparedImage | str]) -> pa.Table:
+    """The table with prepared images, or their errors, in place of encoded or decoded ones."""
+    images = [None if isinstance(each, str) else each for each in prepared]
+    inputs = [None if image is None else save(dict(image.inputs)) for image in images]
+    layouts = [None if image is None else json.dumps(image.layout) for image in images]
+    errors = [each if isinstance(each, str) else None for each in prepared]
+    return _replaced(
+        table,
+        ("bytes", "image"),
+        {
+            "inputs": pa.array(inputs, pa.large_binary()),
+            "layout": pa.array(layouts, pa.string()),
+            "error": pa.array(errors, pa.string()),
+        },
+    )
+
+
+def inputs_of(table: pa.Table) -> list[PreparedImage | str]:
+    """The prepared images, views of the table's memory, or their errors."""
+    rows = zip(_values(table["inputs"]), table["layout"].to_pylist(), errors_of(table), strict=True)
+    return [
+        error or PreparedImage(_unpacked(memoryview(inputs)), json.loads(layout))
+        for inputs, layout, error in rows
+    ]
+
+
+def with_embeddings(table: pa.Table, results: Sequence[Result | str], dtype: str) -> pa.Table:
+    """The table with embeddings, or errors, in place of inputs."""
+    arrays = [each if isinstance(each, np.ndarray) else None for each in results]
+    errors = [None if isinstance(each, np.ndarray) else str(each) for each in results]
+    return _replaced(
+        table,
+        ("inputs",),
+        {
+            "embedding": _lists(arrays, np.dtype(dtype)),
+            "tokens": pa.array([None if a is None else a.shape[0] for a in arrays], pa.int32()),
+            "width": pa.array([None if a is None else a.shape[1] for a in arrays], pa.int32()),
+            "error": pa.array(errors, pa.string()),
+        },
+    )
+
+
+def _replaced(table: pa.Table, old: Sequence[str], new: dict[str, pa.Array]) -> pa.Table:
+    kept = table.drop_columns([name for name in (*old, *new) if name in table.column_names])
+    for name, array in new.items():
+        kept = kept.append_column(name, array)
+    return kept
+
+
+def _lists(arrays: Sequence[Array | None], dtype: np.dtype[Any]) -> pa.Array:
+    """A list per array, null for None."""
+    sizes = [0 if array is None else array.size for array in arrays]
+    flat = [array.reshape(-1) for array in arrays if array is not None]
+    values = pa.array(np.concatenate(flat) if flat else np.zeros(0, dtype))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]), pa.int64())
+    mask = pa.array([array is None for array in arrays], pa.bool_())
+    return pa.LargeListArray.from_arrays(offsets, values, mask=mask)
+
+
+def _values(column: pa.ChunkedArray) -> Iterator[Any]:
+    """The values of a column: buffers of binary ones, arrays of tensors."""
+    for chunk in column.chunks:
+        if pa.types.is_binary(chunk.type) or pa.types.is_large_binary(chunk.type):
+            yield from buffers(chunk)
+        elif isinstance(chunk.type, pa.ExtensionType):
+            yield from chunk.to_numpy(zero_copy_only=False)
+        else:
+            yield from chunk.to_pylist()
+
+
+def buffers(chunk: pa.Array) -> Iterator[pa.Buffer | None]:
+    """The values of a binary array where they lie; Arrow's own scalars are copies."""
+    _, ends, data = chunk.buffers()
+    size = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
+    offsets = np.frombuffer(ends, size)[chunk.offset :].tolist() if len(chunk) else []
+    for index, is_valid in enumerate(chunk.is_valid().to_pylist()):
+        start = offsets[index]
+        yield data.slice(start, offsets[index + 1] - start) if is_valid else None
+
+
+def _unpacked(data: memoryview) -> dict[str, Array]:
+    """Arrays of safetensors, as views."""
+    size = int.from_bytes(data[:8], "little")
+    start = 8 + size
+    return {
+        name: np.frombuffer(
+            data[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]], _DTYPES[entry["dtype"]]
+        ).reshape(entry["shape"])
+        for name, entry in json.loads(bytes(data[8:start])).items()
+        if name != "__metadata__"
+    }
+
+
+def _from_bytes(data: pa.Buffer | None) -> Prepare | str:
+    return "no bytes" if data is None else lambda preparer: preparer.load(memoryview(data))
+
+
+def _from_pixels(pixels: Array | None) -> Prepare | str:
+    return "no pixels" if pixels is None else lambda preparer: preparer.load(np.asarray(pixels))
+
+
+def _from_path(read: Callable[[str], bytes]) -> Callable[[str | None], Prepare | str]:
+    def prepare(preparer: ImagePreparer, path: str) -> PreparedImage:
+        try:
+            data = read(path)
+        except OSError as error:
+            raise MediaError(f"cannot be read: {error}") from None
+        return preparer.load(data)
+
+    return lambda path: "no path" if path is None else lambda preparer: prepare(preparer, path)
+
+
+Map = Callable[[Callable[[Prepare | str], PreparedImage | str], Iterable[Prepare | str]], Iterable[Any]]
+
+
+def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
+    """A function for `Dataset.map_batches`, with `batch_format="pyarrow"` and the settings as `fn_kwargs`.
+
+    Args:
+        table: rows with one of the columns `bytes` (encoded images, as `ray.data.read_binary_files` reads
+            them), `image` (height, width, channels; as `read_images` does) and `path`.
+        settings: those of `ImageEncoderSettings`.
+
+    Returns:
+        The rows, in order, with `inputs` and `layout` in place of `bytes` or `image`, pixels as uint8; those
+        without an image with an `error`.
+
+    Raises:
+        InputError: the table has no such column, or the checkpoint is not usable.
+    """
+    check_table(table)
+    return prepare_table(table, preparer_of(ImageEncoderSettings(**settings)))
+
+
+def prepare_table(table: pa.Table, preparer: ImagePreparer, each: Map = map) -> pa.Table:
+    """As `prepare_images`; `each` may be the `map` of an executor."""
+
+    def prepare(source: Prepare | str) -> PreparedImage | str:
+        if isinstance(source, str):
+            return source
+        try:
+            return source(preparer)
+        except MediaError as error:
+            return str(error)
+
+    return with_inputs(table, list(each(prepare, sources(table, read_file))))
+
+
+@functools.lru_cache(maxsize=4)
+def preparer_of(settings: ImageEncoderSettings) -> ImagePreparer:
+    """One for all tasks of a worker's process."""
+    return ImagePreparer(settings)
+
+
+# What a process needs that prepares a batch. Asking for it also keeps Ray from running these tasks inside the
+# actors that follow: it does where both ask for the same.
+PREPARING = {"num_cpus": 1, "memory": 1 << 29}
+
+
+class EncodeImages:
+    """A class for `Dataset.map_batches`, with `batch_format="pyarrow"`; `encode_images` passes the rest.
+
+    Ray makes actors on one thread and calls them on others; the queue has a thread of its own that captures
+    and encodes. Calls may overlap: while one is encoded, the next is unpacked and the last packed.
+
+    Args:
+        settings: those of `ImageEncoderSettings`.
+
+    Raises:
+        InputError: the checkpoint or the device is not usable.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = ImageEncoderSettings(**settings)
+        self._decoders = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")
+        self.encoder = QueuedEncoder(self._settings, budgets_per_batch=_BUDGETS_PER_BATCH)
+        self.encoder.wait_started()
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The rows, in order, with `embedding`, `tokens`, `width` and `error`.
+
+        Args:
+            table: what `prepare_images` returns; or what it takes, which is then prepared here.
+
+        Raises:
+            InputError: the table has no column of images.
+        """
+        check_table(table)
+        if "inputs" not in table.column_names:
+            table = prepare_table(table, self.encoder.first.preparer, self._decoders.map)
+        rows = inputs_of(table)
+        embeddings = iter(self.encoder.encode([row for row in rows if isinstance(row, PreparedImage)]))
+        results = [next(embeddings) if isinstance(row, PreparedImage) else row for row in rows]
+        return with_embeddings(table, results, self._settings.output_dtype)
+
+
+def encode_images(
+    dataset: ray.data.Dataset,
+    *,
+    workers: int | tuple[int, int] = 1,
+    num_gpus: float | None = None,
+    batch_size: int = 128,
+    prepare_apart: bool = True,
+    **settings: Any,
+) -> ray.data.Dataset:
+    """A dataset of images as one of embeddings, in the order of its rows.
+
+    Args:
+        dataset: rows as `prepare_images` takes them.
+        workers: actors; two numbers: at least and at most.
+        num_gpus: of each actor; 0: on a CPU. None: one, if the cluster has any and `device` is not cpu.
+        batch_size: images that an actor gets together, which it packs. Large enough to fill budgets.
+        prepare_apart: whether images are decoded in tasks, on any node; else by each actor, on its own.
+        settings: those of `ImageEncoderSettings`.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        InputError: the cluster has not the GPUs of one actor, for which Ray would wait for ever.
+    """
+    checked = ImageEncoderSettings(**settings)  # here, before actors are started
+    available = float(ray.cluster_resources().get("GPU", 0))
+    if num_gpus is None:
+        num_gpus = float(available > 0 and checked.device != "cpu")
+    if num_gpus > available:
+        raise InputError(f"num_gpus: {num_gpus:g}, and the cluster has {available:g} GPUs; 0 encodes on CPUs")
+    if prepare_apart:
+        dataset = dataset.map_batches(
+            prepare_images, fn_kwargs=settings, batch_size=32, batch_format="pyarrow", **PREPARING
+        )
+    encoded = dataset.map_batches(
+        EncodeImages,
+        fn_constructor_kwargs={name: getattr(checked, name) for name in checked.model_fields_set},
+        compute=pool(workers),
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        num_gpus=num_gpus,
+        num_cpus=1,
+        udf_modifying_row_count=False,
+    )
+    encoded.context.execution_options.preserve_order = True
+    return encoded
+
+
+def pool(workers: int | tuple[int, int]) -> ray.data.ActorPoolStrategy:
+    """Of actors with a thread of their own to encode on, so that the rest of a call may overlap."""
+    least, most = (workers, workers) if isinstance(workers, int) else workers
+    return ray.data.ActorPoolStrategy(
+        min_size=least,
+        max_size=most,
+        max_tasks_in_flight_per_actor=4,
+        max_concurrent_calls_per_actor=2,
+        enable_true_multi_threading=True,
+    )

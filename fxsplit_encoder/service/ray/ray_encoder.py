@@ -1,0 +1,264 @@
+"""Tensors in Ray's object store, of any dtype: as their bytes, which Ray neither pickles nor copies twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import (
+    ActorUnschedulableError,
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from torch import Tensor
+
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.errors import EncoderLostError, InputError
+from fxsplit_encoder.service.encoder import Download
+
+
+@dataclass(frozen=True, eq=False)
+class HostTensor:
+    """A tensor's dtype, shape and bytes. What comes out of the object store is read-only, and lies there for
+    as long as it is referred to.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: NDArray[Any]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> HostTensor:
+        """Of a tensor on any device; of one in host memory that is contiguous, a view."""
+        host = tensor.detach().cpu().contiguous()
+        return cls(host.dtype, tuple(host.shape), host.reshape(-1).view(torch.uint8).numpy())
+
+    def copy(self) -> Tensor:
+        """The tensor in memory of its own, which may be written to and keeps nothing in the store."""
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        np.copyto(made.reshape(-1).view(torch.uint8).numpy(), self.data)
+        return made
+
+
+# After these a device's context is of no use, and with it the actor.
+_FATAL = (EncoderLostError, torch.AcceleratorError)
+
+# What the end of a process or a node looks like, to who waits for its results.
+_LOST = (
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    WorkerCrashedError,
+)
+
+SentItem = tuple[Modality, bytes, dict[str, HostTensor], int, Mapping[str, object]]
+"""A `PreparedItem`'s fields, its inputs as Ray stores them."""
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """What an actor asks the cluster for, and how long it is waited for."""
+
+    num_gpus: float = 1.0
+    """Two workers on a GPU, of half a one each, encode in turns: while one copies, the other computes."""
+    num_cpus: float = 1.0
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of `ray.remote`, such as accelerator_type, label_selector or runtime_env. Restarts are
+    the connector's business: max_restarts and max_task_retries stay 0."""
+    start_timeout: float = 1800.0
+    """Seconds until the actor has a place in the cluster, and its encoder has loaded and captured."""
+    encode_timeout: float | None = None
+    """Seconds that one batch may take before the actor is taken for hung, and killed. None: any."""
+    close_timeout: float = 10.0
+    """Seconds that the actor has to end by itself before it is killed."""
+
+
+class RayEncoder:
+    """Encodes in an actor that it starts and ends.
+
+    Inputs and features cross by Ray's object store. An actor encodes one batch at a time; one that dies, with
+    its node or alone, loses its worker of the connector: the items go to another worker, and this one is
+    started again as a new actor, as often as `ConnectorConfig.max_worker_restarts` allows.
+
+    Args:
+        make: makes the encoder, in the actor: a function that Ray can pickle.
+        row_bytes: bytes of a feature's row by modality, for which the connector asks before it starts actors.
+        options: of the actor.
+
+    Raises:
+        InputError: the options ask Ray to restart actors.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], FeatureEncoder],
+        row_bytes: Mapping[Modality, int],
+        options: RayOptions | None = None,
+    ) -> None:
+        self._make = make
+        self._row_bytes = dict(row_bytes)
+        self.options = options if options is not None else RayOptions()
+        self._actor: Any = None
+        self.pid: int | None = None
+        """The actor's process, on its node; None before `start`."""
+        own = sorted({"max_restarts", "max_task_retries", "num_gpus", "num_cpus"} & set(self.options.more))
+        if own:
+            raise InputError(f"more: expected other options of Ray than {', '.join(own)}")
+
+    def start(self) -> None:
+        """Start an actor and its encoder; if there is one, this does nothing.
+
+        Raises:
+            InputError: Ray is not connected, or the encoder's rows are not those that were declared.
+            EncoderLostError: the actor ended, or was not ready in time.
+            Exception: what making or starting the encoder raised, of its own class.
+        """
+        if self._actor is not None:
+            return
+        check_connection()
+        options = self.options
+        remote = ray.remote(max_restarts=0, num_gpus=options.num_gpus, num_cpus=options.num_cpus)(_Actor)
+        self._actor = actor = remote.options(**options.more).remote(self._make, self._row_bytes)
+        try:
+            self.pid = self._ask(actor, "start", options.start_timeout)
+        except BaseException:
+            self._end(actor)
+            raise
+
+    def predict_cost(self, item: PreparedItem) -> float:
+        """The rows of the item's feature: what they cost only the actor knows."""
+        return float(item.num_tokens)
+
+    def row_bytes(self, modality: Modality) -> int | None:
+        """Bytes of one row of a feature, as declared; None: the encoder does not encode these."""
+        return self._row_bytes.get(modality)
+
+    def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
+        """Features (rows, width), one per item and in order, in host memory of their own.
+
+        Raises:
+            EncoderLostError: the actor is gone, or hung.
+            Exception: what the encoder raised, of its own class.
+        """
+        actor = self._actor  # which another thread may close
+        if actor is None:
+            raise EncoderLostError("no actor was started; call start")
+        sent: list[SentItem] = [
+            (
+                item.modality,
+                item.digest,
+                {name: HostTensor.of(tensor) for name, tensor in item.inputs.items()},
+                item.num_tokens,
+                dict(item.metadata),
+            )
+            for item in items
+        ]
+        features: list[HostTensor] = self._ask(actor, "encode", self.options.encode_timeout, sent)
+        return [feature.copy() for feature in features]
+
+    def close(self) -> None:
+        """End the actor; idempotent, and `start` may follow. From any thread: a batch that takes longer than
+        `close_timeout` raises `EncoderLostError` in `encode`.
+        """
+        actor, self._actor = self._actor, None
+        if actor is None:
+            return
+        with contextlib.suppress(Exception):  # it is ended anyway
+            ray.get(actor.close.remote(), timeout=self.options.close_timeout)
+        self._end(actor)
+
+    # --- the actor
+
+    def _ask(self, actor: Any, method: str, timeout: float | None, *arguments: object) -> Any:
+        """Ask an actor; one that is lost is ended."""
+        try:
+            return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout)
+        except GetTimeoutError:
+            raise self._lost(actor, f"did not {method} within {timeout:g} s; {self._resources()}") from None
+        except _LOST as error:
+            raise self._lost(actor, f"is lost: {error}") from None
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, _FATAL):
+                raise self._lost(actor, f"can encode no more: {cause}") from cause
+            if not isinstance(cause, Exception):
+                raise
+            cause.add_note(str(error))
+            raise cause from None
+
+    def _lost(self, actor: Any, reason: str) -> EncoderLostError:
+        name = "the actor" if self.pid is None else f"the actor {self.pid}"
+        self._end(actor)
+        return EncoderLostError(f"{name} {reason}")
+
+    def _end(self, actor: Any) -> None:
+        self._actor = None
+        with contextlib.suppress(Exception):  # the cluster may be gone too
+            ray.kill(actor)
+
+    def _resources(self) -> str:
+        asked = f"{self.options.num_gpus:g} GPUs and {self.options.num_cpus:g} CPUs"
+        free = ray.available_resources()
+        return f"it asks for {asked}; free are {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
+
+
+def check_connection() -> None:
+    """Raises InputError where Ray is not connected to a cluster: it would start one of its own accord."""
+    if not ray.is_initialized():
+        raise InputError("expected a connection to a cluster; call ray.init() first")
+
+
+class _Actor:
+    """In the actor's process. Ray calls an actor's methods on one thread, which therefore captures too."""
+
+    def __init__(self, make: Callable[[], FeatureEncoder], row_bytes: Mapping[Modality, int]) -> None:
+        self._make = make
+        self._row_bytes = row_bytes
+        self._encoder: FeatureEncoder | None = None
+
+    def start(self) -> int:
+        """Makes the encoder ready; the id of this process."""
+        self._encoder = encoder = self._make()
+        encoder.start()
+        found = {modality: encoder.row_bytes(modality) for modality in self._row_bytes}
+        if found != self._row_bytes:
+            raise InputError(f"row_bytes: expected the encoder's {found}; got {dict(self._row_bytes)}")
+        return os.getpid()
+
+    def encode(self, sent: Sequence[SentItem]) -> list[HostTensor]:
+        """The features of a batch."""
+        assert self._encoder is not None
+        items = [
+            PreparedItem(modality, digest, {n: t.copy() for n, t in inputs.items()}, tokens, metadata)
+            for modality, digest, inputs, tokens, metadata in sent
+        ]
+        return [HostTensor.of(feature) for feature in _on_host(self._encoder.encode(items))]
+
+    def close(self) -> None:
+        """Before the end."""
+        if self._encoder is not None:
+            self._encoder.close()
+
+
+def _on_host(features: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Features of one kind in one copy, through pinned memory."""
+    if not features or not features[0].is_cuda or len({(f.shape[1:], f.dtype) for f in features}) > 1:
+        return features
+    counts = [len(feature) for feature in features]
+    download = Download.start(torch.cat(list(features)), counts, features[0].dtype)
+    download.wait()
+    return torch.split(download.rows, counts)

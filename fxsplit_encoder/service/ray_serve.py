@@ -1,0 +1,188 @@
+"""The application on a Ray cluster: front ends that decode, and encoders with a GPU each.
+
+`serve run fxsplit_encoder.service.ray_serve:app model=NAME` starts it, `import_path` in a YAML file too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from fxsplit_encoder.errors import EncoderLostError
+from fxsplit_encoder.integrations.prometheus import RayMetrics
+from fxsplit_encoder.service.application import Application, LocalBackend, Outcome, thread_pool
+from fxsplit_encoder.service.encoder import ImagePreparer, Item, QueuedEncoder
+from fxsplit_encoder.service.settings import ServiceSettings
+
+_HEALTH_TIMEOUT_S = 5.0
+_SCRAPE_TIMEOUT_S = 2.0
+_TRIES = 3
+
+# The application refuses what is too much, in JSON; health checks are never refused.
+_UNLIMITED = 1 << 20
+
+PREFIXES = ("ray_encoder_service_", "ray_serve_")
+"""Of the metrics that are shown."""
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """The application, for `serve run`.
+
+    Args:
+        args: those of `ServiceSettings`; `model` has no default.
+
+    Raises:
+        ConfigError: an argument is unknown or not allowed.
+    """
+    settings = ServiceSettings(**args)
+    encoder = serve.deployment(
+        EncoderReplica,
+        name="Encoder",
+        num_replicas=settings.encoders,
+        max_ongoing_requests=_UNLIMITED,
+        graceful_shutdown_timeout_s=float(settings.drain_timeout_s),
+        ray_actor_options={"num_cpus": 1, "num_gpus": _num_gpus(settings)},
+    )
+    frontend = serve.deployment(
+        Frontend,
+        name="Frontend",
+        num_replicas=settings.frontends,
+        max_ongoing_requests=_UNLIMITED,
+        graceful_shutdown_timeout_s=float(settings.drain_timeout_s),
+        ray_actor_options={"num_cpus": 1},
+    )
+    application: serve.Application = frontend.bind(settings, encoder.bind(settings))
+    return application
+
+
+def _num_gpus(settings: ServiceSettings) -> float:
+    if settings.gpus_per_encoder is not None or settings.device == "cpu":
+        return settings.gpus_per_encoder or 0.0
+    if not ray.is_initialized():  # `serve run` calls `app` before it connects, and then uses this connection
+        ray.init(namespace="serve")
+    return float(ray.cluster_resources().get("GPU", 0) > 0)
+
+
+@serve.ingress()
+class Frontend:
+    """The replica that takes requests: reads, decodes and prepares, and answers."""
+
+    def __init__(self, settings: ServiceSettings, encoder: Any) -> None:
+        self._settings = settings
+        self._encoder = encoder
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """The Starlette application; Ray calls it."""
+        threads = thread_pool()
+        metrics, backend = _ClusterMetrics(threads), _RemoteBackend(self._encoder)
+        return Application(self._settings, ImagePreparer(self._settings), backend, metrics, threads).app
+
+
+class _RemoteBackend:
+    """The encoders of the cluster; if one ends with a request, another takes it, which does no harm."""
+
+    def __init__(self, encoder: Any) -> None:
+        self._encoder = encoder
+
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+        """As of `Backend`."""
+        for _ in range(_TRIES):
+            try:
+                found: tuple[list[Outcome], int] = await self._encoder.encode.remote(items, tenant)
+                return found
+            except (BackPressureError, DeploymentUnavailableError, RayActorError) as error:
+                lost = error
+        raise EncoderLostError(f"no encoder answers: {lost}")
+
+    async def describe(self) -> dict[str, Any]:
+        """As of `Backend`, by any encoder."""
+        try:
+            asked = self._encoder.describe.remote()
+            found: dict[str, Any] = await asyncio.wait_for(asked, _HEALTH_TIMEOUT_S)
+        except (TimeoutError, DeploymentUnavailableError, RayActorError) as error:
+            raise EncoderLostError(f"no encoder answers: {error}") from error
+        return found
+
+
+class EncoderReplica:
+    """One tower, one GPU, one queue."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._metrics = RayMetrics()
+        self._encoder = QueuedEncoder(
+            settings, max_batch_tokens=settings.max_batch_tokens, observe=self._observe
+        )
+        self._encoder.wait_started()
+        self._backend = LocalBackend(self._encoder, settings.request_timeout_s, thread_pool())
+
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+        """The embeddings of a request's items, and their output tokens."""
+        return await self._backend.encode(items, tenant)
+
+    async def describe(self) -> dict[str, Any]:
+        """What encodes here."""
+        return await self._backend.describe()
+
+    def check_health(self) -> None:
+        """Raise if the encoder is lost; Serve calls it, and replaces the replica."""
+        if not self._encoder.queue.is_alive:
+            raise RuntimeError("the encoder is lost; see the log")
+
+    def _observe(self, embeddings: Sequence[Any], seconds: float) -> None:
+        self._metrics.add_batch(embeddings, seconds)
+        self._metrics.set_served(self._encoder.first.manager.stats())
+
+
+# --- metrics
+
+
+class _ClusterMetrics(RayMetrics):
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        super().__init__()
+        self._threads = threads
+
+    async def exposition(self) -> str:
+        """What all nodes have counted. Counts arrive there some seconds after they were made."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        urls = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
+        loop = asyncio.get_running_loop()
+        texts = await asyncio.gather(*(loop.run_in_executor(self._threads, _fetched, url) for url in urls))
+        return joined(dict(zip(urls, texts, strict=True)))
+
+
+def joined(texts: Mapping[str, str | None]) -> str:
+    """Several nodes' texts as one, each metric's lines together."""
+    lines = [f"# {url} did not answer" for url, text in texts.items() if text is None]
+    heads: dict[str, dict[str, None]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in texts.values():
+        family = ""
+        for line in (text or "").splitlines():
+            if line.startswith("# HELP "):
+                family = line.split()[2]
+            if not family.startswith(PREFIXES):
+                continue
+            if line.startswith("#"):
+                heads.setdefault(family, {})[line] = None
+            else:
+                samples.setdefault(family, []).append(line)
+    for family in sorted(heads):
+        lines += [*heads[family], *samples.get(family, [])]
+    return "\n".join(lines) + "\n"
+
+
+def _fetched(url: str) -> str | None:
+    try:
+        with urllib.request.urlopen(url, timeout=_SCRAPE_TIMEOUT_S) as response:
+            text: str = response.read().decode("utf-8", "replace")
+            return text
+    except OSError:
+        return None

@@ -1,0 +1,150 @@
+"""The service in this process: encoders on their threads, the application under uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from fxsplit_encoder.errors import EncoderLostError
+from fxsplit_encoder.integrations.prometheus import LocalMetrics
+from fxsplit_encoder.service.application import Application, LocalBackend, thread_pool
+from fxsplit_encoder.service.encoder import QueuedEncoder
+from fxsplit_encoder.service.settings import ServiceSettings
+
+_MOST_HEADER_BYTES = 1 << 16
+_LAST_REQUESTS_S = 1.0
+
+
+def devices_of(settings: ServiceSettings) -> list[str]:
+    """Where encoders run: every GPU of this process, unless the settings name a device."""
+    count = torch.cuda.device_count() if settings.device == "auto" else 0
+    return [f"cuda:{index}" for index in range(count)] or [settings.device]
+
+
+class Service:
+    """Encoders and the application that they answer.
+
+    Args:
+        settings: of the service.
+        devices: an encoder each; None: every GPU, or the CPU.
+
+    Raises:
+        InputError: the checkpoint or a device is not usable.
+    """
+
+    def __init__(self, settings: ServiceSettings, devices: Sequence[str] | None = None) -> None:
+        self.settings = settings
+        threads = thread_pool()
+        metrics = LocalMetrics()
+        self.encoder = QueuedEncoder(
+            settings,
+            devices or devices_of(settings),
+            max_batch_tokens=settings.max_batch_tokens,
+            observe=metrics.add_batch,
+        )
+        metrics.watch(self.encoder.queue, [encoder.manager for encoder in self.encoder.encoders])
+        backend = LocalBackend(self.encoder, settings.request_timeout_s, threads)
+        self.application = Application(settings, self.encoder.first.preparer, backend, metrics, threads)
+
+    def server(self, host: str = "127.0.0.1", port: int = 8000) -> uvicorn.Server:
+        """A server of the application; its `run` returns after a signal and the end of requests in flight."""
+        config = uvicorn.Config(
+            self.application.app,
+            host=host,
+            port=port,
+            http=type("Limited", (_Limited,), {"settings": self.settings}),
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            server_header=False,
+            log_level="warning",
+            timeout_graceful_shutdown=self.settings.drain_timeout_s,
+        )
+        return _Server(config, self.application)
+
+    def run(self, host: str, port: int) -> None:
+        """Serve until a signal; requests in flight are answered.
+
+        Raises:
+            EncoderLostError: the encoders could not start, or were lost.
+        """
+        server = self.server(host, port)
+
+        def stop_if_failed(started: Future[None]) -> None:
+            if started.exception() is not None:
+                server.should_exit = True
+
+        for started in self.encoder.started:
+            started.add_done_callback(stop_if_failed)
+        server.run()
+        is_alive = self.encoder.queue.is_alive
+        self.encoder.close(timeout_s=float(self.settings.drain_timeout_s))
+        if not is_alive:
+            raise EncoderLostError("the encoders could not start, or were lost; see the log")
+
+
+class _Server(uvicorn.Server):
+    """Tells the application that it is about to end."""
+
+    def __init__(self, config: uvicorn.Config, application: Application) -> None:
+        super().__init__(config)
+        self._application = application
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self._application.is_draining = True
+        # Requests that were sent have not all been read yet; connections without one are closed after this.
+        await asyncio.sleep(_LAST_REQUESTS_S)
+        await super().shutdown(sockets)
+
+
+class _Limited(HttpToolsProtocol):
+    """A connection that is closed where headers do not come in time or are too long, or among too many."""
+
+    settings: ServiceSettings
+    _deadline: asyncio.TimerHandle | None = None
+    _num_idle_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.settings.max_connections:
+            transport.close()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        was_idle = self._is_idle
+        super().data_received(data)
+        self._num_idle_bytes = self._num_idle_bytes + len(data) if was_idle and self._is_idle else 0
+        if self._num_idle_bytes > _MOST_HEADER_BYTES:
+            self.transport.close()
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._disarm()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is under way, of which the headers have come."""
+        cycle: Any = self.cycle
+        return cycle is None or bool(cycle.response_complete)
+
+    def _watch(self) -> None:
+        if not self._is_idle:
+            self._disarm()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.settings.header_timeout_s, self.transport.close)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

@@ -1,0 +1,179 @@
+"""Settings of encoders of images and texts, and of a service of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.settings_model import Bytes, Settings, parse_bytes
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Pooling = Literal["none", "mean", "model"]
+
+_Color = Annotated[int, Field(strict=True, ge=0, le=255)]
+_Size = Annotated[Bytes, BeforeValidator(parse_bytes)]
+# A command line gives numbers as text.
+_Number = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ImageEncoderSettings(Settings):
+    """What a worker needs to know to encode. Immutable, comparable, hashable, and small to send.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not allowed.
+    """
+
+    model: Annotated[str, Field(min_length=1)]
+    """A checkpoint, whole or its vision tower: a directory that every worker sees, or a hub name."""
+
+    default_config: ClassVar[EncoderConfig] = EncoderConfig()
+    """That of a GPU where `config` is None."""
+
+    config: EncoderConfig | None = None
+    """How the tower is captured. None: inferred budgets; on a CPU no captures."""
+
+    device: str = "auto"
+    """Where the tower runs: cpu, cuda or cuda:N. auto: the worker's GPU if it has one."""
+
+    dtype: DtypeName = "auto"
+    """Of the tower. auto: bfloat16 on CUDA, else float32."""
+
+    pooling: Pooling = "none"
+    """What an embedding is. none: one row per output token; mean: the mean of these rows, in float32; model:
+    the model's own pooled and projected vector."""
+
+    normalize: bool = False
+    """Whether every row of an embedding is divided by its length."""
+
+    output_dtype: Literal["float32", "float16"] = "float32"
+    """Of embeddings as they are handed out. float16 rounds."""
+
+    max_pixels: Annotated[int, Field(strict=True, ge=1)] = 1 << 26
+    """Of an image; a larger one is refused by its header, before it is decoded."""
+
+    max_image_bytes: _Size = 1 << 26
+    """Of an image as it is given, as an integer or a size such as 20MiB."""
+
+    background: tuple[_Color, _Color, _Color] = (255, 255, 255)
+    """Red, green and blue, 0 to 255, over which transparent images are composited."""
+
+    def resolved_device(self) -> torch.device:
+        """The device on this machine.
+
+        Raises:
+            InputError: torch knows no such device, or it is not there.
+        """
+        cuda = torch.cuda.is_available()
+        if self.device == "auto":
+            return torch.device("cuda" if cuda else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda"):
+            raise InputError(f"device: expected auto, cpu, cuda or cuda:N; got {self.device}")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise InputError(f"device: {self.device}, and this worker sees {torch.cuda.device_count()} GPUs")
+        return device
+
+    def resolved_dtype(self, device: torch.device) -> torch.dtype:
+        """The tower's dtype on a device."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def resolved_config(self, device: torch.device) -> EncoderConfig:
+        """The captures on a device."""
+        if self.config is not None:
+            return self.config
+        # Captures pay off over many calls on a GPU. On a CPU they only cost.
+        return self.default_config if device.type == "cuda" else EncoderConfig(mode="none")
+
+
+class ServingSettings(ImageEncoderSettings):
+    """Of encoders that answer requests, none of which should wait for a capture that pays off later."""
+
+    default_config: ClassVar[EncoderConfig] = EncoderConfig(capture_recurring=False)
+
+
+class ServiceSettings(ServingSettings):
+    """The settings of a service. Immutable.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not allowed.
+    """
+
+    pooling: Pooling | None = None  # type: ignore[assignment]
+    """As of `ImageEncoderSettings`. None: model where the model has a vector of its own, else mean."""
+
+    normalize: bool | None = None  # type: ignore[assignment]
+    """Whether embeddings have length 1. None: yes, but not rows (`pooling: none`)."""
+
+    served_name: str | None = None
+    """The model's name in requests and answers. None: `model`."""
+
+    api_key: Annotated[str, Field(min_length=1)] | None = None
+    """What clients send as `Authorization: Bearer KEY`. None: anybody may ask."""
+
+    max_request_bytes: _Size = 1 << 25
+    """Of a request's body. A larger one is refused as it arrives."""
+
+    max_pending_bytes: _Size = 1 << 30
+    """Of all bodies that are in memory together."""
+
+    max_request_pixels: _Number = 1 << 26
+    """Of all images of a request together, by their headers."""
+
+    max_items_per_request: _Number = 128
+    """Images and texts of a request."""
+
+    max_text_characters: _Number = 1 << 15
+    """Of a text. Of what is longer than the model takes, the beginning is encoded."""
+
+    max_requests: _Number = 256
+    """Requests that a process works on at once; others are refused."""
+
+    max_connections: _Number = 1024
+    """Connections to a process at once; further ones are closed."""
+
+    max_batch_tokens: _Number | None = None
+    """Output tokens of the items that are encoded together. None: the largest budget of the encoder, or
+    without captures 16 images."""
+
+    header_timeout_s: _Seconds = 10.0
+    """Within which a connection has to send a request's headers."""
+
+    body_timeout_s: _Seconds = 30.0
+    """Within which it has to send the body."""
+
+    request_timeout_s: _Seconds = 60.0
+    """Within which an encoder has to take an item, or it is refused."""
+
+    drain_timeout_s: _Number = 60
+    """How long requests in flight are worked on after the order to stop."""
+
+    refusal_status: Literal[429, 503] = 503
+    """The status of a refusal under overload."""
+
+    retry_after_s: _Number = 1
+    """Seconds after which who is refused shall ask again."""
+
+    encoders: _Number = 1
+    """On Ray: processes that hold the tower."""
+
+    gpus_per_encoder: Annotated[float, Field(ge=0)] | None = None
+    """On Ray. None: one, if the cluster has any and `device` is not cpu."""
+
+    frontends: _Number = 1
+    """On Ray: processes that take requests, decode and prepare: about a CPU each."""
+
+    @property
+    def name(self) -> str:
+        """The model's name in requests and answers."""
+        return self.served_name or self.model

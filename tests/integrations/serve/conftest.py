@@ -1,3 +1,0 @@
-import pytest
-
-pytest.importorskip("ray", reason="has an environment of its own: make test-ray")

@@ -1,0 +1,27 @@
+"""Photographs, encoded images, and settings of tiny checkpoints."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from fxsplit_encoder.service.settings import ImageEncoderSettings
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "images"
+
+
+def photograph(name: str = "cat", size: tuple[int, int] = (120, 90)) -> Image.Image:
+    return Image.open(EXAMPLES / f"{name}.jpg").convert("RGB").resize(size)
+
+
+def encoded(image: Image.Image, form: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, form)
+    return stream.getvalue()
+
+
+def settings_of(directory: Path, **settings: object) -> ImageEncoderSettings:
+    """Without a compilation, which takes longer than a test of what is around it."""
+    return ImageEncoderSettings(**{"model": str(directory), "config": {"enabled": False}, **settings})

@@ -1,0 +1,198 @@
+"""Images as rows of tables, and back; what a row without one becomes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, PreparedImage
+from fxsplit_encoder.service.ray import EncodeImages, encode_images
+from fxsplit_encoder.service.ray.encode_images import (
+    buffers,
+    errors_of,
+    inputs_of,
+    prepare_images,
+    with_embeddings,
+    with_inputs,
+)
+from fxsplit_encoder.service.ray.job import packed, unpacked
+
+from ...models.checkpoints import save
+from ..photographs import EXAMPLES, encoded, photograph, settings_of
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("checkpoint"), "qwen2_5_vl")[1]
+
+
+def test_inputs_come_back_as_they_were(model: Path) -> None:
+    preparer = ImagePreparer(settings_of(model))
+    images = [preparer.prepare(photograph(size=(60 + 30 * n, 80))) for n in range(3)]
+    table = pa.table({"bytes": [b"a", b"b", b"c", b"d"], "name": list("abcd")})
+    table = with_inputs(table, [*images[:2], "no image", images[2]])
+    assert table.column_names == ["name", "inputs", "layout", "error"]
+    for sent in (table, unpacked(packed(7, table, {}))[1]):
+        rows = inputs_of(sent)
+        assert rows[2] == "no image"
+        for row, image in zip([rows[0], rows[1], rows[3]], images, strict=True):
+            assert isinstance(row, PreparedImage)
+            assert row.layout == {"grid": list(image.layout["grid"])}
+            assert row.inputs.keys() == image.inputs.keys()
+            for name, array in row.inputs.items():
+                assert array.dtype == image.inputs[name].dtype
+                np.testing.assert_array_equal(array, image.inputs[name])
+
+
+def test_a_shard_is_read_where_it_lies(model: Path) -> None:
+    image = ImagePreparer(settings_of(model)).prepare(photograph())
+    row = packed(7, with_inputs(pa.table({"bytes": [b"a"]}), [image]), {})
+    assert (row.num_rows, row["shard"].to_pylist()) == (1, [7])
+    (found,) = inputs_of(unpacked(row)[1])
+    assert isinstance(found, PreparedImage)
+    address = found.inputs["pixel_values"].ctypes.data
+    memory = row["rows"].chunk(0).buffers()[2]
+    assert memory.address <= address < memory.address + memory.size
+
+
+def test_embeddings_take_the_place_of_inputs() -> None:
+    table = pa.table(
+        {"path": list("abcd"), "inputs": [b"1", b"2", None, b"4"], "error": [None, None, "x", None]}
+    )
+    first, last = np.arange(6, dtype=np.float32).reshape(3, 2), np.ones((1, 4), np.float32)
+    results = [first, InputError("too large"), "x", last]
+    made = with_embeddings(table, results, "float32")
+    assert made.column_names == ["path", "embedding", "tokens", "width", "error"]
+    assert made["embedding"].to_pylist() == [[0, 1, 2, 3, 4, 5], None, None, [1, 1, 1, 1]]
+    assert made["tokens"].to_pylist() == [3, None, None, 1]
+    assert made["width"].to_pylist() == [2, None, None, 4]
+    assert errors_of(made) == [None, "too large", "x", None]
+    assert with_embeddings(table, ["x"] * 4, "float32").schema == made.schema
+    assert with_embeddings(table.slice(0, 0), [], "float32").schema == made.schema
+
+
+def test_images_come_from_bytes_pixels_or_paths(model: Path, tmp_path: Path) -> None:
+    images = [photograph(size=(60 + 30 * n, 80)) for n in range(2)]
+    paths = [tmp_path / f"{n}.png" for n in range(2)]
+    for path, image in zip(paths, images, strict=True):
+        path.write_bytes(encoded(image))
+    settings = {"model": str(model)}
+    preparer = ImagePreparer(settings_of(model))
+    expected = [preparer.prepare(image).inputs["pixel_values"] for image in images]
+    names = [str(path) for path in paths]
+    missing = str(tmp_path / "missing.png")
+    for table in (
+        pa.table({"bytes": [*map(encoded, images), b"no image"]}),
+        pa.table({"path": [*names, missing]}),
+        pa.table({"path": ["file://" + name for name in names] + ["file://" + missing]}),
+        pa.table({"bytes": [*map(encoded, images), None], "path": ["not read"] * 3}),
+    ):
+        made = prepare_images(table, **settings)
+        rows = inputs_of(made)
+        assert "bytes" not in made.column_names
+        assert isinstance(rows[2], str)
+        for row, pixels in zip(rows[:2], expected, strict=True):
+            assert isinstance(row, PreparedImage)
+            np.testing.assert_array_equal(row.inputs["pixel_values"], pixels)
+
+
+def test_what_went_wrong_before_stays(model: Path) -> None:
+    table = pa.table({"bytes": [encoded(photograph()), encoded(photograph())], "error": ["lost", None]})
+    made = prepare_images(table, model=str(model))
+    assert errors_of(made) == ["lost", None]
+
+
+def test_other_formats_and_tables_are_refused(model: Path) -> None:
+    with pytest.raises(InputError, match='batch_format: expected "pyarrow"'):
+        prepare_images({"bytes": np.array([b"x"])}, model=str(model))
+    with pytest.raises(InputError, match=r"one of the columns bytes, image, path; got url"):
+        prepare_images(pa.table({"url": ["x"]}), model=str(model))
+
+
+def test_values_are_found_in_slices_and_chunks() -> None:
+    for kind in (pa.binary(), pa.large_binary()):
+        whole = pa.array([b"a", None, b"", b"bcd", b"e"], kind)
+        assert [b and b.to_pybytes() for b in buffers(whole)] == whole.to_pylist()
+        assert [b and b.to_pybytes() for b in buffers(whole.slice(1, 3))] == [None, b"", b"bcd"]
+        assert list(buffers(whole.slice(5))) == []
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, np.ndarray]:
+    encoder = ImageEncoder(settings_of(model))
+    paths = sorted(EXAMPLES.iterdir())
+    results = encoder.encode([encoder.preparer.load(path.read_bytes()) for path in paths])
+    return {path.name: result for path, result in zip(paths, results, strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["bytes", "image"])
+def test_a_dataset_is_encoded(cluster: Any, model: Path, expected: dict[str, Any], source: str) -> None:
+    read = cluster.data.read_binary_files if source == "bytes" else cluster.data.read_images
+    dataset = encode_images(
+        read(str(EXAMPLES), include_paths=True),
+        batch_size=2,
+        prepare_apart=source == "bytes",
+        model=str(model),
+        config={"enabled": False},
+    )
+    rows = dataset.take_all()
+    assert [Path(row["path"]).name for row in rows] == list(expected)
+    for row in rows:
+        assert row["error"] is None
+        found = np.array(row["embedding"]).reshape(row["tokens"], row["width"])
+        np.testing.assert_allclose(found, expected[Path(row["path"]).name], rtol=0, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_rows_keep_their_order_and_gpus_that_are_not_there_are_not_waited_for(
+    cluster: Any, model: Path
+) -> None:
+    rows = [{"bytes": encoded(photograph(size=(50 + n % 7, 60))), "number": n} for n in range(60)]
+    dataset = cluster.data.from_items(rows, override_num_blocks=15)
+    settings = {"model": str(model), "config": {"enabled": False}}
+    found = encode_images(dataset, workers=2, batch_size=4, prepare_apart=False, **settings).take_all()
+    assert [row["number"] for row in found] == list(range(60))
+    with pytest.raises(InputError, match="num_gpus: 1, and the cluster has 0 GPUs; 0 encodes on CPUs"):
+        encode_images(dataset, num_gpus=1, **settings)
+
+
+def test_a_wrong_setting_is_said_before_actors_are_started() -> None:
+    with pytest.raises(ConfigError, match="pooling"):
+        encode_images(None, model="m", pooling="max")
+
+
+def test_everything_happens_on_one_thread_whoever_calls(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray makes actors on one thread and calls them on others, several at a time."""
+    threads: set[int] = set()
+    for name in ("capture", "execute"):
+        original = getattr(fx.EncoderCudaGraphManager, name)
+
+        def noting(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            threads.add(threading.get_ident())
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(fx.EncoderCudaGraphManager, name, noting)
+    actor = EncodeImages(model=str(model), config={"enabled": False})
+    tables = [pa.table({"bytes": [encoded(photograph(size=(50 + n, 60)))] * 3}) for n in range(4)]
+    results: dict[int, pa.Table] = {}
+
+    def call(number: int) -> None:
+        results[number] = actor(tables[number])
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(threads) == 1
+    assert not threads & {threading.get_ident(), *(caller.ident for caller in callers)}
+    for number, table in enumerate(tables):
+        assert results[number]["embedding"] == actor(table)["embedding"]

@@ -1,0 +1,228 @@
+"""The files of a run: whole or not there, of one run, written by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.service.ray.encode_images import read_file
+from fxsplit_encoder.service.ray.job import (
+    Outcome,
+    Parts,
+    ShardReport,
+    checkpoint_digest,
+    list_files,
+    part_path,
+    paths_digest,
+    write_part,
+)
+
+from ...models.checkpoints import save
+
+RUN = {"images": {"count": 6}, "settings": {"pooling": "none"}}
+
+
+def table(shard: int) -> pa.Table:
+    return pa.table(
+        {
+            "path": [f"{shard}a", f"{shard}b"],
+            "layout": ["{}", None],
+            "embedding": pa.array([[float(shard)], None], pa.large_list(pa.float32())),
+            "error": pa.array([None, "no image"]),
+        }
+    )
+
+
+def write(parts: Parts, *shards: int) -> None:
+    for shard in shards:
+        write_part(parts.directory, shard, table(shard))
+
+
+def test_parts_become_one_file_in_order(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "x.parquet", RUN, 3)
+    with parts.opened():
+        assert parts.missing() == [0, 1, 2]
+        write(parts, 2, 0)
+        assert parts.missing() == [1]
+        write(parts, 1)
+        parts.finish()
+    assert pq.read_table(tmp_path / "x.parquet")["path"].to_pylist() == ["0a", "0b", "1a", "1b", "2a", "2b"]
+    assert pq.read_metadata(tmp_path / "x.parquet").num_row_groups == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
+    assert Parts(tmp_path / "x.parquet", RUN, 3).is_complete
+
+
+@settings(max_examples=20)
+@given(st.permutations([0, 0, 1, 1, 2, 3, 4]), st.integers(0, 6))
+def test_the_file_is_the_same_in_whatever_runs_its_parts_were_written(order: list[int], cut: int) -> None:
+    """Some of them twice, as by two writers."""
+    with tempfile.TemporaryDirectory() as directory:
+        outputs = []
+        for name, runs in (("whole", [list(range(5))]), ("cut", [order[:cut], order[cut:]])):
+            for shards in runs:
+                parts = Parts(Path(directory) / f"{name}.parquet", RUN, 5)
+                with parts.opened():
+                    write(parts, *shards)
+                    if not parts.missing():
+                        parts.finish()
+            outputs.append(parts.output.read_bytes())
+        assert outputs[0] == outputs[1]
+
+
+def test_what_a_killed_process_left_half_written_does_not_count(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "x.parquet", RUN, 2)
+    with parts.opened():
+        write(parts, 0)
+    left_over = part_path(parts.directory, 1).with_name("00000001.parquet.partial-host-7")
+    left_over.write_bytes(b"half")
+    again = Parts(tmp_path / "x.parquet", RUN, 2)
+    with again.opened():
+        assert again.missing() == [1]
+        assert not left_over.exists()
+
+
+def test_a_process_killed_between_the_file_and_its_parts_leaves_no_trouble(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "x.parquet", RUN, 1)
+    with parts.opened():
+        write(parts, 0)
+        parts._join(parts.output)
+    assert parts.is_complete
+    parts.finish()
+    assert not parts.directory.exists()
+
+
+def test_parts_of_another_run_are_not_taken(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "x.parquet", RUN, 1)
+    with parts.opened():
+        write(parts, 0)
+    other = Parts(tmp_path / "x.parquet", {**RUN, "settings": {"pooling": "mean"}}, 1)
+    with (
+        pytest.raises(InputError, match="of another run, which differs in settings; delete it"),
+        other.opened(),
+    ):
+        pass
+    with parts.opened():
+        parts.finish()
+    with pytest.raises(InputError, match="of another run"):
+        assert other.is_complete
+    (tmp_path / "y.parquet").write_bytes(b"something else")
+    with pytest.raises(InputError, match="no Parquet file"):
+        assert Parts(tmp_path / "y.parquet", RUN, 1).is_complete
+    pq.write_table(table(0), tmp_path / "z.parquet")
+    with pytest.raises(InputError, match="differs in images, settings"):
+        assert Parts(tmp_path / "z.parquet", RUN, 1).is_complete
+
+
+def test_a_directory_keeps_its_parts(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "out", RUN, 2)
+    with parts.opened():
+        write(parts, 0, 1)
+        parts.finish()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "00000000.parquet",
+        "00000001.parquet",
+        "run.json",
+    ]
+    assert json.loads((tmp_path / "out" / "run.json").read_text()) == RUN
+    assert Parts(tmp_path / "out", RUN, 2).is_complete
+    (tmp_path / "foreign").mkdir()
+    pq.write_table(table(0), tmp_path / "foreign" / "00000000.parquet")
+    with pytest.raises(InputError, match="no run describes"), Parts(tmp_path / "foreign", RUN, 1).opened():
+        pass
+
+
+def hold(output: Path, entered: object, leave: object) -> None:
+    with Parts(output, RUN, 1).opened():
+        entered.set()  # type: ignore[attr-defined]
+        leave.wait()  # type: ignore[attr-defined]
+
+
+def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    entered, leave = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "x.parquet", entered, leave))
+    process.start()
+    entered.wait()
+    with pytest.raises(InputError, match="another process"), Parts(tmp_path / "x.parquet", RUN, 1).opened():
+        pass
+    leave.set()
+    process.join()
+    with Parts(tmp_path / "x.parquet", RUN, 1).opened():
+        pass
+
+
+def report(shard: int, prepare: float, begin: float, end: float) -> ShardReport:
+    row = {"shard": shard, "images": 10, "failed": shard, "prepare": [0, prepare], "encode": [begin, end]}
+    return ShardReport.of({**row, "write": [end, end + 0.5]})
+
+
+def test_workers_that_wait_are_seen() -> None:
+    outcome = Outcome(40, 10, (report(0, 6, 6, 8), report(1, 6, 6, 8), report(2, 8, 14, 16)), workers=2)
+    assert outcome.failed == 3
+    assert outcome.seconds == {"prepare": 20, "encode": 6, "write": 1.5}
+    assert outcome.encoding_share == pytest.approx(6 / (10 * 2))
+    assert outcome.cpus_per_worker == pytest.approx(21.5 / 6)
+
+
+def test_a_run_with_nothing_left_to_do_has_no_limit() -> None:
+    outcome = Outcome(40, 40, (), workers=2)
+    assert (outcome.failed, outcome.encoding_share, outcome.cpus_per_worker) == (0, 0.0, 0.0)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("b/2.JPG", "b/10.png", "a/x/1.webp", "a/0.jpeg", "a/notes.txt", "c.gif"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def test_directories_are_searched_at_any_depth_in_order_of_name(tree: Path) -> None:
+    found = [str(Path(path).relative_to(tree)) for path in list_files([str(tree)])]
+    assert found == ["c.gif", "a/0.jpeg", "a/x/1.webp", "b/10.png", "b/2.JPG"]
+    given = [str(tree / "a" / "notes.txt"), str(tree / "b")]
+    assert list_files(given) == [given[0], str(tree / "b" / "10.png"), str(tree / "b" / "2.JPG")]
+
+
+def test_uris_are_listed_by_pyarrow(tree: Path) -> None:
+    found = list_files([f"file://{tree}/a", f"file://{tree}/c.gif"])
+    assert found == [f"file://{tree}/a/0.jpeg", f"file://{tree}/a/x/1.webp", f"file://{tree}/c.gif"]
+    assert read_file(found[0]) == b"a/0.jpeg"
+    assert read_file(str(tree / "c.gif")) == b"c.gif"
+
+
+def test_what_is_not_there_is_said(tree: Path) -> None:
+    for path, message in (
+        (str(tree / "empty"), "no image in this directory"),
+        (str(tree / "nothing"), "no such file or directory"),
+        (f"file://{tree}/nothing", "cannot be listed"),
+        ("nosuch://bucket/x", "cannot be listed"),
+    ):
+        with pytest.raises(InputError, match=message):
+            list_files([path])
+    with pytest.raises(OSError, match="nothing"):
+        read_file(f"file://{tree}/nothing")
+
+
+def test_digests_tell_lists_and_checkpoints_apart(tmp_path: Path) -> None:
+    assert paths_digest(["a", "b"]) != paths_digest(["ab"])
+    assert paths_digest(["a", "b"]) != paths_digest(["b", "a"])
+    _, directory = save(tmp_path / "model", "siglip")
+    before = checkpoint_digest(str(directory))
+    assert checkpoint_digest(str(directory)) == before
+    (directory / "preprocessor_config.json").write_text('{"image_mean": [0, 0, 0]}', encoding="utf-8")
+    changed = checkpoint_digest(str(directory))
+    assert changed != before
+    (directory / "model.safetensors").touch()
+    assert checkpoint_digest(str(directory)) != changed

@@ -1,0 +1,68 @@
+"""A service in this process, under uvicorn on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fxsplit_encoder.service.server import Service
+from fxsplit_encoder.service.settings import ServiceSettings
+
+HOST = "127.0.0.1"
+KEY = {"config": {"enabled": False}, "device": "cpu"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Running:
+    """A service, its server, and where it answers."""
+
+    def __init__(self, model: Path, loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> None:
+        self.service = Service(ServiceSettings(model=str(model), served_name="tiny", **{**KEY, **settings}))
+        self.port = free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self.server = self.service.server(HOST, self.port)
+        self.loop = loop or asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self.server.serve())
+
+    def start(self) -> None:
+        self.service.encoder.wait_started()
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.service.encoder.close()
+
+    def connect(self, data: bytes = b"") -> socket.socket:
+        """A connection on which these bytes were sent."""
+        connection = socket.create_connection((HOST, self.port), timeout=30)
+        connection.sendall(data)
+        return connection
+
+
+@contextlib.contextmanager
+def serving(model: Path, loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> Iterator[Running]:
+    running = Running(model, loop, **settings)
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()

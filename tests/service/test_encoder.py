@@ -1,0 +1,180 @@
+"""Prepared images to embeddings: the manager's, in order, whatever happens to some of them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.load import read_family
+from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer
+from fxsplit_encoder.service.settings import ImageEncoderSettings, ServingSettings
+from fxsplit_encoder.towers.inputs import PixelValues
+
+from ..models.checkpoints import CHECKPOINTS, CPU, save
+from .photographs import encoded, photograph, settings_of
+
+FAMILIES = ("siglip", "clip_vision_model", "dinov2", "qwen2_5_vl", "internvl")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_embeddings_are_those_of_the_manager(name: str, tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", name)
+    encoder = ImageEncoder(settings_of(directory))
+    images = [photograph(size=(60 + 14 * i, 90)) for i in range(5)]
+    prepared = [encoder.preparer.prepare(image) for image in images]
+    embeddings = encoder.encode(prepared)
+    family, config = read_family(Checkpoint.locate(directory))
+    plain = family.prepare(config, Checkpoint.locate(directory).processors())
+    for image, ready, embedding in zip(images, prepared, embeddings, strict=True):
+        (expected,) = encoder.manager.execute(dict(plain.image(image).tensors))
+        assert isinstance(embedding, np.ndarray)
+        assert embedding.dtype == np.float32
+        np.testing.assert_allclose(embedding, expected.numpy(), rtol=0, atol=1e-5)
+        assert encoder.count_tokens(ready) == len(embedding)
+
+
+@pytest.fixture(scope="module")
+def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("siglip"), "siglip")[1]
+
+
+def test_an_embedding_may_be_the_mean_of_its_rows_and_of_half_the_bits(siglip: Path) -> None:
+    rows = ImageEncoder(settings_of(siglip))
+    pooled = ImageEncoder(settings_of(siglip, pooling="mean", output_dtype="float16"))
+    prepared = [rows.preparer.prepare(photograph())]
+    (whole,), (mean,) = rows.encode(prepared), pooled.encode(prepared)
+    assert isinstance(whole, np.ndarray) and isinstance(mean, np.ndarray)
+    assert mean.dtype == np.float16
+    np.testing.assert_allclose(mean, whole.mean(axis=0, keepdims=True), atol=2e-3)
+
+
+def test_one_that_the_tower_refuses_costs_the_others_nothing(
+    siglip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = ImageEncoder(settings_of(siglip))
+    prepared = [encoder.preparer.prepare(photograph(size=(40 + i, 50))) for i in range(5)]
+    expected = encoder.encode(prepared)
+    execute = fx.EncoderCudaGraphManager.execute
+    largest: list[int] = []
+
+    def refusing(self: fx.EncoderCudaGraphManager, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        largest.append(len(inputs["pixel_values"]))
+        if any(torch.equal(tile, bad) for tile in inputs["pixel_values"]):
+            raise (
+                torch.OutOfMemoryError("of the test") if len(inputs["pixel_values"]) > 1 else InputError("no")
+            )
+        return execute(self, inputs)
+
+    values = PixelValues(encoder.preparer.values, torch.float32, CPU)
+    bad = values(torch.from_numpy(prepared[2].inputs["pixel_values"]))[0]
+    monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", refusing)
+    results = encoder.encode(prepared)
+    assert isinstance(results[2], InputError)
+    for index in (0, 1, 3, 4):
+        np.testing.assert_allclose(results[index], expected[index], rtol=0, atol=1e-5)
+    assert largest == [5, 2, 3, 1, 2]
+
+
+def test_an_error_of_the_device_is_everybodys(siglip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = ImageEncoder(settings_of(siglip))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        encoder.encode([encoder.preparer.prepare(photograph())])
+
+
+def test_settings_are_checked() -> None:
+    for wrong in (
+        {"model": ""},
+        {"model": "m", "pooling": "max"},
+        {"model": "m", "config": {"mode": "fast"}},
+    ):
+        with pytest.raises(fx.ConfigError):
+            ImageEncoderSettings(**wrong)
+    with pytest.raises(InputError, match="expected auto, cpu"):
+        ImageEncoderSettings(model="m", device="tpu").resolved_device()
+    with pytest.raises(InputError, match="sees"):
+        ImageEncoderSettings(model="m", device="cuda:97").resolved_device()
+
+
+def test_settings_are_sent_to_other_processes() -> None:
+    settings = ImageEncoderSettings(
+        model="m", config={"mode": "full", "token_budgets": [4]}, max_image_bytes="1MiB"
+    )
+    sent = pickle.loads(pickle.dumps(settings))
+    assert sent == settings
+    assert hash(sent) == hash(settings)
+    assert sent.config == fx.EncoderConfig(mode="full", token_budgets=[4])
+
+
+def test_who_serves_captures_nothing_later() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert ImageEncoderSettings(model="m").resolved_config(cuda) == fx.EncoderConfig()
+    assert ServingSettings(model="m").resolved_config(cuda) == fx.EncoderConfig(capture_recurring=False)
+    assert ServingSettings(model="m").resolved_config(cpu) == fx.EncoderConfig(mode="none")
+    given = fx.EncoderConfig(mode="full")
+    assert ServingSettings(model="m", config=given).resolved_config(cuda) == given
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_pixels_normalized_later_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", name)
+    preparer = ImagePreparer(settings_of(directory))
+    assert preparer.normalizes_later
+    family, config = read_family(Checkpoint.locate(directory))
+    image = photograph(size=(131, 87))
+    expected = family.prepare(config, Checkpoint.locate(directory).processors()).image(image)
+    prepared = preparer.prepare(image)
+    values = PixelValues(preparer.values, torch.float32, CPU)
+    assert prepared.inputs.keys() == expected.tensors.keys()
+    for key, array in prepared.inputs.items():
+        tensor = torch.from_numpy(array)
+        assert array.dtype in (np.uint8, np.int64)
+        given = values(tensor) if array.dtype == np.uint8 else tensor
+        assert torch.equal(given, expected.tensors[key]), key
+    assert prepared.layout == expected.layout
+    float_bytes = sum(t.nbytes for t in expected.tensors.values() if t.is_floating_point())
+    assert sum(a.nbytes for a in prepared.inputs.values() if a.dtype == np.uint8) * 4 == float_bytes
+
+
+def test_what_is_not_an_image_or_too_large_is_refused(siglip: Path) -> None:
+    preparer = ImagePreparer(settings_of(siglip, max_pixels=1200, max_image_bytes="100KiB"))
+    image = photograph(size=(40, 30))
+    for media, message in (
+        (encoded(image)[:400], "cannot be read as an image"),
+        (encoded(image.resize((40, 31))), "limit max_pixels"),
+        (bytes(102_401), "limit max_bytes"),
+        (np.zeros((40, 31), np.uint8), "limit max_pixels"),
+    ):
+        with pytest.raises(MediaError, match=message):
+            preparer.load(media)
+
+
+def test_an_error_says_nothing_that_differs_from_run_to_run(siglip: Path) -> None:
+    preparer = ImagePreparer(settings_of(siglip))
+    for data in (b"no image", encoded(photograph())[:400], encoded(photograph(), "JPEG")[:400]):
+        with pytest.raises(MediaError) as first:
+            preparer.load(data)
+        kept = io.BytesIO(data)  # so that another is elsewhere in memory
+        with pytest.raises(MediaError) as second:
+            preparer.load(bytes(kept.getvalue()))
+        assert str(first.value) == str(second.value)
+        assert "0x" not in str(first.value)
+
+
+def test_what_cannot_be_prepared_is_a_media_error(tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", "qwen2_5_vl")
+    with pytest.raises(MediaError, match="aspect ratio"):
+        ImagePreparer(settings_of(directory)).prepare(Image.new("RGB", (2000, 4)))

@@ -1,0 +1,169 @@
+"""Bodies in three forms, what OpenAI's and Jina's clients send, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.service.encoder import PreparedImage, PreparedText
+from fxsplit_encoder.service.protocol import (
+    EmbeddingRequest,
+    RequestError,
+    embeddings_response,
+    parse_request,
+)
+from fxsplit_encoder.service.settings import ServiceSettings
+
+SETTINGS = ServiceSettings(model="m", max_items_per_request=3, max_text_characters=50)
+JSON = {"content-type": "application/json"}
+
+
+def read(sent: httpx.Request) -> EmbeddingRequest:
+    return parse_request(dict(sent.headers), sent.url.query.decode(), sent.read(), SETTINGS)
+
+
+def post(url: str = "http://h/v1/embeddings", **arguments: Any) -> httpx.Request:
+    return httpx.Request("POST", url, **arguments)
+
+
+def form(images: Sequence[bytes], **fields: str) -> httpx.Request:
+    return post(files=[("image", (f"{n}.png", data)) for n, data in enumerate(images)], data=fields)
+
+
+def cut_off(images: Sequence[bytes], size: int) -> httpx.Request:
+    whole = form(images)
+    return post(content=whole.read()[:-size], headers={"content-type": whole.headers["content-type"]})
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def test_images_come_as_a_form_as_json_or_as_they_are() -> None:
+    images = [b"one\0", b"\xfftwo"]
+    assert read(form(images)) == EmbeddingRequest(images)
+    assert read(form(images, encoding_format="base64")).encoding == "base64"
+    assert read(post(json={"images": [b64(i) for i in images], "encoding_format": "base64"})) == (
+        EmbeddingRequest(images, "base64")
+    )
+    assert read(post(json={"image": f"data:image/png;base64,{b64(images[0])}"})).items == images[:1]
+    raw = post("http://h/?encoding_format=npy", content=images[1], headers={"content-type": "image/png"})
+    assert read(raw) == EmbeddingRequest(images[1:], "npy")
+    accepting = {"content-type": "application/octet-stream", "accept": "application/x-npy"}
+    assert read(post(content=images[1], headers=accepting)).encoding == "npy"
+
+
+def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
+    image = b"\x89PNG"
+    url = f"data:image/png;base64,{b64(image)}"
+    assert read(post(json={"model": "m", "input": "a cat", "user": "me", "dimensions": 8})) == (
+        EmbeddingRequest(["a cat"], "float", 8, "me")
+    )
+    assert read(post(json={"input": ["a cat", url]})).items == ["a cat", image]
+    objects = [{"text": "a cat"}, {"image": b64(image)}, {"image": url}]
+    assert read(post(json={"input": objects})).items == ["a cat", image, image]
+    assert read(post(json={"input": {"text": "https://h/cat.png"}})).items == ["https://h/cat.png"]
+    assert read(post(json={"input": [url], "modality": "image"})).items == [image]
+    assert read(form([image], dimensions="7", user="me")) == EmbeddingRequest([image], "float", 7, "me")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "message"),
+    [
+        (post(content=b"x"), 415, "expected multipart/form-data"),
+        (post(content=b"x", headers={"content-type": "text/plain"}), 415, "text/plain"),
+        (post(json=[1]), 400, "expected a JSON object"),
+        (post(content=b"{", headers=JSON), 400, "not valid JSON"),
+        (post(content=b"\xff{", headers=JSON), 400, "not valid JSON"),
+        (post(content=b"[" * 3900, headers=JSON), 400, "JSON"),
+        (post(content=b'{"dimensions": ' + b"9" * 5000 + b"}", headers=JSON), 400, "not valid JSON"),
+        (post(content=b'{"dimensions": NaN}', headers=JSON), 400, "NaN is no number"),
+        (post(content=b"[" + b"0," * (1 << 20) + b"0]", headers=JSON), 400, "values"),
+        (post(json={"images": "abcd"}), 400, "expected a list"),
+        (post(json={"images": ["no base64!"]}), 400, "expected base64"),
+        (post(json={"images": [7]}), 400, "expected base64"),
+        (post(json={"input": {"image": "https://h/cat.png"}}), 400, "fetch what a URL names"),
+        (post(json={"input": [1, 2]}), 400, "expected a text"),
+        (post(json={"input": [{"image": "", "text": ""}]}), 400, "an object with image or text"),
+        (post(json={"input": "x" * 51}), 400, "at most 50 characters"),
+        (post(content=b'{"input": "\\ud800"}', headers=JSON), 400, "surrogate"),
+        (post(json={"input": "a", "modality": "audio"}), 400, "modality"),
+        (post(json={"image": "", "images": []}), 400, "got both"),
+        (post(json={"images": []}), 400, "1 to 3 of them; got 0"),
+        (post(json={"input": ["a"] * 4}), 400, "got 4"),
+        (post(json={"input": "a", "dimension": 3}), 400, "got dimension"),
+        (post(json={"input": "a", "dimensions": 0}), 400, "dimensions: expected an integer"),
+        (post(json={"input": "a", "dimensions": True}), 400, "dimensions: expected an integer"),
+        (post(json={"input": "a", "user": 7}), 400, "user: expected a text"),
+        (post(json={"input": "a", "model": "gpt"}), 404, "model: expected m; got 'gpt'"),
+        (post(json={"input": "a", "encoding_format": "hex"}), 400, "encoding_format: expected one of"),
+        (post(json={"input": "a", "encoding_format": ["float"]}), 400, "encoding_format: expected one of"),
+        (post(json={"input": ["a"] * 2, "encoding_format": "npy"}), 400, "npy holds one"),
+        (form([b"a"] * 4), 400, "Too many files"),
+        (form([b"a"], color="me"), 400, "got color"),
+        (form([b"a"], user="m" * 5000), 400, "short fields"),
+        (cut_off([b"a" * 100, b"b" * 100], 60), 400, "cut off"),
+        (cut_off([b"a" * 100, b"b" * 100], 4), 400, "cut off"),
+        (post(content=b"x", headers={"content-type": "multipart/form-data"}), 400, "boundary"),
+        (post(content=b"x", headers={"content-type": "multipart/form-data; boundary=q"}), 400, "multipart"),
+    ],
+)
+def test_what_is_wrong_is_said(sent: httpx.Request, status: int, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(sent)
+    assert caught.value.status == status
+    assert message in caught.value.message
+
+
+def test_settings_may_be_text_of_a_command_line() -> None:
+    settings = ServiceSettings(model="m", encoders="2", max_request_bytes="20MiB", retry_after_s="3")
+    assert (settings.encoders, settings.max_request_bytes, settings.retry_after_s) == (2, 20 << 20, 3)
+    wrong = {"encoders": 0}, {"max_request_bytes": "much"}, {"refusal_status": 500}, {"colour": 1}
+    for each in (*wrong, {"body_timeout_s": "inf"}, {"pooling": "max"}, {"api_key": ""}):
+        with pytest.raises(ConfigError):
+            ServiceSettings(**{"model": "m", **each})
+
+
+def test_json_of_an_error_says_which_item() -> None:
+    error = RequestError(422, "undecodable_image", "no", 3, {"Retry-After": "1"}).response()
+    assert error.status_code == 422
+    assert error.headers["retry-after"] == "1"
+    expected = {"type": "undecodable_image", "message": "no", "index": 3, "code": 422}
+    assert json.loads(error.body) == {"error": expected}
+
+
+def answer(asked: EmbeddingRequest, *embeddings: np.ndarray, is_normalized: bool = True) -> dict[str, Any]:
+    items = [PreparedImage({}, {"tiles": 1}), PreparedText((1,))][: len(embeddings)]
+    made = embeddings_response(asked, "m", items, embeddings, 5, is_normalized)
+    found: dict[str, Any] = json.loads(made.body)
+    return found
+
+
+def test_an_answer_has_what_openais_clients_read() -> None:
+    vector = np.array([[3, 0, 4]], np.float32)
+    found = answer(EmbeddingRequest([b"", ""]), vector, 2 * vector)
+    assert (found["object"], found["model"]) == ("list", "m")
+    assert found["usage"] == {"prompt_tokens": 5, "total_tokens": 5, "images": 1, "rows": 2}
+    assert [each["index"] for each in found["data"]] == [0, 1]
+    assert [each["embedding"] for each in found["data"]] == [[3, 0, 4], [6, 0, 8]]
+    assert [each.get("layout") for each in found["data"]] == [{"tiles": 1}, None]
+    (entry,) = answer(EmbeddingRequest([b""], "base64"), vector)["data"]
+    assert np.frombuffer(base64.b64decode(entry["embedding"]), "<f4").tolist() == [3, 0, 4]
+
+
+def test_a_vector_may_be_cut_and_has_length_1_again() -> None:
+    vector = np.array([[3, 4, 12]], np.float32)
+    (entry,) = answer(EmbeddingRequest([b""], "float", 2), vector)["data"]
+    np.testing.assert_allclose(entry["embedding"], [0.6, 0.8])
+    (entry,) = answer(EmbeddingRequest([b""], "float", 2), vector, is_normalized=False)["data"]
+    assert entry["embedding"] == [3, 4]
+    for wrong in (vector[:, :1], np.concatenate([vector, vector])):
+        with pytest.raises(RequestError, match="dimensions"):
+            answer(EmbeddingRequest([b""], "float", 2), wrong)

@@ -1,0 +1,442 @@
+"""The service over HTTP: OpenAI's client, the models' own vectors, limits, faults, and its end."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from PIL import Image
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import EncoderLostError, InputError
+from fxsplit_encoder.service.encoder import ImageEncoder, QueuedEncoder
+
+from ..models.checkpoints import save
+from ..models.embedding_models import image_vector, save_model, text_vectors
+from .photographs import encoded, photograph, settings_of
+from .serving import HOST, Running, free_port, serving
+
+TEXTS = ["a photo of a cat", "two cups of coffee", "rocket"]
+PNG = {"content-type": "image/png"}
+
+
+@pytest.fixture(scope="module")
+def siglip(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    return save_model(tmp_path_factory.mktemp("siglip"), "Siglip")
+
+
+@pytest.fixture(scope="module")
+def running(siglip: tuple[Any, Path]) -> Iterator[Running]:
+    limits = {"max_pixels": 1 << 20, "max_request_pixels": 1 << 20, "max_request_bytes": 200_000}
+    with serving(siglip[1], header_timeout_s=1.0, body_timeout_s=1.0, **limits) as running:
+        yield running
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def expected_vectors(model: Any, directory: Path, images: list[bytes]) -> np.ndarray:
+    preparer = ImageEncoder(settings_of(directory, pooling="model")).preparer
+    values = torch.from_numpy(preparer.values)
+    rows = []
+    for data in images:
+        pixels = torch.from_numpy(preparer.load(data).inputs["pixel_values"]).long()
+        normalized = torch.stack([values[channel][pixels[:, channel]] for channel in range(3)], dim=1)
+        rows.append(image_vector(model, {"pixel_values": normalized}))
+    return torch.cat(rows).numpy()
+
+
+def unit(given: Any) -> np.ndarray:
+    vectors = np.asarray(given)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_openais_client_gets_the_models_own_vectors(running: Running, siglip: tuple[Any, Path]) -> None:
+    model, directory = siglip
+    images = [encoded(photograph(size=(40 + n, 50))) for n in range(3)]
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
+        assert [each.id for each in client.models.list()] == ["tiny"]
+        texts = client.embeddings.create(model="tiny", input=TEXTS)  # base64, which it asks for by itself
+        found = client.embeddings.create(
+            model="tiny", input=[*map(data_url, images)], encoding_format="float"
+        )
+        short = client.embeddings.create(model="tiny", input=TEXTS[0], dimensions=4, user="me")
+        with pytest.raises(openai.NotFoundError, match="expected tiny"):
+            client.embeddings.create(model="gpt", input="a")
+    np.testing.assert_allclose(
+        [each.embedding for each in texts.data], unit(text_vectors(model, directory, TEXTS)), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        [each.embedding for each in found.data], unit(expected_vectors(model, directory, images)), atol=1e-5
+    )
+    cut = np.array([texts.data[0].embedding[:4]])
+    np.testing.assert_allclose([short.data[0].embedding], unit(cut), atol=1e-5)
+    assert texts.usage.total_tokens >= 3
+
+
+def test_images_come_in_every_form(running: Running) -> None:
+    data = encoded(photograph())
+    url = f"{running.url}/v1/embeddings"
+    forms: list[dict[str, Any]] = [
+        {"files": {"image": ("a.png", data)}},
+        {"json": {"image": base64.b64encode(data).decode()}},
+        {"json": {"input": [{"image": data_url(data)}]}},
+        {"content": data, "headers": PNG},
+    ]
+    answers = [httpx.post(url, **each).json()["data"][0] for each in forms]
+    assert all(each == answers[0] for each in answers)
+    assert (answers[0]["shape"], answers[0]["layout"]) == ([1, 16], {"tiles": 1})
+    array = np.load(
+        io.BytesIO(httpx.post(url, content=data, headers={**PNG, "accept": "application/x-npy"}).content)
+    )
+    np.testing.assert_allclose(array[0], answers[0]["embedding"], atol=1e-6)
+
+
+def test_other_towers_have_the_mean_of_their_rows(tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", "qwen2_5_vl")
+    encoder = ImageEncoder(settings_of(directory))
+    data = encoded(photograph())
+    (rows,) = encoder.encode([encoder.preparer.load(data)])
+    assert isinstance(rows, np.ndarray)
+    with serving(directory) as running:
+        url = f"{running.url}/v1/embeddings"
+        (entry,) = httpx.post(url, content=data, headers=PNG).json()["data"]
+        np.testing.assert_allclose([entry["embedding"]], unit(rows.mean(axis=0, keepdims=True)), atol=1e-5)
+        refused = httpx.post(url, json={"input": "a cat"})
+        assert (refused.status_code, refused.json()["error"]["index"]) == (400, 0)
+    with serving(directory, pooling="none") as running:
+        (entry,) = httpx.post(f"{running.url}/v1/embeddings", content=data, headers=PNG).json()["data"]
+        np.testing.assert_allclose(np.reshape(entry["embedding"], entry["shape"]), rows, atol=1e-5)
+    with pytest.raises(InputError, match="has no vector of its own"):
+        ImageEncoder(settings_of(directory, pooling="model"))
+
+
+def test_health_readiness_metrics_and_other_paths(running: Running) -> None:
+    url = running.url
+    assert httpx.post(f"{url}/v1/embeddings", json={"input": "a cat"}).status_code == 200
+    health = httpx.get(f"{url}/health").json()
+    assert (health["status"], health["model"], health["encoder"]["pooling"]) == ("ok", "tiny", "model")
+    assert httpx.head(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
+    text = httpx.get(f"{url}/metrics").text
+    for name in (
+        'encoder_service_requests_total{status="200"}',
+        "encoder_service_rows_total",
+        "encoder_service_batch_images_bucket",
+        "encoder_service_queue_waiting 0.0",
+        "encoder_cudagraph_item_hits_total",
+    ):
+        assert name in text
+    for method, path, status in (
+        ("GET", "/v1/embeddings", 405),
+        ("GET", "/nothing", 404),
+        ("POST", "/health", 405),
+    ):
+        answer = httpx.request(method, url + path)
+        assert (answer.status_code, "there are /v1/embeddings" in answer.json()["error"]["message"]) == (
+            status,
+            True,
+        )
+
+
+def test_a_key_is_asked_for(siglip: tuple[Any, Path]) -> None:
+    with serving(siglip[1], api_key="secret") as running:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            for method, path in (("POST", "/v1/embeddings"), ("GET", "/v1/models")):
+                assert httpx.request(method, running.url + path, headers=headers).status_code == 401
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret") as client:
+            assert len(client.embeddings.create(model="tiny", input="a").data) == 1
+        assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+# --- limits
+
+
+HEAD = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: 1000\r\n\r\n"
+
+
+def test_connections_that_send_nothing_stop_nothing(running: Running) -> None:
+    """Neither the service nor its health check; they are answered or closed in time."""
+    silent = [running.connect() for _ in range(32)]
+    half = [running.connect(HEAD[:40]) for _ in range(32)]
+    without_body = [running.connect(HEAD) for _ in range(64)]
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert httpx.post(f"{running.url}/v1/embeddings", json={"input": "a cat"}).status_code == 200
+    for connection in without_body:
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
+    for connection in (*silent, *half):
+        assert connection.recv(1 << 16) == b""
+    for connection in (*silent, *half, *without_body):
+        connection.close()
+
+
+def test_a_connection_that_was_used_is_closed_too(running: Running) -> None:
+    connection = running.connect(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /hea")
+    received = b""
+    while piece := connection.recv(1 << 16):
+        received += piece
+    assert received.startswith(b"HTTP/1.1 200")
+    connection.close()
+
+
+def test_headers_without_an_end_are_cut_off(running: Running) -> None:
+    connection = running.connect(b"GET /health HTTP/1.1\r\n")
+    with pytest.raises(OSError):
+        for _ in range(100_000):  # more than the buffers of both ends hold
+            connection.sendall(b"x: " + b"y" * 1000 + b"\r\n")
+    connection.close()
+    assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def test_too_many_pixels_are_refused_by_their_headers(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little data of many pixels, of which nothing is decoded."""
+    stream = io.BytesIO()
+    Image.new("1", (600, 600)).save(stream, "PNG")
+    files = [("image", (f"{n}.png", stream.getvalue())) for n in range(3)]
+    monkeypatch.setattr("fxsplit_encoder.service.encoder.load_image", None)
+    answer = httpx.post(f"{running.url}/v1/embeddings", files=files)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["index"]) == (413, "too_large", 2)
+    assert "max_request_pixels" in error["message"]
+
+
+def test_bodies_are_limited_by_what_they_say_and_by_what_comes(running: Running) -> None:
+    url = f"{running.url}/v1/embeddings"
+    assert httpx.post(url, content=bytes(200_001), headers=PNG).status_code == 413
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(300):
+            yield bytes(1000)
+
+    answer = httpx.post(url, content=pieces(), headers=PNG)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (413, "too_large")
+
+
+def test_a_bad_image_is_refused_with_its_place(running: Running) -> None:
+    files = [("image", ("a.png", encoded(photograph()))), ("image", ("b.png", b"no image"))]
+    answer = httpx.post(f"{running.url}/v1/embeddings", files=files)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["index"]) == (422, "undecodable_image", 1)
+
+
+class Held:
+    """Keeps the encoders of a service in their first batch until it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on, self.entered = threading.Event(), threading.Event()
+        launch = ImageEncoder.launch
+
+        def held(encoder: ImageEncoder, items: Any) -> Any:
+            self.entered.set()
+            assert self.go_on.wait(60)
+            return launch(encoder, items)
+
+        monkeypatch.setattr(ImageEncoder, "launch", held)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(monkeypatch)
+
+
+def in_thread(function: Any) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    return thread, results
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_what_is_too_much_is_refused_and_may_come_again(
+    held: Held, siglip: tuple[Any, Path], status: int
+) -> None:
+    with serving(siglip[1], max_requests=2, refusal_status=status, retry_after_s=7) as running:
+        url = f"{running.url}/v1/embeddings"
+        asked = [in_thread(lambda: httpx.post(url, json={"input": "a"}, timeout=60)) for _ in range(2)]
+        wait_for(lambda: running.service.application.num_requests == 2)
+        refused = httpx.post(url, json={"input": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (status, "7")
+        assert refused.json()["error"]["type"] == "overloaded"
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        held.go_on.set()
+        for thread, results in asked:
+            thread.join()
+            assert results[0].status_code == 200
+        assert httpx.post(url, json={"input": "a"}).status_code == 200
+
+
+def test_what_no_encoder_takes_in_time_is_refused(held: Held, siglip: tuple[Any, Path]) -> None:
+    with serving(siglip[1], request_timeout_s=0.2) as running:
+        url = f"{running.url}/v1/embeddings"
+        first = in_thread(lambda: httpx.post(url, json={"input": "a"}, timeout=60))
+        held.entered.wait()
+        late = httpx.post(url, json={"input": "b"}, timeout=60)
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        held.go_on.set()
+        first[0].join()
+        assert first[1][0].status_code == 200
+
+
+def test_a_client_that_goes_is_not_encoded(held: Held, siglip: tuple[Any, Path]) -> None:
+    with serving(siglip[1]) as running:
+        url = f"{running.url}/v1/embeddings"
+        first = in_thread(lambda: httpx.post(url, json={"input": "a"}, timeout=60))
+        held.entered.wait()
+        body = json.dumps({"input": ["b"] * 3}).encode()
+        head = HEAD.replace(b"image/png", b"application/json").replace(b"1000", str(len(body)).encode())
+        connection = running.connect(head + body)
+        queue = running.service.encoder.queue
+        wait_for(lambda: queue.stats().waiting == 3)
+        connection.close()
+        wait_for(lambda: queue.stats().waiting == 0)
+        assert queue.stats().cancelled == 3
+        held.go_on.set()
+        first[0].join()
+        assert first[1][0].status_code == 200
+
+
+def test_one_item_that_fails_fails_its_request_alone(
+    siglip: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = fx.EncoderCudaGraphManager.execute
+    bad = encoded(Image.new("RGB", (28, 28), (255, 0, 0)))
+
+    def refusing(self: fx.EncoderCudaGraphManager, inputs: dict[str, torch.Tensor]) -> Any:
+        pixels = inputs["pixel_values"]
+        if bool(((pixels[:, 0] == 1) & (pixels[:, 1] == -1)).flatten(1).all(1).any()):
+            raise RuntimeError("of the test") if len(pixels) > 1 else InputError("of the test")
+        return execute(self, inputs)
+
+    with serving(siglip[1]) as running:
+        monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", refusing)
+        url = f"{running.url}/v1/embeddings"
+        images = [encoded(photograph(size=(30 + n, 30))) for n in range(6)]
+        asked = [
+            in_thread(lambda data=data: httpx.post(url, content=data, headers=PNG, timeout=60))
+            for data in (*images[:3], bad, *images[3:])
+        ]
+        for thread, _ in asked:
+            thread.join()
+        assert [results[0].status_code for _, results in asked] == [200] * 3 + [422] + [200] * 3
+
+
+def test_a_service_whose_encoder_is_lost_says_so(
+    siglip: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(siglip[1]) as running:
+
+        def lost(*_: object) -> None:
+            raise EncoderLostError("of the test")
+
+        monkeypatch.setattr(ImageEncoder, "_launch_texts", lost)
+        answer = httpx.post(f"{running.url}/v1/embeddings", json={"input": "a"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        wait_for(lambda: httpx.get(f"{running.url}/health").status_code == 503)
+        assert httpx.get(f"{running.url}/ready").status_code == 503
+
+
+def wait_for(condition: Any) -> None:
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# --- its end, and its command
+
+
+def test_requests_in_flight_are_answered_at_the_end(held: Held, siglip: tuple[Any, Path]) -> None:
+    with serving(siglip[1]) as running:
+        url = f"{running.url}/v1/embeddings"
+        asked = [in_thread(lambda: httpx.post(url, json={"input": "a"}, timeout=60)) for _ in range(3)]
+        wait_for(lambda: running.service.application.num_requests == 3)
+        running.server.should_exit = True
+        wait_for(lambda: running.service.application.is_draining)
+        held.go_on.set()
+        for thread, results in asked:
+            thread.join()
+            assert results[0].status_code == 200
+
+
+@pytest.mark.slow
+def test_the_command_serves_and_drains_at_sigterm(siglip: tuple[Any, Path], tmp_path: Path) -> None:
+    port = free_port()
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("config:\n  enabled: false\nmax_requests: 100\n", encoding="utf-8")
+    command = [sys.executable, "-m", "fxsplit_encoder.cli.main", "serve", str(siglip[1])]
+    command += ["--port", str(port), "--settings", str(settings), "--device", "cpu"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "ENCODER_CG_API_KEY": "secret"}
+        )
+    url = f"http://{HOST}:{port}"
+    key = {"authorization": "Bearer secret"}
+
+    def is_ready() -> bool:
+        assert server.poll() is None, (tmp_path / "log").read_text()
+        try:
+            return httpx.get(f"{url}/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        wait_for(is_ready)
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 401
+        images = [base64.b64encode(encoded(photograph(size=(400 + n, 400)))).decode() for n in range(20)]
+
+        ending = threading.Event()
+
+        def ask_until_the_end() -> list[int]:
+            statuses = []
+            while not ending.is_set():
+                with httpx.Client(timeout=60) as client:  # a connection each, none of them reset
+                    answer = client.post(f"{url}/v1/embeddings", json={"images": images}, headers=key)
+                statuses.append(answer.status_code)
+            return statuses
+
+        def requests() -> int:
+            return int(httpx.get(f"{url}/health").json()["requests"])
+
+        asked = [in_thread(ask_until_the_end) for _ in range(4)]
+        wait_for(requests)
+        ending.set()
+        # A connection that the server has not accepted yet may be reset: each of these is accepted.
+        wait_for(lambda: requests() == sum(thread.is_alive() for thread, _ in asked))
+        server.send_signal(signal.SIGTERM)
+        for thread, results in asked:
+            thread.join()
+            assert set(results[0]) == {200}
+        assert server.wait(60) in (0, -signal.SIGTERM), (tmp_path / "log").read_text()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_several_devices_share_a_queue(siglip: tuple[Any, Path]) -> None:
+    encoder = QueuedEncoder(settings_of(siglip[1], pooling="model"), ["cpu", "cpu"])
+    encoder.wait_started()
+    images = [encoder.first.preparer.prepare(photograph(size=(30 + n, 40))) for n in range(12)]
+    found = encoder.encode(images)
+    alone = [encoder.first.encode([image])[0] for image in images]
+    np.testing.assert_allclose(found, alone, atol=1e-6)
+    assert encoder.is_ready
+    encoder.close()
+    assert not encoder.is_ready
