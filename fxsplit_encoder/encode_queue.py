@@ -15,6 +15,7 @@ import math
 import queue
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,13 @@ class Landing(Generic[BatchT]):
         if self._thread is not None:
             self._batches.put(None)
             self._thread.join()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the local variables of an error's frames: a log handler may keep it, and so whole batches."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class BatchThread(ABC, Generic[BatchT]):
@@ -172,6 +180,7 @@ class BatchThread(ABC, Generic[BatchT]):
             logger.warning("%s is lost", self.name, exc_info=True)
             self._landing.finish()
             self.lost(error)
+            _clear_frames(error)
         finally:
             self.close()
 
