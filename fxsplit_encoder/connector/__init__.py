@@ -19,8 +19,11 @@ from fxsplit_encoder.connector.interfaces import (
     PreparedItem,
     PrioritizedEncoder,
     ProcessorByModality,
+    PromptProcessor,
+    PromptRun,
     SlicingEncoder,
     StagingEncoder,
+    TypedEncoder,
 )
 from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
@@ -74,6 +77,8 @@ __all__ = [
     "PreparedItem",
     "PrioritizedEncoder",
     "ProcessorByModality",
+    "PromptProcessor",
+    "PromptRun",
     "Residence",
     "SlicingEncoder",
     "StagingEncoder",
@@ -81,6 +86,7 @@ __all__ = [
     "Step",
     "Ticket",
     "TowerIdentity",
+    "TypedEncoder",
     "WorkerStatus",
     "fake_rows",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import MediaItem, Modality, PreparedItem, Reduction
+from fxsplit_encoder.connector.interfaces import MediaItem, Modality, PreparedItem, PromptRun, Reduction
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import shown
 
@@ -41,6 +41,14 @@ class FakeProcessor:
         if not isinstance(item.media, str):
             raise MediaError(f"media: expected a string; got {shown(item.media)}")
         return hashlib.sha256(f"{item.modality} {self.count_tokens(item)} {item.media}".encode()).digest()
+
+    def prompt_runs(self, item: MediaItem) -> list[PromptRun]:
+        """One run; of a video one a second of no more than two tokens."""
+        tokens = self.count_tokens(item)
+        if item.modality != "video":
+            return [PromptRun(tokens)]
+        starts = range(0, tokens, 2)
+        return [PromptRun(min(2, tokens - start), float(index)) for index, start in enumerate(starts)]
 
     def prepare(self, item: MediaItem) -> PreparedItem:
         """An item whose only input is a vector of zeros; its media travels as metadata."""
@@ -73,7 +81,7 @@ class FakeEncoder:
         modalities: Sequence[Modality] = ("image", "video", "audio"),
     ) -> None:
         self._width = width
-        self._dtype = dtype
+        self.dtype = dtype
         self._on_encode = on_encode
         self._modalities = modalities
 
@@ -86,12 +94,12 @@ class FakeEncoder:
 
     def row_bytes(self, modality: Modality) -> int | None:
         """Of `width` columns."""
-        return self._width * self._dtype.itemsize if modality in self._modalities else None
+        return self._width * self.dtype.itemsize if modality in self._modalities else None
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
         """The rows of each item."""
         self._on_encode(items)
-        return [fake_rows(item.digest, item.num_tokens, self._width, self._dtype) for item in items]
+        return [fake_rows(item.digest, item.num_tokens, self._width, self.dtype) for item in items]
 
     def close(self) -> None:
         """Nothing is held."""

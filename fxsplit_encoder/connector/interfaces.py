@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -21,10 +21,8 @@ rows have the channels first. Whoever encodes the item does that where it encode
 
 @dataclass(frozen=True, eq=False)
 class MediaItem:
-    """One image, video or audio clip of a request, as its caller has it.
-
-    ``media`` is a PIL image, an array, encoded bytes or a path. ``options`` are the processor's arguments for
-    this item alone (such as its limits of resolution): they change the token count and the cache's key.
+    """One image, video or audio clip of a request: a PIL image, an array, encoded bytes or a path, and the
+    processor's arguments for it alone, which change its token count and its key.
     """
 
     modality: Modality
@@ -36,10 +34,9 @@ class MediaItem:
 class PreparedItem:
     """One item as the encoder takes it, in host memory.
 
-    ``inputs`` are the tower's keyword arguments for this item alone: ``pixel_values`` (patches, width),
-    ``image_grid_thw`` (1, 3); with a ``PIXEL_TABLE``, those before pixels are normalized. Its feature has
-    ``num_tokens`` rows. ``digest`` (32 bytes) identifies media, processor and options. ``metadata`` travels
-    with the feature: grids, timestamps of a video's frames.
+    ``inputs`` are the tower's keyword arguments, such as ``pixel_values`` (patches, width) and
+    ``image_grid_thw`` (1, 3). Its feature has ``num_tokens`` rows. ``digest`` (32 bytes) identifies media,
+    processor and options. ``metadata`` travels with the feature: grids, times of a video's frames.
     """
 
     modality: Modality
@@ -67,6 +64,24 @@ class MediaProcessor(Protocol):
 
     def prepare(self, item: MediaItem) -> PreparedItem:
         """Decode, check and preprocess one item; raises a ``MediaError`` for what cannot be."""
+        ...
+
+
+class PromptRun(NamedTuple):
+    """Neighboring placeholder tokens of an item in an expanded prompt."""
+
+    num_tokens: int
+    seconds: float | None = None
+    """Of a video's frames: the time that its model's prompts show before them."""
+
+
+@runtime_checkable
+class PromptProcessor(Protocol):
+    """A ``MediaProcessor`` that can also tell what prompts have to show of an item."""
+
+    def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
+        """The item's placeholder tokens, ``count_tokens`` in all, as its prompt divides them; nothing is
+        decoded."""
         ...
 
 
@@ -98,8 +113,17 @@ class PrioritizedEncoder(DeviceEncoder, Protocol):
 
 
 @runtime_checkable
+class TypedEncoder(Protocol):
+    """A ``FeatureEncoder`` that tells the dtype of its rows; else the first that are encoded do."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Rows of another one are refused."""
+
+
+@runtime_checkable
 class StagingEncoder(Protocol):
-    """A ``FeatureEncoder`` part of whose work can be done beside the thread that encodes."""
+    """A ``FeatureEncoder`` part of whose work can be done on other threads."""
 
     def stage(self, item: PreparedItem) -> PreparedItem:
         """The same item in the form that ``encode`` reads soonest, such as in pinned memory. Called from any
@@ -171,6 +195,13 @@ class ProcessorByModality:
     def digest(self, item: MediaItem) -> bytes:
         """See `MediaProcessor`."""
         return self._of(item).digest(item)
+
+    def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
+        """See `PromptProcessor`; one run of all tokens where the item's processor does not tell."""
+        processor = self._of(item)
+        if isinstance(processor, PromptProcessor):
+            return processor.prompt_runs(item)
+        return [PromptRun(processor.count_tokens(item))]
 
     def prepare(self, item: MediaItem) -> PreparedItem:
         """See `MediaProcessor`."""

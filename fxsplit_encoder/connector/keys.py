@@ -138,7 +138,7 @@ class TowerIdentity:
         """That of a tower as it is now: after other weights are loaded it is another one.
 
         Args:
-            precision: what `precision_of` tells of the configuration.
+            precision: of the configuration, see `precision_of`.
             name: of the hash function.
 
         Reads every weight once; weights on a GPU pass through host memory in pieces.
@@ -164,7 +164,7 @@ def weights_digest(tower: nn.Module, name: HashName = "blake3") -> bytes:
     """The digest of a tower: its class, its configuration, and every parameter and buffer by name.
 
     Raises:
-        InputError: it has a tensor on the meta device, whose values nobody knows.
+        InputError: it has a tensor on the meta device, which has no values.
     """
     inner = getattr(tower, "tower", tower)
     settings: object = getattr(getattr(inner, "config", None), "to_dict", dict)()

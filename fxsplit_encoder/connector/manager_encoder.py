@@ -57,6 +57,11 @@ class ManagerEncoder:
         return self.manager.pool.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the tower's rows."""
+        return self.manager.dtype
+
+    @property
     def stream_priority(self) -> int:
         """That of the tower's captures."""
         return self.manager.config.stream_priority

@@ -14,7 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem, Modality, PreparedItem, Reduction
+from fxsplit_encoder.connector.interfaces import (
+    PIXEL_TABLE,
+    MediaItem,
+    Modality,
+    PreparedItem,
+    PromptRun,
+    Reduction,
+)
 from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import (
@@ -186,6 +193,26 @@ class TowerProcessor(_Processor):
             return self._count([self._image_sizes(item, preparation)])
         with closing(open_video(item.media, self.limits)) as video:
             return self._count(_clip_sizes(self._frames(item, preparation, video), preparation))
+
+    def prompt_runs(self, item: MediaItem) -> list[PromptRun]:
+        """What a prompt shows of the item: an image's rows in one run, of a video a run for each step of its
+        grid, with the time of its frames where that is known. Models whose prompts show no times join them.
+
+        Raises:
+            MediaError: as `count_tokens`.
+        """
+        if item.modality == "image":
+            return [PromptRun(self.count_tokens(item))]
+        preparation = self._preparation(item)
+        with closing(open_video(item.media, self.limits)) as video:
+            frames = self._frames(item, preparation, video)
+            count = self._count(_clip_sizes(frames, preparation))
+        step = preparation.frames_per_step
+        seconds: Any = frame_seconds(frames.indices, video.header, step).get("grid_seconds")
+        num_steps = -(-len(frames) // step)
+        if count % num_steps:  # its rows are not of single steps
+            return [PromptRun(count)]
+        return [PromptRun(count // num_steps, each) for each in seconds or [None] * num_steps]
 
     def digest(self, item: MediaItem) -> bytes:
         """What identifies the item once it is prepared, without preparing it: equal digests, equal inputs.

@@ -9,10 +9,8 @@ import hashlib
 import os
 import random
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -251,18 +249,12 @@ def test_no_history_of_cancellations_mixes_rows() -> None:
     assert not any(each.stats().bytes_used.values())
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fx") as path:
-        yield Path(path)
-
-
-def test_a_process_hands_features_over(directory: Path) -> None:
+def test_a_process_hands_features_over() -> None:
     """One process is killed in between: the connector starts another, and nothing is left."""
     made: list[ProcessEncoder] = []
 
     def process() -> ProcessEncoder:
-        options = ProcessOptions(max_bytes=1 << 24, runtime_directory=directory)
+        options = ProcessOptions(max_bytes=1 << 24)
         program = EncoderProgram("tests.gpu.cuda_encoders:slow", {"device": "cuda:0"})
         made.append(ProcessEncoder(program, options, dict.fromkeys(MODALITIES, 4 * WIDTH)))
         return made[-1]

@@ -101,7 +101,7 @@ class Copies:
         return _CudaEvent(device)
 
     def _stream(self, device: torch.device) -> Any:
-        """A stream beside the one that computes, so that the next batch runs while rows are copied."""
+        """A side stream, so that the next batch runs while rows are copied."""
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

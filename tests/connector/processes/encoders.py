@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
 from fxsplit_encoder.connector.processes import child
-from fxsplit_encoder.connector.processes.messages import Encoded, WireFeature
+from fxsplit_encoder.connector.processes.wire import Encoded
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
 
@@ -109,24 +109,22 @@ def lying() -> DoublingEncoder:
     return DoublingEncoder()
 
 
-LIES = ("more", "fewer", "gone", "other", "garbage")
+LIES = ("more", "fewer", "outside", "other", "garbage")
 
 
 def lie(host: child.EncoderHost, request: int, features: Sequence[Tensor]) -> None:
-    handle = host._transport.put(b"", {"feature": features[0]})
-    encoded = Encoded(request, [WireFeature(0, handle)], is_last=True)
+    block = host._half.put({"feature": features[0]})
+    encoded = Encoded(request, {0: block}, is_last=True)
     match LIES[int(features[0][0, 0])]:
         case "more":
-            feature = WireFeature(1, host._transport.put(b"", {"feature": features[0]}))
-            encoded = replace(encoded, features=[*encoded.features, feature])
+            encoded = replace(encoded, features={0: block, 1: host._half.put({"feature": features[0]})})
         case "fewer":
-            encoded = replace(encoded, features=[])
-        case "gone":
-            host._transport.release(handle)
+            encoded = replace(encoded, features={})
+        case "outside":
+            encoded = replace(encoded, features={0: replace(block, offset=1 << 40)})
         case "other":
-            handle = host._transport.put(b"", {"other": features[0]})
-            encoded = replace(encoded, features=[WireFeature(0, handle)])
+            encoded = replace(encoded, features={0: host._half.put({"other": features[0]})})
         case "garbage":
-            host._control.socket.send(b"garbage")
+            host._channel.send(b"\x07\x00\x00\x00garbage")
             return
-    host._control.send(encoded)
+    host._send(encoded)
