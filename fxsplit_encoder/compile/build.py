@@ -30,12 +30,15 @@ from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
 from fxsplit_encoder.kernels.products.measured import compile_ahead as compile_products_ahead
 
 
-def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
+def build_program(
+    module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions, *, may_derive: bool = True
+) -> Program:
     """Masks pad rows, runs the passes, splits the graph, compiles its pieces and proves padding.
 
     Args:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
         static_inputs: positions of the parameters and buffers among its inputs.
+        may_derive: whether passes may keep parameters in another form, see `compile.derived`.
 
     CompileError: the graph cannot be split; its message says at which node. ConfigError: there is no such
     pass, or `invariant` not for this graph.
@@ -49,7 +52,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
     mark_cuts(module, targets)
     own_heads = heads_of(module.graph.nodes)
-    report = run_passes(module, options.passes, device, options.policy)
+    report = run_passes(module, options.passes, device, options.policy, may_derive=may_derive)
     compile_ahead(module.graph.nodes, device, eager=own_heads)
     compile_products_ahead(module.graph.nodes, device)
     if options.policy.one_order_of_sums:

@@ -115,6 +115,34 @@ def test_inference_mode_and_no_grad_take_turns() -> None:
         assert not got.requires_grad
 
 
+class WithMlp(ClipLike):
+    """With a hidden width of 120, which may be padded to 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 120), nn.Linear(120, 16)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(super().forward(images))))
+
+
+@pytest.mark.parametrize(("mode", "num_derived"), [(torch.no_grad, 3), (torch.inference_mode, 0)])
+def test_only_parameters_with_versions_are_kept_in_another_form(
+    mode: Any, num_derived: int, made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mode():
+        module = WithMlp().eval()
+        compiled = compile_it(module, dynamic=True, token_budgets=[4], passes=["pad_mlp_width"])
+        for scale in (1.0, 0.5):
+            for parameter in module.parameters():
+                parameter.mul_(scale)
+            x = images(2)
+            assert_equal(compiled(x), module(x))
+    (dispatcher,) = made()
+    assert len(dispatcher.program.derived.recipes) == num_derived
+    assert ("torch.no_grad()" in caplog.text) is (num_derived == 0)
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_inputs_of_other_layouts_and_dtypes() -> None:
