@@ -22,8 +22,6 @@ from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.interfaces import (
     MediaItem,
     MediaProcessor,
-    MediaReducer,
-    PromptProcessor,
     PromptRun,
 )
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
@@ -85,7 +83,7 @@ class Connector:
             self._row_bytes.get,
             self._key_of,
             threading.Condition(lock),
-            can_reduce=isinstance(processor, MediaReducer),
+            can_reduce=type(processor).reduce is not MediaProcessor.reduce,
         )
         self._core = Core(lock, parts)
         self._pool = Pool(self._core, encoders, first, self._copies)
@@ -131,8 +129,6 @@ class Connector:
             InputError: the processor does not tell.
             MediaError: the media cannot be read.
         """
-        if not isinstance(self.processor, PromptProcessor):
-            raise InputError(f"{type(self.processor).__name__} does not tell what prompts show of media")
         return self.processor.prompt_runs(item)
 
     def step(self) -> Step:

@@ -10,12 +10,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import MediaItem, Modality, PreparedItem, PromptRun, Reduction
+from fxsplit_encoder.connector.interfaces import (
+    FeatureEncoder,
+    MediaItem,
+    MediaProcessor,
+    Modality,
+    PreparedItem,
+    PromptRun,
+    Reduction,
+)
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import shown
 
 
-class FakeProcessor:
+class FakeProcessor(MediaProcessor):
     """Takes any media that is a string; its option `tokens` says how many rows it has.
 
     Args:
@@ -63,7 +71,7 @@ class FakeProcessor:
         return MediaItem(item.modality, item.media, {**item.options, "tokens": tokens}) if tokens else None
 
 
-class FakeEncoder:
+class FakeEncoder(FeatureEncoder):
     """Rows that follow from an item's digest: `fake_rows`.
 
     Args:
@@ -81,16 +89,9 @@ class FakeEncoder:
         modalities: Sequence[Modality] = ("image", "video", "audio"),
     ) -> None:
         self._width = width
-        self.dtype = dtype
+        self.dtype: torch.dtype = dtype
         self._on_encode = on_encode
         self._modalities = modalities
-
-    def start(self) -> None:
-        """Nothing is needed."""
-
-    def predict_cost(self, item: PreparedItem) -> float:
-        """Its tokens."""
-        return float(item.num_tokens)
 
     def row_bytes(self, modality: Modality) -> int | None:
         """Of `width` columns."""
@@ -100,9 +101,6 @@ class FakeEncoder:
         """The rows of each item."""
         self._on_encode(items)
         return [fake_rows(item.digest, item.num_tokens, self._width, self.dtype) for item in items]
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def fake_rows(digest: bytes, num_tokens: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -29,20 +29,8 @@ Part = bytes | bytearray | memoryview
 _MOST_TENSOR_BYTES = 1 << 28
 
 
-class Hasher(Protocol):
-    """What both functions' objects have in common."""
-
-    def update(self, data: Any, /) -> Any:
-        """Hash further bytes."""
-        ...
-
-    def digest(self) -> bytes:
-        """The 32 bytes."""
-        ...
-
-
-def new_hasher(name: str, is_large: bool = False) -> Hasher:
-    """An empty hash.
+def new_hasher(name: str, is_large: bool = False) -> Any:
+    """An empty hash, with `update` and `digest`.
 
     Raises:
         InputError: no such function.
@@ -57,8 +45,7 @@ def new_hasher(name: str, is_large: bool = False) -> Hasher:
         from blake3 import blake3
     except ImportError as error:
         raise MissingExtraError("hash: blake3", "connector") from error
-    hasher: Hasher = blake3(max_threads=blake3.AUTO if is_large else 1)
-    return hasher
+    return blake3(max_threads=blake3.AUTO if is_large else 1)
 
 
 def digest_of(parts: Iterable[Part], name: HashName = "blake3", is_large: bool = False) -> bytes:
@@ -68,7 +55,8 @@ def digest_of(parts: Iterable[Part], name: HashName = "blake3", is_large: bool =
         view = memoryview(part).cast("B")
         hasher.update(len(view).to_bytes(8, "little"))
         hasher.update(view)
-    return hasher.digest()
+    digest: bytes = hasher.digest()
+    return digest
 
 
 def canonical(value: object, name: str = "options") -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,22 +30,6 @@ class Run(NamedTuple):
     position: int
     """Of the first row, in the merged sequence."""
     length: int
-
-
-class Placeholders(Protocol):
-    """Where a prompt shows its items. Token counts are those of the ticket: an item of 0 is left out."""
-
-    def merged_length(self, token_counts: Sequence[int]) -> int:
-        """Positions of the merged sequence."""
-        ...
-
-    def runs(self, token_counts: Sequence[int], start: int, stop: int) -> Sequence[Run]:
-        """What goes to the positions from `start` up to `stop`, in order.
-
-        Raises:
-            InputError: the counts are not what the prompt has placeholders for.
-        """
-        ...
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from fxsplit_encoder.connector.interfaces import (
     PIXEL_TABLE,
     MediaItem,
+    MediaProcessor,
     Modality,
     PreparedItem,
     PromptRun,
@@ -117,7 +118,7 @@ _MOST_PREPARATIONS = 64
 _MOST_HALVINGS = 8
 
 
-class _Processor:
+class _Processor(MediaProcessor):
     """What processors of one tower have in common."""
 
     def __init__(
@@ -426,6 +427,10 @@ class AudioProcessor(_Processor):
             MediaError: it is no audio of the model's rate, or is beyond a limit.
         """
         return self._count(self._num_samples(item))
+
+    def prompt_runs(self, item: MediaItem) -> list[PromptRun]:
+        """One run of all its tokens."""
+        return [PromptRun(self.count_tokens(item))]
 
     def digest(self, item: MediaItem) -> bytes:
         """What identifies the prepared item, from its bytes, which are not decoded.

@@ -13,6 +13,7 @@ from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature
 from fxsplit_encoder.connector.states import Residence, State
+from fxsplit_encoder.encode_queue import MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -428,7 +429,7 @@ class Encoding:
         entry.num_losses += 1
         if not entry.holders:
             self._holdings.drop(entry, State.CANCELLED)
-        elif entry.num_losses >= self._parts.config.max_item_losses:
+        elif entry.num_losses >= MOST_LOSSES:
             message = f"{entry.num_losses} workers were lost while they encoded it"
             self._holdings.fail(entry, ConnectorError(message, "worker_lost", retryable=False))
         elif not self._has_memory(entry):

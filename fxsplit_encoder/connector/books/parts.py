@@ -175,6 +175,8 @@ class Parts:
     clock: Callable[[], float] = time.monotonic
     can_reduce: bool = False
     """Whether the processor can ask less of an item."""
+    max_overtakes: int = 64
+    """How many requests may get memory before one that came earlier and needs more than is free."""
     stats: ConnectorStats = field(default_factory=ConnectorStats)
     ledger: Ledger = field(default_factory=Ledger)
     cache: FeatureCache = field(default_factory=FeatureCache)

@@ -186,7 +186,7 @@ class Half:
         kept_bytes: that stay resident once they are free, for the next that is put.
     """
 
-    def __init__(self, memory: SharedMemory, index: int, kept_bytes: int) -> None:
+    def __init__(self, memory: SharedMemory, index: int, kept_bytes: int = 64 << 20) -> None:
         self._memory = memory
         self._index = index
         self._kept_bytes = kept_bytes
@@ -306,7 +306,6 @@ class WireItem(Message, frozen=True):
 class Start(Message, frozen=True):
     """Make an encoder and start it."""
 
-    library: str
     factory: str
     arguments: dict[str, Any]
 
