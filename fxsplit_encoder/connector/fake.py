@@ -26,9 +26,7 @@ from fxsplit_encoder.messages import shown
 class FakeProcessor(MediaProcessor):
     """Takes any media that is a string; its option `tokens` says how many rows it has.
 
-    Args:
-        default_tokens: of an item without that option.
-        on_prepare: called with every item that is preprocessed, to wait or to raise.
+    `on_prepare` is called with every item that is preprocessed, to wait or to raise.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class FakeProcessor(MediaProcessor):
         self._on_prepare = on_prepare
 
     def count_tokens(self, item: MediaItem) -> int:
-        """Its option, or the default."""
+        """Read its option, or take the default."""
         tokens = item.options.get("tokens", self._default_tokens)
         if not isinstance(tokens, int):
             raise MediaError(f"tokens: expected an integer; got {shown(tokens)}")
@@ -72,13 +70,9 @@ class FakeProcessor(MediaProcessor):
 
 
 class FakeEncoder(FeatureEncoder):
-    """Rows that follow from an item's digest: `fake_rows`.
+    """Makes rows of `width` columns from items' digests, as `fake_rows` does.
 
-    Args:
-        width: columns.
-        dtype: of the rows.
-        on_encode: called with every batch before it is encoded, to wait or to raise.
-        modalities: that it encodes.
+    `on_encode` is called with every batch before it is encoded, to wait or to raise.
     """
 
     def __init__(

@@ -62,13 +62,9 @@ def digest_of(parts: Iterable[Part], name: HashName = "blake3", is_large: bool =
 def canonical(value: object, name: str = "options") -> bytes:
     """Settings as bytes that are equal for equal settings, whatever order their names come in.
 
-    Args:
-        value: None, booleans, numbers, strings, bytes, enumerations, dtypes; sequences and mappings of them,
-            by names or by integers.
-        name: what messages call it.
-
     Raises:
-        InputError: it is, or holds, anything else.
+        InputError: it is, or holds, anything but None, booleans, numbers, strings, bytes, enumerations,
+            dtypes, and sequences and mappings of them, by names or integers; messages call it `name`.
     """
     return json.dumps(_plain(value, name), sort_keys=True, separators=(",", ":")).encode()
 
@@ -123,13 +119,10 @@ class TowerIdentity:
 
     @classmethod
     def of(cls, tower: nn.Module, precision: str, name: HashName = "blake3") -> TowerIdentity:
-        """That of a tower as it is now: after other weights are loaded it is another one.
+        """That of a tower as it is now, with the precision of its configuration (`precision_of`).
 
-        Args:
-            precision: of the configuration, see `precision_of`.
-            name: of the hash function.
-
-        Reads every weight once; weights on a GPU pass through host memory in pieces.
+        Reads every weight once; weights on a GPU pass through host memory in pieces. After other weights are
+        loaded it is another one.
         """
         dtype = next((str(parameter.dtype) for parameter in tower.parameters()), "none")
         return cls(weights_digest(tower, name), dtype, precision)

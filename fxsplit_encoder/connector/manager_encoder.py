@@ -54,7 +54,7 @@ class ManagerEncoder(FeatureEncoder):
         self._modalities = manager.model_config.modalities if modalities is None else modalities
 
     def start(self) -> None:
-        """Captures every budget, on the thread that will replay them."""
+        """Capture every budget, on the thread that will replay them."""
         if self._capture and not self.manager.is_captured():
             self.manager.capture()
 

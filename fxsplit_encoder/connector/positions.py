@@ -288,10 +288,8 @@ def merge_rows(
 
 
 def _pieces(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The runs in as few pieces as their rows are in: the item, the first row and the one after the last.
-
-    Raises:
-        InputError: a run is not within the positions from `start` up to `stop`.
+    """The runs in as few pieces as their rows are in: the item, the first row and the one after the last;
+    InputError: a run is not within the positions from `start` up to `stop`.
     """
     # For a few hundred runs this takes less than making an array of them.
     pieces = []
@@ -337,15 +335,9 @@ def _positions(runs: Sequence[Run], start: int, device: torch.device) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], out: Tensor, *, is_own: bool) -> Tensor:
-    """Pieces one after the other, on the device and in the dtype of `out`.
-
-    Args:
-        is_own: whether they must not be the items' own memory.
-    """
+    """Pieces one after the other, of the device and dtype of `out`; `is_own`: not in the items' memory."""
     device, dtype = out.device, out.dtype
-    may_wait = (
-        device.type != "cpu"
-    )  # the host does not wait for a copy that comes to it, and would read too early
+    may_wait = device.type != "cpu"  # the host does not wait for a copy to it, and would read too early
     moved = [
         part
         if part.dtype == dtype and part.device == device

@@ -203,10 +203,7 @@ class Encoding:
     def _choose(self, worker: Worker, share: float, most_cost: float | None) -> list[Entry]:
         """The next entries for a worker, in the order in which they are due; none if the first has no room.
 
-        Args:
-            worker: that takes them.
-            share: cost above which further entries are left to other workers.
-            most_cost: of all together, the first included; None: any.
+        Above the cost `share` further entries are left to other workers; `most_cost` bounds the first too.
         """
         config = self._parts.config
         free_bytes = self._parts.ledger.free(worker.account)
@@ -312,12 +309,7 @@ class Encoding:
         return Arrival(entry, feature, rows, True, self._parts.ledger.owned(HOST, entry))
 
     def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
-        """The rows of an entry will not get there: a buffer that they may still be copied to goes with them.
-
-        Args:
-            entry: whose rows were placed.
-            events: when everything is over that was given to the device for them.
-        """
+        """Take rows that will not arrive from their entry, and the buffer that they may be copied to."""
         feature, entry.feature = entry.feature, None
         assert feature is not None
         feature.read_events = list(events)
@@ -404,10 +396,7 @@ class Encoding:
     def lose(self, batch: Batch, *, is_running: bool) -> None:
         """A batch's worker is gone: its entries go to another, and each of them alone.
 
-        Args:
-            batch: that it had in hand.
-            is_running: whether its thread may still go on, and write; its memory is kept until it has
-            returned.
+        Its memory is kept until its thread has returned, where that may still go on and write.
         """
         parts = self._parts
         batch.is_lost = True

@@ -204,15 +204,11 @@ class Half:
             return sum(num_bytes for _, num_bytes in self._held.values())
 
     def put(self, buffers: Mapping[str, Tensor], timeout: float = 0.0) -> Block:
-        """Copy tensors of any shape, strides and device into a block.
-
-        Args:
-            buffers: by name.
-            timeout: seconds to wait for room.
+        """Copy tensors of any shape, strides and device into a block, once there is room.
 
         Raises:
             InputError: they can never be held, for their kind or their size.
-            TransportFullError: there was no room for them in time.
+            TransportFullError: there was no room for them within `timeout` seconds.
             TransportError: it is closed.
         """
         layouts, num_bytes = lay_out(buffers)

@@ -61,11 +61,7 @@ class Copies:
             empty()
 
     def to_host(self, rows: Tensor, buffer: Tensor) -> tuple[Tensor, Event]:
-        """Starts a copy.
-
-        Returns:
-            The same rows in the buffer, and when they are there.
-        """
+        """Start a copy; the same rows in the buffer, and when they are there."""
         target = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
         if not rows.is_cuda:
             target.copy_(rows)
@@ -78,12 +74,8 @@ class Copies:
 
     @contextlib.contextmanager
     def own_stream(self, device: torch.device | None, priority: int = 0) -> Iterator[None]:
-        """Inside, this thread's work on a device goes to a stream of its own, so that no other's work there
-        waits for it, nor it for theirs. None, or a device without streams: nothing changes.
-
-        Args:
-            device: on which.
-            priority: of the stream; below 0 its work goes before that of streams of 0.
+        """Give this thread's work on a device a stream of its own: it and the work of others do not wait for
+        each other. None, or a device without streams: nothing changes.
         """
         if device is None or device.type != "cuda":
             yield

@@ -78,7 +78,7 @@ class Pool:
     # --- one worker
 
     def drain(self, name: str) -> None:
-        """Let a worker finish what it has in hand, and end; raises InputError for an unknown name."""
+        """See `Connector.drain_worker`; InputError: no worker has this name."""
         with self._core.change():
             worker = self._worker(name)
             if worker.status in LIVE:
@@ -86,11 +86,7 @@ class Pool:
             self._core.wake_all()
 
     def restart(self, name: str) -> None:
-        """Start a worker in place of one that has stopped or is lost, or hangs: then others get its batches.
-
-        Raises:
-            InputError: no worker has this name, or the connector is closed.
-        """
+        """See `Connector.restart_worker`; InputError: no worker has this name, or the connector is closed."""
         with self._core.change() as books:
             worker = self._worker(name)
             if books.is_closed:
@@ -202,15 +198,7 @@ _QUEUED = 2
 
 
 class _WorkerThread(BatchThread[Batch]):
-    """One worker.
-
-    Args:
-        core: the books.
-        worker: its record there.
-        encoder: that it starts, calls and closes.
-        copies: makes events, buffers and copies.
-        on_lost: called with the record when a fault ends the thread.
-    """
+    """Starts, calls and closes the encoder of one worker; `on_lost` is called when a fault ends it."""
 
     def __init__(
         self,
