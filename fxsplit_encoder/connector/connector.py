@@ -152,15 +152,8 @@ class Connector:
             return books.hold(ticket, _index(ticket, item))
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
-        """Lets go of every item of a ticket, or of one, once; an item that is not ready is given up.
-
-        Args:
-            ticket: from `submit`.
-            item: the item's index; None: all.
-            keep: whether the rows stay, until memory is needed, though the request did not ask for it.
-
-        Returns:
-            How many holds there were.
+        """Lets go of every item of a ticket, or of one, once; how many holds that were. One that is not ready
+        is given up. With `keep` rows stay until memory is needed, though the request did not ask for it.
         """
         with self._core.change() as books:
             return books.release(ticket, _index(ticket, item), keep=keep)

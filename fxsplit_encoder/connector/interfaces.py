@@ -136,11 +136,7 @@ class FeatureEncoder(ABC):
 
 
 class ProcessorByModality(MediaProcessor):
-    """Hands every item to the processor of its modality; a MediaError of every method says that it has none.
-
-    Args:
-        processors: by modality; one may have several.
-    """
+    """Hands every item to the processor of its modality; every method raises MediaError where it has none."""
 
     def __init__(self, processors: Mapping[Modality, MediaProcessor]) -> None:
         self._processors = dict(processors)

@@ -30,12 +30,7 @@ _MOST_TENSOR_BYTES = 1 << 28
 
 
 def new_hasher(name: str, is_large: bool = False) -> Any:
-    """An empty hash, with `update` and `digest`.
-
-    Raises:
-        InputError: no such function.
-        MissingExtraError: blake3 is asked for and not installed.
-    """
+    """An empty hash, with `update` and `digest`; InputError: no such function."""
     known: tuple[str, ...] = get_args(HashName)
     if name not in known:
         raise InputError(f"hash: expected {' or '.join(known)}; got {shown(name)}")
@@ -142,11 +137,7 @@ def feature_key(item: bytes, tower: TowerIdentity, salt: str = "", name: HashNam
 
 
 def weights_digest(tower: nn.Module, name: HashName = "blake3") -> bytes:
-    """The digest of a tower: its class, its configuration, and every parameter and buffer by name.
-
-    Raises:
-        InputError: it has a tensor on the meta device, which has no values.
-    """
+    """The digest of a tower: class, configuration, parameters and buffers; InputError: one is on meta."""
     inner = getattr(tower, "tower", tower)
     settings: object = getattr(getattr(inner, "config", None), "to_dict", dict)()
     described = json.dumps(settings, sort_keys=True, default=repr)

@@ -111,11 +111,7 @@ class ManagerEncoder(FeatureEncoder):
         return self.manager.model_config.out_hidden_size * self.manager.dtype.itemsize
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
-        """The items as one request to the manager, which packs them into its budgets.
-
-        Raises:
-            InputError: items of one modality have different inputs, or the manager refuses them.
-        """
+        """Encode the items as one request; InputError: those of one modality have different inputs."""
         # A manager's items are its images, then its videos.
         order = sorted(range(len(items)), key=lambda index: items[index].modality == "video")
         try:

@@ -148,11 +148,7 @@ class EncoderHost:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an encoder process.
-
-    Args:
-        arguments: `--socket FD --memory FD --parent PID --max-bytes N`.
-    """
+    """Run an encoder process, with the arguments of `ProcessOptions.command_line`."""
     parser = argparse.ArgumentParser(prog="fxsplit encoder process")
     for name in ("--socket", "--memory", "--parent", "--max-bytes"):
         parser.add_argument(name, type=int, required=True)

@@ -52,14 +52,7 @@ class EncoderProcess:
     """A process that encodes, and the thread of this one that listens to it.
 
     The thread hands replies to their requests, and learns of the process's end from the kernel, not
-    from a time that ran out.
-
-    Args:
-        options: how it is started, bounded and ended.
-        on_loss: called once if the process ends, or has to be ended, without `close`.
-
-    Raises:
-        InputError: the process cannot be started with these options.
+    from a time that ran out. It calls `on_loss` once if that comes without `close`.
     """
 
     def __init__(self, options: ProcessOptions, on_loss: Callable[[], None]) -> None:
@@ -107,11 +100,7 @@ class EncoderProcess:
 
     @contextlib.contextmanager
     def asking(self, number: int) -> Iterator[Replies]:
-        """The queue in which the replies to a request arrive.
-
-        Raises:
-            EncoderLostError: the process is gone.
-        """
+        """The queue in which the replies to a request arrive; EncoderLostError: the process is gone."""
         replies: Replies = queue.SimpleQueue()
         with self._lock:
             self.check_alive()
@@ -139,11 +128,8 @@ class EncoderProcess:
                 self.kill(f"the encoder process {self.pid} does not read what it is sent: {error}")
 
     def next_reply(self, replies: Replies, timeout: float | None) -> Started | Encoded:
-        """The next reply in a queue.
-
-        Raises:
-            EncoderLostError: the process ended, or did not answer within `timeout` seconds and was killed.
-            Exception: what failed in the process, of its own class.
+        """The next reply in a queue; raises what failed in the process, of its own class. EncoderLostError:
+        the process ended, or did not answer within `timeout` seconds and was killed.
         """
         try:
             reply = replies.get(timeout=timeout)
@@ -333,11 +319,7 @@ class ProcessEncoder(FeatureEncoder):
     # --- encoding
 
     def row_bytes(self, modality: Modality) -> int | None:
-        """Bytes of one row of a feature; None: the encoder does not encode these.
-
-        Raises:
-            InputError: it was not declared, and no encoder was started.
-        """
+        """See `FeatureEncoder`; InputError: it was not declared, and no encoder was started."""
         if self._row_bytes is None:
             raise InputError("row_bytes: known once the encoder was started; declare it, or call start first")
         return self._row_bytes.get(modality)
@@ -418,11 +400,7 @@ class ProcessEncoder(FeatureEncoder):
 
 
 def _turns(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Runs of items whose inputs fit into memory together.
-
-    Raises:
-        InputError: one does not fit alone; before any run is given.
-    """
+    """Runs of items whose inputs fit into memory together; InputError, before any: one does not alone."""
     if sizes and max(sizes) > most:
         raise InputError(
             f"items: expected inputs of at most max_bytes={most} an item; got {max(sizes)} bytes"

@@ -30,11 +30,7 @@ class EncoderProgram:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     def resolve(self) -> Callable[..., Any]:
-        """The function itself.
-
-        Raises:
-            InputError: there is none of this name.
-        """
+        """The function itself; InputError: there is none of this name."""
         module, _, name = self.factory.partition(":")
         if not module or not name.isidentifier():
             raise InputError(f"factory: expected package.module:function; got {shown(self.factory)}")

@@ -113,14 +113,9 @@ def _view(memory: Tensor, layout: Layout) -> Tensor:
 
 
 class SharedMemory:
-    """A mapped file of two halves.
+    """Maps a file of two halves of `max_bytes`, made by the other process if there is a descriptor of it.
 
-    Args:
-        max_bytes: of each half.
-        descriptor: of the file that the other process made; None: this one makes it.
-
-    Raises:
-        InputError: so much cannot be made.
+    InputError: so much cannot be made.
     """
 
     def __init__(self, max_bytes: int, descriptor: int | None = None) -> None:
@@ -180,10 +175,7 @@ class SharedMemory:
 class Half:
     """The half that this process puts tensors into: first fit, longest waiting first.
 
-    Args:
-        memory: of both.
-        index: 0 or 1.
-        kept_bytes: that stay resident once they are free, for the next that is put.
+    Its first `kept_bytes` stay resident once they are free, for the next that is put.
     """
 
     def __init__(self, memory: SharedMemory, index: int, kept_bytes: int = 64 << 20) -> None:
@@ -396,9 +388,7 @@ class Channel(Generic[T]):
 
     def receive(self) -> T | None:
         """The next message, however long it takes; None: the other process has ended, or hung up.
-
-        Raises:
-            TransportError: it is none that is expected.
+        TransportError: it is none that is expected.
         """
         head = self._read(_HEAD.size)
         size = _HEAD.unpack(head)[0] if head else 0

@@ -40,10 +40,8 @@ class _CudaEvent:
 
 
 class Copies:
-    """Copies as the device in question makes them; without CUDA the calling thread does, at once.
-
-    A test may derive a class whose events pass when it says so: nothing else in the connector knows of
-    devices.
+    """Copies as the device in question makes them; without CUDA the calling thread does, at once. Nothing
+    else in the connector knows of devices.
     """
 
     def __init__(self) -> None:

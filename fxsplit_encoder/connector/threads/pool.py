@@ -175,11 +175,7 @@ def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
 
 
 def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int | None]:
-    """Bytes of a feature's rows by modality; None: no encoder takes it.
-
-    Raises:
-        InputError: two encoders do not agree, or there is none.
-    """
+    """Bytes of rows by modality, None: no encoder takes it; InputError: there is none, or two disagree."""
     if not encoders:
         raise InputError("encoders: expected at least one; got none")
     sizes: dict[Modality, int | None] = {}
