@@ -38,10 +38,11 @@ class _Short(reprlib.Repr):
                 return super().repr1(x, level)
             if hasattr(kind, "__len__") and len(x) > _MOST_ENTRIES:
                 return f"{kind.__name__} of {len(x)} entries"
-            repr(x)  # raises here, where the base class would show an address
-            return self.repr_instance(x, level)
-        except Exception:
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # of the object's own shape or length
             return f"an object of {kind.__name__}"
+        shown = self.repr_instance(x, level)
+        # For an object whose `repr` raises, the base class shows an address.
+        return f"an object of {kind.__name__}" if shown.endswith(f" instance at {id(x):#x}>") else shown
 
 
 _short = _Short()

@@ -40,7 +40,6 @@ from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.pauses import pause, run_capture
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile.branches import Step
     from fxsplit_encoder.compile.program import Bindings, Program
 
 
@@ -104,7 +103,7 @@ class CaptureRequest:
         """The body as it runs at the exact shape, on one segment as long as the rows."""
         single = self.single_segment() if self.single_segment is not None else self
         body = single.body
-        if not isinstance(body, ProgramBody):
+        if not isinstance(body, ProgramBody) or not single.segment_inputs:
             return body
         rows = single.rows
         assert rows is not None
@@ -236,12 +235,25 @@ class CapturedForward:
             # Replaying the forward as one call keeps no intermediate value, as a graph's pool keeps none for
             # others.
             return self.capture.captured(body)  # type: ignore[no-any-return]
-        recorder = StepRecorder(self.capture, breaks=self.mode == "piecewise")
+        breaks = self.mode == "piecewise"
+        # A graph ends with all its branches, and between graphs the host launches what would run beside.
+        branches = StepBranches(self.pool.device, active=not breaks)
         program, bindings = body.program, body.bindings.copy()
         program.fill_num_rows(bindings)
         for step in program.region:
-            bindings.store(step, recorder.record(step, *bindings.arguments(step)))
-        recorder.finish()
+            args, kwargs = bindings.arguments(step)
+            is_attention = step.call is varlen_attention
+            self.capture.running = step.name if step.kind == "piece" else name_of(step.call)
+            if not (breaks and step.kind == "split"):
+                if is_attention:
+                    self.live.note(args[0], args[3], args[4])
+                result = self.capture.captured(branches.placed(step), *args, **kwargs)
+            elif is_attention:
+                result = self.capture.break_at_attention(tuple(args), masked=False)  # pieces mask pad rows
+            else:
+                result = self.capture.break_at(step.call, args, kwargs)
+            bindings.store(step, result)
+        branches.join()
         return program.results(bindings)
 
     def _find_segment_inputs(self) -> None:
@@ -477,32 +489,6 @@ def _check_finite(name: str, tensor: Tensor, dim: int, first: int) -> None:
         raise ReplayError(
             f"capture rule 1: {name}: pad row {row} is not finite; the batch ends at row {first}"
         )
-
-
-class StepRecorder:
-    """Calls the steps of a region inside a `SegmentedCapture`, which breaks at splitting ops if `breaks`."""
-
-    def __init__(self, capture: SegmentedCapture, *, breaks: bool) -> None:
-        self.capture = capture
-        self.breaks = breaks
-        # A graph ends with all its branches, and between graphs the host launches what would run beside.
-        self._branches = StepBranches(capture.pool.device, active=not breaks)
-
-    def record(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a step as part of the running graph, or as a break; returns its result."""
-        is_attention = step.call is varlen_attention
-        self.capture.running = step.name if step.kind == "piece" else name_of(step.call)
-        if self.breaks and step.kind == "split":
-            if is_attention:
-                return self.capture.break_at_attention(tuple(args), masked=False)  # the pieces mask pad rows
-            return self.capture.break_at(step.call, args, kwargs)
-        if is_attention:
-            self.capture.live.note(args[0], args[3], args[4])
-        return self.capture.captured(self._branches.placed(step), *args, **kwargs)
-
-    def finish(self) -> None:
-        """Joins the side streams."""
-        self._branches.join()
 
 
 # --- timing

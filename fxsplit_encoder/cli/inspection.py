@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.dispatch import schema_of
+from fxsplit_encoder._torch.transformers import no_init_weights
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.inputs import segment_capacity
 from fxsplit_encoder.cli.console import (
@@ -25,8 +27,13 @@ from fxsplit_encoder.cli.document import Column, Document, columns
 from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.program import Program
+from fxsplit_encoder.hugging_face.calls import is_named
+from fxsplit_encoder.hugging_face.lifecycle import find_towers
 from fxsplit_encoder.kernels.choice import Chooser, failing
+from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family
+from fxsplit_encoder.models.load import read_family
+from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.runtime import Choosers
 
@@ -95,6 +102,39 @@ def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig
             _say_program(document, path, bound.program, declared=declared)
     document.notes(manager.reports)
     _say_budgets(document, limits)
+
+
+def say_towers(checkpoint: Checkpoint, document: Document) -> bool:
+    """List the towers of a checkpoint's model as `fx.accelerate` sees them, without weights or a device.
+
+    Returns:
+        Whether the other commands know its tower too. Where they do not, InputError for a checkpoint that is
+        no model of transformers either.
+    """
+    settings = checkpoint.read_json("config.json") or {}
+    names = [*(settings.get("architectures") or ()), settings.get("model_type")]
+    is_known = any(name in FAMILIES for name in names)
+    kind: Any = None
+    with contextlib.suppress(ImportError):  # a tower of a family of our own needs no transformers
+        import transformers
+
+        kind = getattr(transformers, str(names[0]), None)
+    if kind is None:
+        if not is_known:
+            read_family(checkpoint)
+        return is_known
+    with torch.device("meta"), no_init_weights():
+        model = kind(kind.config_class.from_dict(dict(settings)))
+    try:
+        found, refusals = find_towers(model)
+    except fx.UnsupportedTowerError as error:
+        document.notes([str(error)])
+        return is_known
+    rows = [[t.name, type(t.module).__name__, "by name" if is_named(t.module) else "by rule"] for t in found]
+    rows += [[each.name, each.kind, f"no: {each.reason}"] for each in refusals]
+    document.table("towers", columns(tower="tower", kind="class", served="accelerate serves it"), rows)
+    document.say()
+    return is_known
 
 
 def _small_budgets(wrapped: Any, limits: Limits) -> dict[str, fx.PathConfig]:

@@ -213,18 +213,24 @@ def inspect(
         ),
     ] = False,
 ) -> None:
-    """Show how a tower is split at attention, which pieces may be padded, and its budgets."""
+    """Show how a tower is split at attention, which pieces may be padded, and its budgets.
+
+    Of a checkpoint of transformers first its towers: which `fx.accelerate` serves, and why not the others.
+    """
     import fxsplit_encoder as fx
     from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.files import check_output, read_config
-    from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels
-    from fxsplit_encoder.cli.tower import choose_tower
+    from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels, say_towers
+    from fxsplit_encoder.cli.tower import choose_tower, is_checkpoint, locate
 
     check_output(form.output)
     settings = read_config(setup.config) or fx.EncoderConfig()
     device, dtype = _placed(place)
-    chosen = choose_tower(model, setup.blocks, device, dtype)
     document = Document(form.as_json, form.output)
+    if is_checkpoint(model) and not say_towers(locate(model), document):
+        document.finish()
+        return
+    chosen = choose_tower(model, setup.blocks, device, dtype)
     run_inspect(chosen.module, chosen.family, settings, document)
     if capture:
         say_captures(chosen.family.wrap(chosen.module), settings, document)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.structure import OWN
+from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
+from fxsplit_encoder._torch.transformers import remove_output_hooks
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.planning.plan import MissReason
 
@@ -49,8 +53,10 @@ class Calls(ABC):
     """The forward's names of its inputs, in order; other arguments are options."""
     counted_name: ClassVar[str] = ""
     """The argument with a row for each image or video; empty: statistics count a call as one item."""
-    makes_layers: ClassVar[bool] = False
+    makes_layers: bool = False
     """Whether hidden states can be captured."""
+    with_states: frozenset[str] = frozenset({"hidden_states"})
+    """Fields that an output has with `output_hidden_states` only."""
 
     def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig) -> None:
         self.twin: Any = twin
@@ -70,6 +76,11 @@ class Calls(ABC):
     def expected_keys(self) -> Sequence[Hashable]:
         """The keys of the configuration, captured at the first call or a warm-up; others if they recur."""
         return ((),)
+
+    @property
+    def example_key(self) -> Hashable:
+        """A key that the tower takes."""
+        return self.expected_keys[0]
 
     @abstractmethod
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
@@ -124,6 +135,24 @@ def is_pixels(value: Any, dims: int | None = None) -> TypeGuard[Tensor]:
     )
 
 
+def accepts(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward takes an argument, by its name or among any others."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def twin_of(tower: nn.Module) -> nn.Module:
+    """A linked copy in evaluation mode without hooks: the tower's own run around whatever takes its place."""
+    twin = linked_copy(tower)
+    for module in twin.modules():
+        vars(module)["training"] = False
+    vars(twin)[OWN] = True
+    for hooks in forward_hooks_of(twin):
+        hooks.clear()
+    remove_output_hooks(twin)
+    return twin
+
+
 # --- classes of towers
 
 _DENSE = (
@@ -155,15 +184,13 @@ _CALLS = {
 }
 
 
-def served_towers() -> list[str]:
-    """The class names of the towers that `accelerate` serves."""
-    return sorted(_CALLS)
+def is_named(module: nn.Module) -> bool:
+    """Whether a module is of a class that `accelerate` serves by its name."""
+    return any(kind.__name__ in _CALLS for kind in type(module).__mro__)
 
 
 def calls_of(module: nn.Module) -> Any:
-    """The class of `Calls` for a tower, None for another module."""
+    """The class of `Calls` for a tower: its own, or that of the dense rule."""
     name = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _CALLS), None)
-    if name is None:
-        return None
-    file, kind = _CALLS[name]
+    file, kind = ("rules", "RuleCalls") if name is None else _CALLS[name]
     return getattr(importlib.import_module(f"fxsplit_encoder.hugging_face.{file}"), kind)

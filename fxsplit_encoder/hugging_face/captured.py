@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
-from fxsplit_encoder._torch.structure import OWN, Structure
-from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
-from fxsplit_encoder._torch.transformers import remove_output_hooks
+from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.backend import warmup
 from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.hugging_face.calls import Call, Reads, calls_of
+from fxsplit_encoder.errors import UnsupportedTowerError
+from fxsplit_encoder.hugging_face.calls import Call, Reads, accepts, calls_of, twin_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats
@@ -91,7 +90,14 @@ class CapturedTower:
         elif (foreign := foreign_code(tower, self._structure)) is not None:
             self.refusal = (MissReason.FOREIGN_CODE, foreign)
         else:
-            self.calls = calls_of(tower)(_twin(tower), reads, settings.config)
+            try:
+                self.calls = calls_of(tower)(twin_of(tower), reads, settings.config)
+            except UnsupportedTowerError as error:
+                self.refuse(error)
+
+    def refuse(self, error: UnsupportedTowerError) -> None:
+        """Has the tower itself serve all calls."""
+        self.refusal = (MissReason.UNSUPPORTED_GRAPH, f"{type(self._tower).__name__}: {error}")
 
     def _place(self) -> tuple[torch.device, torch.dtype] | None:
         parameter = self._parameters.get(self._first)
@@ -172,19 +178,21 @@ class CapturedTower:
         matters: bool | None = self._matters.get(name)
         if matters is None:
             with self._lock:
-                call, twin = self._example(self.calls.expected_keys[0])
+                call, twin = self._example(self.calls.example_key)
                 self._matters[name] = matters = reads_argument(lambda given: twin(**call, **given), name)
         return matters
 
     def _example(self, key: Hashable) -> tuple[dict[str, Any], nn.Module]:
         """The arguments of a small call, and a new copy of the tower, since this may install hooks."""
         call = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self.calls.example(key))
-        return {**call, "return_dict": True}, _twin(self._tower)
+        twin = twin_of(self._tower)
+        return {**call, **({"return_dict": True} if accepts(twin, "return_dict") else {})}, twin
 
     def _make(self, key: Hashable) -> Served:
         call, twin = self._example(key)
         with torch.inference_mode(False), torch.no_grad():
-            output = twin(**{**call, "output_hidden_states": True})
+            states = {"output_hidden_states": True} if self.calls.with_states else {}
+            output = twin(**{**call, **states})
             empty = {name: _empty_like(value) for name, value in output.items()}
         example = type(output)(**{n: _on_meta(value) for n, value in output.items()})
         adapter = self.calls.adapter(key, example)
@@ -210,18 +218,6 @@ class CapturedTower:
         with self._lock:
             for served in self._served.values():
                 served.runner.clear()
-
-
-def _twin(tower: nn.Module) -> nn.Module:
-    """A linked copy in evaluation mode without hooks: the tower's own run around whatever takes its place."""
-    twin = linked_copy(tower)
-    for module in twin.modules():
-        vars(module)["training"] = False
-    vars(twin)[OWN] = True
-    for hooks in forward_hooks_of(twin):
-        hooks.clear()
-    remove_output_hooks(twin)
-    return twin
 
 
 def _empty_like(value: Any) -> Any:

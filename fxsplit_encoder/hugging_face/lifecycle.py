@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -14,11 +15,14 @@ from fxsplit_encoder._torch.transformers import INNER_FORWARD, device_hook
 from fxsplit_encoder.backend.entry import check_applies
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import calls_of, served_towers
+from fxsplit_encoder.hugging_face.calls import is_named
 from fxsplit_encoder.hugging_face.captured import Settings
+from fxsplit_encoder.hugging_face.rules import look_at, names_images, takes_images
 from fxsplit_encoder.hugging_face.served import FoundTower, ServedTower
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.towers.base import WrappedTower
+
+logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model")
 Config = EncoderConfig | Mapping[str, Any] | str | os.PathLike[str]
@@ -42,16 +46,18 @@ def accelerate(model: Model, config: Config | None = None, *, compile: bool = Fa
 
     Raises:
         InputError: it is no model, or its tower is wrapped.
-        UnsupportedTowerError: none of its towers is known.
+        UnsupportedTowerError: none of its towers can be served; says of each why.
         ConfigError: a setting is wrong.
     """
     settings = Settings(EncoderConfig.from_options({} if config is None else {"config": config}), compile)
     if compile:
         check_applies(settings.config)
-    towers = find_towers(model)
+    towers, refusals = find_towers(model)
     served = [_served_by(found.module) for found in towers]
     if all(each is not None and each.settings == settings for each in served):
         return model
+    for refusal in refusals:
+        logger.warning("accelerate: left alone: %s", refusal)
     # All are made before any is put in its place, so that an error leaves the model as it was.
     restore(model)
     made = [(found.module, ServedTower(found, settings, _previous(found.module))) for found in towers]
@@ -102,10 +108,24 @@ def _previous(module: nn.Module) -> Callable[..., Any] | None:
 
 # --- the towers of a model
 
+_MOST_NAMED = 8
+"""Modules that an error names, where none is a vision tower."""
 
-def find_towers(model: Any) -> list[FoundTower]:
-    """The towers of a model that can be served, each once; InputError if it is no module or a tower is
-    wrapped, UnsupportedTowerError if there is none.
+
+class Refusal(NamedTuple):
+    """A vision tower that is not served, by its dotted name and class, and why."""
+
+    name: str
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'} ({self.kind}): {self.reason}"
+
+
+def find_towers(model: Any) -> tuple[list[FoundTower], list[Refusal]]:
+    """The towers of a model that can be served, each once, and those that cannot; InputError if it is no
+    module or a tower is wrapped, UnsupportedTowerError if none is served.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"accelerate: expected a model of transformers; got {shown(model)}")
@@ -116,25 +136,51 @@ def find_towers(model: Any) -> list[FoundTower]:
                 f"accelerate: expected a model as it was loaded; got one whose {name or 'tower'} is wrapped; "
                 "put the tower itself back, which is its attribute `tower`"
             )
-    found = list(_find(model, "", model))
-    if not found:
+    refusals: list[Refusal] = []
+    found = list(_find(model, "", model, refusals))
+    if found:
+        return found, refusals
+    kind = type(model).__name__
+    if refusals:
         raise UnsupportedTowerError(
-            f"accelerate: {type(model).__name__} has no vision tower that is known; expected one of "
-            f"{', '.join(served_towers())}. Wrap another by wrap(tower, DenseTowerSpec(...)), or by its own "
-            "adapter, for EncoderCudaGraphManager or torch.compile(backend='encoder_cg')"
+            f"accelerate: {kind} has no vision tower that can be served: {'; '.join(map(str, refusals))}. "
+            "Wrap it by wrap(tower, DenseTowerSpec(...)), or by its own adapter, for EncoderCudaGraphManager "
+            "or torch.compile(backend='encoder_cg')"
         )
-    return found
+    models = [f"{name or 'the model'} ({type(each).__name__})" for name, each in model.named_modules()]
+    models = [*models[:_MOST_NAMED], *(["..."] if len(models) > _MOST_NAMED else [])]
+    raise UnsupportedTowerError(
+        f"accelerate: no vision tower was found in {kind}: none of its modules takes pixel_values; looked at "
+        f"{', '.join(models)}"
+    )
 
 
-def _find(module: nn.Module, name: str, owner: nn.Module) -> Iterator[FoundTower]:
-    """The towers below a module, nearest first; `owner` is the last module that names layers to read."""
-    if calls_of(module) is not None:
-        yield FoundTower(name, module, () if owner is module else _layers_of(owner))
+def _find(module: nn.Module, name: str, owner: nn.Module, refusals: list[Refusal]) -> Iterator[FoundTower]:
+    """The towers below a module, nearest first; `owner` is the last module that names layers to read.
+    Where none is below a tower that is refused, its reason is added to `refusals`.
+    """
+    layers = () if owner is module else _layers_of(owner)
+    if is_named(module):
+        yield FoundTower(name, module, layers)
         return
+    reason = ""
+    if takes_images(module) and not any(map(is_named, module.modules())):
+        try:
+            look_at(module)
+        except UnsupportedTowerError as error:
+            reason = str(error) if names_images(module) else ""
+        else:
+            yield FoundTower(name, module, layers)
+            return
     if _layers_of(module):
         owner = module
+    num_refused, found = len(refusals), False
     for key, child in module.named_children():
-        yield from _find(child, f"{name}.{key}" if name else key, owner)
+        for tower in _find(child, f"{name}.{key}" if name else key, owner, refusals):
+            found = True
+            yield tower
+    if reason and not found and len(refusals) == num_refused:
+        refusals.append(Refusal(name, type(module).__name__, reason))
 
 
 def _layers_of(owner: nn.Module) -> tuple[int, ...]:

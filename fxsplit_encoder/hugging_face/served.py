@@ -21,8 +21,8 @@ from fxsplit_encoder._torch.dynamo import is_traced
 from fxsplit_encoder._torch.modes import foreign_around
 from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
 from fxsplit_encoder.caching import Recent
-from fxsplit_encoder.errors import InputError, WeightsLayoutError
-from fxsplit_encoder.hugging_face.calls import Made, Reads, asked_for, calls_of
+from fxsplit_encoder.errors import InputError, UnsupportedTowerError, WeightsLayoutError
+from fxsplit_encoder.hugging_face.calls import Made, Reads, accepts, asked_for, calls_of
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning.plan import InvariantPolicy, MissReason
@@ -171,10 +171,18 @@ class ServedTower:
         except InputError as error:
             self._warn_once(str(error), "inputs")
             return MissReason.UNSUPPORTED_INPUT
+        except UnsupportedTowerError as error:
+            captured.refuse(error)
+            return self._refused(captured)
         whole = functools.cache(functools.partial(self._compute, given))
         made = captured.calls.make(call, items, served.example)
         values = _values(
-            served, made, fields, selected, functools.partial(self._read, captured, served, whole)
+            served,
+            made,
+            fields,
+            selected,
+            functools.partial(self._read, captured, served, whole),
+            captured.calls.with_states,
         )
         output = make_output(type(served.example), values)
         return output if _returns_dict(options, given, self._module.config) else output.to_tuple()
@@ -237,7 +245,8 @@ class ServedTower:
     def _compute(self, given: dict[str, Any]) -> Any:
         self._count_own_forward(MissReason.UNCAPTURED_OUTPUT, given)
         with torch.no_grad(), torch.autocast(self._captured.device.type, enabled=False):
-            return self.original(**{**given, "return_dict": True})
+            returns_dict = {"return_dict": True} if accepts(self._module, "return_dict") else {}
+            return self.original(**{**given, **returns_dict})
 
     def _count_own_forward(self, reason: MissReason, given: Mapping[str, Any]) -> None:
         """Counts a call of the tower's own forward; InputError with `invariant`, which forbids it."""
@@ -289,8 +298,12 @@ class ServedTower:
         if captured.calls is None:
             self._refused(captured)
         else:
-            for key in captured.calls.expected_keys:
-                captured.of(key).runner.capture()
+            try:
+                for key in captured.calls.expected_keys:
+                    captured.of(key).runner.capture()
+            except UnsupportedTowerError as error:
+                captured.refuse(error)
+                self._refused(captured)
 
     def refresh(self) -> None:
         """`fxsplit_encoder.refresh` of the captures."""
@@ -323,18 +336,26 @@ class ServedTower:
 
 
 def _values(
-    served: Served, made: Made, fields: set[str], selected: list[int] | None, read: Callable[[Any], Any]
+    served: Served,
+    made: Made,
+    fields: set[str],
+    selected: list[int] | None,
+    read: Callable[[Any], Any],
+    with_states: frozenset[str],
 ) -> dict[str, Any]:
     """The fields of the tower's output: those that captures made, and `Lazy` ones, which `read` computes.
     `fields` are those asked for by options, `selected` the numbers of hidden states; None: all.
+    `with_states` are there only if hidden states are asked for.
     """
     values: dict[str, Any] = {}
     for name, empty in served.empty.items():
         if name in made.fields:
             values[name] = made.fields[name]
+        elif name in with_states and "hidden_states" not in fields:
+            continue
         elif name != "hidden_states":
             values[name] = Lazy(empty, functools.partial(read, name))
-        elif name in fields:
+        else:
             count = len(served.example.hidden_states)
             chosen = (
                 range(count) if selected is None else {n % count for n in selected if -count <= n < count}
@@ -345,7 +366,7 @@ def _values(
                 else None
                 for n in range(count)
             )
-    if "attentions" in fields:
+    if "attentions" in fields and "attentions" in type(served.example).__dataclass_fields__:
         values["attentions"] = Lazy((), functools.partial(read, "attentions"))
     return values
 

@@ -15,10 +15,9 @@ from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels.meter import timing_without_graphs
-from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
+from fxsplit_encoder.manager.compile_process import CompileWorker, why_not_elsewhere
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.path_forward import with_contents
 from fxsplit_encoder.manager.start import load_start
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
 from fxsplit_encoder.pauses import StoppedError, pausing_by
@@ -239,10 +238,7 @@ class BackgroundCapture:
                 example = path.forward.example()
             if isinstance(example, str):
                 continue
-            loaded = path.forward.load_saved()
-            if loaded is not None:
-                with contextlib.suppress(Exception):  # it raises again where it is compared
-                    loaded(path.forward.inputs(loaded, with_contents(example.inputs)))
+            loaded = path.forward.load_saved(example, runs=True)
             with self.work.turn():
                 path.forward.take_saved(loaded, example)
 

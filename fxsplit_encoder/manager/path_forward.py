@@ -219,7 +219,7 @@ class PathForward:
         example = known or self.example()
         if isinstance(example, str):
             self.is_settled, self.refusal = True, example
-        elif not self.take_saved(self.load_saved(), example):
+        elif not self.take_saved(self.load_saved(example), example):
             self.take(self.trace(example, progress), refusals)
         return self.refusal
 
@@ -227,20 +227,28 @@ class PathForward:
         """Makes inputs to trace the forward with; or says why there are none."""
         try:
             self.groups = row_groups_of(self, self.padding_logics.keys())
-            return TracedExample.of(self)
+            inputs = _moderate_inputs(self)
+            return TracedExample(inputs, _dynamic_dims(self, inputs))
         except InputError as error:
             return f"not compiled: {error}"
 
-    def load_saved(self) -> BoundProgram | None:
-        """Loads the saved program with its compiled pieces; None: none was saved, or it cannot be loaded."""
+    def load_saved(self, example: TracedExample, *, runs: bool = False) -> BoundProgram | None:
+        """Loads the saved program with its compiled pieces, and runs it once if `runs`; None: none was saved,
+        or it fails.
+        """
         from fxsplit_encoder.compile.saved import restore_program
 
         saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
         if saved is None:
             return None
-        return self._of_another_process(
-            lambda: restore_program(saved, named_tensors(self.tower), self.device)
-        )
+
+        def load() -> BoundProgram:
+            loaded = restore_program(saved, named_tensors(self.tower), self.device)
+            if runs:
+                loaded(self.inputs(loaded, with_contents(example.inputs)))
+            return loaded
+
+        return self._of_another_process(load)
 
     def take_saved(self, loaded: BoundProgram | None, example: TracedExample) -> bool:
         """Binds a loaded program if it returns what the forward returns; returns whether there is one now."""
@@ -390,7 +398,7 @@ class RowGroups:
         gathered = dict(inputs)
         rows = inputs[self.patches[0]].shape[0]
         for name in (*self.factors, *self.patches):
-            check(inputs[name].shape[0] == rows)  # type: ignore[no-untyped-call]
+            check(inputs[name].shape[0] == rows)
         for name, factor in self.factors.items():
             gathered[name] = inputs[name].unflatten(0, (-1, factor))[:, 0]  # type: ignore[no-untyped-call]
         return gathered
@@ -426,12 +434,6 @@ class TracedExample:
     inputs: dict[str, Tensor]
     dynamic_dims: dict[str, list[int]]
     """By input, the dimensions whose sizes vary."""
-
-    @classmethod
-    def of(cls, sized: PathForward) -> TracedExample:
-        """Makes the example of a forward; InputError: the tower makes no inputs."""
-        inputs = _moderate_inputs(sized)
-        return cls(inputs, _dynamic_dims(sized, inputs))
 
 
 def _moderate_inputs(sized: PathForward) -> dict[str, Tensor]:

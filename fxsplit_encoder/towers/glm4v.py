@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.grid import Grid, cosines_and_sines, gives_angles
-from fxsplit_encoder.towers.modules.blocks import resample
+from fxsplit_encoder.towers.grid import Grid, cosines_and_sines, gives_angles, resample
 from fxsplit_encoder.towers.packed import PackedTower
 
 

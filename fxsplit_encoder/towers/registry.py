@@ -43,6 +43,8 @@ class DenseTowerSpec:
     """Whether attention gets a mask or a bias of each image's own. Behind `torch.compile` a single image is
     then traced apart on torch before 2.13, which fails without this."""
     modality: Literal["image", "audio"] = "image"
+    declares_padding: bool = True
+    """Whether images are declared to be encoded one by one; else a batch is padded if a proof says so."""
     has_plain_blocks: bool = False
     """Whether every block in a `ModuleList` takes tensors, numbers and names alone and returns one tensor.
     `torch.compile` then traces one of the equal ones for all."""
@@ -80,7 +82,7 @@ class GenericTower(DenseTower):
         )
         self.spec = spec
         self.modalities = (spec.modality,)
-        self.declares_padding = True  # a spec says that images are encoded one by one
+        self.declares_padding = spec.declares_padding
         self.attends_with_mask = spec.attends_with_mask
         self.has_plain_blocks = spec.has_plain_blocks
         if is_hugging_face(tower):

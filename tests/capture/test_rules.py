@@ -26,7 +26,6 @@ from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile import build
-from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import (
     CaptureError,
@@ -39,7 +38,7 @@ from fxsplit_encoder.manager import path as path_module
 
 from ..backend.towers import Attention
 from ..dispatched import Dispatched
-from .bodies import body_calling, body_of, piece, request_of
+from .bodies import body_calling, body_of, piece, request_of, split
 
 Manager = fx.EncoderCudaGraphManager
 
@@ -155,18 +154,17 @@ def test_rule_1_without_masks_a_pad_row_would_reach_real_ones(
 
 
 def test_rule_1_eager_attention_writes_into_buffers_that_are_finite_everywhere(poisoned_memory: None) -> None:
-    pool = GraphPool(torch.device("cpu"))
     q = torch.randn(8, 2, 4)
     lengths = torch.tensor([0, 3, 5], dtype=torch.int32)
-    step = Step("split", "a", varlen_attention, (), {}, (0,), returns_tensor=True)
-    live = breakable.LiveSegments()
-    live.set(5, ())
-    with SegmentedCapture(pool, live) as capture:
-        recording = forward.StepRecorder(capture, breaks=True)
-        out = recording.record(step, [q, q, q, lengths, 8, 0.5], {})
+    steps = [split(varlen_attention, [q, q, q, lengths, 8, 0.5], 0)]
+    pool = GraphPool(torch.device("cpu"))
+    captured = CapturedForward(request_of(body_of(steps, [0]), 8), "piecewise", pool)
+    captured.live.set(5, ())
+    captured.record()
+    (out,) = captured.outputs
     assert out[5:].eq(0).all()
     q.fill_(1)
-    capture.replay()
+    captured.replay()
     assert out[:5].eq(1).all()
     assert out[5:].eq(0).all()
 

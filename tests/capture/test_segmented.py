@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, LiveSegments, SegmentedCapture
-from fxsplit_encoder.capture.forward import CapturedForward, StepRecorder
+from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import CaptureError, ReplayError
@@ -74,19 +75,23 @@ def test_modes_differ_in_where_they_break(pool: GraphPool, mode: str, graphs: in
 
 def test_another_splitting_op_keeps_its_results_in_place(pool: GraphPool) -> None:
     x = torch.ones(2)
-    with SegmentedCapture(pool) as capture:
-        recorder = StepRecorder(capture, breaks=True)
-        one = recorder.record(split(torch.neg), [x], {})
-        many = recorder.record(split(torch.aminmax), [x], {"dim": 0})
-        last = recorder.record(piece(lambda a, b: (a + b,)), [one, many[1]], {})
-    assert capture.num_eager_breaks == 2
+    steps = [
+        split(torch.neg, [x], 0),
+        split(torch.frexp, [x], 1),
+        split(operator.getitem, [Ref(1), 0], 2),
+        piece(lambda a, b: (a + b,), [Ref(0), Ref(2)], (3,)),
+    ]
+    captured = CapturedForward(request_of(body_of(steps, [0, 2, 3]), 2), "piecewise", pool)
+    captured.record()
+    one, mantissa, last = captured.outputs
+    assert captured.capture.num_eager_breaks == 3
     address = one.data_ptr()
     x.copy_(torch.tensor([3.0, 5.0]))
-    capture.replay()
+    captured.replay()
     assert one.data_ptr() == address
     assert one.tolist() == [-3.0, -5.0]
-    assert [m.item() for m in many] == [3.0, 5.0]
-    assert last[0].tolist() == [2.0, 0.0]
+    assert mantissa.tolist() == [0.75, 0.625]
+    assert last.tolist() == [-2.25, -4.375]
 
 
 def test_without_a_capture_attention_takes_the_segments_that_the_host_knows() -> None:

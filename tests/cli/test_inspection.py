@@ -1,17 +1,42 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels
+from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels, say_towers
+from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.towers import DenseTowerSpec
+
+
+def say(config: Any, directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[bool, str]:
+    config.architectures = [type(config).__name__.replace("Config", "Model")]
+    config.save_pretrained(directory)
+    document = Document()
+    return say_towers(Checkpoint.locate(directory), document), capsys.readouterr().out
+
+
+def test_the_towers_of_a_checkpoint_are_listed_without_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a family that no other command knows, too; without weights there is nothing to load."""
+    is_known, text = say(transformers.ViTConfig(num_hidden_layers=1), tmp_path, capsys)
+    assert not is_known
+    assert re.search(r"ViTModel +by rule", text)
+    is_known, text = say(transformers.ViTMAEConfig(num_hidden_layers=1), tmp_path, capsys)
+    assert not is_known
+    assert "the model (ViTMAEModel): it draws random numbers: aten.rand.default" in text
+    is_known, text = say(transformers.GPT2Config(n_layer=1), tmp_path, capsys)
+    assert "no vision tower was found in GPT2Model" in text
 
 
 class Blocks(nn.Module):

@@ -25,7 +25,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
-from fxsplit_encoder.towers.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 
 PATCH = 4
 """Pixels a side of a patch of the packed towers."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrVisionModel
-from fxsplit_encoder.towers.modules.step3_vision import Step3VisionModel
+from fxsplit_encoder.models.encoders.deepseek_encoder import DeepseekOcrVisionModel
+from fxsplit_encoder.models.encoders.step3_vision import Step3VisionModel
 
 from .random_weights import randomize
 from .tiny_inputs import Inputs, PackedInputs, TileInputs, ViewInputs

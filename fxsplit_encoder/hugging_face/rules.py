@@ -1,0 +1,332 @@
+"""The dense rule: serves a module of transformers that takes images of one size and returns tensors with a
+row for each image, without being told its class. What it returns is read from calls with tensors without
+data, at one and at two images; before a size is captured, calls with values show that no image reads another.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxsplit_encoder._torch.dispatch import RandomDraws
+from fxsplit_encoder._torch.tensors import FakeTensorMode
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import UnsupportedTowerError
+from fxsplit_encoder.hugging_face.calls import Call, Made, Reads, accepts, twin_of
+from fxsplit_encoder.hugging_face.dense_calls import DenseCalls, DenseKey
+from fxsplit_encoder.planning.plan import MissReason
+from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap
+from fxsplit_encoder.towers.tiles import DenseTower
+
+Field = tuple[str, int | None]
+"""A field of an output that is a tensor, or an entry of one that is a tuple of tensors."""
+
+_OPTIONS = frozenset(
+    {
+        *("attention_mask", "bool_masked_pos", "head_mask", "interpolate_pos_encoding", "noise"),
+        *("output_attentions", "output_hidden_states", "patch_offsets", "return_dict"),
+    }
+)
+"""Arguments beside the images, and those that end in `labels`, without which a tower is called."""
+
+_USUAL_SIZE = 224
+"""Pixels per side of the images that a tower is looked at with if its configuration has no size."""
+
+_STATES = "hidden_states"
+
+_MODEL_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What a module's forward raises for inputs that it does not take."""
+
+_Forward = Callable[[Tensor], Tensor]
+
+_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Differences of equal results relative to the largest value; in float32 and float64 1e-4."""
+
+
+def takes_images(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers whose first argument are images or videos."""
+    kind: Any = type(module)
+    if all(base.__name__ != "PreTrainedModel" for base in kind.__mro__):
+        return False
+    # The classes inside a tower inherit the name; Florence-2's tower calls its images hidden states.
+    return names_images(module) or (kind.main_input_name == "pixel_values" and bool(_arguments(module)))
+
+
+def names_images(module: nn.Module) -> bool:
+    """Whether the first argument of a module has the name of images."""
+    return next(iter(_arguments(module)), "").startswith("pixel_values")
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return [each.name for each in parameters if each.kind not in kinds][1:]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a tower returns for images of one shape."""
+
+    input_name: str
+    key: DenseKey
+    is_configured: bool
+    """Whether the shape is the configuration's."""
+    fields: Mapping[str, Any]
+    """Of the output for one image, without data."""
+    states: Mapping[str, Any]
+    """Of a call with `output_hidden_states`; empty if the tower does not take it."""
+
+
+def look_at(tower: nn.Module) -> Look:
+    """Calls a tower without data, at one and at two images; UnsupportedTowerError says what it is not."""
+    name, *others = _arguments(tower)
+    others = [other for other in others if other not in _OPTIONS and not other.endswith("labels")]
+    if others:
+        raise UnsupportedTowerError(f"its forward also takes {', '.join(others)}")
+    if not any(True for _ in tower.parameters()):
+        raise UnsupportedTowerError("it has no parameters")
+    shape, is_configured = _image_shape(tower)
+    twin = twin_of(tower)
+    one, two = (_fields(twin, shape, count) for count in (1, 2))
+    _check_rows(one, two)
+    states: Mapping[str, Any] = {}
+    if _STATES not in one and accepts(twin, "output_hidden_states"):
+        states = _fields(twin, shape, 1, output_hidden_states=True)
+        if not isinstance(states.get(_STATES, ()), tuple):
+            raise UnsupportedTowerError("its hidden states are no tuple")
+    return Look(name, DenseKey(shape), is_configured, one, states)
+
+
+def _image_shape(tower: nn.Module) -> tuple[tuple[int, ...], bool]:
+    """Channels, height and width of an image, and whether the configuration has the size."""
+    convolution = next((module for module in tower.modules() if isinstance(module, nn.Conv2d)), None)
+    config: Any = tower.config
+    configs = [config, *(getattr(config, name, None) for name in ("backbone_config", "vision_config"))]
+    size = next((size for each in configs if (size := getattr(each, "image_size", None))), None)
+    channels = next((count for each in configs if (count := getattr(each, "num_channels", None))), 3)
+    if convolution is not None:
+        channels = convolution.in_channels
+    height, width = (size, size) if isinstance(size, int) else size or (_USUAL_SIZE, _USUAL_SIZE)
+    return (channels, height, width), size is not None
+
+
+def _fields(twin: nn.Module, shape: Sequence[int], count: int, **options: Any) -> dict[str, Any]:
+    """The output for so many images without data, as tensors and tuples of tensors by their names."""
+    parameter = next(twin.parameters())
+    dtype = parameter.dtype
+    draws = RandomDraws()
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            try:  # a third of the time of fake tensors, which also take constants that are no buffers
+                tensors = {name: tensor.detach().to("meta") for name, tensor in _tensors(twin)}
+                pixels = torch.empty(count, *shape, dtype=dtype, device="meta")
+                with draws:
+                    output = torch.func.functional_call(twin, tensors, (pixels,), options)
+            except _MODEL_ERRORS:
+                with FakeTensorMode(allow_non_fake_inputs=True), draws:
+                    pixels = torch.empty(count, *shape, dtype=dtype, device=parameter.device)
+                    output = twin(pixels, **options)
+    except _MODEL_ERRORS as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnsupportedTowerError(f"a call with images of {(count, *shape)} raises {what}") from error
+    if draws.names:
+        raise UnsupportedTowerError(f"it draws random numbers: {draws.names[0]}")
+    if not hasattr(output, "to_tuple"):
+        raise UnsupportedTowerError(f"it returns a {type(output).__name__}, not an output with fields")
+    fields = dict(output.items())
+    for name, value in fields.items():
+        if isinstance(value, list) and all(isinstance(entry, torch.Tensor) for entry in value):
+            continue
+        if not isinstance(value, torch.Tensor | tuple):
+            raise UnsupportedTowerError(f"its {name} is a {type(value).__name__}, not a tensor")
+    return fields
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def _check_rows(one: Mapping[str, Any], two: Mapping[str, Any]) -> None:
+    """Raises UnsupportedTowerError unless every tensor has as many rows as there are images."""
+    names = fields_of(one)
+    if not names or names != fields_of(two):
+        raise UnsupportedTowerError("its output has other fields for two images than for one")
+    dtypes = {_value(one, name).dtype for name in names}
+    if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+        raise UnsupportedTowerError(
+            f"its fields are of {', '.join(map(str, sorted(dtypes, key=str)))}; a capture has one dtype, of "
+            "floating point numbers"
+        )
+    for name in names:
+        shapes = [tuple(_value(fields, name).shape) for fields in (one, two)]
+        if not shapes[0] or shapes != [(1, *shapes[0][1:]), (2, *shapes[0][1:])]:
+            raise UnsupportedTowerError(
+                f"its {name[0]} has the shape {shapes[0]} for one image and {shapes[1]} for two, not a "
+                "row an image"
+            )
+
+
+def fields_of(fields: Mapping[str, Any]) -> list[Field]:
+    """The tensors of an output; UnsupportedTowerError where a tuple holds something else."""
+    found: list[Field] = []
+    for name, value in fields.items():
+        if isinstance(value, torch.Tensor):
+            found.append((name, None))
+            continue
+        if not all(isinstance(entry, torch.Tensor) for entry in value):
+            raise UnsupportedTowerError(f"its {name} holds something else than tensors")
+        found += [(name, number) for number in range(len(value))]
+    return found
+
+
+def _value(output: Any, field: Field) -> Tensor:
+    value: Any = output[field[0]]
+    tensor: Tensor = value if field[1] is None else value[field[1]]
+    return tensor
+
+
+class RuleCalls(DenseCalls):
+    """Calls of a tower by the rule. All fields of an image are one row of numbers, cut into the rows of a
+    tile, whose last one is padded. UnsupportedTowerError: the tower is none that the rule serves.
+    """
+
+    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig) -> None:
+        self._look = look_at(twin)
+        self.input_names = (self._look.input_name,)
+        self._names = fields_of(self._look.fields)
+        self.makes_layers = _STATES in self._look.states
+        self.with_states = frozenset(self._look.states).difference(self._look.fields)
+        super().__init__(twin, reads, config)
+
+    @property
+    def num_states(self) -> int:
+        """Hidden states that the tower returns."""
+        return len(self._look.states[_STATES])
+
+    @property
+    def default_key(self) -> DenseKey:
+        """The size that the tower was looked at with, the configuration's if it has one."""
+        return self._look.key
+
+    @property
+    def expected_keys(self) -> Sequence[DenseKey]:
+        """The size of the configuration, if it has one."""
+        return (self.default_key,) if self._look.is_configured else ()
+
+    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
+        """The images, if the tower converts their dtype to its own."""
+        call = super().read(given, options)
+        if isinstance(call, Call):
+            dtype = call.inputs[self.input_names[0]].dtype
+            if dtype != next(self.twin.parameters()).dtype and not self._converts(dtype):
+                return MissReason.UNSUPPORTED_INPUT
+        return call
+
+    def _converts(self, dtype: torch.dtype) -> bool:
+        """Whether images of another dtype give an output of the same dtypes."""
+        known: dict[torch.dtype, bool] = vars(self).setdefault("_converted", {})
+        if dtype not in known:
+            twin = twin_of(self.twin)
+            device = next(twin.parameters()).device
+            pixels = torch.zeros(1, *self.default_key.shape, dtype=dtype, device=device)
+            try:  # with data: the meta device takes dtypes that kernels refuse
+                with torch.inference_mode(False), torch.no_grad():
+                    fields = dict(twin(pixels).items())
+                known[dtype] = [_value(fields, name).dtype for name in self._names] == [
+                    _value(self._look.fields, name).dtype for name in self._names
+                ]
+            except _MODEL_ERRORS:
+                known[dtype] = False
+        return known[dtype]
+
+    def _captured(self, example: Any) -> list[Field]:
+        """The fields of a plain call, then the hidden states that the model reads."""
+        states = [(_STATES, layer) for layer in self.layers if self.makes(layer, example)]
+        return [*self._names, *states]
+
+    def makes(self, what: str | int, example: Any) -> bool:
+        """All fields of a plain call, and hidden states with a row for each image."""
+        if isinstance(what, str):
+            return any(name == what for name, _ in self._names)
+        state = example[_STATES][what]
+        return self.makes_layers and isinstance(state, torch.Tensor) and state.shape[:1] == (1,)
+
+    def adapter(self, key: Any, example: Any) -> DenseTower:
+        """By a declaration, after calls with values have shown that it is true."""
+        names = self._captured(example)
+        first = _value(example, names[0])
+        width = first.shape[1] if first.dim() > 3 else first[0].numel() if first.dim() < 3 else first.shape[2]
+        numbers = sum(_value(example, name).numel() for name in names)
+        rows = math.ceil(numbers / width)
+
+        def flattened(output: Any) -> Tensor:
+            flat = [_value(output, name).flatten(1) for name in names]
+            if rows * width > numbers:
+                flat.append(flat[0].new_zeros(flat[0].shape[0], rows * width - numbers))
+            whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
+            return whole.reshape(whole.shape[0], rows, width)
+
+        options = self._options(key)
+        spec = DenseTowerSpec(
+            key.shape,
+            rows,
+            width,
+            output=flattened,
+            input_name=self.input_names[0],
+            options=options,
+            declares_padding=False,  # nobody declared it
+        )
+        twin = twin_of(self.twin)
+        adapter = wrap(self.twin, spec)
+        assert isinstance(adapter, DenseTower)
+        _check_values(twin, lambda pixels: flattened(twin(pixels, **options)), adapter.features, key.shape)
+        return adapter
+
+    def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
+        """Every field, in memory of its own."""
+        names = self._captured(example)
+        shapes = [_value(example, name).shape[1:] for name in names]
+        sizes = [shape.numel() for shape in shapes]
+        rows = items[0] if len(items) == 1 else torch.cat(list(items))
+        count = call.inputs[self.input_names[0]].shape[0]
+        parts = torch.split(rows.view(count, -1)[:, : sum(sizes)], sizes, dim=1)
+        values = [part.reshape(count, *shape).contiguous() for part, shape in zip(parts, shapes, strict=True)]
+        fields: dict[str, Any] = {}
+        layers: dict[int, Tensor] = {}
+        for (name, number), value in zip(names, values, strict=True):
+            if name == _STATES and name in self.with_states:
+                assert number is not None
+                layers[number] = value
+            elif number is None:
+                fields[name] = value
+            else:
+                fields.setdefault(name, []).append(value)
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = type(example[name])(value)
+        return Made(fields, layers)
+
+
+def _check_values(tower: nn.Module, own: _Forward, served: _Forward, shape: Sequence[int]) -> None:
+    """Compares what serves two images with the tower's own forward of both and of each alone."""
+    parameter = next(tower.parameters())
+    pixels = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    pixels = pixels.to(parameter.device, parameter.dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        both, alone = own(pixels), torch.cat([own(pixels[:1]), own(pixels[1:])])
+        results = {"another image of the batch": alone, "torch's own attention": served(pixels)}
+    bound = _TOLERANCES.get(parameter.dtype, 1e-4) * float(both.abs().max())
+    for what, result in results.items():
+        difference = float((both - result).abs().max())
+        if not difference <= bound:
+            raise UnsupportedTowerError(f"its output changes by {difference:.1e} with {what}")

@@ -1,0 +1,246 @@
+"""The dense rule: which modules are served without being named, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.hugging_face.lifecycle import find_towers
+from fxsplit_encoder.planning.plan import MissReason
+
+from .comparisons import assert_close
+from .models import SHORT_TEXT, SIZE, TOWER
+
+SETTINGS = fx.EncoderConfig(piece_compiler="eager", mode="full")
+
+
+class Tower(transformers.PreTrainedModel):
+    """Rows of patches, and a mean of them."""
+
+    config_class = transformers.ViTConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.wide = nn.Linear(8, 5)
+        self.post_init()
+
+    def forward(self, pixel_values: torch.Tensor) -> Any:
+        rows = self.patches(pixel_values).flatten(2).transpose(1, 2)
+        return BaseModelOutputWithPooling(last_hidden_state=rows, pooler_output=self.wide(rows.mean(1)))
+
+
+def tower(kind: type[Tower] = Tower) -> Any:
+    torch.manual_seed(0)
+    return kind(transformers.ViTConfig(**TOWER)).eval()
+
+
+def pixels(count: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def refusal(model: nn.Module) -> str:
+    with pytest.raises(fx.UnsupportedTowerError) as caught:
+        fx.accelerate(model)
+    return str(caught.value)
+
+
+# --- what is served
+
+
+@torch.no_grad()
+def test_fields_of_other_widths_come_from_one_replay() -> None:
+    model, reference = fx.accelerate(tower(), SETTINGS), tower()
+    for count in (1, 2, 3):
+        assert_close(model(pixels(count)), reference(pixels(count)))
+    stats = fx.stats(model)
+    assert (stats.hits, stats.misses) == (3, {})
+
+
+@torch.no_grad()
+def test_a_pyramid_and_its_hidden_states() -> None:
+    """Maps of several sizes, in a tuple; hidden states are captured once they were asked for."""
+    config = transformers.ConvNextConfig(
+        hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=32, out_indices=[1, 2]
+    )
+    images = torch.randn(2, 3, 32, 32)
+    reference = transformers.ConvNextBackbone(config).eval()
+    model = transformers.ConvNextBackbone(config).eval()
+    model.load_state_dict(reference.state_dict())
+    fx.accelerate(model, SETTINGS)
+    for options in ({}, {"output_hidden_states": True}, {"output_hidden_states": True}):
+        assert_close(model(images, **options), reference(images, **options))
+    assert fx.stats(model).misses == {MissReason.UNCAPTURED_OUTPUT: 1}
+
+
+@torch.no_grad()
+def test_images_of_another_dtype() -> None:
+    """Are served where the tower converts them; an error stays the tower's."""
+
+    class Converts(Tower):
+        def forward(self, pixel_values: torch.Tensor) -> Any:
+            return super().forward(pixel_values.to(self.dtype))
+
+    class Returns(Tower):
+        def forward(self, pixel_values: torch.Tensor) -> Any:
+            output = super().forward(pixel_values.to(self.dtype))
+            return BaseModelOutput(last_hidden_state=output.last_hidden_state.to(pixel_values.dtype))
+
+    for kind, hits in ((Converts, 1), (Returns, 0)):
+        model = fx.accelerate(tower(kind), SETTINGS)
+        assert_close(model(pixels(2, torch.float16)), tower(kind)(pixels(2, torch.float16)))
+        assert fx.stats(model).hits == hits
+    with pytest.raises(RuntimeError, match=r"[Ii]nput type"):
+        fx.accelerate(tower(), SETTINGS)(pixels(2, torch.float16))
+
+
+@torch.no_grad()
+def test_a_size_without_a_configuration_has_to_recur() -> None:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+    model = fx.accelerate(transformers.ResNetModel(config).eval(), SETTINGS.replace(exact_min_hits=2))
+    for _ in range(3):
+        model(pixels())
+    stats = fx.stats(model)
+    assert (stats.hits, stats.misses) == (2, {MissReason.NEW_SHAPE: 1})
+
+
+# --- what is left alone
+
+
+def test_the_tower_of_two_is_found() -> None:
+    """Neither the model around both nor the text tower."""
+    vision = {**TOWER, "projection_dim": 24}
+    for kind, config in (
+        (transformers.ChineseCLIPModel, transformers.ChineseCLIPConfig),
+        (transformers.AltCLIPModel, transformers.AltCLIPConfig),
+    ):
+        with torch.device("meta"):
+            model = kind(config(text_config={**SHORT_TEXT, "pad_token_id": 0}, vision_config=vision))
+        (found,), refusals = find_towers(model)
+        assert found.name == "vision_model"
+        assert not refusals
+
+
+def test_a_tower_of_audio_is_left_alone() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.audio = transformers.WhisperModel(
+                transformers.WhisperConfig(
+                    d_model=16,
+                    encoder_layers=1,
+                    decoder_layers=1,
+                    encoder_attention_heads=2,
+                    decoder_attention_heads=2,
+                    encoder_ffn_dim=16,
+                    decoder_ffn_dim=16,
+                    vocab_size=64,
+                    pad_token_id=0,
+                    bos_token_id=0,
+                    eos_token_id=0,
+                    decoder_start_token_id=0,
+                )
+            )
+            self.image = tower()
+
+    (found,), refusals = find_towers(Both())
+    assert (found.name, refusals) == ("image", [])
+
+
+# --- what is refused
+
+
+def test_a_text_model_has_words_of_its_own() -> None:
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64)
+    text = refusal(transformers.GPT2Model(config))
+    assert text.startswith("accelerate: no vision tower was found in GPT2Model: none of its modules takes")
+    assert "looked at the model (GPT2Model), wte (Embedding)" in text
+
+
+class Random(Tower):
+    def forward(self, pixel_values: torch.Tensor) -> Any:
+        output = super().forward(pixel_values)
+        return BaseModelOutput(last_hidden_state=output.last_hidden_state + torch.rand(1))
+
+
+class Flat(Tower):
+    def forward(self, pixel_values: torch.Tensor) -> Any:
+        return BaseModelOutput(
+            last_hidden_state=super().forward(pixel_values).last_hidden_state.flatten(0, 1)
+        )
+
+
+class Bare(Tower):
+    def forward(self, pixel_values: torch.Tensor) -> Any:
+        return super().forward(pixel_values).last_hidden_state
+
+
+class Gridded(Tower):
+    def forward(self, pixel_values: torch.Tensor, grid_thw: Any) -> Any:
+        return super().forward(pixel_values)
+
+
+class Reads(Tower):
+    def forward(self, pixel_values: torch.Tensor) -> Any:
+        return super().forward(pixel_values * (1 if pixel_values.sum().item() > 0 else 2))
+
+
+class Codes(Tower):
+    def forward(self, pixel_values: torch.Tensor) -> Any:
+        return BaseModelOutput(last_hidden_state=super().forward(pixel_values).last_hidden_state.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Random, "it draws random numbers: aten.rand.default"),
+        (Flat, r"its last_hidden_state has the shape (16, 8) for one image and (32, 8) for two, not a row"),
+        (Bare, "it returns a Tensor, not an output with fields"),
+        (Gridded, "its forward also takes grid_thw"),
+        (
+            Reads,
+            "a call with images of (1, 3, 16, 16) raises DataDependentOutputException: ",
+        ),
+        (Codes, "its fields are of torch.int64; a capture has one dtype, of floating point numbers"),
+    ],
+)
+def test_a_refusal_names_the_tower_and_the_reason(kind: type[Tower], reason: str) -> None:
+    model = nn.ModuleDict({"encoder": tower(kind)})
+    text = refusal(model)
+    assert f"ModuleDict has no vision tower that can be served: encoder ({kind.__name__}): {reason}" in text
+    assert "Wrap it by wrap(tower, DenseTowerSpec(...))" in text
+
+
+def test_another_tower_beside_a_served_one_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"first": tower(), "second": tower(Gridded)})
+    with caplog.at_level(logging.WARNING, logger="fxsplit_encoder.hugging_face"):
+        fx.accelerate(fx.accelerate(model, SETTINGS), SETTINGS)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "accelerate: left alone: second (Gridded): its forward also takes grid_thw"
+    )
+
+
+@torch.no_grad()
+def test_images_that_read_one_another_are_not_served(caplog: pytest.LogCaptureFixture) -> None:
+    """Which no shape shows; the tower itself serves them, and says so once."""
+
+    class Mixes(Tower):
+        def forward(self, pixel_values: torch.Tensor) -> Any:
+            return super().forward(pixel_values + pixel_values.mean(0, keepdim=True))
+
+    model = fx.accelerate(tower(Mixes), SETTINGS)
+    with caplog.at_level(logging.WARNING, logger="fxsplit_encoder.hugging_face"):
+        for _ in "12":
+            assert_close(model(pixels()), tower(Mixes)(pixels()))
+    assert fx.stats(model).misses == {MissReason.UNSUPPORTED_GRAPH: 2}
+    (record,) = caplog.records
+    assert "with another image of the batch" in record.getMessage()
