@@ -421,11 +421,7 @@ class AudioProcessor(_Processor):
         self.extractor = extractor
 
     def count_tokens(self, item: MediaItem) -> int:
-        """Rows of the item's feature, from its header or its shape; nothing is decoded or hashed.
-
-        Raises:
-            MediaError: it is no audio of the model's rate, or is beyond a limit.
-        """
+        """See `MediaProcessor`; MediaError: it is no audio of the model's rate, or is beyond a limit."""
         return self._count(self._num_samples(item))
 
     def prompt_runs(self, item: MediaItem) -> list[PromptRun]:
@@ -433,11 +429,7 @@ class AudioProcessor(_Processor):
         return [PromptRun(self.count_tokens(item))]
 
     def digest(self, item: MediaItem) -> bytes:
-        """What identifies the prepared item, from its bytes, which are not decoded.
-
-        Raises:
-            MediaError: as `count_tokens`.
-        """
+        """See `MediaProcessor`; MediaError: as `count_tokens`."""
         self._num_samples(item)
         return self._digest(item, _audio_parts(read_source(item.media, self.limits)))
 
