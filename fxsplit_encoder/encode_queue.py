@@ -364,7 +364,7 @@ class _Waiting:
         self.shares.change(item.tenant, -1)
 
 
-_MOST_LOSSES = 2
+MOST_LOSSES = 2
 """Workers that an item may cost before it is taken for the cause."""
 
 _EXIT_SECONDS = 30.0
@@ -646,7 +646,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             self._counts.lost_workers += 1
             for entry in [entry for batch in worker.batches for entry in batch.items]:
                 entry.num_losses += 1
-                if entry.num_losses < _MOST_LOSSES and self._workers:
+                if entry.num_losses < MOST_LOSSES and self._workers:
                     self._again.append(_Batch([entry]))
                 else:
                     failed.append(entry)

@@ -22,8 +22,6 @@ from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.interfaces import (
     MediaItem,
     MediaProcessor,
-    MediaReducer,
-    PromptProcessor,
     PromptRun,
 )
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
@@ -85,7 +83,7 @@ class Connector:
             self._row_bytes.get,
             self._key_of,
             threading.Condition(lock),
-            can_reduce=isinstance(processor, MediaReducer),
+            can_reduce=type(processor).reduce is not MediaProcessor.reduce,
         )
         self._core = Core(lock, parts)
         self._pool = Pool(self._core, encoders, first, self._copies)
@@ -131,8 +129,6 @@ class Connector:
             InputError: the processor does not tell.
             MediaError: the media cannot be read.
         """
-        if not isinstance(self.processor, PromptProcessor):
-            raise InputError(f"{type(self.processor).__name__} does not tell what prompts show of media")
         return self.processor.prompt_runs(item)
 
     def step(self) -> Step:
@@ -156,15 +152,8 @@ class Connector:
             return books.hold(ticket, _index(ticket, item))
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
-        """Lets go of every item of a ticket, or of one, once; an item that is not ready is given up.
-
-        Args:
-            ticket: from `submit`.
-            item: the item's index; None: all.
-            keep: whether the rows stay, until memory is needed, though the request did not ask for it.
-
-        Returns:
-            How many holds there were.
+        """Lets go of every item of a ticket, or of one, once; how many holds that were. One that is not ready
+        is given up. With `keep` rows stay until memory is needed, though the request did not ask for it.
         """
         with self._core.change() as books:
             return books.release(ticket, _index(ticket, item), keep=keep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,22 +30,6 @@ class Run(NamedTuple):
     position: int
     """Of the first row, in the merged sequence."""
     length: int
-
-
-class Placeholders(Protocol):
-    """Where a prompt shows its items. Token counts are those of the ticket: an item of 0 is left out."""
-
-    def merged_length(self, token_counts: Sequence[int]) -> int:
-        """Positions of the merged sequence."""
-        ...
-
-    def runs(self, token_counts: Sequence[int], start: int, stop: int) -> Sequence[Run]:
-        """What goes to the positions from `start` up to `stop`, in order.
-
-        Raises:
-            InputError: the counts are not what the prompt has placeholders for.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -304,10 +288,8 @@ def merge_rows(
 
 
 def _pieces(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The runs in as few pieces as their rows are in: the item, the first row and the one after the last.
-
-    Raises:
-        InputError: a run is not within the positions from `start` up to `stop`.
+    """The runs in as few pieces as their rows are in: the item, the first row and the one after the last;
+    InputError: a run is not within the positions from `start` up to `stop`.
     """
     # For a few hundred runs this takes less than making an array of them.
     pieces = []
@@ -353,15 +335,9 @@ def _positions(runs: Sequence[Run], start: int, device: torch.device) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], out: Tensor, *, is_own: bool) -> Tensor:
-    """Pieces one after the other, on the device and in the dtype of `out`.
-
-    Args:
-        is_own: whether they must not be the items' own memory.
-    """
+    """Pieces one after the other, of the device and dtype of `out`; `is_own`: not in the items' memory."""
     device, dtype = out.device, out.dtype
-    may_wait = (
-        device.type != "cpu"
-    )  # the host does not wait for a copy that comes to it, and would read too early
+    may_wait = device.type != "cpu"  # the host does not wait for a copy to it, and would read too early
     moved = [
         part
         if part.dtype == dtype and part.device == device

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from fxsplit_encoder.connector.interfaces import MediaItem, Reduction
-from fxsplit_encoder.connector.positions import Placeholders
+from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.settings_model import Settings, parse_bytes
@@ -53,9 +53,6 @@ class ConnectorConfig(Settings):
     max_waiting_items: _Number = 4096
     """Items that are not ready yet; a request beyond them is refused, to be submitted again later."""
 
-    max_overtakes: _Count = 64
-    """How many requests may get memory before one that came earlier and needs more than is free."""
-
     max_batch_items: _Number = 32
     """Items that a worker encodes together at most."""
 
@@ -63,9 +60,9 @@ class ConnectorConfig(Settings):
     """Predicted cost of a batch, in the encoder's unit, above which no further item joins it."""
 
     max_slice_cost: _Positive | None = None
-    """Predicted cost of what a worker gives its device at once of an item that can be encoded in slices
-    (`SlicingEncoder`). Between slices it rests as `max_busy_share` says, and lets batches of no more than
-    that cost pass. None: items are not cut."""
+    """Predicted cost of what a worker gives its device at once of an item that can be encoded in
+    `FeatureEncoder.slices`. Between slices it rests as `max_busy_share` says, and lets batches of no more
+    than that cost pass. None: items are not cut."""
 
     flush_delay_s: _Seconds = 0.0
     """Seconds that an item waits for others while its batch is not full."""
@@ -86,13 +83,6 @@ class ConnectorConfig(Settings):
 
     max_worker_restarts: _Count = 3
     """How often in a row a worker that was lost is started again before it is given up."""
-
-    max_item_losses: _Count = 2
-    """How many workers an item may lose before it is taken for the cause and fails."""
-
-
-SPECIFIED_BATCHES = {"max_batch_items": 8, "flush_delay_s": 0.005}
-"""Batches of 8 items, or of what came within 5 ms: for `ConnectorConfig(**SPECIFIED_BATCHES)`."""
 
 
 Retention = Literal["discard", "keep"]
@@ -141,8 +131,8 @@ class EncodeRequest:
     """In the order of their placeholders. An item that the prompt shows twice is listed twice; it is encoded
     once."""
 
-    placeholders: Placeholders | None = None
-    """Where the rows of the items go, for `merge`, such as a `PositionMap`; None: the caller places them."""
+    placeholders: PositionMap | None = None
+    """Where the rows of the items go, for `merge`; None: the caller places them."""
 
     failure: FailurePolicy = FAIL
 

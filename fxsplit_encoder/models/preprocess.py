@@ -17,6 +17,7 @@ import torch
 from fxsplit_encoder.connector.interfaces import (
     PIXEL_TABLE,
     MediaItem,
+    MediaProcessor,
     Modality,
     PreparedItem,
     PromptRun,
@@ -117,7 +118,7 @@ _MOST_PREPARATIONS = 64
 _MOST_HALVINGS = 8
 
 
-class _Processor:
+class _Processor(MediaProcessor):
     """What processors of one tower have in common."""
 
     def __init__(
@@ -420,19 +421,15 @@ class AudioProcessor(_Processor):
         self.extractor = extractor
 
     def count_tokens(self, item: MediaItem) -> int:
-        """Rows of the item's feature, from its header or its shape; nothing is decoded or hashed.
-
-        Raises:
-            MediaError: it is no audio of the model's rate, or is beyond a limit.
-        """
+        """See `MediaProcessor`; MediaError: it is no audio of the model's rate, or is beyond a limit."""
         return self._count(self._num_samples(item))
 
-    def digest(self, item: MediaItem) -> bytes:
-        """What identifies the prepared item, from its bytes, which are not decoded.
+    def prompt_runs(self, item: MediaItem) -> list[PromptRun]:
+        """One run of all its tokens."""
+        return [PromptRun(self.count_tokens(item))]
 
-        Raises:
-            MediaError: as `count_tokens`.
-        """
+    def digest(self, item: MediaItem) -> bytes:
+        """See `MediaProcessor`; MediaError: as `count_tokens`."""
         self._num_samples(item)
         return self._digest(item, _audio_parts(read_source(item.media, self.limits)))
 

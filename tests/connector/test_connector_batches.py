@@ -16,7 +16,6 @@ from fxsplit_encoder.connector.books.encoding import Batch, WorkerStatus
 from fxsplit_encoder.connector.books.parts import FairQueue
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
-from fxsplit_encoder.connector.request import SPECIFIED_BATCHES
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
@@ -60,7 +59,7 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
 
 def test_batches_of_eight_or_of_five_milliseconds() -> None:
     """The specification's."""
-    with staged(max_batches_in_flight=1, **SPECIFIED_BATCHES) as (each, stage):
+    with staged(max_batches_in_flight=1, max_batch_items=8, flush_delay_s=0.005) as (each, stage):
         alone = each.submit(request("alone"))
         assert stage.wait_for_batch() == ["alone"], "after 5 ms, though nobody joined it"
         tickets = [each.submit(request(f"image {number}")) for number in range(20)]

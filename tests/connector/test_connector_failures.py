@@ -13,7 +13,13 @@ import torch
 
 from fxsplit_encoder.connector.books.encoding import WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor
-from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
+from fxsplit_encoder.connector.interfaces import (
+    FeatureEncoder,
+    MediaItem,
+    MediaProcessor,
+    Modality,
+    PreparedItem,
+)
 from fxsplit_encoder.connector.request import RETRY, TEXT_ONLY, FailurePolicy
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
@@ -132,14 +138,14 @@ def test_rows_that_are_not_what_memory_was_reserved_for_are_refused(rows: Any) -
 
 
 def test_rows_have_the_dtype_of_the_first_where_the_encoder_does_not_tell() -> None:
-    class Fickle:
-        def __init__(self) -> None:
-            inner = FakeEncoder()
-            self.start, self.close, self.row_bytes = inner.start, inner.close, inner.row_bytes
-            self.predict_cost, self._encode = inner.predict_cost, inner.encode
+    inner = FakeEncoder()
+
+    class Fickle(FeatureEncoder):
+        def row_bytes(self, modality: Modality) -> int | None:
+            return inner.row_bytes(modality)
 
         def encode(self, items: Sequence[PreparedItem]) -> list[Any]:
-            rows = zip(names_of(items), self._encode(items), strict=True)
+            rows = zip(names_of(items), inner.encode(items), strict=True)
             return [made.view(torch.int32) if name == "b" else made for name, made in rows]
 
     with connector([Fickle]) as each:
@@ -266,10 +272,8 @@ def test_an_item_that_has_no_more_to_give_fails() -> None:
 
 
 def test_a_processor_that_cannot_reduce_says_so_at_once() -> None:
-    class Plain:
-        def __init__(self) -> None:
-            inner = FakeProcessor()
-            self.count_tokens, self.digest, self.prepare = inner.count_tokens, inner.digest, inner.prepare
+    class Plain(FakeProcessor):
+        reduce = MediaProcessor.reduce
 
     with connector(processor=Plain()) as each:
         with pytest.raises(InputError, match="reduce: Plain cannot ask less of an item"):
@@ -388,13 +392,15 @@ def test_a_worker_that_hangs_can_be_replaced_and_its_memory_waits_for_it() -> No
 
 
 def test_a_worker_that_hangs_is_given_up_by_itself() -> None:
-    may_end, hanging = threading.Event(), threading.Semaphore(2)
+    may_end, hanging = threading.Event(), {"a", "b"}
 
-    def hang_twice(items: Sequence[PreparedItem]) -> None:
-        if hanging.acquire(blocking=False):
+    def hang_once_each(items: Sequence[PreparedItem]) -> None:
+        (name,) = names_of(items)
+        if name in hanging:
+            hanging.remove(name)
             assert may_end.wait(PATIENCE_S)
 
-    with connector(2, stage=hang_twice, hang_timeout_s=0.05, max_item_losses=4) as each:
+    with connector(2, stage=hang_once_each, hang_timeout_s=0.05, max_batch_items=1) as each:
         tickets = [each.submit(request(name)) for name in "abcd"]
         assert [wait(ticket) for ticket in tickets] == ["ready"] * 4
         assert (each.stats().lost_workers, each.stats().worker_restarts) == (2, 2)

@@ -264,7 +264,7 @@ def test_a_process_hands_features_over() -> None:
     first.encode([RandomRows().prepare(image("first"))])
     first.close()
     made.clear()
-    with nothing_left(DRIVERS), make([process], max_item_losses=3) as each:
+    with nothing_left(DRIVERS), make([process]) as each:
         for number in range(12):
             items = [image(f"image {number}"), image(f"other {number}", 100)]
             ticket = each.submit(request(*items))

@@ -58,7 +58,7 @@ def test_a_killed_process_leaves_the_gpu_and_this_process_usable() -> None:
         for _ in range(1000):
             encoder.encode([item(100)])
     assert torch.equal(feature.cpu(), 2 * items[0].inputs["pixel_values"])
-    encoder.restart()
+    encoder.start()
     (feature,) = encoder.encode(items)
     assert torch.equal(feature.cpu(), 2 * items[0].inputs["pixel_values"])
     encoder.close()

@@ -118,13 +118,7 @@ class Preparation:
         return PrepareJob(entry, entry.media)
 
     def counted(self, ticket: Ticket, counts: Sequence[int], problem: Problem | None) -> None:
-        """The headers of a request's media were read.
-
-        Args:
-            ticket: of the job.
-            counts: tokens of each item; 0 of those that were not looked at.
-            problem: why the request cannot be served; None: nothing is known to be wrong.
-        """
+        """Take the tokens of each item, 0 if it was not looked at, and why its request may not go on."""
         if ticket.number not in self._parts.tickets or ticket.is_counted:
             return  # nobody wants it any more
         for item, count in zip(ticket.items, counts, strict=True):
@@ -230,12 +224,7 @@ class Books:
     # --- requests
 
     def submit(self, request: EncodeRequest) -> Ticket:
-        """A new ticket.
-
-        Raises:
-            ConnectorFullError: too much is waiting.
-            ConnectorError: the connector is closed, or the request is beyond a limit by itself.
-        """
+        """See `Connector.submit`."""
         parts = self.parts
         if self.is_closed:
             raise ConnectorError(f"request {request.id}: the connector is closed", "closed", retryable=False)
@@ -279,10 +268,7 @@ class Books:
             heapq.heappush(self._deadlines, (ticket.deadline, ticket.number))
 
     def hold(self, ticket: Ticket, item: int | None = None) -> Availability:
-        """Holds every item, or one, once more; what was released is found again, or encoded again.
-
-        "unavailable": nothing has changed. One item alone is not waited for while its ticket holds others.
-        """
+        """See `Connector.hold`; "unavailable": nothing has changed."""
         if self.is_closed or ticket.state in GONE:
             return "unavailable"
         chosen = [each for each in _chosen(ticket, item) if not ticket.text_only and each.state not in GONE]
@@ -320,11 +306,7 @@ class Books:
         self.parts.changed[ticket.number] = ticket
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
-        """Lets go of every item, or of one, once; what was not held is left alone.
-
-        Returns:
-            How many holds were let go of.
-        """
+        """See `Connector.release`; what was not held is left alone."""
         num_released = 0
         for each in _chosen(ticket, item):
             if each.state not in WAITING and each.state is not State.READY:
@@ -343,7 +325,7 @@ class Books:
         return num_released
 
     def cancel(self, ticket: Ticket, item: int | None = None) -> bool:
-        """Gives up every item, or one; whether there was anything to give up."""
+        """See `Connector.cancel`."""
         given_up = False
         for each in _chosen(ticket, item):
             if each.state in WAITING or each.state is State.READY:

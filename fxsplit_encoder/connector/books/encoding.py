@@ -13,6 +13,7 @@ from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature
 from fxsplit_encoder.connector.states import Residence, State
+from fxsplit_encoder.encode_queue import MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -202,10 +203,7 @@ class Encoding:
     def _choose(self, worker: Worker, share: float, most_cost: float | None) -> list[Entry]:
         """The next entries for a worker, in the order in which they are due; none if the first has no room.
 
-        Args:
-            worker: that takes them.
-            share: cost above which further entries are left to other workers.
-            most_cost: of all together, the first included; None: any.
+        Above the cost `share` further entries are left to other workers; `most_cost` bounds the first too.
         """
         config = self._parts.config
         free_bytes = self._parts.ledger.free(worker.account)
@@ -311,12 +309,7 @@ class Encoding:
         return Arrival(entry, feature, rows, True, self._parts.ledger.owned(HOST, entry))
 
     def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
-        """The rows of an entry will not get there: a buffer that they may still be copied to goes with them.
-
-        Args:
-            entry: whose rows were placed.
-            events: when everything is over that was given to the device for them.
-        """
+        """Take rows that will not arrive from their entry, and the buffer that they may be copied to."""
         feature, entry.feature = entry.feature, None
         assert feature is not None
         feature.read_events = list(events)
@@ -403,10 +396,7 @@ class Encoding:
     def lose(self, batch: Batch, *, is_running: bool) -> None:
         """A batch's worker is gone: its entries go to another, and each of them alone.
 
-        Args:
-            batch: that it had in hand.
-            is_running: whether its thread may still go on, and write; its memory is kept until it has
-            returned.
+        Its memory is kept until its thread has returned, where that may still go on and write.
         """
         parts = self._parts
         batch.is_lost = True
@@ -428,7 +418,7 @@ class Encoding:
         entry.num_losses += 1
         if not entry.holders:
             self._holdings.drop(entry, State.CANCELLED)
-        elif entry.num_losses >= self._parts.config.max_item_losses:
+        elif entry.num_losses >= MOST_LOSSES:
             message = f"{entry.num_losses} workers were lost while they encoded it"
             self._holdings.fail(entry, ConnectorError(message, "worker_lost", retryable=False))
         elif not self._has_memory(entry):

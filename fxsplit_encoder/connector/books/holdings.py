@@ -285,7 +285,7 @@ class Admission:
                     parts.turns[tenant] = max(parts.turns.values(), default=0) + 1
                     for earlier in itertools.chain(*blocked.values()):
                         earlier.num_overtaken += 1
-                if any(each.num_overtaken >= parts.config.max_overtakes for each in own):
+                if any(each.num_overtaken >= parts.max_overtakes for each in own):
                     break  # nobody may overtake it any more
 
     def _in_turn(self) -> list[Ticket]:

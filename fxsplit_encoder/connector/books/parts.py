@@ -111,14 +111,8 @@ class FairQueue(Generic[T]):
         return thing in self._tenant_of
 
     def push(self, thing: T, flow: Hashable, cost: float, tenant: str = "", *, first: bool = False) -> None:
-        """Add a thing.
-
-        Args:
-            thing: is not in the queue.
-            flow: whose share it uses, such as a request.
-            cost: not negative, in any unit.
-            tenant: the flow's.
-            first: ahead of all, and for free: it was served before without a result.
+        """Add a thing, which uses the share of a flow, such as a request; `first`: ahead of all and for free,
+        since it was served before without a result.
         """
         assert thing not in self._tenant_of
         if tenant not in self._tenants:
@@ -175,6 +169,8 @@ class Parts:
     clock: Callable[[], float] = time.monotonic
     can_reduce: bool = False
     """Whether the processor can ask less of an item."""
+    max_overtakes: int = 64
+    """How many requests may get memory before one that came earlier and needs more than is free."""
     stats: ConnectorStats = field(default_factory=ConnectorStats)
     ledger: Ledger = field(default_factory=Ledger)
     cache: FeatureCache = field(default_factory=FeatureCache)

@@ -39,7 +39,6 @@ from fxsplit_encoder.connector.processes.wire import (
     to_wire,
 )
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError, TransportFullError
-from fxsplit_encoder.version import VERSION
 
 EXIT_PARENT_GONE = 3
 _PATIENCE = 1e6
@@ -52,10 +51,10 @@ _FATAL = (EncoderLostError, torch.AcceleratorError)
 class EncoderHost:
     """Serves one parent, whose half of the memory is the first."""
 
-    def __init__(self, channel: Channel[ToEncoder], memory: SharedMemory, kept_bytes: int) -> None:
+    def __init__(self, channel: Channel[ToEncoder], memory: SharedMemory) -> None:
         self._channel = channel
         self._memory = memory
-        self._half = Half(memory, 1, kept_bytes)
+        self._half = Half(memory, 1)
         self._encoder: FeatureEncoder | None = None
         self._asked: queue.SimpleQueue[Start | Encode | Stop] = queue.SimpleQueue()
 
@@ -97,11 +96,9 @@ class EncoderHost:
         return True
 
     def _start(self, message: Start) -> None:
-        if message.library != VERSION:
-            raise InputError(f"executable: expected fxsplit-encoder {message.library} there; got {VERSION}")
         program = EncoderProgram(message.factory, message.arguments)
         encoder = program.resolve()(**program.arguments)
-        if not all(hasattr(encoder, name) for name in ("start", "encode", "row_bytes", "close")):
+        if not isinstance(encoder, FeatureEncoder):
             raise InputError(f"factory: {program.factory} returned no FeatureEncoder but {type(encoder)}")
         self._encoder = encoder
         encoder.start()
@@ -151,13 +148,9 @@ class EncoderHost:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an encoder process.
-
-    Args:
-        arguments: `--socket FD --memory FD --parent PID --max-bytes N --kept-bytes N`.
-    """
+    """Run an encoder process, with the arguments of `ProcessOptions.command_line`."""
     parser = argparse.ArgumentParser(prog="fxsplit encoder process")
-    for name in ("--socket", "--memory", "--parent", "--max-bytes", "--kept-bytes"):
+    for name in ("--socket", "--memory", "--parent", "--max-bytes"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and decides
@@ -169,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
         _end()
     memory = SharedMemory(options.max_bytes, options.memory)
     channel: Channel[ToEncoder] = Channel(socket.socket(fileno=options.socket), parent, ToEncoder)
-    EncoderHost(channel, memory, options.kept_bytes).serve()
+    EncoderHost(channel, memory).serve()
     return 0
 
 

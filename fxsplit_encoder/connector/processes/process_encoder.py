@@ -12,12 +12,11 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.processes import program as launching
 from fxsplit_encoder.connector.processes.program import EncoderProgram, ProcessOptions
 from fxsplit_encoder.connector.processes.wire import (
@@ -40,7 +39,6 @@ from fxsplit_encoder.connector.processes.wire import (
     lay_out,
 )
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
-from fxsplit_encoder.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +52,7 @@ class EncoderProcess:
     """A process that encodes, and the thread of this one that listens to it.
 
     The thread hands replies to their requests, and learns of the process's end from the kernel, not
-    from a time that ran out.
-
-    Args:
-        options: how it is started, bounded and ended.
-        on_loss: called once if the process ends, or has to be ended, without `close`.
-
-    Raises:
-        InputError: the process cannot be started with these options.
+    from a time that ran out. It calls `on_loss` once if that comes without `close`.
     """
 
     def __init__(self, options: ProcessOptions, on_loss: Callable[[], None]) -> None:
@@ -84,7 +75,7 @@ class EncoderProcess:
         options = self._options
         self.memory = SharedMemory(options.max_bytes)
         resources.callback(self.memory.close)
-        self.half = Half(self.memory, 0, options.kept_bytes)
+        self.half = Half(self.memory, 0)
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         resources.callback(connection.close)
         with theirs:
@@ -109,11 +100,7 @@ class EncoderProcess:
 
     @contextlib.contextmanager
     def asking(self, number: int) -> Iterator[Replies]:
-        """The queue in which the replies to a request arrive.
-
-        Raises:
-            EncoderLostError: the process is gone.
-        """
+        """The queue in which the replies to a request arrive; EncoderLostError: the process is gone."""
         replies: Replies = queue.SimpleQueue()
         with self._lock:
             self.check_alive()
@@ -141,11 +128,8 @@ class EncoderProcess:
                 self.kill(f"the encoder process {self.pid} does not read what it is sent: {error}")
 
     def next_reply(self, replies: Replies, timeout: float | None) -> Started | Encoded:
-        """The next reply in a queue.
-
-        Raises:
-            EncoderLostError: the process ended, or did not answer within `timeout` seconds and was killed.
-            Exception: what failed in the process, of its own class.
+        """The next reply in a queue; raises what failed in the process, of its own class. EncoderLostError:
+        the process ended, or did not answer within `timeout` seconds and was killed.
         """
         try:
             reply = replies.get(timeout=timeout)
@@ -238,37 +222,13 @@ def _end_of(status: int) -> str:
         return f"was ended by signal {-status}"
 
 
-@dataclass(frozen=True)
-class ProcessStats:
-    """Of one `ProcessEncoder`, over all processes that it has started."""
-
-    starts: int
-    """Processes that became ready."""
-    losses: int
-    """Processes that ended, or had to be ended, without `close`."""
-    batches: int
-    """Batches whose features were received."""
-    items: int
-    """Items of these batches."""
-    splits: int
-    """Calls whose inputs did not fit into shared memory at once, so that they became several batches."""
-    input_bytes: int
-    """Of inputs that were sent."""
-    feature_bytes: int
-    """Of features that were received."""
-    held_bytes: int
-    """Of shared memory now, inputs that the process has not released."""
-    resident_bytes: int
-    """Of the host's memory now, what shared memory takes."""
-
-
 T = TypeVar("T")
 
 _PATIENCE = 1e6
 """Seconds. Room comes free as the process encodes; if it ends, whoever waits is woken."""
 
 
-class ProcessEncoder:
+class ProcessEncoder(FeatureEncoder):
     """Encodes in a process that it starts, bounds and ends.
 
     Inputs and features cross in anonymous shared memory of `options.max_bytes` each way. Inputs that do not
@@ -276,7 +236,7 @@ class ProcessEncoder:
     methods may be called from several threads: while the process encodes one batch, the next is copied.
 
     The process's end is noticed at once: calls of `encode` that wait raise `EncoderLostError`, as does every
-    later one until `start` or `restart` has started another process. Errors in the process keep their class.
+    later one until `start` has started another process. Errors in the process keep their class.
 
     Args:
         program: which encoder.
@@ -335,17 +295,12 @@ class ProcessEncoder:
     def _begin(self, process: EncoderProcess) -> dict[Modality, int]:
         program, timeout = self.program, self.options.start_timeout
         with process.asking(START) as replies:
-            process.send(Start(VERSION, program.factory, dict(program.arguments)))
+            process.send(Start(program.factory, dict(program.arguments)))
             started = _expect(process.next_reply(replies, timeout), Started)
         declared = self._declared_row_bytes
         if declared is not None and declared != started.row_bytes:
             raise InputError(f"row_bytes: expected the encoder's {started.row_bytes}; got {declared}")
         return started.row_bytes
-
-    def restart(self) -> None:
-        """End the process, if there is one, and start another; see `start`."""
-        self.close()
-        self.start()
 
     def close(self) -> None:
         """End the process and give back everything; idempotent, and `start` may follow.
@@ -363,16 +318,8 @@ class ProcessEncoder:
 
     # --- encoding
 
-    def predict_cost(self, item: PreparedItem) -> float:
-        """The rows of the item's feature: what they cost only the process knows."""
-        return float(item.num_tokens)
-
     def row_bytes(self, modality: Modality) -> int | None:
-        """Bytes of one row of a feature; None: the encoder does not encode these.
-
-        Raises:
-            InputError: it was not declared, and no encoder was started.
-        """
+        """See `FeatureEncoder`; InputError: it was not declared, and no encoder was started."""
         if self._row_bytes is None:
             raise InputError("row_bytes: known once the encoder was started; declare it, or call start first")
         return self._row_bytes.get(modality)
@@ -394,12 +341,7 @@ class ProcessEncoder:
         if len(turns) > 1:
             self._count(splits=1)
         features = [feature for turn in turns for feature in self._encode_turn(process, items[turn])]
-        self._count(
-            batches=len(turns),
-            items=len(items),
-            input_bytes=sum(item.num_bytes for item in items),
-            feature_bytes=sum(feature.nbytes for feature in features),
-        )
+        self._count(batches=len(turns))
         return features
 
     def _encode_turn(self, process: EncoderProcess, items: Sequence[PreparedItem]) -> list[Tensor]:
@@ -441,17 +383,16 @@ class ProcessEncoder:
                 raise _distrust(process, str(error)) from error
             process.send(Release(block.number))
 
-    def stats(self) -> ProcessStats:
-        """What was counted, over all processes of this encoder."""
+    def stats(self) -> dict[str, int]:
+        """Counts over all processes of this encoder: starts, losses, batches, splits (calls whose inputs did
+        not fit at once); and bytes of shared memory now: held by inputs, resident.
+        """
         process = self._process
-        names = ("starts", "losses", "batches", "items", "splits", "input_bytes", "feature_bytes")
         with self._counts_lock:
-            counts = {name: self._counts[name] for name in names}
-        return ProcessStats(
-            **counts,
-            held_bytes=process.half.held_bytes if process is not None else 0,
-            resident_bytes=process.memory.resident_bytes if process is not None else 0,
-        )
+            counts = {name: self._counts[name] for name in ("starts", "losses", "batches", "splits")}
+        counts["held_bytes"] = process.half.held_bytes if process is not None else 0
+        counts["resident_bytes"] = process.memory.resident_bytes if process is not None else 0
+        return counts
 
     def _count(self, **counts: int) -> None:
         with self._counts_lock:
@@ -459,11 +400,7 @@ class ProcessEncoder:
 
 
 def _turns(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Runs of items whose inputs fit into memory together.
-
-    Raises:
-        InputError: one does not fit alone; before any run is given.
-    """
+    """Runs of items whose inputs fit into memory together; InputError, before any: one does not alone."""
     if sizes and max(sizes) > most:
         raise InputError(
             f"items: expected inputs of at most max_bytes={most} an item; got {max(sizes)} bytes"

@@ -30,11 +30,7 @@ class EncoderProgram:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     def resolve(self) -> Callable[..., Any]:
-        """The function itself.
-
-        Raises:
-            InputError: there is none of this name.
-        """
+        """The function itself; InputError: there is none of this name."""
         module, _, name = self.factory.partition(":")
         if not module or not name.isidentifier():
             raise InputError(f"factory: expected package.module:function; got {shown(self.factory)}")
@@ -55,8 +51,6 @@ class ProcessOptions:
 
     max_bytes: int = 1 << 30
     """Of shared memory in each direction: inputs that wait for the encoder, features that wait to be read."""
-    kept_bytes: int = 64 << 20
-    """Of shared memory that stays resident when nothing waits."""
     start_timeout: float = 1800.0
     """Seconds until the encoder is ready: it loads, compiles and captures."""
     encode_timeout: float | None = None
@@ -65,8 +59,6 @@ class ProcessOptions:
     """Seconds that the process has to end by itself before it is killed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the process has besides this one's, such as CUDA_VISIBLE_DEVICES."""
-    executable: str = ""
-    """The Python that runs it; "": this one."""
 
     def command_line(self, connection: int, memory: int) -> list[str]:
         """The arguments of the process's command, with the descriptors that it inherits."""
@@ -75,7 +67,6 @@ class ProcessOptions:
             "--memory": memory,
             "--parent": os.getpid(),
             "--max-bytes": self.max_bytes,
-            "--kept-bytes": self.kept_bytes,
         }
         return [argument for name, number in numbers.items() for argument in (name, str(number))]
 
@@ -86,13 +77,7 @@ def launch(
     """Start the module of encoder processes; raises InputError where it cannot be started."""
     try:
         return start_module(
-            MODULE,
-            arguments,
-            options.environment,
-            options.executable,
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
+            MODULE, arguments, options.environment, pass_fds=descriptors, stdin=subprocess.DEVNULL
         )
     except OSError as error:
-        executable = options.executable or sys.executable
-        raise InputError(f"executable: {executable} cannot be started: {error}") from error
+        raise InputError(f"{sys.executable} cannot be started: {error}") from error

@@ -113,14 +113,9 @@ def _view(memory: Tensor, layout: Layout) -> Tensor:
 
 
 class SharedMemory:
-    """A mapped file of two halves.
+    """Maps a file of two halves of `max_bytes`, made by the other process if there is a descriptor of it.
 
-    Args:
-        max_bytes: of each half.
-        descriptor: of the file that the other process made; None: this one makes it.
-
-    Raises:
-        InputError: so much cannot be made.
+    InputError: so much cannot be made.
     """
 
     def __init__(self, max_bytes: int, descriptor: int | None = None) -> None:
@@ -180,13 +175,10 @@ class SharedMemory:
 class Half:
     """The half that this process puts tensors into: first fit, longest waiting first.
 
-    Args:
-        memory: of both.
-        index: 0 or 1.
-        kept_bytes: that stay resident once they are free, for the next that is put.
+    Its first `kept_bytes` stay resident once they are free, for the next that is put.
     """
 
-    def __init__(self, memory: SharedMemory, index: int, kept_bytes: int) -> None:
+    def __init__(self, memory: SharedMemory, index: int, kept_bytes: int = 64 << 20) -> None:
         self._memory = memory
         self._index = index
         self._kept_bytes = kept_bytes
@@ -204,15 +196,11 @@ class Half:
             return sum(num_bytes for _, num_bytes in self._held.values())
 
     def put(self, buffers: Mapping[str, Tensor], timeout: float = 0.0) -> Block:
-        """Copy tensors of any shape, strides and device into a block.
-
-        Args:
-            buffers: by name.
-            timeout: seconds to wait for room.
+        """Copy tensors of any shape, strides and device into a block, once there is room.
 
         Raises:
             InputError: they can never be held, for their kind or their size.
-            TransportFullError: there was no room for them in time.
+            TransportFullError: there was no room for them within `timeout` seconds.
             TransportError: it is closed.
         """
         layouts, num_bytes = lay_out(buffers)
@@ -306,7 +294,6 @@ class WireItem(Message, frozen=True):
 class Start(Message, frozen=True):
     """Make an encoder and start it."""
 
-    library: str
     factory: str
     arguments: dict[str, Any]
 
@@ -401,9 +388,7 @@ class Channel(Generic[T]):
 
     def receive(self) -> T | None:
         """The next message, however long it takes; None: the other process has ended, or hung up.
-
-        Raises:
-            TransportError: it is none that is expected.
+        TransportError: it is none that is expected.
         """
         head = self._read(_HEAD.size)
         size = _HEAD.unpack(head)[0] if head else 0

@@ -14,16 +14,7 @@ from torch import Tensor
 from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Event
-from fxsplit_encoder.connector.interfaces import (
-    DeviceEncoder,
-    FeatureEncoder,
-    Modality,
-    PreparedItem,
-    PrioritizedEncoder,
-    SlicingEncoder,
-    StagingEncoder,
-    TypedEncoder,
-)
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
@@ -76,8 +67,7 @@ class Pool:
     def stage(self, item: PreparedItem) -> tuple[PreparedItem, float]:
         """An item as encoders read it soonest, and its cost, as the first worker of its modality says."""
         encoder = self._encoder_of(item)
-        if isinstance(encoder, StagingEncoder):
-            item = encoder.stage(item)
+        item = encoder.stage(item)
         return item, encoder.predict_cost(item)
 
     def _encoder_of(self, item: PreparedItem) -> FeatureEncoder:
@@ -88,7 +78,7 @@ class Pool:
     # --- one worker
 
     def drain(self, name: str) -> None:
-        """Let a worker finish what it has in hand, and end; raises InputError for an unknown name."""
+        """See `Connector.drain_worker`; InputError: no worker has this name."""
         with self._core.change():
             worker = self._worker(name)
             if worker.status in LIVE:
@@ -96,11 +86,7 @@ class Pool:
             self._core.wake_all()
 
     def restart(self, name: str) -> None:
-        """Start a worker in place of one that has stopped or is lost, or hangs: then others get its batches.
-
-        Raises:
-            InputError: no worker has this name, or the connector is closed.
-        """
+        """See `Connector.restart_worker`; InputError: no worker has this name, or the connector is closed."""
         with self._core.change() as books:
             worker = self._worker(name)
             if books.is_closed:
@@ -189,11 +175,7 @@ def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
 
 
 def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int | None]:
-    """Bytes of a feature's rows by modality; None: no encoder takes it.
-
-    Raises:
-        InputError: two encoders do not agree, or there is none.
-    """
+    """Bytes of rows by modality, None: no encoder takes it; InputError: there is none, or two disagree."""
     if not encoders:
         raise InputError("encoders: expected at least one; got none")
     sizes: dict[Modality, int | None] = {}
@@ -212,15 +194,7 @@ _QUEUED = 2
 
 
 class _WorkerThread(BatchThread[Batch]):
-    """One worker.
-
-    Args:
-        core: the books.
-        worker: its record there.
-        encoder: that it starts, calls and closes.
-        copies: makes events, buffers and copies.
-        on_lost: called with the record when a fault ends the thread.
-    """
+    """Starts, calls and closes the encoder of one worker; `on_lost` is called when a fault ends it."""
 
     def __init__(
         self,
@@ -240,7 +214,9 @@ class _WorkerThread(BatchThread[Batch]):
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         self._encoder.start()
-        with self._copies.own_stream(_device_of(self._encoder), _priority_of(self._encoder)):
+        device = self._encoder.device
+        device = torch.device(device) if device is not None else None
+        with self._copies.own_stream(device, self._encoder.stream_priority):
             self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
             yield
         self._set_status(WorkerStatus.DRAINING, WorkerStatus.STOPPED)
@@ -308,7 +284,7 @@ class _WorkerThread(BatchThread[Batch]):
     def _outputs(self, batch: Batch) -> Sequence[Any]:
         most_cost = self._core.books.parts.config.max_slice_cost
         items = [entry.prepared for entry in batch.entries if entry.prepared is not None]
-        if most_cost is None or batch.cost <= most_cost or not isinstance(self._encoder, SlicingEncoder):
+        if most_cost is None or batch.cost <= most_cost:
             return self._encode(items)
         return self._encode_slices(
             batch, items, {item: self._encoder.slices(item, most_cost) for item in items}
@@ -331,7 +307,7 @@ class _WorkerThread(BatchThread[Batch]):
                 "mismatch",
                 retryable=False,
             )
-        declared = self._encoder.dtype if isinstance(self._encoder, TypedEncoder) else rows.dtype
+        declared = self._encoder.dtype or rows.dtype
         expected = self._core.dtypes.setdefault(entry.modality, declared)
         if rows.dtype != expected:
             message = f"expected rows of {expected}; the encoder returned {rows.dtype}"
@@ -418,12 +394,3 @@ class _WorkerThread(BatchThread[Batch]):
                 if (left := self.worker.rests_until - clock()) <= 0:
                     break
                 core.encode_work.wait(left)
-
-
-def _device_of(encoder: FeatureEncoder) -> torch.device | None:
-    device: Any = encoder.device if isinstance(encoder, DeviceEncoder) else None
-    return torch.device(device) if isinstance(device, str | torch.device) else None
-
-
-def _priority_of(encoder: FeatureEncoder) -> int:
-    return encoder.stream_priority if isinstance(encoder, PrioritizedEncoder) else 0

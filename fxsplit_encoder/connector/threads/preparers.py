@@ -13,7 +13,7 @@ import torch
 from fxsplit_encoder.connector.books.books import CountJob, Digested, DigestJob, PrepareJob, Problem
 from fxsplit_encoder.connector.books.storage import capacity_of
 from fxsplit_encoder.connector.books.tickets import Ticket
-from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, MediaReducer, PreparedItem
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.core import Core
@@ -107,7 +107,7 @@ class Preparers:
         return digest
 
     def _reduced(self, job: DigestJob) -> Digested:
-        assert isinstance(self._processor, MediaReducer) and job.reduction is not None
+        assert job.reduction is not None
         media = self._processor.reduce(job.media, job.reduction)
         num_tokens = job.item.num_tokens
         if media is not None:

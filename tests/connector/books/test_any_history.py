@@ -76,14 +76,16 @@ class Bench:
     workers: list[Worker] = field(default_factory=list)
 
     @classmethod
-    def make(cls, num_workers: int = 1, *, can_reduce: bool = False, **settings: Any) -> Bench:
+    def make(
+        cls, num_workers: int = 1, *, can_reduce: bool = False, max_overtakes: int = 64, **settings: Any
+    ) -> Bench:
         clock = Clock()
         sizes = {"host_bytes": 8 * PAGE, "device_bytes": 0, "staging_bytes": 16 * PAGE, "timeout_s": None}
         config = ConnectorConfig(**{**sizes, **settings})
         row_bytes: Callable[[str], int | None] = {"image": ROW_BYTES, "video": ROW_BYTES}.get
         settled = threading.Condition()
         settled.acquire()  # this thread is the only one
-        parts = Parts(config, row_bytes, key_of, settled, clock, can_reduce)
+        parts = Parts(config, row_bytes, key_of, settled, clock, can_reduce, max_overtakes=max_overtakes)
         bench = cls(Books(parts), clock)
         for number in range(num_workers):
             bench.start_worker(f"w{number}")

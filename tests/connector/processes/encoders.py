@@ -11,13 +11,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.processes import child
 from fxsplit_encoder.connector.processes.wire import Encoded
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
 
-class DoublingEncoder:
+class DoublingEncoder(FeatureEncoder):
     """The feature of an item is twice its `pixel_values`. Other inputs make it misbehave."""
 
     def __init__(self, width: int = 8, start_seconds: float = 0.0) -> None:
@@ -27,9 +27,6 @@ class DoublingEncoder:
     def start(self) -> None:
         time.sleep(self.start_seconds)
 
-    def predict_cost(self, item: PreparedItem) -> float:
-        return float(item.num_tokens)
-
     def row_bytes(self, modality: Modality) -> int | None:
         return None if modality == "audio" else 4 * self.width
 
@@ -38,9 +35,6 @@ class DoublingEncoder:
             misbehave(item)
         features = [feature_of(item) for item in items]
         return features[1:] if items[0].metadata.get("do") == "few" else features
-
-    def close(self) -> None:
-        pass
 
 
 def feature_of(item: PreparedItem) -> Tensor:
