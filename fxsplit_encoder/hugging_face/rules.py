@@ -217,6 +217,11 @@ class RuleCalls(DenseCalls):
         """The size of the configuration, if it has one."""
         return (self.default_key,) if self._look.is_configured else ()
 
+    @property
+    def example_key(self) -> DenseKey:
+        """The same, also if no configuration has it."""
+        return self.default_key
+
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The images, if the tower converts their dtype to its own."""
         call = super().read(given, options)

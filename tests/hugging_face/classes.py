@@ -20,7 +20,7 @@ from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.hugging_face.calls import is_named
 from fxsplit_encoder.hugging_face.lifecycle import find_towers
 from fxsplit_encoder.towers.grid import count_patches
-from fxsplit_encoder.towers.rules import GridTower
+from fxsplit_encoder.towers.rules import GridTower, arguments_of
 
 from .comparisons import tensors
 from .tiny_model import randomize
@@ -80,9 +80,8 @@ def difference(got: Any, expected: Any) -> float:
     return max(float((found[n].double() - v.double()).abs().max()) for n, v in wanted.items())
 
 
-def of_images(name: str) -> Iterator[dict[str, Any]]:
+def of_images(tower: Any, size: int) -> Iterator[dict[str, Any]]:
     """Arguments with one, two and three images."""
-    size = DATA[CONFIGS[name]]["size"]
     for count, options, dtype in (
         (1, {}, torch.float32),
         (2, {}, torch.float32),
@@ -91,7 +90,7 @@ def of_images(name: str) -> Iterator[dict[str, Any]]:
         (2, {"output_hidden_states": True}, torch.float32),
     ):
         pixels = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
-        yield {"pixel_values": pixels.to(dtype), **options}
+        yield {arguments_of(tower)[0]: pixels.to(dtype), **options}
 
 
 def of_grids(tower: Any) -> Iterator[dict[str, Any]]:
@@ -120,7 +119,7 @@ def compare(name: str) -> Compared:
     # A model around two towers has a method for its images.
     towers = [each.get_submodule(found.name) for each in (model, reference)]
     differences = []
-    for inputs in of_grids(towers[1]) if is_packed else of_images(name):
+    for inputs in of_grids(towers[1]) if is_packed else of_images(towers[1], DATA[CONFIGS[name]]["size"]):
         outputs = []
         for tower in towers:
             try:
