@@ -85,7 +85,7 @@ class More(Tower):
     [
         (Transposed, "its forward calls get_vision_position_ids with grid_thw of its own"),
         (Reads, "its forward also reads grid_thw, beside position_ids, cu_seqlens: TypeError: "),
-        (Pools, r"it returns {'last_hidden_state': (1, 8)} for 32 patches, not a row a token"),
+        (Pools, r"it returns {'last_hidden_state': (1, 8)} for 12 patches, not a row a token"),
         (Plain, "its forward makes no cu_seqlens by transformers.vision_utils"),
         (Clips, "its metadata of a video is not that of the frames, its segments"),
         (More, "its forward also takes sizes"),
