@@ -122,7 +122,7 @@ def llama4_angles(rotary_embedding: Any) -> Tensor:
 
 
 class VisionCall(NamedTuple):
-    """A function of `transformers.vision_utils` by its name, and its arguments beside grids."""
+    """A function of `transformers.vision_utils` by its name, and its arguments but grids."""
 
     function: str
     arguments: tuple[tuple[str, Any], ...]

@@ -1,5 +1,5 @@
 """The dense rule: serves a module of transformers that takes images of one size and returns tensors with a
-row for each image, without being told its class. What it returns is read from calls with tensors without
+row for each image, by no name of its class. What it returns is read from calls with tensors without
 data, at one and at two images; before a size is captured, calls with values show that no image reads another.
 """
 

@@ -1,4 +1,4 @@
-"""The grid rule: encodes packed patches by a tower of transformers without being told its class. A forward
+"""The grid rule: encodes packed patches by a tower of transformers whose class has no name here. A forward
 that takes its host metadata by name, as `transformers.vision_utils` offers it, gets that of every frame or
 item, computed on the host by the functions that the forward itself calls.
 """
