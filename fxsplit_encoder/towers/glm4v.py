@@ -21,7 +21,7 @@ class Glm4vTower(PackedTower):
 
     has_plain_blocks = True
     frames_are_independent = True
-    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = grids_of.TABLE_COLUMNS
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = grids_of.table_columns("bicubic")
     # Their processor takes 2 frames per second of at most 300 seconds, and merges them in pairs.
     max_frames_per_video: int = 300
 
@@ -34,7 +34,9 @@ class Glm4vTower(PackedTower):
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, and taps into the learned position table."""
-        return grids_of.table_metadata(grids, self.table_shape, self.merge_size)
+        return grids_of.table_metadata(
+            grids, self.table_shape, self.merge_size, align_corners=False, mode="bicubic"
+        )
 
     def core(
         self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]

@@ -9,7 +9,7 @@ import inspect
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -137,24 +137,30 @@ def concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.T
 
 # --- a learned table
 
-TAPS = 16
-"""Table rows that make one patch's position: 4 along each axis."""
+Mode = Literal["bilinear", "bicubic"]
+"""Resamples a position table from 2 or from 4 entries along each axis."""
+
+TAPS: dict[Mode, int] = {"bilinear": 4, "bicubic": 16}
+"""Table rows that make one patch's position."""
 
 # The cubic convolution kernel (Keys, 1981) as `torch.nn.functional.interpolate` and `grid_sample` use it.
 _KEYS_A = np.float32(-0.75)
 
 
-TABLE_COLUMNS = {
-    "position_ids": (2, torch.int64),
-    "interp_indices": (TAPS, torch.int32),
-    "interp_weights": (TAPS, torch.float32),
-}
-"""The `metadata_columns` of `table_metadata`."""
+def table_columns(mode: Mode) -> dict[str, tuple[int, torch.dtype]]:
+    """The `metadata_columns` of `table_metadata`."""
+    return {
+        "position_ids": (2, torch.int64),
+        "interp_indices": (TAPS[mode], torch.int32),
+        "interp_weights": (TAPS[mode], torch.float32),
+    }
 
 
-def table_metadata(grids: Sequence[Grid], table: tuple[int, int], merge_size: int) -> dict[str, Tensor]:
+def table_metadata(
+    grids: Sequence[Grid], table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
+) -> dict[str, Tensor]:
     """Positions for a rotary embedding, and taps into a learned position table, as of `interpolation`."""
-    indices, weights = interpolation(grids, table, merge_size)
+    indices, weights = interpolation(grids, table, merge_size, align_corners, mode)
     return {
         "position_ids": positions(grids, merge_size),
         "interp_indices": indices,
@@ -162,46 +168,59 @@ def table_metadata(grids: Sequence[Grid], table: tuple[int, int], merge_size: in
     }
 
 
-def interpolation(grids: Sequence[Grid], table: tuple[int, int], merge_size: int) -> tuple[Tensor, Tensor]:
+def interpolation(
+    grids: Sequence[Grid], table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
+) -> tuple[Tensor, Tensor]:
     """The taps of every patch of a batch: indices into the flattened table, int32, and weights, float32, both
-    (patches, taps), of bicubic interpolation. `merge_size` is of the blocks in which patches come, 1 for row
-    by row.
+    (patches, taps). `merge_size` is of the blocks in which patches come, 1 for row by row; `align_corners`
+    and `mode` are those of `torch.nn.functional.interpolate`.
     """
-    frames = [frame_interpolation(h, w, table, merge_size) for t, h, w in grids for _ in range(t)]
+    frames = [
+        frame_interpolation(h, w, table, merge_size, align_corners, mode)
+        for t, h, w in grids
+        for _ in range(t)
+    ]
     return (
-        concatenate([indices for indices, _ in frames], TAPS, np.int32),
-        concatenate([weights for _, weights in frames], TAPS, np.float32),
+        concatenate([indices for indices, _ in frames], TAPS[mode], np.int32),
+        concatenate([weights for _, weights in frames], TAPS[mode], np.float32),
     )
 
 
 # An entry is at most 128 bytes per patch.
 @lru_cache(maxsize=256)
 def frame_interpolation(
-    height: int, width: int, table: tuple[int, int], merge_size: int
+    height: int, width: int, table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The taps of one frame, (height * width, taps), in merge-block order."""
-    row_taps, row_weights = _axis_taps(height, table[0])
-    column_taps, column_weights = _axis_taps(width, table[1])
+    row_taps, row_weights = _axis_taps(height, table[0], align_corners, mode)
+    column_taps, column_weights = _axis_taps(width, table[1], align_corners, mode)
     # (block row, block column, row, column, tap of the row, tap of the column)
     of_rows = (height // merge_size, 1, merge_size, 1, -1, 1)
     of_columns = (1, width // merge_size, 1, merge_size, 1, row_taps.shape[1])
     indices = (row_taps * np.int32(table[1])).reshape(of_rows) + column_taps.reshape(of_columns)
     weights = row_weights.reshape(of_rows) * column_weights.reshape(of_columns)
-    return indices.reshape(-1, TAPS), weights.reshape(-1, TAPS)
+    return indices.reshape(-1, TAPS[mode]), weights.reshape(-1, TAPS[mode])
 
 
 # Sides of images recur where whole sizes do not.
 @lru_cache(maxsize=1024)
-def _axis_taps(size: int, side: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def _axis_taps(
+    size: int, side: int, align_corners: bool, mode: Mode
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The nearest of `side` table positions for each of `size` targets along one axis, and weights, (size,
     taps): those of `torch.nn.functional.interpolate`, in float32 and in its order of operations.
     """
     target = np.arange(size, dtype=np.float32)
-    source = (target + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
+    if align_corners:
+        source = target * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    else:
+        source = (target + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
     floor = np.floor(source)
-    offsets = np.arange(-1, 3)
+    offsets = np.arange(2) if mode == "bilinear" else np.arange(-1, 3)
     taps = np.clip(floor.astype(np.int64)[:, None] + offsets, 0, side - 1)
     distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+    if mode == "bilinear":
+        return taps.astype(np.int32), np.maximum(np.float32(1) - distance, np.float32(0))
     return taps.astype(np.int32), _cubic_kernel(distance)
 
 

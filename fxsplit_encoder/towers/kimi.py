@@ -28,7 +28,7 @@ class RasterTower(PackedTower):
 
     has_plain_blocks = True
     metadata_columns: Mapping[str, tuple[int, torch.dtype]] = {
-        **grids_of.TABLE_COLUMNS,
+        **grids_of.table_columns("bicubic"),
         "merge_permutation": (0, torch.int64),
     }
 
@@ -54,7 +54,9 @@ class RasterTower(PackedTower):
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, taps into the learned position table, and the merge order."""
-        table = grids_of.table_metadata(grids, self.table_shape, merge_size=1)
+        table = grids_of.table_metadata(
+            grids, self.table_shape, merge_size=1, align_corners=False, mode="bicubic"
+        )
         return {**table, "merge_permutation": grids_of.merge_permutation(grids, self.merge_size)}
 
     def example_inputs(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2.5-VL, Qwen2.5-Omni and EXAONE 4.5, whose blocks attend within windows."""
+"""The vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -16,8 +16,25 @@ from fxsplit_encoder.towers.grid import Grid, cosines_and_sines, gives_angles
 from fxsplit_encoder.towers.packed import PackedTower
 
 
+class Qwen2VLTower(PackedTower):
+    """Wraps `Qwen2VisionTransformerPretrainedModel`: rotary positions only, and attention within frames."""
+
+    has_plain_blocks = True
+    frames_are_independent = True
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = {"position_ids": (2, torch.int64)}
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        # `embed_dim` is the width of its blocks.
+        super().__init__(tower, out_hidden_size=config.hidden_size, **grids_of.patch_sizes(config))
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Positions for the rotary embedding."""
+        return {"position_ids": grids_of.positions(grids, self.merge_size)}
+
+
 class Qwen25VLTower(PackedTower):
-    """Wraps `Qwen2_5_VisionTransformerPretrainedModel` and its like. The
+    """Wraps `Qwen2_5_VisionTransformerPretrainedModel`, most of whose blocks attend within windows. The
     permutation to the order of windows, its inverse and permuted rotary positions are per-patch metadata of
     the host, so that all lengths follow from one token count.
     """
@@ -88,3 +105,36 @@ class Qwen25VLTower(PackedTower):
             hidden = block(hidden, position_embeddings=rotary, **segments)
         merged = tower.merger(permute_rows(hidden, metadata["inverse_permutation"]))
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=merged)
+
+
+class Qwen3VLTower(PackedTower):
+    """Wraps the towers of Qwen3-VL and, without deepstack, of Qwen3.5. An embedding is (output tokens,
+    out_hidden_size * (1 + deepstack levels)): the main output, then every level.
+    """
+
+    has_plain_blocks = True
+    frames_are_independent = True
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = grids_of.table_columns("bilinear")
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        levels = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
+        super().__init__(
+            tower, out_hidden_size=config.out_hidden_size * levels, **grids_of.patch_sizes(config)
+        )
+        self.deepstack_levels = levels - 1
+        side: Any = tower.num_grid_per_side
+        self.table_shape: tuple[int, int] = (side, side)
+        self.align_corners: bool = tower.interpolation_align_corners  # type: ignore[assignment]
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Positions for the rotary embedding, and taps into the learned position table."""
+        return grids_of.table_metadata(
+            grids, self.table_shape, self.merge_size, self.align_corners, mode="bilinear"
+        )
+
+    def packed_output(self, output: Any) -> Tensor:
+        """The main output, then every deepstack level, along the hidden dimension."""
+        if not self.deepstack_levels:
+            return super().packed_output(output)
+        return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)

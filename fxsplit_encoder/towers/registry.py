@@ -114,9 +114,9 @@ _ADAPTERS = {
     "KimiVLVisionModel": ("kimi", "KimiVLTower"),
     "Kimi_K25VisionModel": ("kimi", "KimiK25Tower"),
     **dict.fromkeys(("Llama4ForConditionalGeneration", "Llama4VisionModel"), ("llama4", "Llama4Tower")),
-    "Qwen2VisionTransformerPretrainedModel": ("rules", "GridTower"),
+    "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
     **dict.fromkeys(_QWEN25, ("qwen_vl", "Qwen25VLTower")),
-    **dict.fromkeys(_QWEN3, ("rules", "GridTower")),
+    **dict.fromkeys(_QWEN3, ("qwen_vl", "Qwen3VLTower")),
     "Step3VisionModel": ("step3_vl", "Step3VLTower"),
     **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ("step3p7", "Step3p7Tower")),
 }

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.dispatch import OnMeta, tree_leaves
+from fxsplit_encoder._torch.dispatch import OnMeta
 from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder._torch.transformers import VisionCall, vision_calls, vision_values
 from fxsplit_encoder.errors import UnsupportedTowerError
@@ -59,8 +59,6 @@ class GridLook:
     """Arguments for the length of the longest segment."""
     by_frame: bool
     """Whether the metadata of a video is that of its frames, which are the segments; else items are."""
-    has_plain_blocks: bool
-    """Of `WrappedTower`."""
     fields: tuple[tuple[Field, int], ...]
     """Of `packed_fields`, and the columns that each has in an embedding."""
 
@@ -98,8 +96,7 @@ def look_at_grids(tower: nn.Module) -> GridLook:
         raise UnsupportedTowerError(f"its merge size is {merge}, not one number")
     grid = (1, merge, 3 * merge)  # on a CPU a forward takes the time of reading the weights
     twin = linked_copy(tower)
-    blocks = _watch_blocks(watched := linked_copy(tower))
-    patches, output, calls, bounds = _call(watched, names[0], grid_name, grid)
+    patches, output, calls, bounds = _call(twin, names[0], grid_name, grid)
     columns, by_frame = _kinds(calls, merge)
     fields = packed_fields(output, math.prod(grid), merge**2)
     if not fields:
@@ -109,8 +106,7 @@ def look_at_grids(tower: nn.Module) -> GridLook:
     if len(dtypes) > 1:
         raise UnsupportedTowerError(f"its fields are of {', '.join(map(str, dtypes))}, not of one dtype")
     widths = tuple((key, value.numel() * merge**2 // math.prod(grid)) for key, value in fields)
-    inputs = names[0], grid_name
-    look = GridLook(inputs, patches, merge, calls, columns, bounds, by_frame, all(blocks), widths)
+    look = GridLook((names[0], grid_name), patches, merge, calls, columns, bounds, by_frame, widths)
     adapter = GridTower(twin, look)
     values = adapter.host_metadata([grid])
     try:
@@ -124,23 +120,6 @@ def look_at_grids(tower: nn.Module) -> GridLook:
             f"{type(error).__name__}: {error}".splitlines()[0]
         ) from error
     return look
-
-
-def _watch_blocks(twin: nn.Module) -> list[bool]:
-    """Collects of every call of a block whether it takes tensors, numbers and names, and returns a tensor."""
-    seen: list[bool] = []
-
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        plain = Tensor | int | float | str | None
-        seen.append(
-            isinstance(output, Tensor) and all(isinstance(x, plain) for x in tree_leaves((args, kwargs)))
-        )
-
-    for each in twin.modules():
-        if isinstance(each, nn.ModuleList):
-            for block in each:
-                block.register_forward_hook(note, with_kwargs=True)
-    return seen
 
 
 def _empty(tower: nn.Module, shape: Sequence[int]) -> Tensor:
@@ -167,8 +146,6 @@ def _call(
             with torch.inference_mode(False), torch.no_grad(), OnMeta():
                 given = {name: pixels, grid_name: grids if pixels.is_meta else grids.to(pixels.device)}
                 output, calls, bounds = vision_calls(functools.partial(twin, **given), grids)
-        except ModuleNotFoundError:
-            raise
         except MODEL_ERRORS as error:
             errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
             continue
@@ -248,10 +225,9 @@ def _has_frames(lengths: Tensor, video: Grid) -> bool:
 
 # An entry has some 100 bytes per patch.
 @functools.lru_cache(maxsize=256)
-def _values(calls: tuple[VisionCall, ...], grid: Grid) -> dict[str, NDArray[Any]]:
+def _values(call: VisionCall, grid: Grid) -> dict[str, NDArray[Any]]:
     """The metadata of one item or frame."""
-    made = (vision_values(call, [grid]) for call in calls)
-    return {name: value.numpy() for values in made for name, value in values.items()}
+    return {name: value.numpy() for name, value in vision_values(call, [grid]).items()}
 
 
 class GridTower(PackedTower):
@@ -262,8 +238,6 @@ class GridTower(PackedTower):
         self.metadata_columns = look.columns
         self.input_names = look.input_names
         self.frames_are_independent = look.by_frame
-        self.has_plain_blocks = look.has_plain_blocks
-        self.deepstack_levels = sum(name == "deepstack_features" for (name, _), _ in look.fields)
         super().__init__(
             tower,
             merge_size=look.merge_size,
@@ -274,17 +248,14 @@ class GridTower(PackedTower):
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """What the tower's own functions return for each frame or item, one after the other."""
         items = [(1, h, w) for t, h, w in grids for _ in range(t)] if self.look.by_frame else grids
-        parts = [_values(self.look.calls, item) for item in items]
-        if not parts:
-            return {
-                name: torch.zeros((0, columns) if columns else 0, dtype=dtype, device="cpu")
-                for name, (columns, dtype) in self.metadata_columns.items()
-            }
-        # A copy, also of one array: the cache keeps its own.
-        return {
-            name: torch.from_numpy(np.concatenate([part[name] for part in parts]))
-            for name in self.metadata_columns
-        }
+        found: dict[str, Tensor] = {}
+        for call in self.look.calls:
+            parts = [_values(call, item) for item in items]
+            for name in parts[0]:
+                if name in self.metadata_columns:
+                    # A copy, also of one array: the cache keeps its own.
+                    found[name] = torch.from_numpy(np.concatenate([part[name] for part in parts]))
+        return found
 
     def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
         """The patches of every frame, or of every item."""
@@ -298,7 +269,7 @@ class GridTower(PackedTower):
 
     def viewed(self, patches: Tensor) -> Tensor:
         """Flattened patches in the shape that the tower takes."""
-        return patches if len(self.look.patches) == 2 else patches.view(self.look.patches)
+        return patches.view(self.look.patches)
 
     def flattened(self, patches: Tensor) -> Tensor:
         """The same without the dimension of a batch of one."""
@@ -324,12 +295,7 @@ class GridTower(PackedTower):
 
     def packed_output(self, output: Any) -> Tensor:
         """All fields of an output token along the hidden dimension."""
-        parts = [field_of(output, field) for field, _ in self.look.fields]
-        widths = [width for _, width in self.look.fields]
-        parts = [
-            part if part.shape[1:] == (width,) else part.reshape(-1, width)
-            for part, width in zip(parts, widths, strict=True)
-        ]
+        parts = [field_of(output, field).reshape(-1, width) for field, width in self.look.fields]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.towers import packed
-from fxsplit_encoder.towers.rules import GridTower
+from fxsplit_encoder.towers.qwen_vl import Qwen3VLTower
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_what_nobody_looked_at_has_to_be_read(tower: Any) -> None:
 
 
 def test_an_adapter_with_item_methods_of_its_own_is_asked() -> None:
-    class Counting(GridTower):
+    class Counting(Qwen3VLTower):
         def item_segments(self, mm_kwargs: dict[str, Any]) -> list[int]:
             return [int(mm_kwargs["pixel_values"][0, 0])]
 

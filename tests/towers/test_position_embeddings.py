@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
@@ -24,46 +27,52 @@ batches = st.lists(st.tuples(st.integers(1, 4), even_sides, even_sides), min_siz
 
 
 @settings(max_examples=80)
-@given(batches, st.sampled_from([4, 9, 48]))
-@example([(1, 2, 96), (1, 48, 48), (1, 180, 240)], 48)
-@example([(1, 2, 2), (1, 96, 2), (1, 50, 34)], 48)
-def test_taps_are_bit_equal_to_those_of_transformers(grids: Grids, side: int) -> None:
+@given(batches, st.sampled_from([4, 9, 48]), st.booleans(), st.sampled_from(list(TAPS)))
+@example([(1, 2, 96), (1, 48, 48), (1, 180, 240)], 48, True, "bilinear")
+@example([(1, 2, 2), (1, 96, 2), (1, 50, 34)], 48, False, "bilinear")
+def test_taps_are_bit_equal_to_those_of_transformers(
+    grids: Grids, side: int, align_corners: bool, mode: Any
+) -> None:
     expected_indices, expected_weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        torch.tensor(grids), side, mode="bicubic", spatial_merge_size=2
+        torch.tensor(grids), side, mode=mode, align_corners=align_corners, spatial_merge_size=2
     )
-    indices, weights = interpolation(grids, (side, side), 2)
+    indices, weights = interpolation(grids, (side, side), 2, align_corners, mode)
     assert (indices.dtype, weights.dtype) == (torch.int32, torch.float32)
     assert torch.equal(indices, expected_indices.int())
     assert torch.equal(weights, expected_weights)
 
 
 @settings(max_examples=60)
-@given(sides, sides, st.sampled_from([(8, 8), (64, 64), (6, 11)]))
-def test_a_resampled_table_is_that_of_interpolate(height: int, width: int, table: tuple[int, int]) -> None:
+@given(sides, sides, st.sampled_from([(8, 8), (64, 64), (6, 11)]), st.sampled_from(list(TAPS)))
+def test_a_resampled_table_is_that_of_interpolate(
+    height: int, width: int, table: tuple[int, int], mode: Any
+) -> None:
     values = torch.rand(*table, 3, generator=torch.Generator().manual_seed(height))
-    result = resample(values.flatten(0, 1), *interpolation([(1, height, width)], table, 1))
+    result = resample(values.flatten(0, 1), *interpolation([(1, height, width)], table, 1, False, mode))
     channels_first = values.permute(2, 0, 1)[None]
-    expected = F.interpolate(channels_first, size=(height, width), mode="bicubic")
+    expected = F.interpolate(channels_first, size=(height, width), mode=mode, align_corners=False)
     torch.testing.assert_close(result, expected[0].flatten(1).t(), rtol=0, atol=1e-5)
 
 
 def test_a_table_of_the_images_size_is_taken_as_it_is() -> None:
     table = torch.randn(6 * 4, 3)
-    taps = interpolation([(1, 6, 4)], (6, 4), merge_size=1)
+    taps = interpolation([(1, 6, 4)], (6, 4), merge_size=1, align_corners=False, mode="bicubic")
     assert torch.equal(resample(table, *taps), table)
 
 
-def test_the_weights_of_a_patch_sum_to_one() -> None:
-    _, weights = interpolation([(2, 6, 10)], (48, 48), 2)
+@pytest.mark.parametrize("mode", list(TAPS))
+def test_the_weights_of_a_patch_sum_to_one(mode: Any) -> None:
+    _, weights = interpolation([(2, 6, 10)], (48, 48), 2, True, mode)
     torch.testing.assert_close(weights.sum(1), torch.ones(120))
 
 
-def test_frames_and_items_follow_one_another() -> None:
-    indices, weights = interpolation([(2, 4, 2), (1, 2, 6)], (8, 8), 1)
-    frames = [frame_interpolation(*size, (8, 8), 1) for size in ((4, 2), (4, 2), (2, 6))]
+@pytest.mark.parametrize("mode", list(TAPS))
+def test_frames_and_items_follow_one_another(mode: Any) -> None:
+    indices, weights = interpolation([(2, 4, 2), (1, 2, 6)], (8, 8), 1, False, mode)
+    frames = [frame_interpolation(*size, (8, 8), 1, False, mode) for size in ((4, 2), (4, 2), (2, 6))]
     assert np.array_equal(indices, np.concatenate([taps for taps, _ in frames]))
     assert np.array_equal(weights, np.concatenate([values for _, values in frames]))
-    assert [tensor.shape for tensor in interpolation([], (8, 8), 1)] == [(0, TAPS)] * 2
+    assert [tensor.shape for tensor in interpolation([], (8, 8), 1, False, mode)] == [(0, TAPS[mode])] * 2
 
 
 # --- a rotary embedding

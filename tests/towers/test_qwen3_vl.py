@@ -35,7 +35,7 @@ def assert_same_output(got: Any, expected: Any) -> None:
 
 
 class TestQwen3VL(PackedModuleTests):
-    metadata: ClassVar[list[str]] = ["interp_indices", "interp_weights", "position_ids", "cu_seqlens"]
+    metadata: ClassVar[list[str]] = ["position_ids", "interp_indices", "interp_weights", "cu_seqlens"]
     out_hidden_size: ClassVar[int] = 2 * 24
 
     @classmethod

@@ -139,7 +139,7 @@ class TestQwen25VL(PackedModuleTests):
 
 
 class TestQwen35(PackedModuleTests):
-    metadata: ClassVar[list[str]] = ["interp_indices", "interp_weights", "position_ids", "cu_seqlens"]
+    metadata: ClassVar[list[str]] = ["position_ids", "interp_indices", "interp_weights", "cu_seqlens"]
 
     @classmethod
     def make_tower(cls) -> nn.Module:

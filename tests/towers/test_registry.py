@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def test_an_unknown_tower_is_refused_with_a_way_out() -> None:
 
 
 def test_a_wrapped_tower_is_not_wrapped_again(tiny_towers: Any) -> None:
-    with pytest.raises(fx.UnsupportedTowerError, match="no adapter for GridTower"):
+    with pytest.raises(fx.UnsupportedTowerError, match="no adapter for Qwen3VLTower"):
         fx.wrap(tiny_towers.wrapped)
 
 
@@ -46,6 +47,7 @@ def test_without_transformers_the_error_says_what_to_install(
             raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
         return real(name, *args, **kwargs)
 
+    monkeypatch.delitem(sys.modules, "fxsplit_encoder.towers.qwen_vl")
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(fx.MissingExtraError, match=r"of the extra 'hf'; run: pip install ") as caught:
         registry.wrap(tiny_towers.reference)

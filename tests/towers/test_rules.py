@@ -15,6 +15,26 @@ import fxsplit_encoder as fx
 from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.towers.rules import GridTower, check_values, look_at_grids
 
+from .conformance import make_case
+
+GRIDS = [(1, 4, 6), (3, 2, 8), (1, 8, 2)]
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen2VisionTransformerPretrainedModel", "Qwen3VLVisionModel", "Qwen3_5VisionModel"]
+)
+def test_metadata_is_that_of_the_family(name: str) -> None:
+    """Bit for bit; indices have the dtype of the tower's own."""
+    family = make_case(name).tower
+    by_rule = GridTower(linked_copy(family.tower))
+    assert by_rule.frames_are_independent
+    assert by_rule.out_hidden_size == family.out_hidden_size
+    expected, got = family.host_metadata(GRIDS), by_rule.host_metadata(GRIDS)
+    assert set(got) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(got[key], value.to(got[key].dtype)), key
+    assert by_rule.item_segments({"image_grid_thw": GRIDS}) == family.item_segments({"image_grid_thw": GRIDS})
+
 
 class Tower(transformers.PreTrainedModel):
     """Patches with a sum of each frame's rows and columns."""

@@ -33,12 +33,12 @@ def batch(grids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("grids", GRIDS, ids=str)
 def test_the_exact_metadata_is_that_of_transformers(tower: Any, grids: list[list[int]]) -> None:
     pixels, grid = batch(grids)
-    indices, weights, position_ids, cu_seqlens = exact_metadata(pixels, grid, tower.registered_name)
+    position_ids, indices, weights, cu_seqlens = exact_metadata(pixels, grid, tower.registered_name)
     assert torch.equal(position_ids, vision_utils.get_vision_position_ids(grid, 2))
     expected = vision_utils.get_vision_interpolation_indices_and_weights(
-        grid, tower.tower.num_grid_per_side, align_corners=True, spatial_merge_size=2
+        grid, tower.table_shape[0], align_corners=tower.align_corners, spatial_merge_size=2
     )
-    assert torch.equal(indices, expected[0])
+    assert torch.equal(indices, expected[0].int())
     assert torch.equal(weights, expected[1])
     assert torch.equal(cu_seqlens, vision_utils.get_vision_cu_seqlens(grid))
 
