@@ -94,6 +94,19 @@ class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
+class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes all tensors of a call as without data if one is."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        if any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves(given)):
+            given = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), given)
+        return function(*given[0], **given[1])
+
+
 def register_tuple(kind: type) -> None:
     """Registers a class of tuples as tuples for walks over trees of values."""
     register_pytree_node(kind, lambda values: (list(values), None), lambda values, context: tuple(values))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +26,7 @@ class RasterTower(PackedTower):
     """
 
     has_plain_blocks = True
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = {
         **grids_of.table_columns("bicubic"),
         "merge_permutation": (0, torch.int64),
     }
@@ -118,7 +118,7 @@ class KimiK25Tower(RasterTower):
     tokens, merge area * hidden_size).
     """
 
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = {
         **RasterTower.metadata_columns,
         "frame_index": (0, torch.int64),
     }
