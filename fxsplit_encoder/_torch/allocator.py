@@ -39,7 +39,8 @@ class Workspaces:
 
     A graph reads and writes the workspace that its stream had at the capture. torch frees those of all
     streams when other code captures (`mode="reduce-overhead"` of `torch.compile` does) or asks for it; in
-    memory of their own, which is never returned, nobody else gets what a graph still writes to.
+    memory of their own, which is never returned, nobody else gets what a graph still writes to. A stream of
+    torch's that other code used before keeps the workspace that it has: of those nothing is known here.
     """
 
     def __init__(self) -> None:

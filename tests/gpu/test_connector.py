@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.connector import Connector
-from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
@@ -42,7 +42,7 @@ SIZE = ROWS * WIDTH * 4
 IMAGE = 9
 
 
-class RandomRows:
+class RandomRows(MediaProcessor):
     """Media are names, whose digests seed the pixels: (tokens, WIDTH)."""
 
     def count_tokens(self, item: MediaItem) -> int:
