@@ -1,4 +1,4 @@
-"""Captures beside code that has torch free the workspaces of cuBLAS; `test_workspaces` runs it in a process."""
+"""Captures beside code that has torch free the workspaces of cuBLAS; `test_workspaces` runs it apart."""
 
 from __future__ import annotations
 
