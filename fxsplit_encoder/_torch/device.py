@@ -1,13 +1,10 @@
-"""The current device, a delay on it, and sibling streams, which a CUDA graph captures as branches."""
+"""The current device, the default device, and a delay on the device."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -62,45 +59,3 @@ _LONGEST_S = 0.02
 def wait_on_device(seconds: float) -> None:
     """Enqueues a kernel that runs for about so many seconds, 20 ms at most."""
     torch.cuda._sleep(int(min(seconds, _LONGEST_S) * 1e6 * _CYCLES))  # type: ignore[no-untyped-call]
-
-
-class Branch:
-    """A sibling of the current stream for a `purpose`; without CUDA there is none. The caller of `fork` keeps
-    what the sibling reads and writes allocated until `join`: the allocator would reuse it on the main stream.
-    """
-
-    def __init__(self, device: torch.device, purpose: str) -> None:
-        self._main: Any = None
-        if device.type == "cuda":
-            self._main = torch.cuda.current_stream(device)
-            self._sibling = _sibling(device, self._main.cuda_stream, self._main.priority, purpose)
-
-    def fork(self) -> None:
-        """Makes the sibling wait for its stream."""
-        if self._main is not None:
-            self._sibling.wait_stream(self._main)
-
-    def join(self) -> None:
-        """Makes the stream wait for its sibling."""
-        if self._main is not None:
-            self._main.wait_stream(self._sibling)
-
-    def __enter__(self) -> None:
-        """Makes the sibling the current stream."""
-        if self._main is not None:
-            self._entered = torch.cuda.stream(self._sibling)
-            self._entered.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._main is not None:
-            self._entered.__exit__(kind, error, traceback)
-
-
-@functools.cache
-def _sibling(device: torch.device, main: int, priority: int, purpose: str) -> torch.cuda.Stream:
-    """A stream with the priority of stream `main`, but another one: torch may hand out `main` itself."""
-    while (stream := torch.cuda.Stream(device, priority)).cuda_stream == main:  # type: ignore[no-untyped-call]
-        pass
-    return stream

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.allocator import Workspaces, borrowed, defer_frees, end_failed_capture, free_later
+from fxsplit_encoder._torch.allocator import borrowed, defer_frees, end_failed_capture, free_later
 from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.distributed import is_collective, wait_for
+from fxsplit_encoder._torch.streams import capture_streams
 from fxsplit_encoder.capture.buffers import HandedOut, copy_results, storage_address, tensors_in
 
 
@@ -30,8 +31,6 @@ class GraphPool:
             (cuBLAS 32 MiB on Hopper), so pools that never capture at once share one.
         priority: of that stream, which captured kernels keep.
     """
-
-    _workspaces = Workspaces()
 
     def __init__(
         self,
@@ -55,9 +54,9 @@ class GraphPool:
         self._allocated: set[int] = set()  # addresses of captured allocations
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture
         # begins.
-        self.stream: Any = (
-            torch.cuda.Stream(device, priority) if stream is None and self.is_cuda else stream  # type: ignore[no-untyped-call]
-        )
+        if stream is None and self.is_cuda:
+            stream = capture_streams(self.device).take(priority)
+        self.stream: Any = stream
         self._lock = threading.RLock()
         self._last_replay: torch.cuda.Event | None = None
         self._last_stream: torch.cuda.Stream | None = None
@@ -141,8 +140,7 @@ class GraphPool:
             caller = torch.cuda.current_stream(self.device)
             self.stream.wait_stream(caller)
             with self.on_stream():
-                if self._memory is not None:
-                    self._workspaces.reserve(self.device)
+                capture_streams(self.device).reserve_workspaces(self.stream)
                 yield
             caller.wait_stream(self.stream)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxsplit_encoder._torch.device import Branch
+from fxsplit_encoder._torch.streams import Branch
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import statistics
 import time
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.allocator import defer_frees, end_failed_capture
-from fxsplit_encoder._torch.device import wait_on_device
+from fxsplit_encoder._torch.device import indexed, wait_on_device
+from fxsplit_encoder._torch.streams import capture_streams
 from fxsplit_encoder.kernels.kernel import CallShape, Kernel, KernelT, ShapeT
 from fxsplit_encoder.pauses import has_turn
 
@@ -181,7 +181,9 @@ def timing_without_graphs() -> Iterator[None]:
 
 def microseconds(call: Callable[[], object], shape: CallShape) -> float:
     """The median time of a call inside a CUDA graph, or of eager calls, what they cost the host included."""
-    stream = _stream(shape.device)
+    streams = capture_streams(indexed(shape.device))
+    stream = streams.take()  # the same again and again: the allocator keeps the memory of every stream apart
+    streams.reserve_workspaces(stream)
     stream.wait_stream(torch.cuda.current_stream(shape.device))
     with torch.cuda.stream(stream):
         call()
@@ -196,12 +198,6 @@ def microseconds(call: Callable[[], object], shape: CallShape) -> float:
         else:
             times = [_elapsed(call, calls) for _ in range(_ROUNDS)]
     return statistics.median(times)
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    # One for all: the allocator keeps the memory of every stream apart.
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _elapsed(call: Callable[[], object], calls: int = 1, *, behind_a_wait: bool = False) -> float:

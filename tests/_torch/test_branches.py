@@ -9,26 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder._torch import device as devices
-from fxsplit_encoder._torch.device import Branch
+from fxsplit_encoder._torch import streams as streams_module
+from fxsplit_encoder._torch.streams import Branch
 
 GPU = torch.device("cuda", 0)
 
 
 class FakeStreams:
-    """Stands for `torch.cuda`: a stream's handle is its number, and who waited for whom is noted."""
+    """Stands for `torch.cuda` and a GPU's streams: who waited for whom is noted."""
 
     def __init__(self) -> None:
         self.current = FakeStream(self, 0, priority=-1)
-        self.made: list[FakeStream] = []
         self.waits: list[tuple[int, int]] = []
-        self.handles = [0, 7, 8, 9]
-        """Of the streams that are made, in turn: the first is the main stream's own."""
 
-    def make(self, device: torch.device, priority: int) -> FakeStream:
-        stream = FakeStream(self, self.handles[len(self.made) % len(self.handles)], priority)
-        self.made.append(stream)
-        return stream
+    def sibling(self, main: FakeStream, purpose: str) -> FakeStream:
+        return FakeStream(self, 7, main.priority)
 
     @contextmanager
     def entered(self, stream: FakeStream) -> Iterator[None]:
@@ -39,21 +34,19 @@ class FakeStreams:
 
 class FakeStream:
     def __init__(self, streams: FakeStreams, handle: int, priority: int) -> None:
-        self._streams, self.cuda_stream, self.priority = streams, handle, priority
+        self._streams, self.cuda_stream, self.priority, self.device = streams, handle, priority, GPU
 
     def wait_stream(self, other: FakeStream) -> None:
         self._streams.waits.append((self.cuda_stream, other.cuda_stream))
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStreams]:
+def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
     fakes = FakeStreams()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fakes.current)
-    monkeypatch.setattr(torch.cuda, "Stream", fakes.make)
     monkeypatch.setattr(torch.cuda, "stream", fakes.entered)
-    devices._sibling.cache_clear()
-    yield fakes
-    devices._sibling.cache_clear()
+    monkeypatch.setattr(streams_module, "capture_streams", lambda device: fakes)
+    return fakes
 
 
 def test_a_branch_waits_at_its_fork_and_is_waited_for_at_its_join(streams: FakeStreams) -> None:
@@ -84,20 +77,6 @@ def test_a_branch_is_left_where_work_on_it_fails(
     with pytest.raises(RuntimeError), branch:
         raise RuntimeError
     assert left == [RuntimeError]
-
-
-def test_each_stream_has_one_sibling_a_purpose_as_urgent_as_itself(streams: FakeStreams) -> None:
-    first, again = Branch(GPU, "attention"), Branch(GPU, "attention")
-    other = Branch(GPU, "steps")
-    assert first._sibling is again._sibling
-    assert first._sibling is not other._sibling
-    # The first that was made was the main stream itself, and was not taken.
-    assert [stream.cuda_stream for stream in streams.made] == [0, 7, 8]
-    assert {stream.priority for stream in streams.made} == {-1}
-    streams.current = FakeStream(streams, 3, priority=0)
-    of_other_stream = Branch(GPU, "attention")
-    assert of_other_stream._sibling is not first._sibling
-    assert of_other_stream._sibling.priority == 0
 
 
 def test_on_a_cpu_there_is_nothing_to_fork() -> None:

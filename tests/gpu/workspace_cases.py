@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxsplit_encoder as fx
+from fxsplit_encoder._torch.streams import capture_streams
 
 pytestmark = pytest.mark.gpu
 
@@ -27,9 +28,18 @@ class Mlp(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
+def use_all_streams_of_torch() -> None:
+    """Gives each of the 32 streams that torch hands out a workspace of ordinary memory."""
+    x = torch.ones(8, 8, device="cuda")
+    for _ in range(32):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x @ x
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("piece_compiler", ["eager", "inductor"])
 def test_nobody_else_gets_memory_that_a_graph_writes_to(piece_compiler: str, fresh_dynamo: None) -> None:
+    use_all_streams_of_torch()
     torch.manual_seed(0)
     module = Mlp().cuda().bfloat16().eval()
     options = {"mode": "full", "exact_min_hits": 1, "piece_compiler": piece_compiler}
@@ -46,6 +56,25 @@ def test_nobody_else_gets_memory_that_a_graph_writes_to(piece_compiler: str, fre
         assert all(bool(other.eq(7).all()) for other in others)
         del others
     assert fx.stats(compiled).hits >= 8
+
+
+def test_a_stream_has_one_user_and_comes_back_with_its_workspace() -> None:
+    streams = capture_streams(torch.device("cuda", torch.cuda.current_device()))
+    first, second = streams.take(), streams.take(priority=-1)
+    of_torch = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    assert len({first.cuda_stream, second.cuda_stream} - of_torch) == 2
+    assert (first.priority, second.priority) == (0, -1)
+    pointer = first.cuda_stream
+    del first
+    assert streams.take().cuda_stream == pointer
+
+
+def test_a_sibling_is_one_for_each_purpose_and_as_urgent_as_its_stream() -> None:
+    streams = capture_streams(torch.device("cuda", torch.cuda.current_device()))
+    main, other = streams.take(priority=-1), streams.take()
+    sibling = streams.sibling(main, "attention")
+    assert streams.sibling(main, "attention") == sibling != streams.sibling(main, "steps")
+    assert sibling.priority == -1 and sibling not in (main, other, streams.sibling(other, "attention"))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.device import Branch
+from fxsplit_encoder._torch.streams import Branch
 from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.attention.attention_kernel import (
     AttentionShape,
