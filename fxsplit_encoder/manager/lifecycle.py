@@ -20,7 +20,7 @@ from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError
 from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.generation import CapturePlan, Generation, first_of
-from fxsplit_encoder.manager.start import load_start, save_start
+from fxsplit_encoder.manager.start import expect_costs, keep_costs, load_start, save_start
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
@@ -131,6 +131,8 @@ class Lifecycle:
 
     def _serve(self, generation: Generation) -> None:
         self.serving, self.is_captured = generation, True
+        if generation is self.own and self._keeps_costs:
+            keep_costs(generation, self._kernels.measurements)
         self._tell()
 
     def _tell(self) -> None:
@@ -248,8 +250,17 @@ class Lifecycle:
             return True
 
     def _read_start(self) -> None:
-        if self.own.config.start_file is not None and not self._start_read:
-            self.load_start(Path(self.own.config.start_file))
+        if self._start_read:
+            return
+        self._start_read = True
+        path = self.own.config.start_file
+        if (path is None or not self.load_start(Path(path))) and self._keeps_costs:
+            expect_costs(self.own, self._kernels.measurements)
+
+    @property
+    def _keeps_costs(self) -> bool:
+        # Ranks have to measure, or not, together.
+        return self.own.is_measured and self.own.pool.is_cuda and self.own.scope.agree is None
 
     @property
     def notes(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""Saves what was compiled, measured and chosen for a tower to a file, with which other processes start.
+"""Saves what was compiled, measured and chosen for a tower to a file, with which other processes start; what
+was measured of captures stays on the machine, too.
 
 The file is one line with its length and digest, then a zip of named parts. It is used only where the device,
 the versions of everything that compiles or is measured, the tower and its configuration are the same; all of
@@ -11,6 +12,7 @@ import functools
 import hashlib
 import io
 import json
+import logging
 import pickle
 import platform
 import struct
@@ -31,8 +33,10 @@ from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
 from fxsplit_encoder.kernels.kernel import ShapeT
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import (
+    KernelStore,
     check_trusted,
     describe_environment,
+    digest_of,
     entries_of,
     package_version,
     table_of,
@@ -44,6 +48,8 @@ from fxsplit_encoder.version import VERSION
 
 if TYPE_CHECKING:
     from fxsplit_encoder.manager.generation import Generation
+
+logger = logging.getLogger(__name__)
 
 Key = dict[str, Any]
 """Plain values by dotted names; two are compared name by name."""
@@ -158,6 +164,46 @@ def load_start(
             encoder_path.expect(tower.paths[encoder_path.label])
         encoder_path.forward.saved = tower.programs.get(encoder_path.label)
         encoder_path.forward.options = replace(encoder_path.forward.options, is_known=True)
+
+
+# --- costs that stay on this machine
+
+
+def keep_costs(generation: Generation, measurements: Measurements, root: Path | None = None) -> None:
+    """Keeps what was measured of the paths beside the kernels' measurements (or in `root`), so that the next
+    start makes the same plans without timing captures again.
+    """
+    store, name, key = _costs_of(generation, measurements, root)
+    known = KnownTower(key, {path.label: path.known() for path in generation.paths_by_key.values()})
+    try:
+        store.write(name, _to_json(asdict(known)))
+    except OSError as error:
+        logger.warning("the next start measures captures again: %s", error)
+
+
+def expect_costs(generation: Generation, measurements: Measurements, root: Path | None = None) -> bool:
+    """Uses what an earlier start of the same tower kept; returns whether there is any."""
+    store, name, key = _costs_of(generation, measurements, root)
+    content = store.read(name)
+    try:
+        tower = None if content is None else tower_from_json(content)
+    except StartFileError as error:
+        logger.warning("captures are measured again: %s", error)
+        return False
+    paths = generation.paths_by_key.values()
+    if tower is None or tower.key != key or any(path.label not in tower.paths for path in paths):
+        return False
+    for path in paths:
+        path.expect(tower.paths[path.label])
+    return True
+
+
+def _costs_of(
+    generation: Generation, measurements: Measurements, root: Path | None
+) -> tuple[KernelStore, str, Key]:
+    key = tower_key(generation)
+    store = KernelStore("costs", environment_key(generation.pool.device, measurements), root)
+    return store, f"{digest_of(key)}.json", key
 
 
 def _to_json(value: object) -> bytes:

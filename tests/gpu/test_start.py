@@ -23,6 +23,24 @@ pytestmark = pytest.mark.gpu
 CONFIG = fx.EncoderConfig(token_budgets=(64, 256, 1024), max_items_per_batch=4, max_frames_per_batch=4)
 
 
+def test_the_next_start_takes_the_costs_of_the_last(
+    towers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = manager_of(towers[2], CONFIG), manager_of(towers[2], CONFIG)
+    first.capture()
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("measured")
+
+    for module, name in ((path_module, "measure_forward"), (ladder, "measure_run")):
+        monkeypatch.setattr(module, name, fail)
+    second.capture()
+    old, new = first.paths["default"], second.paths["default"]
+    assert old.costs == new.costs and old.ladder.no_graph_needed == new.ladder.no_graph_needed
+    assert old.captured.keys() == new.captured.keys()
+
+
 def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
     towers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
-from fxsplit_encoder.manager.start import read_parts, tower_key, write_parts
+from fxsplit_encoder.manager.start import expect_costs, keep_costs, read_parts, tower_key, write_parts
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 
 from .mock_towers import PackedModel, SplitModel, batch
@@ -245,3 +245,21 @@ def test_costs_that_are_known_are_not_measured(monkeypatch: pytest.MonkeyPatch) 
     path.measure()
     assert path.measured is forward
     assert path.ladder.capture_ms == 3.0
+
+
+def test_costs_stay_on_the_machine_for_the_same_tower_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managers = [captured(), captured(), captured(config=EAGER.replace(token_budgets=(4, 8))), captured()]
+    first, second, for_others, third = (manager._serving for manager in managers)
+    forward = MeasuredForward(((4, 1.0), (16, 2.0)), 0.5)
+    known = KnownCosts(forward, {4: KnownBudget(MeasuredCosts({"full": 1.0}, 2.0), "full")}, 3.0)
+    monkeypatch.setattr(managers[0].paths["default"], "known", lambda: known)
+    assert not expect_costs(second, (), tmp_path)
+    keep_costs(first, (), tmp_path)
+    assert expect_costs(second, (), tmp_path) and not expect_costs(for_others, (), tmp_path)
+    assert managers[1].paths["default"].expected == known
+    (file,) = tmp_path.rglob("*.json")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert not expect_costs(third, (), tmp_path)
+    assert managers[3].paths["default"].expected is None
