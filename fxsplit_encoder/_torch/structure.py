@@ -6,7 +6,7 @@ import copy
 import enum
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxsplit_encoder._torch.peft import ACTIVE, is_adapter_layer, modules_out_of_use, values_in_use
 from fxsplit_encoder._torch.reads import CALLED_AT_REQUESTS, FORWARD_OF_CAPTURES, reads_of
 from fxsplit_encoder._torch.tensors import children_of, forward_hooks_of
 from fxsplit_encoder._torch.transformers import BOOKKEEPING, collects_outputs, device_hook
@@ -86,14 +87,32 @@ class Structure:
 
     def is_unchanged(self) -> bool:
         """Whether the modules are the same, but for their modes."""
-        if self._seen.is_current():
-            return True
+        return self._seen.is_current() or self.of_now([self]) is self
+
+    def is_current(self) -> bool:
+        """Whether nothing at all has changed, which takes the least time to find out."""
+        return self._seen.is_current()
+
+    @staticmethod
+    def of_now(structures: Sequence[Structure]) -> Structure | None:
+        """Returns the structure that its tower has now, of several; None: it has another."""
+        for each in structures:
+            if each._seen.is_current():
+                return each
         # What counts as no change comes and goes, and values may be replaced by equal ones.
-        now = _Seen(self._tower, self._is_around)
-        if now.modules != self._seen.modules or now.facts != self._seen.facts:
-            return False
-        self._seen = now
-        return True
+        seen: dict[tuple[nn.Module, bool], _Seen] = {}
+        for each in structures:
+            tower = each._tower, each._is_around
+            now = seen[tower] = seen.get(tower) or _Seen(*tower)
+            if now.modules == each._seen.modules and now.facts == each._seen.facts:
+                each._seen = now
+                return each
+        return None
+
+    def may_return(self) -> bool:
+        """Whether every module is still there, so that values that were set back would make it unchanged."""
+        there = {id(module) for _, module in _all_modules(self._tower)}
+        return all(id(module) in there for _, module, _ in self._seen.modules)
 
     @property
     def modes(self) -> list[bool]:
@@ -116,6 +135,10 @@ class Structure:
         if self.is_unchanged():
             return ""
         before, now = self._seen, _Seen(self._tower, self._is_around)
+        for fact in before.facts:
+            old, new = (facts.get(fact, _OTHER) for facts in (before.facts, now.facts))
+            if fact[1] == ACTIVE and new not in (old, _OTHER):
+                return f"{fact[0] or 'the tower'}: adapters in use {new!r}, which were {old!r}"
         there, here = before.by_name(), now.by_name()
         for name in dict.fromkeys((*there, *here)):
             module, kind = there.get(name, (None, type(None)))
@@ -191,9 +214,14 @@ class _Seen:
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         configs: dict[int, tuple[str, dict[str, Any], Any]] = {}
 
-        def add(name: str, held: dict[str, Any], is_read: Callable[[str], bool]) -> None:
+        def add(
+            name: str,
+            held: dict[str, Any],
+            is_read: Callable[[str], bool],
+            read: Callable[[str, Any], Any] = lambda key, value: value,
+        ) -> None:
             keys = [key for key, value in held.items() if is_read(key) and _is_plain(value)]
-            self.facts.update(((name, key), _fact_of(held[key])) for key in keys)
+            self.facts.update(((name, key), _fact_of(read(key, held[key]))) for key in keys)
             self._own.append(held)
             keys += [_FORWARD] if _FORWARD in held else []
             # Two look-ups take less than a look-up of two that makes a tuple.
@@ -205,7 +233,8 @@ class _Seen:
             ignored = _IGNORED | self._reads[kind].written | _computed_once(kind)
             names = frozenset(held) if self._reads_all(name, module) else self._names
             names = names.difference(held if _is_adapter(module) else ignored)
-            add(name, held, names.__contains__)
+            read = [functools.partial(values_in_use, module)] if is_adapter_layer(module) else []
+            add(name, held, names.__contains__, *read)
             if hasattr(held.get(_CONFIG), "__dict__") and not isinstance(held[_CONFIG], nn.Module):
                 configs.setdefault(id(held[_CONFIG]), (name, held, held[_CONFIG]))
         for name, _, config in configs.values():
@@ -292,7 +321,14 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*_VALUES, *_CALLABLES))
 
 
-def _named_modules(tower: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _named_modules(tower: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As `_all_modules`, without those of adapters that are not in use: they come and go."""
+    found = list(_all_modules(tower))
+    unused = modules_out_of_use(module for _, module in found)
+    return [(name, module) for name, module in found if module not in unused] if unused else found
+
+
+def _all_modules(tower: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules of a tower, and those that the outermost holds without being their parent, without copies."""
     known: set[nn.Module] = set()
     held = {key: value for key, value in list(vars(tower).items()) if isinstance(value, nn.Module)}

@@ -15,6 +15,7 @@ import torch
 
 from fxsplit_encoder._torch.device import ALREADY, on_device
 from fxsplit_encoder._torch.modes import foreign_around, without_autograd
+from fxsplit_encoder._torch.peft import unmerging_layer
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.kernels import compile_jobs
@@ -26,6 +27,7 @@ from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning.plan import MissReason, Plan
 from fxsplit_encoder.runtime import Choosers, WeightChecks
+from fxsplit_encoder.runtime.states import OtherStates
 from fxsplit_encoder.runtime.statistics import CaptureProgress
 
 logger = logging.getLogger(__name__)
@@ -34,13 +36,20 @@ Progress = Callable[[int, int], None]
 """Is called with (done, total)."""
 
 
+_KEPT = "it is in a state whose captures are kept and do not serve"
+
+
 class Lifecycle:
     """Captures a tower's forwards, at once or in steps between requests, and holds the captures that serve,
-    in the end those of `own`. The method `changed`, held weakly, is called with the lock when others serve.
+    in the end those of `own`, and those of other states of the tower. The method `changed`, held weakly, is
+    called with the lock when others serve.
     """
 
     def __init__(self, own: Generation, kernels: Choosers, changed: Callable[[], None]) -> None:
         self.own = own
+        """The generation of the tower's present state."""
+        self.others = OtherStates(Generation.forget_tower, own.config.max_graph_bytes)
+        """Complete generations of states that the tower has left."""
         self.serving = own
         """The generation that serves: the first captures, until `own` is captured."""
         self.turns = Turns()
@@ -50,8 +59,6 @@ class Lifecycle:
         self.start_refused: str | None = None
         """Why a saved start is not used."""
         self._start_read = False
-        self._structure: Structure | None = None
-        """Of the tower, as it was when it was first compiled or captured."""
         self._looks = WeightChecks(own.config.weight_check_seconds)
         self._said: set[str] = set()
         """Why requests were left to the tower."""
@@ -100,6 +107,7 @@ class Lifecycle:
                 self._read_start()
                 for generation in (first, self.own):
                     generation.run_in(in_inference_mode)
+                first.structure = self.own.structure
                 planned = self.own.planned_captures()
                 first.captures.capture(first.prepare(first_of(first.planned_captures())), progress)
                 self._serve(first)
@@ -125,6 +133,11 @@ class Lifecycle:
     def switch(self) -> None:
         """Makes `own` serve, as far as it is captured, and releases what served before."""
         before = self.serving
+        try:
+            self.own.check_tower()
+        except TowerChangedError:
+            self._forget()  # some of it was captured of another state
+            raise
         self._serve(self.own)
         if before is not self.own:
             before.clear()
@@ -151,6 +164,7 @@ class Lifecycle:
         if self.background is not None:
             self.background.stop()
         with self.turns:
+            self.others.clear()
             for generation in {self.serving, self.own}:
                 generation.clear()
             self.serving, self.is_captured = self.own, False
@@ -160,10 +174,10 @@ class Lifecycle:
 
     def allowed(self, plan: Plan) -> Plan:
         """Returns a request's plan, or one by the tower's own forward where captures may not serve."""
-        found = foreign_around()
+        found, structure = foreign_around(), self.own.structure
         reason, why = MissReason.FOREIGN_CODE, f"there is {found}"
-        if found is None and self._structure is not None:
-            found = self._structure.in_training()
+        if found is None and structure is not None:
+            found = structure.in_training()
             reason, why = MissReason.TRAINING, f"{found} is in training mode"
         if found is None:
             return plan
@@ -174,43 +188,96 @@ class Lifecycle:
 
     def check_tower(self) -> None:
         """Raises TowerChangedError, every `weight_check_seconds`, if the tower's modules have changed."""
-        structure, looks = self._structure, self._looks
-        if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_unchanged():
+        structure, looks = self.own.structure, self._looks
+        if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_current():
             return
-        if not (change := structure.change()):
-            return  # another thread undid it
+        found = self.others.find(self.own)
+        if found is self.own:
+            return
         self.look_again()  # what was found is there until it is mended
-        raise TowerChangedError(
-            f"the tower: expected the modules that were captured; got {change}. Call "
-            "capture() to have the tower captured as it is now"
-        )
+        if found is not None:
+            raise TowerChangedError(f"the tower: {_KEPT}; call capture() on every rank to have them serve")
+        if not self._is_over:
+            self._forget()  # what is captured in steps may be of either state
+        self.own.check_tower()  # raises, unless another thread undid it
 
     def look_again(self) -> None:
         """Makes the next request check the tower's modules."""
         self._looks.all_are_due()
 
     def take_structure(self) -> None:
-        """Notes the tower's modules, and forgets captures of others. The caller holds the lock."""
-        if self._structure is not None and (change := self._structure.change()):
+        """Notes the tower's modules, and puts captures of others aside. The caller holds the lock."""
+        structure = self.own.structure
+        if structure is not None and not self._take_kept() and (change := structure.change()):
             logger.warning("capturing again: %s", change)
-            for generation in {self.serving, self.own}:
-                generation.forget_tower()
-            self.serving, self.is_captured, self._structure = self.own, False, None
-        if self._structure is None and (part := tower_part(self.own.spec.tower)) is not None:
-            self._structure = Structure(part)
-        if self._structure is not None and (name := self._structure.in_training()) is not None:
+            if self.is_complete:
+                left, self.own = self.own, self.own.again()
+                self.own.captures.bytes_elsewhere = lambda: self.others.num_bytes
+                self.others.put(left)
+                if left.scope.agree is None:  # bytes are not the same on all ranks, which keep the same
+                    self.others.make_room(left.pool.device)
+                self.serving, self.is_captured = self.own, False
+                self._tell()
+            else:
+                self._forget()
+                self.own.structure = None
+        if self.own.structure is None and (part := tower_part(self.own.spec.tower)) is not None:
+            if (layer := unmerging_layer(part)) is not None:
+                raise InputError(
+                    f"the tower: expected adapters that are merged or disabled; got {layer}, which is both: "
+                    "its forward would unmerge them. Call unmerge() first"
+                )
+            self.own.structure = Structure(part)
+        structure = self.own.structure
+        if structure is not None and (name := structure.in_training()) is not None:
             raise InputError(
                 f"the tower: expected every module in evaluation mode; got {name} in training mode, which "
                 "captures would compute in. Call eval() first"
             )
 
-    def capture_again(self, error: WeightsMovedError) -> None:
-        """Captures again what serves, over the tower's parameters now. The caller holds the lock. InputError:
-        the program was compiled for other layouts. WeightsMovedError: ranks share the tower's weights, and
-        may not all have seen the error.
+    @property
+    def _is_over(self) -> bool:
+        return self.background is None or self.background.progress.is_over
+
+    def _forget(self) -> None:
+        """Gives up what the present captures are, or are to be."""
+        if self.background is not None:
+            self.background.stop()
+        for generation in {self.serving, self.own}:
+            generation.forget_tower()
+        self.serving, self.is_captured = self.own, False
+        self._tell()
+
+    def _take_kept(self) -> bool:
+        """Makes kept captures of the tower's state serve; returns whether they did not and do now."""
+        left = self.own
+        if left.structure is None or left.structure.is_current():
+            return False
+        found = self.others.find(left)
+        if found is None or found is left:
+            return False
+        self.others.take(found)
+        if self.is_complete:
+            self.others.put(left)
+        else:
+            self._forget()
+        found.outdate_weights()  # adapters may have been merged, which writes them
+        self.own = found
+        self._serve(found)
+        return True
+
+    def follow(self, error: WeightsMovedError | TowerChangedError) -> None:
+        """Has captures of what the tower is now serve, with the lock: kept ones of its state, or what serves
+        captured again over its parameters. InputError: the program was compiled for other layouts. Raises
+        the error where ranks share the tower's weights, and may not all have seen it.
         """
         if self.own.scope.agree is not None:
             raise error
+        if self._take_kept():
+            return
+        self.own.check_tower()
+        if isinstance(error, TowerChangedError):
+            return  # another thread undid it
         for path in self.serving.paths_by_key.values():
             path.forward.current_program()
         logger.warning("capturing again: %s", error)

@@ -22,7 +22,7 @@ from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.caching import reading_once
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError, WeightsMovedError
+from fxsplit_encoder.errors import InputError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.kernels.store import describe_environment
 from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from fxsplit_encoder.compile.program import BoundProgram
 
 logger = logging.getLogger(__name__)
+
+# Of a request: the tower may be in another state than the captures, and its parameters lie elsewhere.
+_ATTEMPTS = range(3)
 
 _PACKAGES = ("fxsplit-encoder", "torch", "transformers", "flash-attn-4", "nvidia-cudnn-frontend")
 
@@ -280,14 +283,14 @@ class EncoderCudaGraphManager:
         due after writes through `.data` (docs/manager.md).
         """
         with self._lifecycle.turns:
-            for each in {self._serving, self._lifecycle.own}:
+            for each in {self._serving, self._lifecycle.own, *self._lifecycle.others}:
                 each.outdate_weights()
         self._lifecycle.look_again()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all captures: their graphs' pool and their static inputs."""
-        return sum(each.captures.num_bytes for each in {self._serving, self._lifecycle.own})
+        """Bytes of all captures: their graphs' pools and their static inputs."""
+        return sum(each.num_bytes for each in {self._serving, self._lifecycle.own, *self._lifecycle.others})
 
     def supports_modality(self, modality: str) -> bool:
         """Returns whether captures serve "image" or "video" inputs of this tower."""
@@ -339,16 +342,20 @@ class EncoderCudaGraphManager:
             items = self._items.read(mm_kwargs)
         specs = items.specs
         start = time.perf_counter()
-        serving = self._lifecycle.serving
-        plans, runner = serving.plans, serving.runner
-        plan, captured = self._lifecycle.allowed(plans.of(mm_kwargs, items)), self._lifecycle.is_captured
-        try:
-            results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
-        except WeightsMovedError as error:
-            self._lifecycle.capture_again(error)
-            plan = plans.of(mm_kwargs, items)
-            results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
-        self._lifecycle.check_tower()  # while the device works
+        lifecycle = self._lifecycle
+        for attempt in _ATTEMPTS:
+            serving = lifecycle.serving
+            plan = lifecycle.allowed(serving.plans.of(mm_kwargs, items))
+            try:
+                results, batches = serving.runner.run(
+                    plan, mm_kwargs, specs, lifecycle.check_tower, may_replay=lifecycle.is_captured
+                )
+                break
+            except (WeightsMovedError, TowerChangedError) as error:
+                if attempt == _ATTEMPTS[-1]:
+                    raise
+                lifecycle.follow(error)
+                lifecycle.serving.runner.in_inference_mode = serving.runner.in_inference_mode
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
             self._recorder.record(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results

@@ -19,7 +19,7 @@ from fxsplit_encoder.capture.buffers import SharedBuffers
 from fxsplit_encoder.capture.forward import CaptureRequest, measure_ms
 from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.errors import InputError, TowerChangedError
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import MissReason, PathPlan
 from fxsplit_encoder.runtime.requests import CaptureScope
@@ -262,7 +262,7 @@ class UnpaddedCaptures:
         """The result of `make`; None: it raised, which is noted."""
         try:
             return make(tokens)
-        except AssertionError:  # of this library's own
+        except (AssertionError, TowerChangedError):  # of this library's own, or nothing of this size
             raise
         except Exception as error:  # the boundary to other ranks, which wait for this one's vote
             logger.warning("%d tokens are not captured: %s: %s", tokens, type(error).__name__, error)
