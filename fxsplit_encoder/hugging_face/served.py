@@ -298,10 +298,11 @@ class ServedTower:
                 return found
             if found is not None:
                 self._release(found)
-            if captured.has_captures:
-                logger.log(level, "%s: captured again: %s", self.name, why)
-            self._others.make_room(captured.device)
             self._captured = CapturedTower(self._module, self._reads, self.settings)
+            if self._captured.refusal is None:
+                if captured.has_captures:
+                    logger.log(level, "%s: captured again: %s", self.name, why)
+                self._others.make_room(captured.device)
             return self._captured
 
     def _release(self, captured: CapturedTower) -> None:
