@@ -13,6 +13,10 @@ ACTIVE = "_active_adapter"
 """Where a layer keeps the names of its active adapters, whether or not they are disabled."""
 
 
+UNREAD = "kwargs"
+"""Where a layer keeps arguments of its constructor, with its own name, which its forward does not read."""
+
+
 def is_adapter_layer(module: object) -> bool:
     """Whether a module is an adapter layer around another."""
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # without it there is none

@@ -65,9 +65,12 @@ class OtherStates(Generic[_Captures]):
 
     def put(self, captures: _Captures) -> None:
         """Keeps captures of a state that the tower has left; releases them if it cannot come back."""
+        if not captures.may_return():
+            self._release(captures)
+            return
         self._kept.append(captures)
-        if len(self._kept) > _MOST_STATES or not captures.may_return():
-            self._leave(self._kept[0] if captures.may_return() else captures)
+        if len(self._kept) > _MOST_STATES:
+            self._leave(self._kept[0])
 
     def make_room(self, device: torch.device) -> None:
         """Releases what can serve no more, and then what has to go for captures of one more state, which are
