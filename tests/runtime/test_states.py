@@ -80,7 +80,7 @@ def test_more_states_than_are_kept(released: list[Captures], monkeypatch: pytest
     assert [*others] == [made[0], made[2]]
 
 
-@pytest.mark.parametrize(("max_bytes", "left"), [(None, 3), (80, 3), (70, 2), (59, 1), (30, 0)])
+@pytest.mark.parametrize(("max_bytes", "left"), [(None, 3), (70, 3), (69, 2), (49, 1), (39, 0)])
 def test_there_is_room_for_as_much_as_the_largest(
     max_bytes: int | None, left: int, released: list[Captures]
 ) -> None:
