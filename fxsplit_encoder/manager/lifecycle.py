@@ -36,9 +36,6 @@ Progress = Callable[[int, int], None]
 """Is called with (done, total)."""
 
 
-_KEPT = "it is in a state whose captures are kept and do not serve"
-
-
 class Lifecycle:
     """Captures a tower's forwards, at once or in steps between requests, and holds the captures that serve,
     in the end those of `own`, and those of other states of the tower. The method `changed`, held weakly, is
@@ -50,6 +47,8 @@ class Lifecycle:
         """The generation of the tower's present state."""
         self.others = OtherStates(Generation.forget_tower, own.config.max_graph_bytes)
         """Complete generations of states that the tower has left."""
+        others = weakref.ref(self.others)  # without a cycle, which would keep memory
+        own.captures.bytes_elsewhere = lambda: 0 if (kept := others()) is None else kept.num_bytes
         self.serving = own
         """The generation that serves: the first captures, until `own` is captured."""
         self.turns = Turns()
@@ -196,7 +195,10 @@ class Lifecycle:
             return
         self.look_again()  # what was found is there until it is mended
         if found is not None:
-            raise TowerChangedError(f"the tower: {_KEPT}; call capture() on every rank to have them serve")
+            raise TowerChangedError(
+                "the tower: expected the state that was captured last; got one whose captures are kept. Call "
+                "capture() on every rank to have them serve"
+            )
         if not self._is_over:
             self._forget()  # what is captured in steps may be of either state
         self.own.check_tower()  # raises, unless another thread undid it
@@ -212,7 +214,7 @@ class Lifecycle:
             logger.warning("capturing again: %s", change)
             if self.is_complete:
                 left, self.own = self.own, self.own.again()
-                self.own.captures.bytes_elsewhere = lambda: self.others.num_bytes
+                self.own.captures.bytes_elsewhere = left.captures.bytes_elsewhere
                 self.others.put(left)
                 if left.scope.agree is None:  # bytes are not the same on all ranks, which keep the same
                     self.others.make_room(left.pool.device)
