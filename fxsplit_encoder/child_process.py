@@ -19,17 +19,15 @@ def start_module(
     module: str,
     arguments: Sequence[str],
     environment: Mapping[str, str],
-    executable: str = "",
     **options: Any,
 ) -> subprocess.Popen[str]:
     """Starts a module by `subprocess.Popen` and its `options`, with the variables of this process and of
-    `environment`; OSError if that fails. Without `executable` this Python runs it, with the same packages.
+    `environment`; OSError if that fails. This Python runs it, with the same packages.
     """
-    variables = {**os.environ, **environment}
-    if not executable:
-        variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    variables = {**os.environ, **environment, "PYTHONPATH": path}
     # -P: nothing is imported from the directory that the process happens to be in.
-    command = [executable or sys.executable, "-P", "-m", module, *arguments]
+    command = [sys.executable, "-P", "-m", module, *arguments]
     return subprocess.Popen(command, env=variables, text=True, errors="replace", **options)
 
 

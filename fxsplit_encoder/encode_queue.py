@@ -1,7 +1,7 @@
 """Batches on worker threads: `BatchThread` launches and lands them, `EncodeQueue` forms them from items.
 
 A worker *launches* a batch, which returns as soon as its device or process has the work, and *lands* it,
-which waits for the results. A second thread lands, in order, so that the next batch is launched meanwhile. A
+which waits for the results. A second thread lands, in order, so that the next batch is launched in time. A
 batch that fails is halved until single items do. A worker that ends by a fault or hangs is given up, and
 others take its items.
 """
@@ -15,13 +15,14 @@ import math
 import queue
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -86,6 +87,13 @@ class Landing(Generic[BatchT]):
         if self._thread is not None:
             self._batches.put(None)
             self._thread.join()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the local variables of an error's frames: a log handler may keep it, and so whole batches."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class BatchThread(ABC, Generic[BatchT]):
@@ -172,6 +180,7 @@ class BatchThread(ABC, Generic[BatchT]):
             logger.warning("%s is lost", self.name, exc_info=True)
             self._landing.finish()
             self.lost(error)
+            _clear_frames(error)
         finally:
             self.close()
 
@@ -232,6 +241,33 @@ class Clock:
             self._expire()
 
 
+class Shares:
+    """How much of something bounded each tenant has.
+
+    A tenant with less than its even share is not refused for what others have: up to twice as much as the
+    bound may be used then.
+    """
+
+    def __init__(self) -> None:
+        self.used = 0
+        self._own: dict[str, int] = {}
+
+    def change(self, tenant: str, amount: int) -> None:
+        """Give a tenant so much more, or less."""
+        self.used += amount
+        self._own[tenant] = self._own.get(tenant, 0) + amount
+        if not self._own[tenant]:
+            del self._own[tenant]
+
+    def is_refused(self, tenant: str, wanted: int, most: int) -> bool:
+        """Whether a tenant may not have so much more, of `most`."""
+        if self.used + wanted <= most:
+            return False
+        own = self._own.get(tenant, 0)
+        share = most / len({*self._own, tenant}) if own else most
+        return own + wanted > share or self.used + wanted > 2 * most
+
+
 class BatchHandle(Protocol[ResultT_co]):
     """A batch that was launched."""
 
@@ -270,62 +306,54 @@ class QueueStats:
 
 
 @dataclass(eq=False)
-class _Item(Generic[ItemT, ResultT]):
-    value: ItemT
+class _Item:
+    value: Any
     cost: float
     priority: int
     tenant: str
-    future: Future[ResultT]
+    future: Future[Any]
     deadline: float = math.inf
     num_losses: int = 0
     """Workers that were lost while they had it."""
 
 
 @dataclass(eq=False)
-class _Batch(Generic[ItemT, ResultT]):
-    items: list[_Item[ItemT, ResultT]]
+class _Batch:
+    items: list[_Item]
     begin: float = 0.0
     """When its worker took it."""
-    handle: BatchHandle[ResultT] | None = None
+    handle: BatchHandle[Any] | None = None
 
 
-class _Waiting(Generic[ItemT, ResultT]):
+class _Waiting:
     """Items that wait: by priority, then each tenant in turn, then in order of arrival."""
 
     def __init__(self) -> None:
-        self.items: dict[_Item[ItemT, ResultT], None] = {}
-        self._levels: dict[int, dict[str, dict[_Item[ItemT, ResultT], None]]] = {}
+        self.items: dict[_Item, None] = {}
+        self._levels: dict[int, dict[str, dict[_Item, None]]] = {}
         """By priority and tenant; the tenant whose turn it is comes first."""
-        self._by_tenant: dict[str, int] = {}
+        self.shares = Shares()
 
-    def count(self, tenant: str) -> int:
-        """Items of one tenant."""
-        return self._by_tenant.get(tenant, 0)
-
-    def even_share(self, tenant: str, most: int) -> float:
-        """How many of `most` places each tenant has that waits, with this one."""
-        return most / len({*self._by_tenant, tenant})
-
-    def push(self, item: _Item[ItemT, ResultT]) -> None:
+    def push(self, item: _Item) -> None:
         self.items[item] = None
         self._levels.setdefault(item.priority, {}).setdefault(item.tenant, {})[item] = None
-        self._by_tenant[item.tenant] = self.count(item.tenant) + 1
+        self.shares.change(item.tenant, 1)
 
-    def first(self) -> _Item[ItemT, ResultT] | None:
+    def first(self) -> _Item | None:
         """The item that is due."""
         if not self.items:
             return None
         tenants = self._levels[max(self._levels)]
         return next(iter(next(iter(tenants.values()))))
 
-    def take(self, item: _Item[ItemT, ResultT]) -> None:
+    def take(self, item: _Item) -> None:
         """Remove the item that is due; it is another tenant's turn."""
         self.remove(item)
         tenants = self._levels.get(item.priority, {})
         if (own := tenants.pop(item.tenant, None)) is not None:
             tenants[item.tenant] = own
 
-    def remove(self, item: _Item[ItemT, ResultT]) -> None:
+    def remove(self, item: _Item) -> None:
         del self.items[item]
         tenants = self._levels[item.priority]
         del tenants[item.tenant][item]
@@ -333,12 +361,10 @@ class _Waiting(Generic[ItemT, ResultT]):
             del tenants[item.tenant]
         if not tenants:
             del self._levels[item.priority]
-        self._by_tenant[item.tenant] -= 1
-        if not self._by_tenant[item.tenant]:
-            del self._by_tenant[item.tenant]
+        self.shares.change(item.tenant, -1)
 
 
-_MOST_LOSSES = 2
+MOST_LOSSES = 2
 """Workers that an item may cost before it is taken for the cause."""
 
 _EXIT_SECONDS = 30.0
@@ -389,15 +415,15 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
         """Told whenever a worker may have something to do, or an item is over."""
-        self._waiting: _Waiting[ItemT, ResultT] = _Waiting()
-        self._again: deque[_Batch[ItemT, ResultT]] = deque()
+        self._waiting: _Waiting = _Waiting()
+        self._again: deque[_Batch] = deque()
         """Batches ahead of all that waits: halves of failed ones, items of lost workers."""
-        self._deadlines: list[tuple[float, int, _Item[ItemT, ResultT]]] = []
-        self._late: list[_Item[ItemT, ResultT]] = []
+        self._deadlines: list[tuple[float, int, _Item]] = []
+        self._late: list[_Item] = []
         """Items that a worker found past their deadlines, for the clock."""
         self._num_submitted = 0
-        self._workers: list[_QueueWorker[ItemT, ResultT]] = []
-        self._given_up: list[_QueueWorker[ItemT, ResultT]] = []
+        self._workers: list[_QueueWorker] = []
+        self._given_up: list[_QueueWorker] = []
         self._is_closed = False
         self._counts = QueueStats()
         self._changed = threading.Condition(self.lock)
@@ -492,14 +518,12 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             raise QueueClosedError("the queue is closed")
         if self._given_up and not self._workers:
             raise EncoderLostError("every worker was lost")
-        most, waiting = self._max_items, self._waiting
-        if most is None or len(waiting.items) < most:
-            return
-        if waiting.count(tenant) >= waiting.even_share(tenant, most) or len(waiting.items) >= 2 * most:
+        shares, most = self._waiting.shares, self._max_items
+        if most is not None and shares.is_refused(tenant, 1, most):
             self._counts.refused += 1
-            raise QueueFullError(f"{len(waiting.items)} items wait, and max_items is {most}; submit it later")
+            raise QueueFullError(f"{shares.used} items wait, and max_items is {most}; submit it later")
 
-    def _forget(self, entry: _Item[ItemT, ResultT]) -> None:
+    def _forget(self, entry: _Item) -> None:
         """An item was cancelled."""
         with self.lock:
             if entry in self._waiting.items:
@@ -545,7 +569,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
 
     # --- batches, for the workers
 
-    def take(self, worker: _QueueWorker[ItemT, ResultT]) -> _Batch[ItemT, ResultT] | None:
+    def take(self, worker: _QueueWorker) -> _Batch | None:
         """The next batch of a worker; None: there is none, or it has enough. Called with the lock."""
         if worker.is_lost or len(worker.batches) >= worker.in_flight:
             return None
@@ -560,8 +584,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._clock.look()
         return batch
 
-    def _choose(self) -> list[_Item[ItemT, ResultT]]:
-        chosen: list[_Item[ItemT, ResultT]] = []
+    def _choose(self) -> list[_Item]:
+        chosen: list[_Item] = []
         cost = 0.0
         while len(chosen) < self._max_batch_items and (entry := self._waiting.first()) is not None:
             if chosen and cost + entry.cost > self._max_batch_cost:
@@ -577,23 +601,18 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._clock.look()
         return chosen
 
-    def halves(self, batch: _Batch[ItemT, ResultT]) -> list[_Batch[ItemT, ResultT]]:
+    def halves(self, batch: _Batch) -> list[_Batch]:
         """Two batches of one; called with the lock."""
         self._counts.bisections += 1
         middle = len(batch.items) // 2
         return [_Batch(batch.items[:middle]), _Batch(batch.items[middle:])]
 
-    def is_done(self, worker: _QueueWorker[ItemT, ResultT]) -> bool:
+    def is_done(self, worker: _QueueWorker) -> bool:
         """Whether a worker has nothing to take any more; called with the lock."""
         others = any(each.batches for each in self._workers)  # which may fail, and come again in halves
         return worker.is_lost or (self._is_closed and not (self._again or self._waiting.items or others))
 
-    def finish(
-        self,
-        worker: _QueueWorker[ItemT, ResultT],
-        batch: _Batch[ItemT, ResultT],
-        results: Sequence[ResultT | Exception],
-    ) -> None:
+    def finish(self, worker: _QueueWorker, batch: _Batch, results: Sequence[Any]) -> None:
         """Publish the results of a batch, unless its worker was given up."""
         with self.lock:
             if not worker.end(batch):
@@ -608,14 +627,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             else:
                 entry.future.set_result(result)
 
-    def retry(self, worker: _QueueWorker[ItemT, ResultT], batch: _Batch[ItemT, ResultT]) -> None:
+    def retry(self, worker: _QueueWorker, batch: _Batch) -> None:
         """Have a batch that failed when it landed launched again in halves."""
         with self.lock:
             if worker.end(batch):
                 self._again.extendleft(reversed(self.halves(batch)))
                 self.work.notify_all()
 
-    def lose(self, worker: _QueueWorker[ItemT, ResultT], why: str) -> None:
+    def lose(self, worker: _QueueWorker, why: str) -> None:
         """Give a worker up; what it had goes to others, one item at a time, or fails."""
         failed = []
         with self.lock:
@@ -627,7 +646,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             self._counts.lost_workers += 1
             for entry in [entry for batch in worker.batches for entry in batch.items]:
                 entry.num_losses += 1
-                if entry.num_losses < _MOST_LOSSES and self._workers:
+                if entry.num_losses < MOST_LOSSES and self._workers:
                     self._again.append(_Batch([entry]))
                 else:
                     failed.append(entry)
@@ -681,14 +700,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             self.lose(worker, f"it has not landed a batch for {longest:g} s")
 
 
-class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT]):
+class _QueueWorker(BatchThread[_Batch]):
     """A worker of an `EncodeQueue`."""
 
     def __init__(
         self,
         name: str,
-        source: EncodeQueue[ItemT, ResultT],
-        launch: Launch[ItemT, ResultT],
+        source: EncodeQueue[Any, Any],
+        launch: Launch[Any, Any],
         start: Callable[[], None] | None,
         close: Callable[[], None] | None,
         in_flight: int,
@@ -698,16 +717,16 @@ class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT])
         self._launch, self._start, self._close = launch, start, close
         self.in_flight = in_flight
         self.started: Future[None] = Future()
-        self.batches: dict[_Batch[ItemT, ResultT], None] = {}
+        self.batches: dict[_Batch, None] = {}
         """Those that it has taken and that have not landed."""
         self.is_lost = False
 
-    def begin(self, batch: _Batch[ItemT, ResultT], now: float) -> None:
+    def begin(self, batch: _Batch, now: float) -> None:
         """It has a batch; called with the lock."""
         batch.begin = now
         self.batches[batch] = None
 
-    def end(self, batch: _Batch[ItemT, ResultT]) -> bool:
+    def end(self, batch: _Batch) -> bool:
         """It has a batch no more; False: nor had it, since it was given up. Called with the lock."""
         was_there = batch in self.batches
         self.batches.pop(batch, None)
@@ -720,7 +739,7 @@ class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT])
         self.started.set_result(None)
         yield
 
-    def take(self) -> _Batch[ItemT, ResultT] | None:
+    def take(self) -> _Batch | None:
         source = self._source
         with source.lock:
             while True:
@@ -729,10 +748,10 @@ class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT])
                     return batch
                 source.work.wait()
 
-    def launch(self, batch: _Batch[ItemT, ResultT]) -> None:
+    def launch(self, batch: _Batch) -> None:
         batch.handle = self._launch([entry.value for entry in batch.items])
 
-    def split(self, batch: _Batch[ItemT, ResultT], error: Exception) -> Sequence[_Batch[ItemT, ResultT]]:
+    def split(self, batch: _Batch, error: Exception) -> Sequence[_Batch]:
         if len(batch.items) == 1:
             self._source.finish(self, batch, [error])
             return []
@@ -744,12 +763,12 @@ class _QueueWorker(BatchThread[_Batch[ItemT, ResultT]], Generic[ItemT, ResultT])
                 self.begin(half, self._source.clock())
         return halves
 
-    def is_over(self, batch: _Batch[ItemT, ResultT]) -> bool:
+    def is_over(self, batch: _Batch) -> bool:
         return False
 
-    def launched(self, batch: _Batch[ItemT, ResultT]) -> None: ...
+    def launched(self, batch: _Batch) -> None: ...
 
-    def land(self, batch: _Batch[ItemT, ResultT]) -> None:
+    def land(self, batch: _Batch) -> None:
         assert batch.handle is not None
         handle, batch.handle = batch.handle, None
         try:

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -17,10 +17,10 @@ class StoppedError(BaseException):
     """The work was canceled. A `BaseException`: handlers of the errors of kernels let it pass."""
 
 
-class Scheduler(Protocol):
-    """Runs work between requests."""
+class Scheduler:
+    """Runs work between requests; this one runs it in the foreground, where nothing waits."""
 
-    seconds_paused: float
+    seconds_paused = 0.0
     """Time spent waiting for the turn."""
 
     def pause(self) -> None:
@@ -28,14 +28,17 @@ class Scheduler(Protocol):
 
     def turn(self) -> AbstractContextManager[object]:
         """Holds the turn, so that no request is served inside."""
+        return contextlib.nullcontext()
 
     def capture(self, work: Callable[[], Result]) -> Result:
         """Runs work that records a CUDA graph, while no other thread waits for the device: that would fail,
         and the recording with it.
         """
+        return work()
 
 
-_scheduler: ContextVar[Scheduler | None] = ContextVar("fxsplit_encoder_scheduler", default=None)
+_FOREGROUND = Scheduler()
+_scheduler: ContextVar[Scheduler] = ContextVar("fxsplit_encoder_scheduler", default=_FOREGROUND)
 
 
 @contextlib.contextmanager
@@ -50,25 +53,24 @@ def pausing_by(scheduler: Scheduler) -> Iterator[None]:
 
 def seconds_paused() -> float:
     """Time that the work on this thread has waited for the turn."""
-    return 0.0 if (scheduler := _scheduler.get()) is None else scheduler.seconds_paused
+    return _scheduler.get().seconds_paused
 
 
 def pause() -> None:
     """Lets requests be served, if the work runs between them."""
-    if (scheduler := _scheduler.get()) is not None:
-        scheduler.pause()
+    _scheduler.get().pause()
 
 
 def has_turn() -> AbstractContextManager[object]:
     """Holds the turn inside, if the work runs between requests."""
-    return contextlib.nullcontext() if (scheduler := _scheduler.get()) is None else scheduler.turn()
+    return _scheduler.get().turn()
 
 
 def run_capture(work: Callable[[], Result]) -> Result:
     """Runs work that records a CUDA graph, by the scheduler if there is one."""
     scheduler = _scheduler.get()
-    if scheduler is None:
+    if scheduler is _FOREGROUND:
         return work()
     context = copy_context()  # perhaps for another thread
-    context.run(_scheduler.set, None)
+    context.run(_scheduler.set, _FOREGROUND)
     return scheduler.capture(lambda: context.run(work))

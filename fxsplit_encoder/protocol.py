@@ -32,14 +32,6 @@ class EncoderItemSpec:
     """Rows of the item's embedding."""
     path_output_tokens: dict[str, int] = field(default_factory=dict)
     """Output tokens on each path of a multi-path encoder; empty if "default" is the only path."""
-    global_output_tokens: int | None = None
-    local_output_tokens: int | None = None
-    """These two: other spellings of `path_output_tokens["global"]` and `["local"]`."""
-
-    def __post_init__(self) -> None:
-        if self.global_output_tokens or self.local_output_tokens:  # vLLM 0.26 says 0 of both for one path
-            spelled = {"global": self.global_output_tokens or 0, "local": self.local_output_tokens or 0}
-            object.__setattr__(self, "path_output_tokens", {**self.path_output_tokens, **spelled})
 
     def get_path_output_tokens(self, path: str) -> int:
         """Output tokens of this item on `path`; 0 if the item does not take that path."""
@@ -77,11 +69,6 @@ class EncoderCudaGraphConfig:
     """The independently captured paths, by name."""
     capture_axes: tuple[tuple[Hashable, ...], ...] = ()
     """The keys of further axes along which graphs differ; each budget is captured for each combination."""
-    enable_dual_path_graph: bool = False
-    """Another spelling of two `paths`, "global" and "local"; without local tokens the second is skipped."""
-    global_token_per_image: int | None = None
-    local_token_per_patch: int | None = None
-    """These two, with `enable_dual_path_graph`: the smallest budgets of the paths."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def test_one_that_does_not_end_is_killed(own_session: bool) -> None:
     one.close()
 
 
-def test_one_that_cannot_be_started_is_an_error() -> None:
+def test_one_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(OSError, match="nowhere"):
-        start_module(MODULE, (), {}, "/nowhere/python")
+        start_module(MODULE, (), {})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -250,6 +252,39 @@ def test_the_items_of_a_lost_worker_go_to_another_alone(fault: BaseException, fa
     queue.close()
 
 
+class Pixels:
+    """An item whose memory matters."""
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_error_that_a_log_handler_keeps_keeps_no_batch(
+    caplog: pytest.LogCaptureFixture, is_late: bool
+) -> None:
+    class Lost:
+        def wait(self) -> list[Any]:
+            raise Killed
+
+    def launch(items: Sequence[Pixels]) -> Lost:
+        pixels = items[0]
+        if not is_late:
+            raise EncoderLostError(f"with {pixels}")
+        return Lost()
+
+    queue: EncodeQueue[Pixels, int] = EncodeQueue(8)
+    item = Pixels()
+    kept = weakref.ref(item)
+    future = queue.submit(item)
+    del item
+    queue.add_worker(launch)
+    with pytest.raises(EncoderLostError):
+        future.result(PATIENCE_S)
+    queue.close()
+    del future
+    gc.collect()
+    assert any(record.exc_info for record in caplog.records)
+    assert kept() is None
+
+
 def test_an_item_that_costs_two_workers_fails_and_so_does_all_when_none_is_left() -> None:
     workers = [Worker(is_open=False) for _ in range(3)]
     queue = queue_of(workers[0])
@@ -406,7 +441,9 @@ time.sleep(0.1)
 
 
 def test_the_interpreter_may_end_while_items_are_encoded() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=10 * PATIENCE_S
+    )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.split()
     assert lines[-1] == "closed" and 1 <= lines.count("landed") <= 3

@@ -94,7 +94,7 @@ def rows_of(name: str, options: argparse.Namespace, device: str, ready: Any, tur
     ways: dict[tuple[str, int], Callable[[], Tensor]] = {}
     rows: dict[tuple[str, int], Row] = {}
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # parameters made in inference mode have no versions
             model, side = make(name, options.tiny)
             model.to(device)
             pixels = {n: torch.randn(n, 3, side, side, device=device) for n in options.batches}

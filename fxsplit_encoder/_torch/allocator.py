@@ -34,6 +34,29 @@ def borrowed(tensor: Tensor) -> Tensor:
     return alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+class Workspaces:
+    """Has torch allocate cuBLAS's workspaces of capture streams where nothing else is allocated.
+
+    A graph reads and writes the workspace that its stream had at the capture. torch frees those of all
+    streams when other code captures (`mode="reduce-overhead"` of `torch.compile` does) or asks for it; in
+    memory of their own, which is never returned, nobody else gets what a graph still writes to. A stream of
+    torch's that other code used before keeps the workspace that it has: of those nothing is known here.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.device, torch.cuda.MemPool] = {}
+        self._factors: dict[torch.device, Tensor] = {}
+
+    def reserve(self, device: torch.device) -> None:
+        """Allocates the workspace of the current stream and thread, unless there is one."""
+        if device not in self._memory:
+            self._memory[device] = torch.cuda.MemPool()
+            self._factors[device] = torch.zeros(8, 8, device=device)
+        factors = self._factors[device]
+        with torch.cuda.use_mem_pool(self._memory[device], device):
+            torch.mm(factors, factors)
+
+
 _this_thread = threading.local()
 
 

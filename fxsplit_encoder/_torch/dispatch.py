@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,8 +42,32 @@ DENSE_ATTENTION_KERNELS = (
 addmm_activation = torch.ops.aten._addmm_activation
 """A product with its bias and GELU in one kernel of cuBLAS, which no public function asks for."""
 
-check = torch._check
+check: Callable[..., None] = torch._check
 """Tells a trace that a condition on sizes holds; outside of traces an assertion."""
+
+_LIBRARY: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def define_op(
+    schema: str,
+    kernels: dict[str, Callable[..., Any]],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> Any:
+    """Registers an operator of `fxsplit` by kernels for dispatch keys and its traced form; returns its only
+    overload. `torch.library.custom_op` adds several times as much Python to every call.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    for key, kernel in kernels.items():
+        _LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"fxsplit::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        options: Any = {"setup_context": setup_context, "lib": _LIBRARY}
+        torch.library.register_autograd(f"fxsplit::{name}", backward, **options)
+    return getattr(torch.ops.fxsplit, name).default
 
 
 def schema_of(target: Any) -> Any:
@@ -67,6 +92,19 @@ class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if has_tag(function, torch.Tag.nondeterministic_seeded) and "attention" not in str(function):
             self.names.append(str(function))
         return function(*args, **(kwargs or {}))
+
+
+class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes all tensors of a call as without data if one is."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        if any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves(given)):
+            given = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), given)
+        return function(*given[0], **given[1])
 
 
 def register_tuple(kind: type) -> None:

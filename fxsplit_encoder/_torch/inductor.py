@@ -94,9 +94,7 @@ def _is_ordered(features: Any) -> bool:
 @contextmanager
 def persistent_rows() -> Iterator[None]:
     """Compiles with `PersistentRows`, unless the user or torch has other choices."""
-    asked = hasattr(InductorChoices, "should_use_persistent_reduction")
-    chosen = config.inductor_choices_class is not None or type(V.choices) is not InductorChoices
-    if chosen or not asked:
+    if config.inductor_choices_class is not None or type(V.choices) is not InductorChoices:
         yield
         return
     # The setting is part of the key of Inductor's cache of graphs; the handler is what is asked.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.tensors import forward_hooks_of
+from fxsplit_encoder.errors import UnsupportedTowerError
 
 _ATTENTION = "_attn_implementation_internal"
 
@@ -113,3 +116,85 @@ def llama4_angles(rotary_embedding: Any) -> Tensor:
     with torch.device("cpu"):  # not the default device
         angles: Tensor = rotary_embedding._compute_freqs_ci(rotary_embedding.config)
     return angles
+
+
+# --- host metadata of packed patches
+
+
+class VisionCall(NamedTuple):
+    """A function of `transformers.vision_utils` by its name, and its arguments but grids."""
+
+    function: str
+    arguments: tuple[tuple[str, Any], ...]
+
+
+def vision_calls(
+    run: Callable[[], Any], grids: Tensor
+) -> tuple[Any, tuple[VisionCall, ...], tuple[str, ...]]:
+    """Calls a forward with `grids`. Returns its result, the functions that it calls for metadata which it
+    also takes by name, and the names by which it takes lengths of longest segments. A profiler sees calls:
+    modules import the functions by name. UnsupportedTowerError for metadata of other inputs.
+    """
+    from transformers import vision_utils
+    from transformers.utils import generic
+
+    frames: dict[Any, VisionCall] = {}
+    bounds: list[str] = []
+    errors: list[str] = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event != "call" or code.co_filename not in (vision_utils.__file__, generic.__file__):
+            return
+        given = dict(frame.f_locals)
+        taken = given.pop("kwargs", None)
+        if code.co_name == "get_max_seqlen" and taken is not None and given["kwarg_name"] not in taken:
+            bounds.append(given["kwarg_name"])
+        elif code.co_name.startswith("get_vision_") and taken is not None:
+            first = given.pop(code.co_varnames[0])
+            frames.pop(frame.f_back, None)  # passes them on
+            others = [
+                name for name, value in given.items() if not isinstance(value, int | float | str | None)
+            ]
+            if code.co_name == "get_vision_attention_seqlens":
+                others = []
+            elif first.shape != grids.shape or not first.cpu().equal(grids):
+                others = [code.co_varnames[0]]
+            if others:
+                errors.append(f"its forward calls {code.co_name} with {', '.join(others)} of its own")
+            frames[frame] = VisionCall(code.co_name, tuple(sorted(given.items())))
+
+    previous = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        result = run()
+    finally:
+        sys.setprofile(previous)
+    if errors:
+        raise UnsupportedTowerError(errors[0])
+    return result, tuple(dict.fromkeys(frames.values())), tuple(dict.fromkeys(bounds))
+
+
+def vision_values(call: VisionCall, grids: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
+    """Returns what a function makes of grids on the CPU, by the names that a forward takes."""
+    from transformers import vision_utils
+
+    names = _Names()
+    function: Any = getattr(vision_utils, call.function)
+    with torch.inference_mode(False):
+        result = function(torch.tensor(grids, device="cpu"), **dict(call.arguments), kwargs=names)
+    values = result if isinstance(result, tuple) else (result,)
+    return dict(zip(names.asked, values, strict=True))
+
+
+class _Names(dict[str, Any]):
+    """Notes what is asked for, and has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        """The default."""
+        self.asked.append(name)
+        return default

@@ -21,9 +21,13 @@ from fxsplit_encoder.backend.forward import (
     CallParameters,
     ProgramBudgets,
     ProgramForward,
+    SizedForward,
+    all_sizes_of,
     sizes_of,
 )
 from fxsplit_encoder.caching import Recent
+from fxsplit_encoder.capture.buffers import SharedBuffers
+from fxsplit_encoder.capture.forward import CaptureRequest
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref, TensorInfo
@@ -32,10 +36,11 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.planning.costs import CostModel
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
-from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan
+from fxsplit_encoder.planning.plan import CaptureSize, Item, MissReason, PathPlan
 from fxsplit_encoder.planning.planner import Captured, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.runtime import CapturedProgram, CaptureSet, Choosers
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet, Choosers, rows_of
+from fxsplit_encoder.runtime.captured_program import Served
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 logger = logging.getLogger(__name__)
@@ -70,8 +75,9 @@ class BudgetDispatcher:
     """Runs one program for whatever sizes come.
 
     On a call: the cheapest of the captured budgets with capacity for it, the smallest of which is captured on
-    first use; pad, replay, cut to the true sizes, clone. Over the largest budget, or where nothing may be
-    padded, the program runs at the exact shape; `misses` counts why.
+    first use; pad, replay, cut to the true sizes, clone. A graph without a token count is captured at all
+    sizes of a call once they have come `exact_min_hits` times. Else the program runs at the exact shape;
+    `misses` counts why.
 
     Args:
         weights: the program's last inputs, which a call is not given.
@@ -90,7 +96,12 @@ class BudgetDispatcher:
         self.owners = owners_of_trace()
         """Whose graph it is: what `torch.compile` made, and the module."""
         self.programs: dict[tuple[int, ...], CallProgram] = {}
-        """By the sizes other than the token count: they are part of a capture's shape."""
+        """By the sizes other than the token count: they are part of a capture's shape. Without a token count
+        a single one for all sizes."""
+        self._has_tokens = program.token_symbol is not None and not program.padding.other_rows
+        self._refusal = self._why_never_captured()
+        # There is a graph to break at its splitting ops already, and no untouched module any more.
+        self._mode = "piecewise" if config.mode == "breakable" else config.mode
         self._captures = CaptureSet(config, self.pool)
         self._captures.programs = self.programs
         slots = {entry.slot: f"input {entry.slot}" for entry in program.region_inputs}
@@ -117,19 +128,18 @@ class BudgetDispatcher:
             bindings = self.program.begin([*args, *weights], stamp)
             self._derived_stamp = self.program.derived.stamp
             warmed = getattr(_warming, "called", None)
-            if (reason := self._never_captured(bindings)) is None:
-                outputs, planned, budget = self._run(bindings, capture_all=warmed is not None)
+            if self._refusal is None:
+                outputs, planned, key = self._run(bindings, capture_all=warmed is not None)
             else:
-                planned, budget = PathPlan(0, None, reason), None
+                planned, key = PathPlan(0, None, self._refusal), None
                 outputs = run_exact(self.program, bindings)
             if warmed is not None:
                 warmed.append(self)  # and is counted nowhere: the caller discards its outputs
                 return outputs
             self.statistics.record_items(1, planned.reason)
-            if budget is None:
+            if key is None:
                 self.statistics.record_fallback("exact")
             else:
-                key = CaptureKey(_PATH, budget, sizes_of(self.program, bindings))
                 self.statistics.record_replay(key, planned.tokens)
             return outputs
 
@@ -170,19 +180,30 @@ class BudgetDispatcher:
 
     # --- which capture
 
-    def _never_captured(self, bindings: Bindings) -> MissReason | None:
+    def _why_never_captured(self) -> MissReason | None:
         if not self.config.enabled or self.config.mode == "none":
             return MissReason.DISABLED
-        if self.program.tokens(bindings) is None:
-            return MissReason.STATIC_SHAPE
-        if self.program.padding.capture_refusal:
-            return MissReason.UNSUPPORTED_GRAPH
-        return None
+        given = {symbol for symbol, _, _ in self.program.symbol_sources}
+        unknown = [symbol for symbol in self.program.region_symbols if symbol not in given]
+        refusal = self.program.padding.capture_refusal
+        if unknown:
+            refusal = refusal or f"it has sizes that depend on data ({', '.join(unknown)})"
+        if not refusal:
+            return None
+        logger.warning("a graph is never captured, so that every call runs at its exact shape: %s", refusal)
+        return MissReason.UNSUPPORTED_GRAPH
 
     def _budgets(self, bindings: Bindings) -> ProgramBudgets:
         if self._known_budgets is None:
             self._known_budgets = ProgramBudgets.of(self.program, self.config, bindings)
         return self._known_budgets
+
+    def _sized_program(self) -> SizedProgram:
+        if () not in self.programs:
+            self.programs[()] = SizedProgram(SizedForward(self._region), self._mode, self._captures.scope)
+        program = self.programs[()]
+        assert isinstance(program, SizedProgram)
+        return program
 
     def _captured_program(self, bindings: Bindings) -> CallProgram:
         key = sizes_of(self.program, bindings)
@@ -192,12 +213,10 @@ class BudgetDispatcher:
                 self.clear()
             budgets = self._budgets(bindings)
             forward = ProgramForward(self._region, budgets, bindings)
-            # There is a graph to break at its splitting ops already, and no untouched module any more.
-            mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
-            self.programs[key] = CallProgram(
-                forward, "torch.compile", budgets.tokens, mode, self._captures.scope
+            self.programs[key] = PaddedProgram(
+                forward, "torch.compile", budgets.tokens, self._mode, self._captures.scope
             )
-            if mode != "exact" and not self.program.padding.allowed:
+            if self._mode != "exact" and not self.program.padding.allowed:
                 self._warn_of_no_padding()
         return self.programs[key]
 
@@ -290,14 +309,22 @@ class BudgetDispatcher:
 
     # --- replay
 
-    def _run(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any], PathPlan, int | None]:
-        """The call by a capture or at its exact shape, as `Served`; the outputs are the caller's own."""
-        rows = self.program.tokens(bindings)
-        assert rows is not None
-        program = self._captured_program(bindings)
-        if capture_all and program.mode != "exact" and not program.padding_refused:
-            self._capture(program, bindings, program.budgets)
-        planned = self._plan(program, bindings, rows)
+    def _run(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any], PathPlan, CaptureKey | None]:
+        """The call by a capture, of which it returns the key, or at its exact shape; the outputs are the
+        caller's own.
+        """
+        program: CallProgram
+        if self._has_tokens:
+            rows = self.program.tokens(bindings)
+            assert rows is not None
+            program = self._captured_program(bindings)
+            if capture_all and program.mode != "exact" and not program.padding_refused:
+                self._capture(program, bindings, program.budgets)
+            planned = self._plan(program, bindings, rows)
+        else:
+            program = self._sized_program()
+            sizes = all_sizes_of(self.program, bindings)
+            planned = PathPlan(rows_of(sizes), None, MissReason.NEW_SHAPE, sizes=sizes)
         with self.pool.replaying():
             outputs, planned, budget = program.run(planned, bindings, capture_now=capture_all)
             if budget is None:
@@ -305,13 +332,13 @@ class BudgetDispatcher:
             own = own_outputs(self._outputs, outputs, bindings)
             if self.config.debug:
                 self.pool.handed_out.add(each for each in own if isinstance(each, torch.Tensor))
-            return own, planned, budget
+            return own, planned, program.key(budget)
 
 
 class CallProgram(CapturedProgram):
-    """The program with its captures for calls of equal other sizes; a batch is the bindings of a call."""
+    """The program with captures of it; a batch is the bindings of a call."""
 
-    forward: ProgramForward
+    forward: ProgramForward | SizedForward
 
     def key(self, budget: int) -> CaptureKey:
         """Returns the key of the default path, with the other sizes as axis keys."""
@@ -320,14 +347,6 @@ class CallProgram(CapturedProgram):
     def values(self, batch: Bindings) -> dict[str, Any]:
         """Returns the region's inputs in the slots."""
         return {name: batch.slots[entry.slot] for name, entry in self.forward.region.inputs.items()}
-
-    def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
-        """Returns the size of the token dimension."""
-        return self.forward.region.program.tokens(batch)
-
-    def fits(self, size: int, rows: int | None) -> bool:
-        """Returns whether the rows are a whole number of output tokens."""
-        return self.forward.budgets.rows(size) == rows
 
     def run_unpadded(self, batch: Bindings, values: Mapping[str, Any]) -> tuple[list[Any], bool]:
         """Runs the program; the bindings are used up."""
@@ -340,6 +359,57 @@ class CallProgram(CapturedProgram):
     def copy_of(self, batch: Bindings) -> Bindings:
         """Copies the bindings."""
         return batch.copy()
+
+
+class PaddedProgram(CallProgram):
+    """The program with its captures for calls of equal other sizes."""
+
+    forward: ProgramForward
+
+    def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
+        """Returns the size of the token dimension."""
+        return self.forward.region.program.tokens(batch)
+
+    def fits(self, size: int, rows: int | None) -> bool:
+        """Returns whether the rows are a whole number of output tokens."""
+        return self.forward.budgets.rows(size) == rows
+
+
+class SizedProgram(CallProgram):
+    """The program with its captures by all sizes of a call, of which each is kept as long as it recurs."""
+
+    forward: SizedForward
+
+    def __init__(self, forward: SizedForward, mode: str, scope: CaptureScope) -> None:
+        super().__init__(forward, "torch.compile", (), mode, scope)
+        if mode in ("full", "piecewise"):
+            self.unpadded.mode = mode
+
+    @property
+    def padding_refused(self) -> bool:
+        """False: there is nothing to pad."""
+        return False
+
+    @property
+    def recurring_counts(self) -> str | None:
+        """Always by hits."""
+        return "hits"
+
+    def run(self, planned: PathPlan, batch: Bindings, **options: Any) -> Served:
+        """As any program, with the inputs of the batch for a capture that is due."""
+        self.forward.call = batch
+        try:
+            return super().run(planned, batch, **options)
+        finally:
+            self.forward.call = None
+
+    def request(self, tokens: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
+        """Makes the capture request of the batch in hand."""
+        return self.forward.request(tokens, shared)
+
+    def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
+        """None: nothing is padded."""
+        return None
 
 
 def run_exact(program: Program, bindings: Bindings) -> list[Any]:

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture.buffers import SharedBuffers, gibibytes, memory_of
-from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
-from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer, gibibytes, memory_of
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody
+from fxsplit_encoder.capture.inputs import StaticInputs, example_values, full_cu_seqlens, segment_capacity
 from fxsplit_encoder.capture.parameters import MemoryOrders, StaticParameters
 from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.compile.options import HostOp
 from fxsplit_encoder.compile.program import Bindings, NamedRegion, Program, RegionInput
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CaptureMemoryError, ConfigError
+from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, ConfigError
 from fxsplit_encoder.planning.limits import generate_budgets, inferred_budgets
+from fxsplit_encoder.planning.plan import CaptureSize
 from fxsplit_encoder.protocol import BudgetDeclaration
 from fxsplit_encoder.runtime import FreshInputs, request_of_program
 from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
@@ -36,6 +37,13 @@ _LADDER_OF_UNKNOWN_RANGE = tuple(generate_budgets(1, 16384))
 def sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
     """Returns the sizes of a call other than the token count."""
     return tuple(bindings.symbols[symbol] for symbol in program.region_symbols)
+
+
+def all_sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
+    """Returns every size of a call that its region depends on."""
+    tokens = program.tokens(bindings)
+    sizes = sizes_of(program, bindings)
+    return sizes if tokens is None else (*sizes, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,19 @@ class ProgramBudgets:
         return factor * segment_capacity(tokens, most or tokens) + 1
 
 
-class ProgramForward:
+class CallForward:
+    """A forward that knows of no calls but those that come."""
+
+    def is_always_full(self, tokens: int) -> bool:
+        """Never: counts that fill a budget are captured when they come."""
+        return False
+
+    def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
+        """None: there is no call to compare with."""
+        return None
+
+
+class ProgramForward(CallForward):
     """A program for calls that differ in the token count; `bindings` of one hold the parameters."""
 
     def __init__(self, region: NamedRegion, budgets: ProgramBudgets, bindings: Bindings) -> None:
@@ -109,14 +129,6 @@ class ProgramForward:
         self.sizes = sizes_of(program, bindings)
         self.declares_padding = program.padding.allowed
         """Whether padding is taken to leave real rows alone without a proof."""
-
-    def is_always_full(self, tokens: int) -> bool:
-        """Never: counts that fill a budget are captured when they come."""
-        return False
-
-    def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """None: there is no call to compare with."""
-        return None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """Makes a capture request of so many output tokens over `shared` inputs; CaptureError where the trace
@@ -166,6 +178,43 @@ class ProgramForward:
         if dtype.is_floating_point:  # zeros would make the times that `auto` compares too short
             return example_values(shape, device, dtype)
         return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class SizedForward(CallForward):
+    """A program that is captured at all sizes of a call, over copies of the call's inputs."""
+
+    def __init__(self, region: NamedRegion) -> None:
+        self.region = region
+        self.sizes = ()
+        self.declares_padding = False
+        self.call: Bindings | None = None
+        """The bindings of the call in hand, with its inputs and the parameters."""
+
+    def request(self, size: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
+        """Makes the capture request of the call in hand over `shared` inputs; CaptureError where no copy can
+        have the layout of an input.
+        """
+        program, call = self.region.program, self.call
+        assert call is not None
+        bindings = Bindings([None] * program.num_slots, dict(call.symbols))
+        for slot in program.fixed_slots:
+            bindings.slots[slot] = call.slots[slot]
+        inputs = StaticInputs(
+            shared.share(StaticBuffer(name, _copied(name, call.slots[entry.slot], program.device), None))
+            for name, entry in self.region.inputs.items()
+        )
+        body = ProgramBody(program, self.region.bind(bindings, inputs.tensors))
+        # Nothing is padded, so cumulative lengths are inputs like others.
+        return CaptureRequest(inputs, body, StaticParameters(()), rows=None)
+
+
+def _copied(name: str, value: Tensor, device: torch.device) -> Tensor:
+    """A copy of an input in its own strides, for which pieces are compiled."""
+    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        raise CaptureError(
+            f"{name} is expanded: strides {value.stride()} for {tuple(value.shape)}; pass it contiguous"
+        )
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
 
 
 _WHAT_TO_DO = "Compile the module again after torch._dynamo.reset()"

@@ -62,6 +62,12 @@ def unstrided(tensors: Iterable[Tensor]) -> str | None:
     return None
 
 
+def has_strides(tensor: Tensor, like: Tensor) -> bool:
+    """Whether a tensor has the shape of another, and its strides in dimensions of several entries."""
+    strides = zip(like.shape, tensor.stride(), like.stride(), strict=True)
+    return tensor.shape == like.shape and all(own == other or size == 1 for size, own, other in strides)
+
+
 def copy_results(kept: Any, new: Any) -> None:
     """Copies the results of a repeated call into those of the first call."""
     if isinstance(kept, torch.Tensor):
@@ -248,6 +254,8 @@ class StaticBuffer:
         if like.shape[0] > own.shape[0] or (like.dtype, like.device) != (own.dtype, own.device):
             return None
         view = own[: like.shape[0]]
+        if not has_strides(view, like):
+            return None
         view.copy_(like)
         shorter = StaticBuffer(
             self.name, view, self.token_dim, self.padding_logic, is_permutation=self.is_permutation
@@ -420,6 +428,8 @@ class SharedBuffers:
     def _grown(self, buffer: StaticBuffer, largest: StaticBuffer | None) -> StaticBuffer:
         own = buffer.tensor
         if largest is None or self.growth == 1 or own.dim() == 0 or buffer.token_dim not in (0, None):
+            return buffer
+        if not own.is_contiguous():  # more rows of other strides may overlap
             return buffer
         rows = max(own.shape[0], self.growth * largest.tensor.shape[0])
         tensor = own.new_zeros((rows, *own.shape[1:]))

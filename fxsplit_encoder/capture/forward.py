@@ -103,7 +103,7 @@ class CaptureRequest:
         """The body as it runs at the exact shape, on one segment as long as the rows."""
         single = self.single_segment() if self.single_segment is not None else self
         body = single.body
-        if not isinstance(body, ProgramBody):
+        if not isinstance(body, ProgramBody) or not single.segment_inputs:
             return body
         rows = single.rows
         assert rows is not None

@@ -171,7 +171,7 @@ class BudgetLadder:
             self.dropped[budget] = str(error)
             if isinstance(error, (CaptureMemoryError, torch.OutOfMemoryError)):
                 self.out_of_memory.add(budget)
-            logger.warning("budget %d is dropped: %s", budget, error)
+            logger.warning("budget %s is dropped: %s", budget, error)
         else:
             if budget not in self._known:
                 self._capture_ms.append((self._own_seconds() - start) * 1e3)
@@ -188,7 +188,7 @@ class BudgetLadder:
         try:
             self._request(budget).run()
         except (CaptureError, torch.OutOfMemoryError) as error:  # `capture` will say it
-            logger.info("budget %d cannot be run ahead: %s", budget, error)
+            logger.info("budget %s cannot be run ahead: %s", budget, error)
 
     def expect(self, known: Mapping[int, KnownBudget], capture_ms: float) -> None:
         """Takes measurements of another ladder on such a device: its budgets are captured without timing."""
@@ -262,7 +262,7 @@ class BudgetLadder:
         try:
             self.captured[budget] = self._record(budget, request, [known.mode])[known.mode]
         except CaptureError as error:
-            logger.warning("budget %d is measured again: in mode %s %s", budget, known.mode, error)
+            logger.warning("budget %s is measured again: in mode %s %s", budget, known.mode, error)
             return False
         self.costs[budget] = costs = replace(known.costs)
         if costs.single_segment is not None:
@@ -291,7 +291,7 @@ class BudgetLadder:
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
         exact_may_win = self.mode == "auto" and self.exact_may_win
         if exact_may_win and costs.hides_host:
-            logger.info("budget %d: exact shape %.3f ms, of the host %.3f", budget, *exact)
+            logger.info("budget %s: exact shape %.3f ms, of the host %.3f", budget, *exact)
             self.no_graph_needed.add(budget)
             self.costs[budget] = costs
             return costs
@@ -300,7 +300,7 @@ class BudgetLadder:
             pause()
             costs.modes[mode] = captured.measure()
         logger.info(
-            "budget %d: replay ms %s, exact shape %.3f ms, of the host %.3f", budget, costs.modes, *exact
+            "budget %s: replay ms %s, exact shape %.3f ms, of the host %.3f", budget, costs.modes, *exact
         )
         exact_wins = exact_may_win and costs.exact_price <= costs.best * EXACT_TOLERANCE
         best = min(costs.modes, key=costs.modes.__getitem__)
@@ -357,7 +357,7 @@ class BudgetLadder:
             return self._record(budget, request.single_segment(), ["full"])["full"]
         except CaptureError as error:
             logger.warning(
-                "budget %d: batches of one segment share the capture of all others: %s", budget, error
+                "budget %s: batches of one segment share the capture of all others: %s", budget, error
             )
             return None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.allocator import borrowed, defer_frees, end_failed_capture, free_later
+from fxsplit_encoder._torch.allocator import Workspaces, borrowed, defer_frees, end_failed_capture, free_later
 from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.distributed import is_collective, wait_for
@@ -30,6 +30,8 @@ class GraphPool:
             (cuBLAS 32 MiB on Hopper), so pools that never capture at once share one.
         priority: of that stream, which captured kernels keep.
     """
+
+    _workspaces = Workspaces()
 
     def __init__(
         self,
@@ -139,6 +141,8 @@ class GraphPool:
             caller = torch.cuda.current_stream(self.device)
             self.stream.wait_stream(caller)
             with self.on_stream():
+                if self._memory is not None:
+                    self._workspaces.reserve(self.device)
                 yield
             caller.wait_stream(self.stream)
 

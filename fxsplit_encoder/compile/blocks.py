@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
+from fxsplit_encoder._torch.dispatch import define_op
 from fxsplit_encoder._torch.dynamo import backends_in_use, current_compile_id, drop_guards_on
 from fxsplit_encoder._torch.peft import UNREAD, is_adapter_layer
 from fxsplit_encoder._torch.structure import PLACE, Held, Structure
@@ -326,12 +327,6 @@ def _unchanged_attributes(block: nn.Module) -> Iterator[None]:
             raise BlockError(f"a block's {type(module).__name__} changes its own attributes")
 
 
-_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("block(Tensor[] tensors, SymInt[] numbers, str structure, int group, int index) -> Tensor")
-"""`structure` says how the tensors and numbers are the arguments of the group's block of this index."""
-block_op = torch.ops.fxsplit.block.default
-
-
 class BlockOps:
     """The groups of blocks that are ops now. Dynamo traces one frame at a time in a process."""
 
@@ -407,7 +402,7 @@ def _install(module: nn.Module, groups: Mapping[int, Sequence[nn.Module]]) -> No
                 del block.forward, block._fxsplit_place
         elif own.get(PLACE) != place or getattr(own.get("forward"), "__func__", None) is not forward:
             block.forward = types.MethodType(forward, block)
-            block._fxsplit_place = place  # type: ignore[assignment]
+            own[PLACE] = place
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -435,7 +430,10 @@ def _fake(
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-torch.library.register_fake("fxsplit::block", _fake, lib=_library)
+block_op = define_op(
+    "block(Tensor[] tensors, SymInt[] numbers, str structure, int group, int index) -> Tensor", {}, _fake
+)
+"""`structure` says how the tensors and numbers are the arguments of the group's block of this index."""
 
 
 def takes_blocks(backend: Callable[..., Any]) -> Callable[..., Any]:

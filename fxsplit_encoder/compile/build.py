@@ -24,25 +24,21 @@ from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, TensorInfo
 from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value, permute_rows
 from fxsplit_encoder.compile.sizes import Size, assumptions_of, expression, guards_of, shape_exprs
-from fxsplit_encoder.compile.split import (
-    Cut,
-    SplitGraph,
-    is_scalar,
-    split_graph,
-    token_symbol_of,
-    tokens_unknown,
-)
+from fxsplit_encoder.compile.split import Cut, SplitGraph, is_scalar, split_graph, token_count_of
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
 from fxsplit_encoder.kernels.products.measured import compile_ahead as compile_products_ahead
 
 
-def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
+def build_program(
+    module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions, *, may_derive: bool = True
+) -> Program:
     """Masks pad rows, runs the passes, splits the graph, compiles its pieces and proves padding.
 
     Args:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
         static_inputs: positions of the parameters and buffers among its inputs.
+        may_derive: whether passes may keep parameters in another form, see `compile.derived`.
 
     CompileError: the graph cannot be split; its message says at which node. ConfigError: there is no such
     pass, or `invariant` not for this graph.
@@ -56,7 +52,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
     mark_cuts(module, targets)
     own_heads = heads_of(module.graph.nodes)
-    report = run_passes(module, options.passes, device, options.policy)
+    report = run_passes(module, options.passes, device, options.policy, may_derive=may_derive)
     compile_ahead(module.graph.nodes, device, eager=own_heads)
     compile_products_ahead(module.graph.nodes, device)
     if options.policy.one_order_of_sums:
@@ -64,8 +60,6 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     if options.observe is not None:
         options.observe(module)
     graph = split_graph(module, targets)
-    if options.requires_tokens and token_symbol_of(graph.parts) is None:
-        raise CompileError(tokens_unknown(graph.parts, options.splitting_ops))
     return _assemble(module, graph, frozenset(static_inputs), num_rows, options, device, report)
 
 
@@ -78,6 +72,9 @@ def _assemble(
     device: torch.device,
     pass_report: Mapping[str, int],
 ) -> Program:
+    token_symbol, unknown = token_count_of(graph.parts, options.splitting_ops)
+    if options.requires_tokens and unknown:
+        raise CompileError(unknown)
     derived = {n: found for n in graph.placeholders if (found := derivation(n)) is not None}
     made_here = {*derived} if num_rows is None else {num_rows, *derived}
     inputs = [n for n in graph.placeholders if n not in made_here]
@@ -88,7 +85,6 @@ def _assemble(
     steps = with_joins(make_steps(graph.parts, slots, cache, options))
     outputs = tuple(slots.argument(a) for a in graph.output_args)
     kept = {*slots_in(outputs), *(slots.of(n) for n in (*graph.placeholders, *graph.constants))}
-    token_symbol = token_symbol_of(graph.parts)
     region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
     fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
     region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
@@ -343,7 +339,9 @@ class Region:
     def prove(self, assumptions: Sequence[sympy.Basic]) -> padding.PaddingReport:
         """Proves that the region may be padded, given what the trace assumes of its symbols."""
         if self._token_symbol is None:
-            return padding.PaddingReport((("graph", "no dimension of a splitting op's query is symbolic"),))
+            reason = ("graph", "no dimension of a splitting op's query is symbolic")
+            refusal = padding.capture_refusal(self._nodes)
+            return padding.PaddingReport((reason,), segments_may_grow=False, capture_refusal=refusal)
         seeds: dict[fx.Node, padding.State] = {
             node: padding.SEGMENTS
             if entry.is_segments

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
-from fxsplit_encoder._torch.dispatch import has_tag
+from fxsplit_encoder._torch.dispatch import OpOverload, has_tag
 from fxsplit_encoder.compile.padding.states import TokenSizes
 from fxsplit_encoder.compile.rewriting import call_function
 from fxsplit_encoder.compile.sizes import assumptions_of, expression
@@ -61,7 +61,8 @@ def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node |
 def _rows(node: fx.Node, assumptions: Sequence[sympy.Basic]) -> sympy.Expr | None:
     """Returns the rows of a splitting op; None for torch's ops and for rows that are never padded."""
     value = node.meta.get("val")
-    if node.target.namespace == "aten" or not isinstance(value, torch.Tensor):  # type: ignore[union-attr]
+    assert isinstance(node.target, OpOverload)
+    if node.target.namespace == "aten" or not isinstance(value, torch.Tensor):
         return None
     rows = next((size for size in map(expression, value.shape) if size.free_symbols), None)
     if rows is None or _dim_of(rows, value) is None:

@@ -116,7 +116,7 @@ class Program:
     input_shapes: tuple[tuple[Size, ...] | None, ...]
     """Traced shapes; None for numbers."""
     token_symbol: str | None
-    """The symbol of the token dimension; None when the graph is static or has no splitting op."""
+    """The symbol of the token dimension; None: the sizes of the splitting ops name none."""
     region_start: int
     region_inputs: tuple[RegionInput, ...]
     region_symbols: tuple[str, ...]
@@ -195,10 +195,11 @@ class Program:
     def fill_num_rows(self, bindings: Bindings) -> None:
         """Fills in the number of rows for the masks of pad rows, unless a capture has set its own."""
         slot = self.num_rows_slot
-        if slot is None or self.token_symbol is None or bindings.slots[slot] is not None:
+        if slot is None or bindings.slots[slot] is not None:
             return
         # A fill is enqueued; a copy from the host would wait for the device.
-        rows = bindings.symbols[self.token_symbol]
+        tokens = self.tokens(bindings)
+        rows = torch.iinfo(torch.int64).max if tokens is None else tokens
         bindings.slots[slot] = torch.full((), rows, dtype=torch.int64, device=self.device)
 
     def run(self, args: Sequence[Any], segments: Iterable[KnownSegments] = ()) -> list[Any]:

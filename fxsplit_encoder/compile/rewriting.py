@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
-from fxsplit_encoder._torch.dispatch import OpOverload, check, schema_of
+from fxsplit_encoder._torch.dispatch import OpOverload, check, define_op, schema_of
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.sizes import layout
 
@@ -141,12 +141,8 @@ def derivation(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[fx.Node, ...
     return found
 
 
-_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("permute_rows(Tensor rows, Tensor permutation) -> Tensor")
-
-
 def _check_lengths(rows: Tensor, permutation: Tensor) -> None:
-    check(  # type: ignore[no-untyped-call]
+    check(
         rows.shape[0] == permutation.shape[0],
         lambda: f"permute_rows: {rows.shape[0]} rows and a permutation of {permutation.shape[0]}",
     )
@@ -158,15 +154,9 @@ def _permute(rows: Tensor, permutation: Tensor) -> Tensor:
     return rows.index_select(0, permutation)
 
 
-_library.impl("permute_rows", _permute, "CompositeExplicitAutograd")
-
-
 def _fake(rows: Tensor, permutation: Tensor) -> Tensor:
     _check_lengths(rows, permutation)  # which tells a trace that both count tokens
     return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-
-
-torch.library.register_fake("fxsplit::permute_rows", _fake, lib=_library)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -177,8 +167,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return torch.zeros_like(grad).index_add(0, ctx.saved_tensors[0], grad), None
 
 
-torch.library.register_autograd(
-    "fxsplit::permute_rows", _backward, setup_context=_setup_context, lib=_library
+permute_rows = define_op(
+    "permute_rows(Tensor rows, Tensor permutation) -> Tensor",
+    {"CompositeExplicitAutograd": _permute},
+    _fake,
+    backward=_backward,
+    setup_context=_setup_context,
 )
-
-permute_rows = torch.ops.fxsplit.permute_rows.default

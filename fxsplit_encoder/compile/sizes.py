@@ -64,12 +64,12 @@ class Size:
         if self._constant is not None:
             return self._constant
         try:
-            result = self._function(*(values[s] for s in self.symbols))
+            result: int = self._function(*(values[s] for s in self.symbols))
         except KeyError as error:
             raise CompileError(
                 f"size {self.shown} depends on {error.args[0]}, which no input of the graph determines"
             ) from error
-        return result  # type: ignore[no-any-return]
+        return result
 
     def __repr__(self) -> str:
         return self.shown

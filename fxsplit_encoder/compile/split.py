@@ -161,21 +161,20 @@ def _is_symbolic(node: fx.Node) -> bool:
 _ATTENTION_NAME = re.compile("attention|attn|sdpa", re.IGNORECASE)
 
 
-def token_symbol_of(parts: Sequence[Piece | Cut]) -> str | None:
+def token_count_of(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -> tuple[str | None, str]:
     """Returns the symbol in the leading size of the splitting ops' queries, or, where those are constant, in
-    the first size that is not; None where there is none. CompileError: leading sizes have different symbols.
+    the first size that is not; without such a symbol, None and why.
     """
     queries = [query for _, query in _queries(parts)]
     leading = {symbol_of(query.shape[0]) for query in queries if query.dim()}
     if len(leading) > 1:
-        raise CompileError(
+        return None, (
             f"attention runs over different token counts ({sorted(map(str, leading))}); expected "
             "one symbol in the leading size of every query"
         )
-    if leading != {None}:
-        return next(iter(leading), None)
-    inner = {_first_symbol(query) for query in queries}
-    return inner.pop() if len(inner) == 1 else None
+    symbols = leading if leading != {None} else {_first_symbol(query) for query in queries}
+    symbol = next(iter(symbols)) if len(symbols) == 1 else None
+    return symbol, "" if symbol is not None else _tokens_unknown(parts, splitting_ops)
 
 
 def _first_symbol(query: Tensor) -> str | None:
@@ -183,7 +182,7 @@ def _first_symbol(query: Tensor) -> str | None:
     return str(next(iter(varying))) if len(varying) == 1 else None
 
 
-def tokens_unknown(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -> str:
+def _tokens_unknown(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -> str:
     """Returns the reason why the queries have no token symbol."""
     seen = [f"{op} over {tuple(query.shape)}" for op, query in _queries(parts)]
     if seen:

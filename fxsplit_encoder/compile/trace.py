@@ -30,6 +30,11 @@ from fxsplit_encoder.kernels.attention import ahead
 logger = logging.getLogger(__name__)
 _trace_numbers = itertools.count()
 
+_UNVERSIONED = (
+    "parameters are inference tensors, whose changes leave no version, so none is kept in another form "
+    "(padded, merged), which costs speed: load the model under torch.no_grad(), not inference_mode()"
+)
+
 
 @no_default_device()
 def compile_graph(
@@ -49,7 +54,12 @@ def compile_graph(
         num_inputs = len(aten_module.graph.find_nodes(op="placeholder"))
         weights = inline_blocks(aten_module)
         static = [*given, *range(num_inputs, num_inputs + len(weights))]
-        runtime = make_runtime(build_program(aten_module, static, options), weights)
+        known = [value for value in example_inputs if isinstance(value, nn.Parameter)]
+        has_versions = not any(weight.is_inference() for weight in (*known, *weights.current()))
+        if not has_versions:
+            logger.warning(_UNVERSIONED)
+        program = build_program(aten_module, static, options, may_derive=has_versions)
+        runtime = make_runtime(program, weights)
         weights.watch()
 
         @boxed

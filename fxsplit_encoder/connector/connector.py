@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -17,42 +18,44 @@ from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Step
 from fxsplit_encoder.connector.books.encoding import WorkerStatus
 from fxsplit_encoder.connector.books.parts import Parts
-from fxsplit_encoder.connector.books.storage import capacity_of
 from fxsplit_encoder.connector.books.tickets import Ticket
-from fxsplit_encoder.connector.interfaces import MediaProcessor, MediaReducer
+from fxsplit_encoder.connector.interfaces import (
+    MediaItem,
+    MediaProcessor,
+    PromptRun,
+)
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
 from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, Run, merge_rows
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
-from fxsplit_encoder.connector.states import Availability, State, failure_of
+from fxsplit_encoder.connector.states import Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.connector.threads.copies import Copies
-from fxsplit_encoder.connector.threads.core import Clock, Core, Warden
+from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, make_encoders, row_bytes_of
-from fxsplit_encoder.connector.threads.preparers import Preparers, checked_count
-from fxsplit_encoder.errors import ConnectorError, InputError, MediaError
+from fxsplit_encoder.connector.threads.preparers import Preparers
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 
 logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 30.0
+"""How long the end of the interpreter waits for batches that are being encoded."""
 
 _ANY_TOWER = TowerIdentity(b"", "", "")
 
 
 class Connector:
-    """Encodes the media of requests beside the engine that serves them.
+    """Encodes the media of requests in the background of the engine that serves them. Threads may share it.
 
-    `submit` returns at once. CPU workers hash, decode and preprocess; workers with an encoder each put items
-    of different requests into batches; features wait in bounded memory until the engine merges them into its
-    prompts and releases them. A failure costs one request, never the engine.
-
-    Threads may share a connector.
+    CPU workers read, hash, decode and preprocess; workers with an encoder each form batches of different
+    requests' items; features wait in bounded memory until the engine merges them and releases them.
 
     Args:
         processor: counts the tokens of media, hashes them, and turns them into an encoder's inputs.
-        encoders: for each worker, what makes its encoder; called again when a worker is lost. What it returns
-            is started on the worker's own thread.
+        encoders: for each worker, what makes its encoder, which is started on the worker's own thread; called
+            again when a worker is lost.
         config: sizes and limits.
-        identity: of the encoders' tower, which names of features depend on; None: features are not to be told
-            from those of other weights.
+        identity: of the encoders' tower, on which names of features depend; None: of one tower for ever.
         copies: makes host buffers and copies; None: as the devices do.
 
     Raises:
@@ -80,16 +83,17 @@ class Connector:
             self._row_bytes.get,
             self._key_of,
             threading.Condition(lock),
-            can_reduce=isinstance(processor, MediaReducer),
+            can_reduce=type(processor).reduce is not MediaProcessor.reduce,
         )
         self._core = Core(lock, parts)
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
-        self._threads = [*preparers.threads, Clock(self._core).thread]
-        self._warden = Warden(self._core).thread
-        for thread in (*self._threads, self._warden):
+        self._core.on_hang = self._pool.give_up
+        self._threads = [*preparers.threads, self._core.clock.thread]
+        for thread in (*self._threads, self._core.warden):
             thread.start()
         self._pool.start()
+        atexit.register(self._close_at_exit)
 
     def _key_of(self, digest: bytes, salt: str) -> bytes:
         return feature_key(digest, self._identity, salt, "sha256")
@@ -97,94 +101,66 @@ class Connector:
     # --- requests
 
     def submit(self, request: EncodeRequest) -> Ticket:
-        """Takes a request; nothing is decoded, hashed or encoded before this returns.
+        """Takes a request; nothing of its media is read before this returns.
 
-        The caller keeps the ticket: steps name it. Its token counts are exact, from the dimensions of the
-        media, so that room for the tokens can be made now. An item that cannot be encoded fails its ticket,
-        or makes it text alone, as the request asked for.
+        The caller keeps the ticket: steps name it. Its `token_counts` are exact, from the headers of the
+        media, which CPU workers read first. A request that cannot be encoded, or whose prompt has not the
+        placeholders that its items need, fails its ticket, or makes it text alone, as it asked for.
 
         Raises:
             ConnectorFullError: too much is waiting; submit it again later.
-            ConnectorError: the connector is closed.
-            InputError: the request asks for a reduction, and the processor cannot reduce; or its prompt has
-                not the placeholders that its items need.
+            ConnectorError: the connector is closed, or the request is beyond a limit by itself.
+            InputError: the request asks for a reduction, and the processor cannot reduce; or it has no media,
+                and its prompt has placeholders.
         """
         if request.failure.reduce is not None and not self._core.books.parts.can_reduce:
             raise InputError(
                 f"reduce: {type(self.processor).__name__} cannot ask less of an item; leave it out"
             )
-        counts, problem = self._count(request)
-        if request.placeholders is not None and problem is None:
-            request.placeholders.merged_length(counts)  # raises before anything is held
+        if request.placeholders is not None and not request.items:
+            request.placeholders.merged_length(())  # raises before anything is held
         with self._core.change() as books:
-            return books.submit(request, counts, problem)
+            return books.submit(request)
 
-    def _count(self, request: EncodeRequest) -> tuple[list[int], tuple[int, ConnectorError] | None]:
-        """The tokens of each item, and which of them cannot be encoded, if one cannot."""
-        counts: list[int] = []
-        for index, item in enumerate(request.items):
-            row_bytes = self._row_bytes.get(item.modality)
-            if row_bytes is None:
-                error = MediaError(f"no encoder takes {shown(item.modality)}")
-                return _padded(counts, request), (index, failure_of(error, "media"))
-            try:
-                counts.append(checked_count(self.processor.count_tokens(item)))
-            except Exception as error:
-                return _padded(counts, request), (index, failure_of(error, "media"))
-            if (size := counts[-1] * row_bytes) > self.config.staging_bytes:
-                message = f"its feature has {size} bytes, and staging_bytes is {self.config.staging_bytes}"
-                return _padded(counts, request), (index, ConnectorError(message, "too_large", False))
-        sizes = {
-            id(item): capacity_of(count * (self._row_bytes.get(item.modality) or 0))
-            for item, count in zip(request.items, counts, strict=True)
-        }
-        if (total := sum(sizes.values())) > self.config.host_bytes:
-            message = f"its request takes {total} bytes, and host_bytes is {self.config.host_bytes}"
-            return counts, (0, ConnectorError(message, "too_large", retryable=False))
-        return counts, None
+    def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
+        """What a prompt has to show of an item, from its header or dimensions alone, before it is submitted.
+
+        Raises:
+            InputError: the processor does not tell.
+            MediaError: the media cannot be read.
+        """
+        return self.processor.prompt_runs(item)
 
     def step(self) -> Step:
-        """What has become of whom since the last step; for each step of the engine. Waits for nothing."""
+        """What tickets have become since the last step; for each step of the engine. Waits for nothing."""
         with self._core.change() as books:
             return books.step()
 
     def has_pending_work(self) -> bool:
-        """Whether a later step may have something to tell, so that an engine without other work must not
-        sleep for good.
-        """
+        """Whether a later step may have something to tell, so that the engine must not sleep for good."""
         with self._core.lock:
             return self._core.books.has_pending_work
 
     def hold(self, ticket: Ticket, item: int | None = None) -> Availability:
-        """Holds every item of a ticket, or one, once more; each hold needs a `release`.
+        """Holds every item of a ticket, or one, once more; each hold needs a `release`, as does submission.
 
-        Every item is held once from its submission. What was released before is found again where it is still
-        kept, and encoded again where not: the ticket is "deferred" then. "unavailable" says that nothing is
-        held, since the ticket failed or was cancelled, or because one item alone would have to wait for
+        What was released is found again, or encoded again: the ticket is "deferred" then. "unavailable":
+        nothing is held, since the ticket failed or was cancelled, or because one item alone would wait for
         memory while others of its ticket hold some.
         """
         with self._core.change() as books:
             return books.hold(ticket, _index(ticket, item))
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
-        """Lets go of every item of a ticket, or of one, once; an item that is not ready is given up.
-
-        Args:
-            ticket: from `submit`.
-            item: the item's index; None: all.
-            keep: whether the rows stay, until memory is needed, though the request did not ask for it.
-
-        Returns:
-            The holds that were let go of: 0 if there were none, which is no error.
+        """Lets go of every item of a ticket, or of one, once; how many holds that were. One that is not ready
+        is given up. With `keep` rows stay until memory is needed, though the request did not ask for it.
         """
         with self._core.change() as books:
             return books.release(ticket, _index(ticket, item), keep=keep)
 
     def cancel(self, ticket: Ticket, item: int | None = None) -> bool:
-        """Gives up every item of a ticket, or one, however often it is held; whether there was any.
-
-        What waits never enters a batch. What is in a batch is encoded and then discarded, unless somebody
-        else wants it.
+        """Gives up every item of a ticket, or one, however often it is held; whether there was any. What
+        waits never enters a batch; what is in one is discarded afterwards, unless others want it.
         """
         with self._core.change() as books:
             return books.cancel(ticket, _index(ticket, item))
@@ -193,17 +169,10 @@ class Connector:
 
     @contextlib.contextmanager
     def read(
-        self,
-        ticket: Ticket,
-        items: Sequence[int] | None = None,
-        *,
-        device: torch.device | str = "cpu",
+        self, ticket: Ticket, items: Sequence[int] | None = None, *, device: torch.device | str = "cpu"
     ) -> Iterator[dict[int, FeatureRows]]:
-        """The rows of some items. Nothing overwrites them before the work is over that the current stream of
-        `device` was given inside.
-
-        Raises:
-            InputError: the ticket, or one of these items, is not ready.
+        """The rows of some items, which stay until the work is over that the current stream of `device` was
+        given inside; raises InputError where one is not ready.
         """
         reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
@@ -234,16 +203,11 @@ class Connector:
                 chunks.
             embeddings: (positions, width) of these tokens, of any floating dtype and on any device; those of
                 placeholders are overwritten, by the current stream of the device.
-            levels: deepstack levels that follow the main output in each row; None: as the items' metadata
-            say.
-
-        Returns:
-            Where the rows are, and what of them belongs to deepstack levels.
+            levels: deepstack levels that follow the main output in each row; None: as metadata say.
 
         Raises:
-            InputError: the ticket or an item is not ready, the request has no placeholders, or not as many as
-                items, the range is not one of the merged prompt, or rows do not have the width. Nothing was
-                written.
+            InputError: the ticket or an item is not ready, the request has no placeholders, the range is not
+                one of the merged prompt, or rows do not have the width. Nothing was written.
         """
         start, stop = token_range
         runs = self._runs(ticket, start, stop, embeddings)
@@ -275,34 +239,28 @@ class Connector:
     def workers(self) -> dict[str, WorkerStatus]:
         """How each worker is, by name."""
         with self._core.lock:
-            return self._pool.statuses
+            return {name: worker.status for name, worker in self._core.books.encoding.workers.items()}
 
     def drain_worker(self, name: str) -> None:
-        """The worker finishes what it has in hand and stops; `restart_worker` starts it again.
-
-        Raises:
-            InputError: no worker has this name.
-        """
+        """Lets a worker finish what it has in hand and stop; `restart_worker` starts it again."""
         self._pool.drain(name)
 
     def restart_worker(self, name: str) -> None:
-        """A new worker in place of one that has stopped, was lost, or hangs.
-
-        Raises:
-            InputError: no worker has this name, or the connector is closed.
-        """
+        """Starts a worker in place of one that has stopped, was lost, or hangs."""
         self._pool.restart(name)
 
     def change_identity(self, identity: TowerIdentity) -> None:
         """After other weights were loaded: features that were made before are not found any more."""
         with self._core.change() as books:
             self._identity = identity
+            self._core.dtypes.clear()
             books.clear_cache()
 
     def clear_cache(self) -> None:
-        """Frees what nobody holds, and idle host buffers."""
+        """Frees features without holders, and idle host buffers."""
         with self._core.change() as books:
             books.clear_cache()
+        self._copies.give_back()
 
     def stats(self) -> ConnectorStats:
         """The counts so far."""
@@ -327,17 +285,23 @@ class Connector:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._core.change() as books:
             books.close()
-        self._pool.stop()
+        for name in self.workers():
+            self._pool.drain(name)
         joined: list[threading.Thread] = []
         while threads := [thread for thread in self._pool.threads() if thread not in joined]:
             _join(threads, deadline)
             joined += threads
         self._core.stop()
         _join(self._threads, deadline)
-        _join([self._warden], deadline)
+        _join([self._core.warden], deadline)
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        # A thread that encodes while the interpreter is taken down would abort the process.
+        self.close(_EXIT_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -346,11 +310,6 @@ class Connector:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _padded(counts: list[int], request: EncodeRequest) -> list[int]:
-    """The counts that are known, and 0 for the other items."""
-    return counts + [0] * (len(request.items) - len(counts))
 
 
 def _index(ticket: Ticket, item: int | None) -> int | None:

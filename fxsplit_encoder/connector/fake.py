@@ -10,17 +10,23 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import MediaItem, Modality, PreparedItem, Reduction
+from fxsplit_encoder.connector.interfaces import (
+    FeatureEncoder,
+    MediaItem,
+    MediaProcessor,
+    Modality,
+    PreparedItem,
+    PromptRun,
+    Reduction,
+)
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import shown
 
 
-class FakeProcessor:
+class FakeProcessor(MediaProcessor):
     """Takes any media that is a string; its option `tokens` says how many rows it has.
 
-    Args:
-        default_tokens: of an item without that option.
-        on_prepare: called with every item that is preprocessed, to wait or to raise.
+    `on_prepare` is called with every item that is preprocessed, to wait or to raise.
     """
 
     def __init__(
@@ -30,7 +36,7 @@ class FakeProcessor:
         self._on_prepare = on_prepare
 
     def count_tokens(self, item: MediaItem) -> int:
-        """Its option, or the default."""
+        """Read its option, or take the default."""
         tokens = item.options.get("tokens", self._default_tokens)
         if not isinstance(tokens, int):
             raise MediaError(f"tokens: expected an integer; got {shown(tokens)}")
@@ -41,6 +47,14 @@ class FakeProcessor:
         if not isinstance(item.media, str):
             raise MediaError(f"media: expected a string; got {shown(item.media)}")
         return hashlib.sha256(f"{item.modality} {self.count_tokens(item)} {item.media}".encode()).digest()
+
+    def prompt_runs(self, item: MediaItem) -> list[PromptRun]:
+        """One run; of a video one a second of no more than two tokens."""
+        tokens = self.count_tokens(item)
+        if item.modality != "video":
+            return [PromptRun(tokens)]
+        starts = range(0, tokens, 2)
+        return [PromptRun(min(2, tokens - start), float(index)) for index, start in enumerate(starts)]
 
     def prepare(self, item: MediaItem) -> PreparedItem:
         """An item whose only input is a vector of zeros; its media travels as metadata."""
@@ -55,14 +69,10 @@ class FakeProcessor:
         return MediaItem(item.modality, item.media, {**item.options, "tokens": tokens}) if tokens else None
 
 
-class FakeEncoder:
-    """Rows that follow from an item's digest: `fake_rows`.
+class FakeEncoder(FeatureEncoder):
+    """Makes rows of `width` columns from items' digests, as `fake_rows` does.
 
-    Args:
-        width: columns.
-        dtype: of the rows.
-        on_encode: called with every batch before it is encoded, to wait or to raise.
-        modalities: that it encodes.
+    `on_encode` is called with every batch before it is encoded, to wait or to raise.
     """
 
     def __init__(
@@ -73,28 +83,18 @@ class FakeEncoder:
         modalities: Sequence[Modality] = ("image", "video", "audio"),
     ) -> None:
         self._width = width
-        self._dtype = dtype
+        self.dtype: torch.dtype = dtype
         self._on_encode = on_encode
         self._modalities = modalities
 
-    def start(self) -> None:
-        """Nothing is needed."""
-
-    def predict_cost(self, item: PreparedItem) -> float:
-        """Its tokens."""
-        return float(item.num_tokens)
-
     def row_bytes(self, modality: Modality) -> int | None:
         """Of `width` columns."""
-        return self._width * self._dtype.itemsize if modality in self._modalities else None
+        return self._width * self.dtype.itemsize if modality in self._modalities else None
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
         """The rows of each item."""
         self._on_encode(items)
-        return [fake_rows(item.digest, item.num_tokens, self._width, self._dtype) for item in items]
-
-    def close(self) -> None:
-        """Nothing is held."""
+        return [fake_rows(item.digest, item.num_tokens, self._width, self.dtype) for item in items]
 
 
 def fake_rows(digest: bytes, num_tokens: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -29,25 +29,8 @@ Part = bytes | bytearray | memoryview
 _MOST_TENSOR_BYTES = 1 << 28
 
 
-class Hasher(Protocol):
-    """What both functions' objects have in common."""
-
-    def update(self, data: Any, /) -> Any:
-        """Hash further bytes."""
-        ...
-
-    def digest(self) -> bytes:
-        """The 32 bytes."""
-        ...
-
-
-def new_hasher(name: str, is_large: bool = False) -> Hasher:
-    """An empty hash.
-
-    Raises:
-        InputError: no such function.
-        MissingExtraError: blake3 is asked for and not installed.
-    """
+def new_hasher(name: str, is_large: bool = False) -> Any:
+    """An empty hash, with `update` and `digest`; InputError: no such function."""
     known: tuple[str, ...] = get_args(HashName)
     if name not in known:
         raise InputError(f"hash: expected {' or '.join(known)}; got {shown(name)}")
@@ -57,8 +40,7 @@ def new_hasher(name: str, is_large: bool = False) -> Hasher:
         from blake3 import blake3
     except ImportError as error:
         raise MissingExtraError("hash: blake3", "connector") from error
-    hasher: Hasher = blake3(max_threads=blake3.AUTO if is_large else 1)
-    return hasher
+    return blake3(max_threads=blake3.AUTO if is_large else 1)
 
 
 def digest_of(parts: Iterable[Part], name: HashName = "blake3", is_large: bool = False) -> bytes:
@@ -68,19 +50,16 @@ def digest_of(parts: Iterable[Part], name: HashName = "blake3", is_large: bool =
         view = memoryview(part).cast("B")
         hasher.update(len(view).to_bytes(8, "little"))
         hasher.update(view)
-    return hasher.digest()
+    digest: bytes = hasher.digest()
+    return digest
 
 
 def canonical(value: object, name: str = "options") -> bytes:
     """Settings as bytes that are equal for equal settings, whatever order their names come in.
 
-    Args:
-        value: None, booleans, numbers, strings, bytes, enumerations, dtypes; sequences and mappings of them,
-            by names or by integers.
-        name: what messages call it.
-
     Raises:
-        InputError: it is, or holds, anything else.
+        InputError: it is, or holds, anything but None, booleans, numbers, strings, bytes, enumerations,
+            dtypes, and sequences and mappings of them, by names or integers; messages call it `name`.
     """
     return json.dumps(_plain(value, name), sort_keys=True, separators=(",", ":")).encode()
 
@@ -135,13 +114,10 @@ class TowerIdentity:
 
     @classmethod
     def of(cls, tower: nn.Module, precision: str, name: HashName = "blake3") -> TowerIdentity:
-        """That of a tower as it is now: after other weights are loaded it is another one.
+        """That of a tower as it is now, with the precision of its configuration (`precision_of`).
 
-        Args:
-            precision: what `precision_of` tells of the configuration.
-            name: of the hash function.
-
-        Reads every weight once; weights on a GPU pass through host memory in pieces.
+        Reads every weight once; weights on a GPU pass through host memory in pieces. After other weights are
+        loaded it is another one.
         """
         dtype = next((str(parameter.dtype) for parameter in tower.parameters()), "none")
         return cls(weights_digest(tower, name), dtype, precision)
@@ -161,11 +137,7 @@ def feature_key(item: bytes, tower: TowerIdentity, salt: str = "", name: HashNam
 
 
 def weights_digest(tower: nn.Module, name: HashName = "blake3") -> bytes:
-    """The digest of a tower: its class, its configuration, and every parameter and buffer by name.
-
-    Raises:
-        InputError: it has a tensor on the meta device, whose values nobody knows.
-    """
+    """The digest of a tower: class, configuration, parameters and buffers; InputError: one is on meta."""
     inner = getattr(tower, "tower", tower)
     settings: object = getattr(getattr(inner, "config", None), "to_dict", dict)()
     described = json.dumps(settings, sort_keys=True, default=repr)

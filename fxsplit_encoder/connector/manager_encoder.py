@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
-from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.messages import names_of
@@ -30,7 +30,7 @@ _KEPT_TABLES = 8
 _ONE_THREAD_ELEMENTS = 32_768
 
 
-class ManagerEncoder:
+class ManagerEncoder(FeatureEncoder):
     """The images and videos of one tower.
 
     Args:
@@ -47,22 +47,14 @@ class ManagerEncoder:
         modalities: Sequence[Modality] | None = None,
     ) -> None:
         self.manager = manager
+        self.device, self.dtype = manager.pool.device, manager.dtype
+        self.stream_priority = manager.config.stream_priority
         self._capture = capture
         self._tables: dict[bytes, PixelValues] = {}
         self._modalities = manager.model_config.modalities if modalities is None else modalities
 
-    @property
-    def device(self) -> torch.device:
-        """That of the tower's captures."""
-        return self.manager.pool.device
-
-    @property
-    def stream_priority(self) -> int:
-        """That of the tower's captures."""
-        return self.manager.config.stream_priority
-
     def start(self) -> None:
-        """Captures every budget, on the thread that will replay them."""
+        """Capture every budget, on the thread that will replay them."""
         if self._capture and not self.manager.is_captured():
             self.manager.capture()
 
@@ -119,11 +111,7 @@ class ManagerEncoder:
         return self.manager.model_config.out_hidden_size * self.manager.dtype.itemsize
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
-        """The items as one request to the manager, which packs them into its budgets.
-
-        Raises:
-            InputError: items of one modality have different inputs, or the manager refuses them.
-        """
+        """Encode the items as one request; InputError: those of one modality have different inputs."""
         # A manager's items are its images, then its videos.
         order = sorted(range(len(items)), key=lambda index: items[index].modality == "video")
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,22 +32,6 @@ class Run(NamedTuple):
     length: int
 
 
-class Placeholders(Protocol):
-    """Where a prompt shows its items. Token counts are those of the ticket: an item of 0 is left out."""
-
-    def merged_length(self, token_counts: Sequence[int]) -> int:
-        """Positions of the merged sequence."""
-        ...
-
-    def runs(self, token_counts: Sequence[int], start: int, stop: int) -> Sequence[Run]:
-        """What goes to the positions from `start` up to `stop`, in order.
-
-        Raises:
-            InputError: the counts are not what the prompt has placeholders for.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Placeholder:
     """The token that stands for the rows of a modality."""
@@ -61,20 +45,16 @@ class Placeholder:
 
 
 class PositionMap:
-    """A prompt with placeholder tokens, each modality's either single or expanded.
-
-    Single: one token for every item, which becomes as many as the item has rows. Expanded: as many tokens as
-    the items have rows together, in the order of the items; those of one item need not be neighbors (there
-    may be times between a video's frames), and those of two may be, where each of the two is in one place.
-    Their number shows which of both it is.
+    """A prompt with placeholder tokens. Each modality's are single, one for every item, or expanded, one for
+    every row, in the order of the items; their number shows which. An item's expanded tokens need not be
+    neighbors: there may be times between a video's frames.
 
     Args:
         token_ids: of the prompt.
         modalities: of every item of the request, in the order in which the prompt shows those of a modality.
         placeholders: for each modality that the request has.
-        token_counts: that the prompt was expanded for. With them an item may later have another number of
-            rows, as after it was reduced, if its tokens are neighbors; or none. Without them, none only
-            together with all others of its modality.
+        token_counts: that the prompt was expanded for. With them an item whose tokens are neighbors may later
+            have another number of rows; without them, none only with all others of its modality.
 
     Raises:
         InputError: two modalities have the same token, an item's has none, or `token_counts` are not what the
@@ -100,27 +80,15 @@ class PositionMap:
             self._announced = np.array(token_counts, np.int64)
 
     def merged_length(self, token_counts: Sequence[int]) -> int:
-        """Positions of the merged sequence.
-
-        Raises:
-            InputError: the counts are not what the prompt has placeholders for.
-        """
+        """Positions of the merged sequence; InputError: the counts are not what the prompt was made for."""
         return len(self._layout(token_counts).token_ids)
 
     def runs(self, token_counts: Sequence[int], start: int, stop: int) -> list[Run]:
-        """What goes to the positions from `start` up to `stop`, in order.
-
-        Raises:
-            InputError: the counts are not what the prompt has placeholders for.
-        """
+        """What goes to the positions from `start` up to `stop`, in order; raises as `merged_length`."""
         return self._layout(token_counts).between(start, stop)
 
     def token_ids(self, token_counts: Sequence[int]) -> Integers:
-        """The token at every position of the merged sequence, (length,).
-
-        Raises:
-            InputError: the counts are not what the prompt has placeholders for.
-        """
+        """The token at every position of the merged sequence, (length,); raises as `merged_length`."""
         return self._layout(token_counts).token_ids.copy()
 
     def _layout(self, token_counts: Sequence[int]) -> _Layout:
@@ -205,8 +173,8 @@ def _assign(
 
 
 def _check_borders(modality: Modality, where: Integers, owned: Integers) -> None:
-    """Raises InputError where an item begins within neighboring tokens of another that has tokens elsewhere
-    too: the prompt was expanded for other lengths of the same sum.
+    """Raise InputError where neighboring tokens are of two items, one of which has others elsewhere: the
+    prompt was expanded for other counts of the same sum.
     """
     for first in np.flatnonzero(np.diff(owned)) + 1:
         if where[first] != where[first - 1] + 1:
@@ -266,8 +234,7 @@ _FEW = 16
 """Up to so many runs their positions are made one after the other."""
 
 _WORD = torch.int64
-"""What rows are copied as where they consist of it. torch's kernels for rows that are not one piece take an
-element at a time, and a word holds four of bfloat16."""
+"""Rows are copied as such words: torch's kernels for strided rows take an element at a time."""
 
 
 class FeatureRows(NamedTuple):
@@ -294,9 +261,8 @@ class MergedRows:
 def merge_rows(
     rows: Sequence[Tensor | None], runs: Sequence[Run], out: Tensor, start: int, levels: int = 0
 ) -> MergedRows:
-    """Copies the main output's rows to their places, and hands out the deepstack levels that belong to them.
-
-    Nothing waits for the device. Rows of another dtype or device are converted.
+    """Copies the main output's rows to their places, and returns their deepstack levels; nothing waits for
+    the device. Rows of another dtype or device are converted.
 
     Args:
         rows: of each item, (tokens, width * (1 + levels)): the main output, then every level.
@@ -322,10 +288,8 @@ def merge_rows(
 
 
 def _pieces(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The runs in as few pieces as their rows are in: the item, the first row and the one after the last.
-
-    Raises:
-        InputError: a run is not within the positions from `start` up to `stop`.
+    """The runs in as few pieces as their rows are in: the item, the first row and the one after the last;
+    InputError: a run is not within the positions from `start` up to `stop`.
     """
     # For a few hundred runs this takes less than making an array of them.
     pieces = []
@@ -371,15 +335,9 @@ def _positions(runs: Sequence[Run], start: int, device: torch.device) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], out: Tensor, *, is_own: bool) -> Tensor:
-    """Pieces one after the other, on the device and in the dtype of `out`.
-
-    Args:
-        is_own: whether they must not be the items' own memory.
-    """
+    """Pieces one after the other, of the device and dtype of `out`; `is_own`: not in the items' memory."""
     device, dtype = out.device, out.dtype
-    may_wait = (
-        device.type != "cpu"
-    )  # the host does not wait for a copy that comes to it, and would read too early
+    may_wait = device.type != "cpu"  # the host does not wait for a copy to it, and would read too early
     moved = [
         part
         if part.dtype == dtype and part.device == device

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from fxsplit_encoder.connector.interfaces import MediaItem, Reduction
-from fxsplit_encoder.connector.positions import Placeholders
+from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.settings_model import Settings, parse_bytes
@@ -30,68 +30,59 @@ class ConnectorConfig(Settings):
     """
 
     host_bytes: _Bytes = 4 << 30
-    """Host memory for features, in bytes or as a size such as 4GiB. It is reserved before an item is encoded,
-    in powers of two; a request whose items need more than this together is refused."""
+    """Host memory for features, in bytes or as a size such as 4GiB; reserved in powers of two before an item
+    is encoded. A request that needs more is refused."""
 
     device_bytes: _Bytes = 1 << 30
-    """Memory for features where the encoders leave them, for each device. What has no room there is copied to
-    the host. 0: everything is."""
+    """Memory on each device for features; what has no room there is copied to the host."""
 
     staging_bytes: _Bytes = 512 << 20
     """Features of the batches that one worker has in hand; an item of more is refused."""
 
     input_bytes: _Bytes = 1 << 30
-    """Preprocessed items that wait for an encoder: no further item is decoded while they are more. By as much
-    as the CPU workers have in hand they may exceed it.
-    """
+    """Preprocessed items that wait for an encoder: no further item is decoded while they are more."""
+
+    media_bytes: _Bytes = 4 << 30
+    """Raw media in memory of items that are not ready yet; a request beyond them is refused. Files do not
+    count. A tenant with less than its even share of these and of `max_waiting_items` is not refused for what
+    others have: up to twice as much waits then."""
 
     cpu_workers: _Number = 4
-    """Threads that hash, decode and preprocess."""
+    """Threads that read headers, hash, decode and preprocess."""
 
     max_waiting_items: _Number = 4096
     """Items that are not ready yet; a request beyond them is refused, to be submitted again later."""
-
-    max_overtakes: _Count = 64
-    """How many requests may get memory before one that came earlier and needs more than is free."""
 
     max_batch_items: _Number = 32
     """Items that a worker encodes together at most."""
 
     max_batch_cost: _Positive | None = None
-    """Predicted cost of a batch, in the encoder's unit, above which no further item joins it. None: no limit
-    but the workers' even share."""
+    """Predicted cost of a batch, in the encoder's unit, above which no further item joins it."""
 
     max_slice_cost: _Positive | None = None
-    """Predicted cost, in the encoder's unit, of what a worker gives its device at once of an item that can be
-    encoded in slices (`SlicingEncoder`), such as a video by frames. Between slices it rests as
-    `max_busy_share` says, and lets batches of no more than that cost pass. None: items are not cut.
-    """
+    """Predicted cost of what a worker gives its device at once of an item that can be encoded in
+    `FeatureEncoder.slices`. Between slices it rests as `max_busy_share` says, and lets batches of no more
+    than that cost pass. None: items are not cut."""
 
     flush_delay_s: _Seconds = 0.0
-    """Seconds that an item waits for others while its batch is not full. 0: a free worker takes what there
-    is.
-    """
+    """Seconds that an item waits for others while its batch is not full."""
 
     max_batches_in_flight: _Number = 2
     """Batches that one worker gives its device before the first of them is done."""
 
     max_busy_share: _Share = 1.0
-    """The share of time in which a worker may have batches in hand. After each it rests for as long as that
-    takes, and leaves the device to an engine that computes there too. 1: it never rests.
-    """
+    """Share of time in which a worker may have batches in hand; after each it rests and leaves the device to
+    an engine that computes there too."""
 
     timeout_s: _Positive | None = 60.0
     """Seconds after which an item that is not ready fails, where its request says nothing. None: never."""
 
+    hang_timeout_s: _Positive | None = 300.0
+    """Seconds without progress on a batch after which a worker is given up like one that was lost. None:
+    never. A batch for which a worker compiles and captures takes as long as that does."""
+
     max_worker_restarts: _Count = 3
     """How often in a row a worker that was lost is started again before it is given up."""
-
-    max_item_losses: _Count = 2
-    """How many workers an item may lose before it is taken for the cause and fails."""
-
-
-SPECIFIED_BATCHES = {"max_batch_items": 8, "flush_delay_s": 0.005}
-"""Batches of 8 items, or of what came within 5 ms: for `ConnectorConfig(**SPECIFIED_BATCHES)`."""
 
 
 Retention = Literal["discard", "keep"]
@@ -99,27 +90,17 @@ Retention = Literal["discard", "keep"]
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What becomes of a request one of whose items cannot be encoded.
-
-    Whatever was asked for, an item whose worker was lost goes to another worker, and a batch that fails is
-    halved until only the items that cause it fail.
-
-    Raises:
-        InputError: a setting is not one of those below.
-    """
+    """What becomes of a request one of whose items cannot be encoded."""
 
     then: Literal["fail", "text_only"] = "fail"
-    """fail: the ticket fails. text_only: it becomes ready without any media, which `Ticket.text_only` says
-    and new token counts, all 0, announce.
-    """
+    """fail: the ticket fails. text_only: it becomes ready without any media and with token counts of 0."""
 
     retries: int = 0
     """How often an item is encoded again after an error that is `retryable`."""
 
     reduce: Reduction | None = None
-    """What is asked of an item instead of failing it when memory runs out, and the retries have: half its
-    frames, or half of each side, until it fits or has no more to give. Only before the ticket was ready for
-    the first time, since its token counts change."""
+    """What is asked of an item when memory and retries run out: half its frames, or half of each side, until
+    it fits or has no more to give; only before the ticket was first ready, since its token counts change."""
 
     def __post_init__(self) -> None:
         if self.then not in ("fail", "text_only"):
@@ -140,7 +121,7 @@ class EncodeRequest:
     """The media of one request.
 
     Raises:
-        InputError: the id is empty, the salt no text, or the timeout no positive number.
+        InputError: the id is empty, the salt or the tenant no text, or the timeout no positive number.
     """
 
     id: str
@@ -150,8 +131,8 @@ class EncodeRequest:
     """In the order of their placeholders. An item that the prompt shows twice is listed twice; it is encoded
     once."""
 
-    placeholders: Placeholders | None = None
-    """Where the rows of the items go, for `merge`, such as a `PositionMap`; None: the caller places them."""
+    placeholders: PositionMap | None = None
+    """Where the rows of the items go, for `merge`; None: the caller places them."""
 
     failure: FailurePolicy = FAIL
 
@@ -162,14 +143,20 @@ class EncodeRequest:
     timeout_s: float | None = None
     """Seconds after which an item that is not ready fails; None: as the connector's settings say."""
 
+    tenant: str = ""
+    """Whose turns and whose share of what is bounded it uses: tenants do not wait for each other's queues."""
+
     salt: str = ""
     """Features are shared among requests of the same salt only, such as those of one tenant."""
 
     def __post_init__(self) -> None:
         if not self.id:
             raise InputError("id: expected a name for the request; got an empty one")
-        if not _is_text(self.salt):
-            raise InputError(f"salt: expected text that UTF-8 can encode; got {shown(self.salt)}")
+        for name in ("salt", "tenant"):
+            if not _is_text(getattr(self, name)):
+                raise InputError(
+                    f"{name}: expected text that UTF-8 can encode; got {shown(getattr(self, name))}"
+                )
         if self.retention not in ("discard", "keep"):
             raise InputError(f"retention: expected discard or keep; got {shown(self.retention)}")
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -182,3 +169,19 @@ def _is_text(value: object) -> bool:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         return False
+
+
+def media_bytes(media: object) -> int:
+    """Bytes that raw media have in memory: 0 of a path, and of what is of an unknown kind."""
+    if isinstance(media, bytes | bytearray | memoryview):
+        return memoryview(media).nbytes
+    if isinstance(media, list | tuple):
+        return sum(map(media_bytes, media))
+    for name in ("frames", "samples"):  # of a video or an audio clip that was decoded
+        if (inner := getattr(media, name, None)) is not None:
+            return media_bytes(inner)
+    num_bytes = getattr(media, "nbytes", None)
+    if num_bytes is None and hasattr(media, "getbands"):
+        width, height = media.size  # type: ignore[attr-defined]
+        num_bytes = width * height * len(media.getbands())
+    return num_bytes if isinstance(num_bytes, int) else 0

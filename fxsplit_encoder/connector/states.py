@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
@@ -69,6 +69,10 @@ WAITING = frozenset({State.NEW, State.QUEUED, State.ENCODING})
 """The states from which an item may still become ready."""
 
 
+GONE = frozenset({State.FAILED, State.CANCELLED})
+"""The states that an item does not leave."""
+
+
 def check_transition(before: State, after: State, what: object) -> None:
     """Asserts that one state may follow another."""
     assert after in TRANSITIONS[before], f"{what}: {before} -> {after}"
@@ -104,9 +108,6 @@ slow; every worker that tried was lost, or none is left; the connector was close
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError, CaptureMemoryError)
 _TO_BLAME = (InputError, ValueError, TypeError, KeyError, IndexError, MissingExtraError)
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
 
 def failure_of(error: BaseException, kind: str) -> ConnectorError:
     """An error as the connector reports it."""
@@ -121,28 +122,3 @@ def failure_of(error: BaseException, kind: str) -> ConnectorError:
     # Without the error itself: its traceback would keep the frames alive, and the tensors in them.
     logger.info("%s", kind, exc_info=error)
     return ConnectorError(f"{type(error).__name__}: {error}", kind, retryable)
-
-
-def encode_each(
-    encode: Callable[[Sequence[Item]], Sequence[Result]],
-    items: Sequence[Item],
-    on_split: Callable[[], None] = lambda: None,
-) -> list[Result | ConnectorError]:
-    """The result of every item, or why it has none: a batch that fails is halved until single items do.
-
-    Raises:
-        EncoderLostError: from `encode`; no item is to blame.
-    """
-    try:
-        return list(encode(items))
-    except EncoderLostError:
-        raise
-    except Exception as error:
-        if len(items) == 1:
-            return [failure_of(error, "encoder")]
-    on_split()
-    middle = len(items) // 2
-    return [
-        *encode_each(encode, items[:middle], on_split),
-        *encode_each(encode, items[middle:], on_split),
-    ]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from tabulate import tabulate
 
@@ -48,17 +47,6 @@ class Durations:
                 return min(bound, self.longest)
         return self.longest
 
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain values that JSON can hold."""
-        shown = dict(zip(("mean_s", "p50_s", "p99_s"), _shown(self), strict=False))
-        return {
-            "count": self.count,
-            **shown,
-            "longest_s": self.longest,
-            "total_s": self.total,
-            "counts": self.counts,
-        }
-
 
 @dataclass
 class ConnectorStats:
@@ -87,8 +75,6 @@ class ConnectorStats:
     evictions: int = 0
     """Features that nobody held and that made way for others."""
     evicted_bytes: int = 0
-    reused_buffers: int = 0
-    """Host buffers that served again."""
     retries: int = 0
     """Encodings for which a request's policy asked after an error."""
     reductions: int = 0
@@ -138,10 +124,6 @@ class ConnectorStats:
         places = self.batches * self.max_batch_items
         return self.batch_items / places if places else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain values that JSON can hold; durations with their percentiles, in seconds."""
-        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
-
     def __str__(self) -> str:
         ended = (
             ", ".join(f"{count} {state}" for state, count in sorted(self.outcomes.items())) or "none ended"
@@ -169,9 +151,3 @@ class ConnectorStats:
 
 def _shown(durations: Durations) -> tuple[float, ...]:
     return durations.mean, durations.percentile(50), durations.percentile(99), durations.longest
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Durations):
-        return value.as_dict()
-    return dict(value) if isinstance(value, Mapping) else value

@@ -47,6 +47,7 @@ class Calls(ABC):
     Args:
         twin: a linked copy of the tower, whose modules an adapter may change.
         reads: numbers of hidden states and names of fields that the model reads; empty: the whole output.
+        seen: for a tower that a rule serves, its second result of `calls_of`.
     """
 
     input_names: Sequence[str]
@@ -58,7 +59,7 @@ class Calls(ABC):
     with_states: frozenset[str] = frozenset({"hidden_states"})
     """Fields that an output has with `output_hidden_states` only."""
 
-    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig) -> None:
+    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig, seen: Any = None) -> None:
         self.twin: Any = twin
         self.config = config
         self.layers: tuple[int, ...] = ()
@@ -166,8 +167,9 @@ _DENSE = (
     *("InternVLVisionModel", "SiglipVisionModel", "SiglipVisionTransformer"),
 )
 _GRID = (
-    *("Glm4vMoeVisionModel", "Glm4vVisionModel", "Kimi_K25VisionModel"),
-    *("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel"),
+    *("Exaone4_5_VisionModel", "Glm4vMoeVisionModel", "Glm4vVisionModel", "Kimi_K25VisionModel"),
+    *("Qwen2VisionTransformerPretrainedModel", "Qwen2_5OmniVisionEncoder"),
+    "Qwen2_5_VisionTransformerPretrainedModel",
     *("Qwen3VLMoeVisionModel", "Qwen3VLVisionModel", "Qwen3_5MoeVisionModel", "Qwen3_5VisionModel"),
 )
 # By name, so that neither a model family nor an adapter is imported before it is used.
@@ -189,8 +191,11 @@ def is_named(module: nn.Module) -> bool:
     return any(kind.__name__ in _CALLS for kind in type(module).__mro__)
 
 
-def calls_of(module: nn.Module) -> Any:
-    """The class of `Calls` for a tower: its own, or that of the dense rule."""
+def calls_of(module: nn.Module) -> tuple[Any, Any]:
+    """The class of `Calls` for a tower, and what a rule has seen of one without a name. UnsupportedTowerError
+    says why no rule serves it.
+    """
     name = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _CALLS), None)
-    file, kind = ("rules", "RuleCalls") if name is None else _CALLS[name]
-    return getattr(importlib.import_module(f"fxsplit_encoder.hugging_face.{file}"), kind)
+    file, kind = ("rules", "") if name is None else _CALLS[name]
+    found: Any = importlib.import_module(f"fxsplit_encoder.hugging_face.{file}")
+    return found.look_by_rule(module) if name is None else (getattr(found, kind), None)

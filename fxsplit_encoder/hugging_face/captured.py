@@ -66,7 +66,9 @@ class Served:
 class CapturedTower:
     """A tower's captures, valid for its modules and its parameters' device and dtype."""
 
-    def __init__(self, tower: nn.Module, reads: Reads, settings: Settings) -> None:
+    def __init__(self, tower: nn.Module, reads: Reads, settings: Settings, seen: Any = None) -> None:
+        self.seen = seen
+        """`calls_of` the tower as it is now; None: it has changed."""
         self.settings = settings
         self.reads = reads
         self._tower = tower
@@ -91,7 +93,8 @@ class CapturedTower:
             self.refusal = (MissReason.FOREIGN_CODE, foreign)
         else:
             try:
-                self.calls = calls_of(tower)(twin_of(tower), reads, settings.config)
+                kind, looked = self.seen = seen or calls_of(tower)
+                self.calls = kind(twin_of(tower), reads, settings.config, looked)
             except UnsupportedTowerError as error:
                 self.refuse(error)
 

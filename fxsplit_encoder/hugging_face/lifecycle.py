@@ -15,9 +15,9 @@ from fxsplit_encoder._torch.transformers import INNER_FORWARD, device_hook
 from fxsplit_encoder.backend.entry import check_applies
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import is_named
+from fxsplit_encoder.hugging_face.calls import calls_of, is_named
 from fxsplit_encoder.hugging_face.captured import Settings
-from fxsplit_encoder.hugging_face.rules import look_at, names_images, takes_images
+from fxsplit_encoder.hugging_face.rules import names_images, takes_images
 from fxsplit_encoder.hugging_face.served import FoundTower, ServedTower
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.towers.base import WrappedTower
@@ -160,17 +160,14 @@ def _find(module: nn.Module, name: str, owner: nn.Module, refusals: list[Refusal
     Where none is below a tower that is refused, its reason is added to `refusals`.
     """
     layers = () if owner is module else _layers_of(owner)
-    if is_named(module):
-        yield FoundTower(name, module, layers)
-        return
     reason = ""
-    if takes_images(module) and not any(map(is_named, module.modules())):
+    if is_named(module) or (takes_images(module) and not any(map(is_named, module.modules()))):
         try:
-            look_at(module)
+            calls = calls_of(module)
         except UnsupportedTowerError as error:
             reason = str(error) if names_images(module) else ""
         else:
-            yield FoundTower(name, module, layers)
+            yield FoundTower(name, module, layers, calls)
             return
     if _layers_of(module):
         owner = module

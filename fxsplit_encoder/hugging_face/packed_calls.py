@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, Reads, is_pixels
+from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, Reads, is_pixels, twin_of
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.inputs import integer_rows, number_of
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.pixtral import PixtralTower
 from fxsplit_encoder.towers.registry import wrap
+from fxsplit_encoder.towers.rules import GridLook, GridTower, check_values, packed_fields
 
 
 class GridCalls(Calls):
@@ -23,9 +23,9 @@ class GridCalls(Calls):
 
     counted_name = "grid_thw"
 
-    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig) -> None:
+    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig, seen: Any = None) -> None:
         super().__init__(twin, reads, config)
-        adapter = wrap(twin)
+        adapter = GridTower(twin, seen) if isinstance(seen, GridLook) else wrap(twin)
         assert isinstance(adapter, PackedTower)
         self._adapter = adapter
         self.input_names = adapter.input_names
@@ -38,6 +38,8 @@ class GridCalls(Calls):
         patches, grids = given.get(name), given.get(grid_name)
         if not is_pixels(patches) or grids is None:
             return MissReason.UNSUPPORTED_INPUT
+        if isinstance(self._adapter, GridTower):
+            patches = self._adapter.flattened(patches)
         read = self._adapter.read_grids(grids, grid_name)
         return Call({"pixel_values": patches, "image_grid_thw": read})
 
@@ -46,7 +48,9 @@ class GridCalls(Calls):
         return dict(zip(self.input_names, self._adapter.example_inputs(), strict=True))
 
     def adapter(self, key: Any, example: Any) -> PackedTower:
-        """The adapter of the tower's class."""
+        """The adapter of the tower's class; by the rule, after calls with values have shown it to be true."""
+        if isinstance(self._adapter, GridTower):
+            check_values(twin_of(self.twin), self._adapter)
         return self._adapter
 
     def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
@@ -58,20 +62,22 @@ class GridCalls(Calls):
         return inputs["pixel_values"], torch.tensor(inputs["image_grid_thw"], device="cpu")
 
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
-        """The pooled output and the deepstack levels, which follow one another in the columns of an item."""
-        shapes = [example.pooler_output.shape[1:]]
-        levels = getattr(example, "deepstack_features", None) or ()
-        shapes += [level.shape[1:] for level in levels]
-        parts: list[Tensor] = []
+        """The fields of the output, which follow one another in the columns of an item."""
+        adapter = self._adapter
+        rows = adapter.min_item_tokens * adapter.rows_per_token
+        fields: dict[str, Any] = {}
         start = 0
-        for shape in shapes:
-            end = start + math.prod(shape)
-            parts.append(torch.cat([item[:, start:end] for item in items]).view(-1, *shape))
+        for (name, number), value in packed_fields(example, rows, adapter.rows_per_token):
+            end = start + value.numel() // adapter.min_item_tokens
+            part = torch.cat([item[:, start:end] for item in items])
+            is_batch = value.dim() > 2 and value.shape[0] == 1
+            part = part.view(1, -1, *value.shape[2:]) if is_batch else part.view(-1, *value.shape[1:])
+            if number is None:
+                fields[name] = part
+            else:
+                fields.setdefault(name, []).append(part)
             start = end
-        fields: dict[str, Any] = {"pooler_output": parts[0]}
-        if levels:
-            fields["deepstack_features"] = parts[1:]
-        return Made(fields)
+        return Made({n: type(example[n])(v) if isinstance(v, list) else v for n, v in fields.items()})
 
 
 class PixtralCalls(Calls):

@@ -1,11 +1,10 @@
 """The dense rule: serves a module of transformers that takes images of one size and returns tensors with a
-row for each image, without being told its class. What it returns is read from calls with tensors without
+row for each image, by no name of its class. What it returns is read from calls with tensors without
 data, at one and at two images; before a size is captured, calls with values show that no image reads another.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +18,22 @@ from fxsplit_encoder._torch.dispatch import RandomDraws
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import Call, Made, Reads, accepts, twin_of
+from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, Reads, accepts, twin_of
 from fxsplit_encoder.hugging_face.dense_calls import DenseCalls, DenseKey
+from fxsplit_encoder.hugging_face.packed_calls import GridCalls
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap
+from fxsplit_encoder.towers.rules import (
+    MODEL_ERRORS,
+    Field,
+    GridLook,
+    arguments_of,
+    check_difference,
+    field_of,
+    grid_argument,
+    look_at_grids,
+)
 from fxsplit_encoder.towers.tiles import DenseTower
-
-Field = tuple[str, int | None]
-"""A field of an output that is a tensor, or an entry of one that is a tuple of tensors."""
 
 _OPTIONS = frozenset(
     {
@@ -41,36 +48,29 @@ _USUAL_SIZE = 224
 
 _STATES = "hidden_states"
 
-_MODEL_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
-    *(RuntimeError, TypeError, ValueError),
-)
-"""What a module's forward raises for inputs that it does not take."""
-
 _Forward = Callable[[Tensor], Tensor]
-
-_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Differences of equal results relative to the largest value; in float32 and float64 1e-4."""
 
 
 def takes_images(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers whose first argument are images or videos."""
+    """Whether a module is a model of transformers whose first argument are images or their patches."""
     kind: Any = type(module)
     if all(base.__name__ != "PreTrainedModel" for base in kind.__mro__):
         return False
     # The classes inside a tower inherit the name; Florence-2's tower calls its images hidden states.
-    return names_images(module) or (kind.main_input_name == "pixel_values" and bool(_arguments(module)))
+    return names_images(module) or (kind.main_input_name == "pixel_values" and bool(arguments_of(module)))
 
 
 def names_images(module: nn.Module) -> bool:
-    """Whether the first argument of a module has the name of images."""
-    return next(iter(_arguments(module)), "").startswith("pixel_values")
+    """Whether the first argument of a module has the name of images, or another that of grids."""
+    is_first = next(iter(arguments_of(module)), "").startswith("pixel_values")
+    return is_first or grid_argument(module) is not None
 
 
-def _arguments(module: nn.Module) -> list[str]:
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return [each.name for each in parameters if each.kind not in kinds][1:]
+def look_by_rule(module: nn.Module) -> tuple[type[Calls], Look | GridLook]:
+    """The `Calls` of a tower without a name, and what they need; UnsupportedTowerError if none serves it."""
+    if grid_argument(module) is not None:
+        return GridCalls, look_at_grids(module)
+    return RuleCalls, look_at(module)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Look:
 
 def look_at(tower: nn.Module) -> Look:
     """Calls a tower without data, at one and at two images; UnsupportedTowerError says what it is not."""
-    name, *others = _arguments(tower)
+    name, *others = arguments_of(tower)
     others = [other for other in others if other not in _OPTIONS and not other.endswith("labels")]
     if others:
         raise UnsupportedTowerError(f"its forward also takes {', '.join(others)}")
@@ -132,11 +132,11 @@ def _fields(twin: nn.Module, shape: Sequence[int], count: int, **options: Any) -
                 pixels = torch.empty(count, *shape, dtype=dtype, device="meta")
                 with draws:
                     output = torch.func.functional_call(twin, tensors, (pixels,), options)
-            except _MODEL_ERRORS:
+            except MODEL_ERRORS:
                 with FakeTensorMode(allow_non_fake_inputs=True), draws:
                     pixels = torch.empty(count, *shape, dtype=dtype, device=parameter.device)
                     output = twin(pixels, **options)
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedTowerError(f"a call with images of {(count, *shape)} raises {what}") from error
     if draws.names:
@@ -161,14 +161,14 @@ def _check_rows(one: Mapping[str, Any], two: Mapping[str, Any]) -> None:
     names = fields_of(one)
     if not names or names != fields_of(two):
         raise UnsupportedTowerError("its output has other fields for two images than for one")
-    dtypes = {_value(one, name).dtype for name in names}
+    dtypes = {field_of(one, name).dtype for name in names}
     if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
         raise UnsupportedTowerError(
             f"its fields are of {', '.join(map(str, sorted(dtypes, key=str)))}; a capture has one dtype, of "
             "floating point numbers"
         )
     for name in names:
-        shapes = [tuple(_value(fields, name).shape) for fields in (one, two)]
+        shapes = [tuple(field_of(fields, name).shape) for fields in (one, two)]
         if not shapes[0] or shapes != [(1, *shapes[0][1:]), (2, *shapes[0][1:])]:
             raise UnsupportedTowerError(
                 f"its {name[0]} has the shape {shapes[0]} for one image and {shapes[1]} for two, not a "
@@ -189,19 +189,13 @@ def fields_of(fields: Mapping[str, Any]) -> list[Field]:
     return found
 
 
-def _value(output: Any, field: Field) -> Tensor:
-    value: Any = output[field[0]]
-    tensor: Tensor = value if field[1] is None else value[field[1]]
-    return tensor
-
-
 class RuleCalls(DenseCalls):
     """Calls of a tower by the rule. All fields of an image are one row of numbers, cut into the rows of a
-    tile, whose last one is padded. UnsupportedTowerError: the tower is none that the rule serves.
+    tile, whose last one is padded.
     """
 
-    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig) -> None:
-        self._look = look_at(twin)
+    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig, seen: Look) -> None:
+        self._look = seen
         self.input_names = (self._look.input_name,)
         self._names = fields_of(self._look.fields)
         self.makes_layers = _STATES in self._look.states
@@ -223,6 +217,11 @@ class RuleCalls(DenseCalls):
         """The size of the configuration, if it has one."""
         return (self.default_key,) if self._look.is_configured else ()
 
+    @property
+    def example_key(self) -> DenseKey:
+        """The same, also if no configuration has it."""
+        return self.default_key
+
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The images, if the tower converts their dtype to its own."""
         call = super().read(given, options)
@@ -242,10 +241,10 @@ class RuleCalls(DenseCalls):
             try:  # with data: the meta device takes dtypes that kernels refuse
                 with torch.inference_mode(False), torch.no_grad():
                     fields = dict(twin(pixels).items())
-                known[dtype] = [_value(fields, name).dtype for name in self._names] == [
-                    _value(self._look.fields, name).dtype for name in self._names
+                known[dtype] = [field_of(fields, name).dtype for name in self._names] == [
+                    field_of(self._look.fields, name).dtype for name in self._names
                 ]
-            except _MODEL_ERRORS:
+            except MODEL_ERRORS:
                 known[dtype] = False
         return known[dtype]
 
@@ -264,13 +263,13 @@ class RuleCalls(DenseCalls):
     def adapter(self, key: Any, example: Any) -> DenseTower:
         """By a declaration, after calls with values have shown that it is true."""
         names = self._captured(example)
-        first = _value(example, names[0])
+        first = field_of(example, names[0])
         width = first.shape[1] if first.dim() > 3 else first[0].numel() if first.dim() < 3 else first.shape[2]
-        numbers = sum(_value(example, name).numel() for name in names)
+        numbers = sum(field_of(example, name).numel() for name in names)
         rows = math.ceil(numbers / width)
 
         def flattened(output: Any) -> Tensor:
-            flat = [_value(output, name).flatten(1) for name in names]
+            flat = [field_of(output, name).flatten(1) for name in names]
             if rows * width > numbers:
                 flat.append(flat[0].new_zeros(flat[0].shape[0], rows * width - numbers))
             whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
@@ -295,7 +294,7 @@ class RuleCalls(DenseCalls):
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
         """Every field, in memory of its own."""
         names = self._captured(example)
-        shapes = [_value(example, name).shape[1:] for name in names]
+        shapes = [field_of(example, name).shape[1:] for name in names]
         sizes = [shape.numel() for shape in shapes]
         rows = items[0] if len(items) == 1 else torch.cat(list(items))
         count = call.inputs[self.input_names[0]].shape[0]
@@ -325,8 +324,5 @@ def _check_values(tower: nn.Module, own: _Forward, served: _Forward, shape: Sequ
     with torch.inference_mode(False), torch.no_grad():
         both, alone = own(pixels), torch.cat([own(pixels[:1]), own(pixels[1:])])
         results = {"another image of the batch": alone, "torch's own attention": served(pixels)}
-    bound = _TOLERANCES.get(parameter.dtype, 1e-4) * float(both.abs().max())
     for what, result in results.items():
-        difference = float((both - result).abs().max())
-        if not difference <= bound:
-            raise UnsupportedTowerError(f"its output changes by {difference:.1e} with {what}")
+        check_difference(both, result, what)

@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from fxsplit_encoder._torch.modes import foreign_around
 from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError, WeightsLayoutError
-from fxsplit_encoder.hugging_face.calls import Made, Reads, accepts, asked_for, calls_of
+from fxsplit_encoder.hugging_face.calls import Made, Reads, accepts, asked_for
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning.plan import InvariantPolicy, MissReason
@@ -61,6 +61,8 @@ class FoundTower:
     name: str
     module: nn.Module
     layers: tuple[int, ...]
+    calls: tuple[Any, Any] = field(compare=False)
+    """Of `calls_of`."""
 
 
 class ServedTower:
@@ -86,12 +88,12 @@ class ServedTower:
             name: parameter.default
             for name, parameter in inspect.signature(self.own_forward).parameters.items()
         }
-        self._counted_name: str = calls_of(found.module).counted_name
+        self._counted_name: str = found.calls[0].counted_name
         self._statistics = Statistics(log_interval=0)
         self._past: list[ManagerStats] = []
         self._lock = threading.RLock()
         self._logged: Recent[str, bool] = Recent(_MOST_LOGGED)
-        self._captured = CapturedTower(self._module, self._reads, self.settings)
+        self._captured = CapturedTower(self._module, self._reads, self.settings, found.calls)
         self._others = OtherStates(self._release, settings.config.max_graph_bytes)
         """Captures of states that the tower has left."""
         functools.update_wrapper(self, self.own_forward)
@@ -298,7 +300,8 @@ class ServedTower:
                 return found
             if found is not None:
                 self._release(found)
-            self._captured = CapturedTower(self._module, self._reads, self.settings)
+            seen = captured.seen if captured.is_current() else None
+            self._captured = CapturedTower(self._module, self._reads, self.settings, seen)
             if self._captured.refusal is None:
                 if captured.has_captures:
                     logger.log(level, "%s: captured again: %s", self.name, why)

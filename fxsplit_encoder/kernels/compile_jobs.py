@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from importlib import metadata
 from importlib.util import find_spec
 
 import torch
@@ -122,9 +121,7 @@ def why_not(device: torch.device) -> str:
         return "no GPU for which the package's compiler is known to need no device"
     if (os.cpu_count() or 1) < _FEWEST_PROCESSORS:
         return f"fewer than {_FEWEST_PROCESSORS} processors"
-    try:
-        metadata.version("flash-attn-4")
-    except metadata.PackageNotFoundError:
+    if package_version("flash-attn-4") is None:
         return "flash-attn-4 is not installed"
     return keep_flash_attention()
 

@@ -15,7 +15,7 @@ from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels.meter import timing_without_graphs
-from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
+from fxsplit_encoder.manager.compile_process import CompileWorker, why_not_elsewhere
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_start

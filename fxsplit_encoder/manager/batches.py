@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.tower import TowerSpec, postprocess_of, select_items
+from fxsplit_encoder.manager.tower import TowerSpec, select_items
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, MissReason, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime import CaptureScope
@@ -35,7 +36,7 @@ class BatchRunner:
         self.max_items = spec.limits.max_items_per_batch
         self.in_inference_mode = False
         """Whether a tower's own code runs in inference mode, as its caller does."""
-        self._postprocess = postprocess_of(spec.tower)
+        self._postprocess = spec.tower.postprocess_encoder_output
 
     def run(
         self,
@@ -103,6 +104,16 @@ class BatchRunner:
             served.append(batch)
             self.statistics.record_items(len(batch.indices), batch.reason)
         return list(map(results.__getitem__, range(plan.num_items))), served
+
+    def milliseconds(self, plan: Plan, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> float:
+        """Times a request by a plan, after one run for warm-up; in no statistics."""
+        counted, self.statistics = self.statistics, Statistics(log_interval=0)
+        try:
+            return measure_ms(
+                lambda: self.run(plan, mm_kwargs, specs, lambda: None, may_replay=True), self.pool.device
+            )
+        finally:
+            self.statistics = counted
 
     def _allowed(self, planned: PathPlan) -> PathPlan:
         if not self.scope.policy.own_forward_may_serve and planned.reason not in BY_THE_TOWER:

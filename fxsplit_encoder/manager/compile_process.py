@@ -1,4 +1,4 @@
-"""Compile a tower in this process for another one, which serves it.
+"""Compiles a tower in a process for another one, which serves it; `CompileWorker` starts that process.
 
     python -m fxsplit_encoder.manager.compile_process DIRECTORY PARENT
 
@@ -16,8 +16,11 @@ import os
 import pickle
 import select
 import sys
+import tempfile
 import threading
+import time
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -28,13 +31,14 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import collected_by, collects_outputs, output_hook
 from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.child_process import Child
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import FxSplitError, InputError
+from fxsplit_encoder.errors import CompileError, FxSplitError, InputError
 from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.store import write_atomic
 from fxsplit_encoder.manager.generation import Generation
 from fxsplit_encoder.manager.start import save_start
-from fxsplit_encoder.manager.tower import TowerSpec, read_model_config
+from fxsplit_encoder.manager.tower import TowerSpec
 from fxsplit_encoder.manager.turns import compare_between_requests
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
@@ -180,7 +184,7 @@ def prepare(request: CompileRequest) -> tuple[Generation, Choosers]:
     if request.device.type == "cuda":
         torch.cuda.set_device(request.device)
     tower = request.tower
-    spec = TowerSpec(tower, read_model_config(tower), request.limits, request.dtype)
+    spec = TowerSpec(tower, tower.get_encoder_cudagraph_config(), request.limits, request.dtype)
     generation = Generation(spec, request.config, GraphPool(request.device), Statistics(0))
     return generation, Choosers.of(request.config)
 
@@ -222,6 +226,94 @@ def _end_with(parent: int) -> None:
         if ready and not os.read(0, 1):
             break
     os._exit(_PARENT_GONE)
+
+
+# --- in the process that serves
+
+_MODULE = "fxsplit_encoder.manager.compile_process"
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The results of a process."""
+
+    start: Path
+    refused: dict[str, str]
+    unsaved: dict[str, str]
+    not_built: str
+    """Why kernels were not built; empty: they were."""
+
+
+def why_not_elsewhere(generation: Generation) -> str:
+    """Returns why another process cannot compile for this one; empty: it may be able to."""
+    from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler
+
+    compiler = piece_compiler(generation.config.piece_compiler, generation.pool.device)
+    is_inductor = compiler is compile_inductor
+    return "" if is_inductor else "only what Inductor compiles is passed on between processes"
+
+
+class CompileWorker:
+    """A process that compiles a generation's forwards; InputError: it cannot make the tower."""
+
+    def __init__(self, generation: Generation) -> None:
+        spec, device = generation.spec, generation.pool.device
+        request = dump_tower(CompileRequest(spec.tower, spec.limits, spec.dtype, generation.config, device))
+        # Only its owner may read it.
+        self._directory = tempfile.TemporaryDirectory(prefix="fxsplit-encoder-", ignore_cleanup_errors=True)
+        self.path = Path(self._directory.name)
+        self.progress: tuple[int, int] = (0, 0)
+        try:
+            (self.path / REQUEST).write_bytes(request)
+            self._child = self._launch()
+        except OSError as error:
+            self._directory.cleanup()
+            raise InputError(f"no process can be started: {error}") from error
+        self._reader = threading.Thread(target=self._read, name="fxsplit-compile-progress", daemon=True)
+        self._reader.start()
+
+    def _launch(self) -> Child:
+        return Child(_MODULE, (str(self.path), str(os.getpid())), is_heard=True, own_session=True)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._child.pid
+
+    def _read(self) -> None:
+        for line in self._child.lines():
+            words = line.split()
+            if len(words) == 3 and words[0] == PROGRESS:
+                self.progress = int(words[1]), int(words[2])
+
+    def wait(self, is_stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Compiled | None:
+        """Waits for the results; None: `is_stopped`. CompileError: the process ended without results.
+        InputError: it could not make the tower.
+        """
+        while (status := self._child.status) is None:
+            if is_stopped():
+                return None
+            tell(*self.progress)
+            time.sleep(_POLL_SECONDS)
+        answer = self.path / ANSWER
+        if status == CANNOT_REBUILD:
+            raise InputError(f"another process cannot make it: {self._child.last_words()}")
+        ended = f"the process that compiled ended with status {status}"
+        if said := self._child.last_words() if status or not answer.exists() else "":
+            ended += f": {said}"
+        if not answer.exists():
+            raise CompileError(ended)
+        found = json.loads(answer.read_text(encoding="utf-8"))
+        return Compiled(self.path / START, found["refused"], found["unsaved"], ended if status else "")
+
+    def close(self) -> None:
+        """Ends the process and all that it started, and removes its files. Any thread may call it again."""
+        self._child.kill()
+        self._child.end()
+        self._reader.join()
+        self._child.close()
+        self._directory.cleanup()
 
 
 if __name__ == "__main__":

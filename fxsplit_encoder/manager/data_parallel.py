@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +49,6 @@ def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def item_weights(
-    specs: Sequence[EncoderItemSpec], costs: Callable[[EncoderItemSpec], float] | None = None
-) -> list[float]:
-    """Returns the weight of each item: milliseconds that `costs` predicts, else its patches."""
-    return [costs(spec) if costs is not None else float(spec.input_size) for spec in specs]
-
-
 class _Header(NamedTuple):
     """What a rank sends before any rows are exchanged. Its size does not depend on the inputs."""
 
@@ -93,18 +85,12 @@ class DataParallel:
     Args:
         process_group: the ranks; None: the default group. Other users must call it in one order on all ranks.
         device: of the rows. The group must have a backend for it: NCCL for CUDA, gloo for a CPU.
-        costs: predicts the milliseconds of an item, the same on every rank; None: its patches are its weight.
 
     Raises:
         ConfigError: torch.distributed is not initialized, or this process is not in the group.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        device: torch.device,
-        costs: Callable[[EncoderItemSpec], float] | None = None,
-    ) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 "data_parallel: needs a process group; call torch.distributed.init_process_group before the "
@@ -120,12 +106,14 @@ class DataParallel:
         self.group = group
         self.num_ranks = dist.get_world_size(process_group)
         self.device = device
-        self.costs = costs
+        self.costs: Callable[[EncoderItemSpec], float] = lambda spec: spec.input_size
+        """The weight of an item, the same on every rank: its patches, after `share_costs` milliseconds."""
         # Headers go from host to host: through the devices they would wait for what is being encoded.
         self._host_group = group
         if device.type != "cpu":
             ranks = dist.get_process_group_ranks(group)
-            made = dist.new_group(ranks, self._timeout(), backend="gloo", use_local_synchronization=True)
+            timeout = timeout_of(group, device)
+            made = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
             assert isinstance(made, dist.ProcessGroup)
             self._host_group = made
 
@@ -185,7 +173,7 @@ class DataParallel:
         tower: SupportsEncoderCudaGraph,
     ) -> _Share:
         specs = read_item_specs(tower, mm_kwargs)
-        assignment = assign_items(item_weights(specs, self.costs), self.num_ranks)
+        assignment = assign_items([*map(self.costs, specs)], self.num_ranks)
         own = assignment[self.rank]
         if not own:
             return _Share(specs, assignment, [])
@@ -211,9 +199,10 @@ class DataParallel:
             )
         columns, dtype = next(iter(kinds), (0, None))
         rows = [item.shape[0] for item in share.items]
+        sizes = [(s.input_size, s.output_tokens, sorted(s.path_output_tokens.items())) for s in share.specs]
         return _Header(
             failed=0,
-            digest=_digest(share.specs, share.assignment),
+            digest=_hashed((sizes, share.assignment)),
             num_items=len(share.specs),
             num_patches=sum(spec.input_size for spec in share.specs),
             dtype=-1 if dtype is None else _DTYPES.index(dtype),
@@ -274,17 +263,10 @@ class DataParallel:
         except RuntimeError as error:
             raise RankError(
                 f"rank {self.rank} of {self.num_ranks} lost the others: one of them has ended, or did not "
-                f"call execute within {self._timeout()}; see what it logged, then end all ranks and start "
-                "them again; if ranks may be slower, give init_process_group or new_group a longer timeout"
+                f"call execute within {timeout_of(self.group, self.device)}; see what it logged, then end "
+                "all ranks and start them again; if ranks may be slower, give init_process_group or "
+                "new_group a longer timeout"
             ) from error
-
-    def _timeout(self) -> timedelta:
-        return timeout_of(self.group, self.device)
-
-
-def _digest(specs: Sequence[EncoderItemSpec], assignment: Sequence[Sequence[int]]) -> int:
-    sizes = [(spec.input_size, spec.output_tokens, sorted(spec.path_output_tokens.items())) for spec in specs]
-    return _hashed((sizes, assignment))
 
 
 def _hashed(values: Any) -> int:

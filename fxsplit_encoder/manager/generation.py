@@ -132,18 +132,13 @@ class Generation:
         """Every path at every combination of axis keys."""
         self.captures.programs = self.paths_by_key
         self.captures.skippable = {key for key in self.paths_by_key if key[0] in spec.limits.skippable_paths}
-        self.plans = RequestPlans(spec, config, self.paths_by_key)
         self.runner = BatchRunner(spec, self.paths_by_key, self.scope, statistics)
+        self.plans = RequestPlans(spec, config, self.runner)
 
     @property
     def paths(self) -> dict[str, EncoderPath]:
         """The paths by name, of a tower without capture axes; else those of the first axis keys."""
         return {name: path for (name, _), path in reversed(self.paths_by_key.items())}
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the settings ask for no captures."""
-        return self.plans.is_idle
 
     @property
     def compiled_paths(self) -> list[EncoderPath]:

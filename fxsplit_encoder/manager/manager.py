@@ -23,20 +23,18 @@ from fxsplit_encoder.caching import reading_once
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, TowerChangedError, WeightsMovedError
-from fxsplit_encoder.kernels.store import describe_environment
+from fxsplit_encoder.kernels.store import describe_environment, package_version
 from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.lifecycle import Lifecycle, serving_scope
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import ItemReader, RequestItems
-from fxsplit_encoder.manager.start import version_of
 from fxsplit_encoder.manager.tower import (
     ItemFacts,
     TowerSpec,
     placement_of,
     read_item_specs,
-    read_model_config,
     select_items,
 )
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
@@ -103,7 +101,7 @@ class EncoderCudaGraphManager:
         self.tower = tower
         self.config = config if config is not None else EncoderConfig()
         self.device, self.dtype = placement_of(tower, device, dtype)
-        self.model_config = read_model_config(tower)
+        self.model_config = tower.get_encoder_cudagraph_config()
         self.limits = resolve_limits(
             self.config,
             self.model_config,
@@ -126,7 +124,7 @@ class EncoderCudaGraphManager:
         own.check_budgets()
         self.data_parallel = DataParallel(process_group, self.device) if self.config.data_parallel else None
         self._recorder: Recorder | None = None
-        self._missed_capture = not own.is_idle
+        self._missed_capture = not own.plans.is_idle
         """Whether an execution before the first capture is still to be warned of."""
         self._lifecycle = Lifecycle(own, self.kernels, self._use_captures)
         self._use_captures()
@@ -246,18 +244,7 @@ class EncoderCudaGraphManager:
     def can_replay(self) -> bool:
         """Returns whether captures serve any batch, or the settings ask for none."""
         serves = any(path.serves for path in self.paths_by_key.values())
-        return self._serving.is_idle or (bool(self.model_config.modalities) and serves)
-
-    def _check_captures(self) -> None:
-        if self.can_replay():
-            return
-        reason = "; ".join(self.reports) or "no path has a budget"
-        if not self.model_config.modalities:
-            reason = "the tower declares no modality for them"
-        logger.error(
-            "encoder CUDA graphs are enabled, but no budget could be captured; every item will fall back: %s",
-            reason,
-        )
+        return self._serving.plans.is_idle or (bool(self.model_config.modalities) and serves)
 
     def _use_captures(self) -> None:
         """Passes the captures that serve to plans, statistics and the trace."""
@@ -267,8 +254,15 @@ class EncoderCudaGraphManager:
         self._serving.captures.record(self.statistics)
         if self._recorder is not None:
             self._recorder.captures_changed(self.paths)
-        if self._lifecycle.is_complete:
-            self._check_captures()
+        if self._lifecycle.is_complete and not self.can_replay():
+            reason = "; ".join(self.reports) or "no path has a budget"
+            if not self.model_config.modalities:
+                reason = "the tower declares no modality for them"
+            logger.error(
+                "encoder CUDA graphs are enabled, but no budget could be captured; every item will fall "
+                "back: %s",
+                reason,
+            )
 
     def is_captured(self) -> bool:
         """Returns whether `capture` has run since the last `clear`, with `wait=False` up to its return."""
@@ -345,7 +339,8 @@ class EncoderCudaGraphManager:
         lifecycle = self._lifecycle
         for attempt in _ATTEMPTS:
             serving = lifecycle.serving
-            plan = lifecycle.allowed(serving.plans.of(mm_kwargs, items))
+            wanted = serving.plans.of(mm_kwargs, items)
+            plan = lifecycle.allowed(wanted)
             try:
                 results, batches = serving.runner.run(
                     plan, mm_kwargs, specs, lifecycle.check_tower, may_replay=lifecycle.is_captured
@@ -356,6 +351,8 @@ class EncoderCudaGraphManager:
                     raise
                 lifecycle.follow(error)
                 lifecycle.serving.runner.in_inference_mode = serving.runner.in_inference_mode
+        if serving.plans.recurring is not None and plan is wanted:
+            serving.plans.improve(mm_kwargs, items)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
             self._recorder.record(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results
@@ -413,7 +410,7 @@ def _differing_items(
     seed: int,
 ) -> list[int]:
     count = len(read_item_specs(tower, mm_kwargs))
-    num_axes = len(read_model_config(tower).capture_axes)
+    num_axes = len(tower.get_encoder_cudagraph_config().capture_axes)
 
     def encoded(indices: Sequence[int]) -> list[Tensor]:
         return execute(select_items(tower, mm_kwargs, indices, num_axes)[0])
@@ -447,10 +444,6 @@ class TraceWriter:
     def write(self, items: Sequence[Item], **served: Any) -> None:
         """Appends sizes and segments of a request's items, and how it was `served`; InputError: closed."""
         self._append({"items": [_as_json(item) for item in items], **served})
-
-    def write_run(self, run: Mapping[str, Any]) -> None:
-        """Appends what serves the requests from now on; InputError: closed."""
-        self._append({"run": run})
 
     def _append(self, value: Mapping[str, Any]) -> None:
         line = json.dumps(value, default=str) + "\n"
@@ -497,7 +490,7 @@ class Recorder(TraceWriter):
     ) -> None:
         """Appends one request, its batches as served, and the milliseconds of its thread."""
         if not self._is_described:
-            self.write_run(self._describe())
+            self._append({"run": self._describe()})
             self._is_described = True
         segments = self.facts.segments(mm_kwargs, len(specs))
         items = [Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)]
@@ -511,7 +504,7 @@ class Recorder(TraceWriter):
             "tower": type(getattr(tower, "tower", tower)).__name__,
             "device": torch.cuda.get_device_name(self.device) if is_cuda else "CPU",
             "dtype": str(self.spec.dtype).removeprefix("torch."),
-            "versions": {name: version for name in _PACKAGES if (version := version_of(name)) is not None},
+            "versions": {name: found for name in _PACKAGES if (found := package_version(name)) is not None},
             "config": self.config.model_dump(mode="json", exclude_unset=True, fallback=str),
             "max_items_per_batch": limits.max_items_per_batch,
             "max_frames_per_batch": limits.max_frames_per_batch,

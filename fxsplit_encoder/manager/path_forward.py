@@ -227,7 +227,8 @@ class PathForward:
         """Makes inputs to trace the forward with; or says why there are none."""
         try:
             self.groups = row_groups_of(self, self.padding_logics.keys())
-            return TracedExample.of(self)
+            inputs = _moderate_inputs(self)
+            return TracedExample(inputs, _dynamic_dims(self, inputs))
         except InputError as error:
             return f"not compiled: {error}"
 
@@ -397,7 +398,7 @@ class RowGroups:
         gathered = dict(inputs)
         rows = inputs[self.patches[0]].shape[0]
         for name in (*self.factors, *self.patches):
-            check(inputs[name].shape[0] == rows)  # type: ignore[no-untyped-call]
+            check(inputs[name].shape[0] == rows)
         for name, factor in self.factors.items():
             gathered[name] = inputs[name].unflatten(0, (-1, factor))[:, 0]  # type: ignore[no-untyped-call]
         return gathered
@@ -433,12 +434,6 @@ class TracedExample:
     inputs: dict[str, Tensor]
     dynamic_dims: dict[str, list[int]]
     """By input, the dimensions whose sizes vary."""
-
-    @classmethod
-    def of(cls, sized: PathForward) -> TracedExample:
-        """Makes the example of a forward; InputError: the tower makes no inputs."""
-        inputs = _moderate_inputs(sized)
-        return cls(inputs, _dynamic_dims(sized, inputs))
 
 
 def _moderate_inputs(sized: PathForward) -> dict[str, Tensor]:

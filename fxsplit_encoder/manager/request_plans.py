@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError
-from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, read_item_specs, select_items
-from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel
+from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel, PathCosts
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, Plan
 from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 
+logger = logging.getLogger(__name__)
+
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
 
-# Uses after which a request of several batches is planned anew, and the share of the predicted time that its
-# new batches may lose until they are captured. Choices.
+# Uses after which a request recurs, and the share of its predicted time that fewer batches may be predicted
+# to lose before they are not even timed: what was timed apart differs so much from what runs in a row. Of
+# plans whose times differ by less than the last number, each start keeps the one of fewer batches. Choices.
 _RECURRING_USES = 8
-_MOST_LOST = 0.1
+_TRIED = 0.1
+_TIE = 1.01
+
+# What a batch adds where as few as possible are wanted: more than all tokens of a request together.
+_FEWEST = float(1 << 40)
 
 _Key: TypeAlias = tuple[
     tuple[tuple[Any, ...], ...],
@@ -37,33 +43,43 @@ _Key: TypeAlias = tuple[
 """Of every item its sizes, frames, segments, axis keys and modality."""
 
 
+class _Kept:
+    """The plan of requests of the same sizes."""
+
+    __slots__ = ("plan", "uses")
+
+    def __init__(self, plan: Plan, uses: int | None) -> None:
+        self.plan = plan
+        self.uses = uses
+        """Times that it served, until it recurs; None: it stays as it is."""
+
+
 class RequestPlans:
     """Plans requests of one tower, after `use_captures`, and keeps the plans by sizes.
 
-    A request that recurs is planned again as if its token counts were captured without padding, as they will
-    be (`UnpaddedCaptures`): several batches may become one. The first plan is used again if such a capture
-    fails, or is given up and its batch is slower at its exact shape than the first plan.
+    A request that recurs, and is not one replay, is looked at once. Its batches without a replay are captured
+    without padding (`UnpaddedCaptures`), and several batches are timed against as few as possible: it keeps
+    the plan that is faster. What was predicted from sizes that were timed apart decides only until then.
     """
 
     def __init__(
         self,
         spec: TowerSpec,
         config: EncoderConfig,
-        paths: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
+        runner: BatchRunner,
     ) -> None:
         self.tower = spec.tower
         self.config = config
         self.model_config = spec.model_config
-        self.paths = paths
+        self.paths = runner.paths
         self.facts = ItemFacts(spec.tower)
-        self._kept: dict[_Key, Plan] = {}
+        self._kept: dict[_Key, _Kept] = {}
         self._described: Recent[Hashable, _Key] = Recent(_KEPT_PLANS)
         """Keys of plans, by `RequestItems.described`."""
-        self._uses: Counter[_Key] = Counter()
-        """Of plans of several batches."""
-        self._unpadded: dict[_Key, Plan] = {}
-        """The second plans of requests that recur."""
-        self.is_idle = not config.enabled or all(path.mode == "none" for path in paths.values())
+        self.recurring: _Kept | None = None
+        """Of the request that was planned last, if it is to be looked at."""
+        self._runner = runner
+        self.is_idle = not config.enabled or all(path.mode == "none" for path in self.paths.values())
         """Whether the settings ask for no captures."""
         self._num_axes = len(spec.model_config.capture_axes)
 
@@ -102,27 +118,49 @@ class RequestPlans:
         if self.is_idle:
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
             return build_fallback_plan(list(map(Item, specs)), paths, MissReason.DISABLED, skippable)
+        key = self._key_of(mm_kwargs, items)
+        kept = self._kept.get(key)
+        if kept is None:
+            if len(self._kept) >= _KEPT_PLANS:
+                self._forget()
+            plan = self.build(self._items(specs, key))
+            may_gain = self._plans_anew and (len(plan.batches) > 1 or any(_without_replay(plan)))
+            kept = self._kept[key] = _Kept(plan, 0 if may_gain else None)
+        if kept.uses is not None and is_use:
+            kept.uses += 1
+            if kept.uses == _RECURRING_USES:
+                self.recurring = kept
+        return kept.plan
+
+    def improve(self, mm_kwargs: dict[str, Any], items: RequestItems) -> None:
+        """Looks at the `recurring` request, which was served."""
+        key, recurring = self._key_of(mm_kwargs, items), self.recurring
+        self.recurring, kept = None, self._kept.get(key)
+        if kept is None or kept is not recurring:  # that one was refused
+            return
+        kept.uses = None
+        other = self._in_fewest_batches(self._items(items.specs, key), kept.plan)
+        for path, tokens in _without_replay(other or kept.plan):
+            self.paths[path].unpadded.make_due(tokens)
+        if other is None:
+            return
+        before, after = (
+            self._runner.milliseconds(plan, mm_kwargs, items.specs) for plan in (kept.plan, other)
+        )
+        batches = len(kept.plan.batches), len(other.batches)
+        logger.info("%d batches take %.3f ms, %d take %.3f", batches[0], before, batches[1], after)
+        if after <= before * _TIE:
+            kept.plan = other
+
+    def _key_of(self, mm_kwargs: dict[str, Any], items: RequestItems) -> _Key:
         # An adapter with capture axes says of any selection of items what their keys are.
         described = items.described if not self._num_axes else None
         if described is not None and described in self._described:  # `get` would be a call in Python
-            key = self._described[described]
-        else:
-            key = self._key(mm_kwargs, specs)
-            if described is not None:
-                self._described[described] = key
-        plan = self._kept.get(key)
-        if plan is None:
-            if len(self._kept) >= _KEPT_PLANS:
-                self._forget()
-            plan = self._kept[key] = self.build(self._items(specs, key))
-        if len(plan.batches) == 1 or not self._plans_anew:
-            return plan
-        self._uses[key] += is_use
-        if is_use and self._uses[key] == _RECURRING_USES:
-            if (other := self._unpadded_plan(self._items(specs, key), plan)) is not None:
-                self._unpadded[key] = other
-        other = self._unpadded.get(key)
-        return plan if other is None or self._is_given_up(other, plan) else other
+            return self._described[described]
+        key = self._key(mm_kwargs, items.specs)
+        if described is not None:
+            self._described[described] = key
+        return key
 
     def _key(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> _Key:
         modalities = self.facts.modalities(mm_kwargs, len(specs))
@@ -140,46 +178,38 @@ class RequestPlans:
         refusals = [None if self._serves(m) else MissReason.UNSUPPORTED_INPUT for m in modalities]
         return list(map(Item, specs, frames, segments, keys, refusals))
 
-    def _unpadded_plan(self, items: Sequence[Item], plan: Plan) -> Plan | None:
-        """The plan if every token count were captured; None: it gains nothing, or costs too much."""
-        replays = {key: CostCurve(tuple(sorted(each.replay.items()))) for key, each in self._costs.items()}
-        costs = {
-            key: replace(each, exact=tuple((b, min(price, replays[key].at(b))) for b, price in each.exact))
-            for key, each in self._costs.items()
-        }
-        other = self.build(items, costs=CostModel(costs, HOST_MS_PER_BATCH))
-        before, after = plan.milliseconds, other.milliseconds
-        if len(other.batches) >= len(plan.batches) or before is None or after is None or after >= before:
+    def _in_fewest_batches(self, items: Sequence[Item], plan: Plan) -> Plan | None:
+        """The plan of the fewest batches, whatever was measured; None: `plan` has as few, these are predicted
+        to lose too much, or a count cannot be captured.
+        """
+        level = PathCosts(exact=((1, 1.0), (2, 2.0)))
+        costs = CostModel(dict.fromkeys(self._costs, level), _FEWEST)
+        other = _unpriced(self.build(items, captured=Captured(()), costs=costs))
+        if len(other.batches) >= len(plan.batches):
             return None
-        lost = 0.0
-        for batch in other.batches:
-            for name, planned in batch.paths.items():
-                key = (name, batch.axis_keys)
-                if planned.budget is None and planned.tokens:
-                    exact = self._costs[key].exact_curve.at(planned.tokens)
-                    lost += max(0.0, exact - replays[key].at(planned.tokens))
-        return other if lost <= _MOST_LOST * before else None
+        if self._predicted(other) > self._predicted(plan) * (1 + _TRIED):
+            return None
+        if any(tokens in self.paths[path].unpadded.refused for path, tokens in _without_replay(other)):
+            return None
+        return other
 
-    def _is_given_up(self, other: Plan, plan: Plan) -> bool:
-        """Whether captures of the other plan failed or measured slower than the first plan."""
-        more = 0.0
-        for batch in other.batches:
+    def _predicted(self, plan: Plan) -> float:
+        """Milliseconds without attention, which is the same of any batches, if all counts were captured."""
+        milliseconds = HOST_MS_PER_BATCH * len(plan.batches)
+        for batch in plan.batches:
             for name, planned in batch.paths.items():
-                unpadded = self.paths[name, batch.axis_keys].unpadded
-                if planned.budget is not None or not planned.tokens:
-                    continue
-                if planned.tokens in unpadded.refused:
-                    return True
-                if planned.milliseconds is not None and planned.tokens in unpadded.exact_ms:
-                    more += unpadded.exact_ms[planned.tokens] - planned.milliseconds
-        before, after = plan.milliseconds, other.milliseconds
-        return more != 0 and before is not None and after is not None and after + more >= before
+                costs = self._costs[name, batch.axis_keys]
+                if planned.budget is not None:
+                    milliseconds += costs.replay[planned.budget]
+                elif planned.tokens:
+                    replays = CostCurve(tuple(sorted(costs.replay.items())))
+                    milliseconds += min(replays.at(planned.tokens), costs.exact_curve.at(planned.tokens))
+        return milliseconds
 
     def _forget(self) -> None:
         self._kept.clear()
         self._described.clear()
-        self._uses.clear()
-        self._unpadded.clear()
+        self.recurring = None
 
     def _serves(self, modality: str) -> bool:
         # A tower with names of its own ("vision_chunk") is asked by these, and calls a batch an image.
@@ -200,6 +230,22 @@ class RequestPlans:
             }
             batches.append(batch._replace(paths=paths))
         return Plan(tuple(batches), plan.num_items)
+
+
+def _unpriced(plan: Plan) -> Plan:
+    batches = []
+    for batch in plan.batches:
+        paths = {name: planned._replace(milliseconds=None) for name, planned in batch.paths.items()}
+        batches.append(batch._replace(paths=paths, milliseconds=None))
+    return Plan(tuple(batches), plan.num_items)
+
+
+def _without_replay(plan: Plan) -> Iterator[tuple[tuple[str, tuple[Hashable, ...]], int]]:
+    """The path and the tokens of each part of a plan that no capture serves."""
+    for batch in plan.batches:
+        for name, planned in batch.paths.items():
+            if planned.budget is None and planned.tokens and not planned.eager:
+                yield (name, batch.axis_keys), planned.tokens
 
 
 # Requests of other items whose sizes are kept. A choice: a service sees few sizes.

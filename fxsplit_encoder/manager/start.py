@@ -18,7 +18,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +34,7 @@ from fxsplit_encoder.kernels.store import (
     check_trusted,
     describe_environment,
     entries_of,
+    package_version,
     table_of,
     write_atomic,
 )
@@ -122,9 +122,9 @@ def save_start(
     device = generation.pool.device
     compiled = torch.compiler.save_cache_artifacts()
     parts = {
-        _ENVIRONMENT: json.dumps(environment_key(device, measurements), indent=1).encode(),
-        _TOWER: tower_to_json(KnownTower(tower_key(generation), known, programs)),
-        **{_part_of(each): table_to_json(each.table(device)) for each in measurements},
+        _ENVIRONMENT: _to_json(environment_key(device, measurements)),
+        _TOWER: _to_json(asdict(KnownTower(tower_key(generation), known, programs))),
+        **{_part_of(each): _to_json(entries_of(each.table(device))) for each in measurements},
         **{f"{_KERNELS}{name}": content for name, content in compiled_kernels().items()},
     }
     if compiled is not None:
@@ -158,6 +158,10 @@ def load_start(
             encoder_path.expect(tower.paths[encoder_path.label])
         encoder_path.forward.saved = tower.programs.get(encoder_path.label)
         encoder_path.forward.options = replace(encoder_path.forward.options, is_known=True)
+
+
+def _to_json(value: object) -> bytes:
+    return json.dumps(value, indent=1).encode()
 
 
 def _part_of(measurements: KernelMeasurements[Any, Any]) -> str:
@@ -205,8 +209,8 @@ def environment_key(device: torch.device, measurements: Iterable[KernelMeasureme
         "python": platform.python_version().rpartition(".")[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": version_of("triton"),
-        "transformers": version_of("transformers"),
+        "triton": package_version("triton"),
+        "transformers": package_version("transformers"),
     }
     if device.type == "cuda":
         key["gpu.capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -265,14 +269,6 @@ def differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str
 
 def _shown(key: Mapping[str, Any], name: str) -> str:
     return json.dumps(key[name]) if name in key else "nothing"
-
-
-def version_of(package: str) -> str | None:
-    """Returns the version of an installed package; None without it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @functools.cache
@@ -385,22 +381,12 @@ class StartParts(Mapping[str, bytes]):
         return len(self._names)
 
 
-def tower_to_json(tower: KnownTower) -> bytes:
-    """Encodes a tower as a part of a file."""
-    return json.dumps(asdict(tower), indent=1).encode()
-
-
 def tower_from_json(content: bytes) -> KnownTower:
     """Decodes the tower of a part of a file; StartFileError: it holds something else."""
     try:
         return _KNOWN_TOWER.validate_python(json.loads(content))
     except (ValueError, ValidationError) as error:
         raise StartFileError(f"tower: expected what was measured of a tower; got {error}") from error
-
-
-def table_to_json(table: Mapping[ShapeT, Measured]) -> bytes:
-    """Encodes the measurements of an operation as a part of a file."""
-    return json.dumps(entries_of(table), indent=1).encode()
 
 
 def table_from_json(content: bytes, shape: type[ShapeT], device: torch.device) -> dict[ShapeT, Measured]:

@@ -1,17 +1,14 @@
 """Reads a tower: its modules, its configuration, and the items of its requests.
 
-A tower may be written in the older spelling of vLLM's protocol, with two paths of fixed names, "global" and
-"local": fields of the configuration and of the item specs, and a `local_output` argument. It may also be a
-whole model with its language model. vLLM's models name the modules of their towers in two places, neither of
-which is complete: of two kinds of towers `_tower_model_names` has the names of the second, and what joins a
-tower to the language model is a "connector" of `get_mm_mapping()`.
+A tower may be a whole model with its language model. vLLM's models name the modules of their towers in two
+places, neither of which is complete: of two kinds of towers `_tower_model_names` has the names of the second,
+and what joins a tower to the language model is a "connector" of `get_mm_mapping()`.
 """
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -27,12 +24,9 @@ from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import (
     ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
     EncoderCudaGraphConfig,
-    EncoderCudaGraphPathConfig,
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
 )
-
-GLOBAL, LOCAL = "global", "local"
 
 # vLLM sets it on a model while it builds its towers.
 _MARKED = "_tower_model_names"
@@ -93,9 +87,6 @@ def placement_of(
     return indexed(torch.device(device)), dtype
 
 
-# --- configuration
-
-
 @dataclass(frozen=True)
 class TowerSpec:
     """A tower with its configuration, limits and dtype."""
@@ -104,40 +95,6 @@ class TowerSpec:
     model_config: EncoderCudaGraphConfig
     limits: Limits
     dtype: torch.dtype
-
-
-def read_model_config(tower: Any) -> EncoderCudaGraphConfig:
-    """Reads the configuration, with the paths that `enable_dual_path_graph` stands for."""
-    given = tower.get_encoder_cudagraph_config()
-    later = {name: getattr(given, name) for name in ("paths", "capture_axes") if hasattr(given, name)}
-    if getattr(given, "enable_dual_path_graph", False):
-        later["paths"] = {
-            GLOBAL: EncoderCudaGraphPathConfig(given.global_token_per_image),
-            LOCAL: EncoderCudaGraphPathConfig(given.local_token_per_patch, allow_zero_tokens=True),
-        }
-    return EncoderCudaGraphConfig(
-        modalities=list(given.modalities),
-        buffer_keys=list(given.buffer_keys),
-        out_hidden_size=given.out_hidden_size,
-        padding_logics=dict(given.padding_logics),
-        max_frames_per_video=given.max_frames_per_video,
-        **later,
-    )
-
-
-def postprocess_of(tower: Any) -> Callable[..., None]:
-    """Returns the tower's `postprocess_encoder_output`, for the outputs of all paths by name; one with a
-    `local_output` parameter gets the global path's output first and the local path's there.
-    """
-    postprocess: Callable[..., None] = tower.postprocess_encoder_output
-    if "local_output" not in inspect.signature(postprocess).parameters:
-        return postprocess
-
-    def with_local_output(outputs: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
-        first = outputs.get(GLOBAL, outputs.get("default"))
-        postprocess(first, *args, local_output=outputs.get(LOCAL), **kwargs)
-
-    return with_local_output
 
 
 # --- items
@@ -161,7 +118,7 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
         ) from error
     given = list(specs_given)
     for spec in given:
-        if not hasattr(spec, "get_path_output_tokens") or spec.path_output_tokens:
+        if spec.path_output_tokens:
             break
         rows, tokens = spec.input_size, spec.output_tokens
         if type(rows) is not int or type(tokens) is not int:
@@ -170,17 +127,7 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
             break
     else:  # as nearly all are
         return given
-    specs = [
-        spec
-        if hasattr(spec, "get_path_output_tokens")
-        else EncoderItemSpec(
-            spec.input_size,
-            spec.output_tokens,
-            global_output_tokens=getattr(spec, "global_output_tokens", None),
-            local_output_tokens=getattr(spec, "local_output_tokens", None),
-        )
-        for spec in map(_with_integers, given)
-    ]
+    specs = [*map(_with_integers, given)]
     _check_sizes(tower, specs)
     return specs
 
@@ -191,8 +138,10 @@ def _check_sizes(tower: Any, specs: Sequence[EncoderItemSpec]) -> None:
     if not sizes or (set(map(type, sizes)) == {int} and min(sizes) >= 0 and max(sizes) <= _MOST_TOKENS):
         return
     for index, spec in enumerate(specs):
-        for size in (spec.input_size, spec.output_tokens, *spec.path_output_tokens.values()):
-            if not _is_size(size):
+        own: tuple[Any, ...] = (spec.input_size, spec.output_tokens, *spec.path_output_tokens.values())
+        for size in own:
+            is_integer = isinstance(size, Integral) and type(size).__name__ != "bool"
+            if not (is_integer and 0 <= int(size) <= _MOST_TOKENS):
                 raise InputError(
                     f"mm_kwargs: {type(tower).__name__} reads item {index} as one of {shown(size)} rows; "
                     f"expected an integer from 0 to {_MOST_TOKENS}; got {shown(spec)}"
@@ -201,10 +150,7 @@ def _check_sizes(tower: Any, specs: Sequence[EncoderItemSpec]) -> None:
 
 def _with_integers(spec: Any) -> Any:
     """A spec with integers for sizes that a tower computed from its inputs."""
-    size = spec.input_size
-    if type(size) is int or not (
-        isinstance(size, Tensor | np.generic) and hasattr(spec, "path_output_tokens")
-    ):
+    if not isinstance(spec.input_size, Tensor | np.generic):
         return spec
     integer: Any = operator.index
     try:
@@ -212,11 +158,6 @@ def _with_integers(spec: Any) -> Any:
         return EncoderItemSpec(integer(spec.input_size), integer(spec.output_tokens), paths)
     except TypeError:  # of several elements, or no integer
         return spec
-
-
-def _is_size(value: Any) -> bool:
-    whole = isinstance(value, Integral) and type(value).__name__ != "bool"
-    return whole and 0 <= int(value) <= _MOST_TOKENS
 
 
 class ItemFacts:

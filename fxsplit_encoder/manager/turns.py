@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxsplit_encoder.kernels.choice import Unmeasured, collecting
-from fxsplit_encoder.pauses import StoppedError, has_turn, pausing_by
+from fxsplit_encoder.pauses import Scheduler, StoppedError, has_turn, pausing_by
 
 _Result = TypeVar("_Result")
 
@@ -157,7 +157,7 @@ class Turns:
                 self._changed.wait(min(self._quiet or _POLL_SECONDS, _POLL_SECONDS))
 
 
-class WorkBetween:
+class WorkBetween(Scheduler):
     """A scheduler of `pauses` that holds the lock of `Turns` and releases it at each pause.
 
     Args:
@@ -177,7 +177,6 @@ class WorkBetween:
         at_once: bool = False,
         lends: bool = False,
     ) -> None:
-        self.seconds_paused = 0.0
         self._turns = turns
         self._is_stopped = is_stopped
         self._with_turn = with_turn
@@ -264,10 +263,8 @@ def compare_between_requests(run: Callable[[], None], device: torch.device) -> N
         torch.cuda.empty_cache()
 
 
-class _WhileCompiling:
+class _WhileCompiling(Scheduler):
     """Compares kernels at each pause of a run; stops it when no other process compiles kernels."""
-
-    seconds_paused = 0.0
 
     def __init__(self, unmeasured: Unmeasured, is_compiling: Callable[[], bool]) -> None:
         self._unmeasured = unmeasured
@@ -281,12 +278,6 @@ class _WhileCompiling:
             self._check()
             measurements.compare_unawaited(shape)
         self._check()
-
-    def turn(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def capture(self, work: Callable[[], _Result]) -> _Result:
-        return work()
 
     def _check(self) -> None:
         if not self._is_compiling():

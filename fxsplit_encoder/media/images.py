@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media.sources import (
+    HeaderReader,
     MediaSettings,
     Pixels,
     attempt,
@@ -55,7 +58,7 @@ def measure_image(media: object, limits: MediaSettings) -> tuple[int, int]:
         MediaError: it is no image, or beyond a limit.
     """
     if is_encoded(media):
-        with open_image(media, limits) as image:
+        with opened_image(media, limits) as image:
             return _size(image)
     if isinstance(media, Image.Image):
         limits.check("max_pixels", media.width * media.height, "image")
@@ -81,7 +84,7 @@ def load_image(media: object, limits: MediaSettings) -> Image.Image:
         MediaError: it cannot be decoded, or is beyond a limit.
     """
     if is_encoded(media):
-        with open_image(media, limits) as image, attempt(name_of(media), "an image"):
+        with opened_image(media, limits) as image, attempt(name_of(media), "an image"):
             return upright(image, limits.background)
     if isinstance(media, Image.Image):
         limits.check("max_pixels", media.width * media.height, "image")
@@ -90,25 +93,30 @@ def load_image(media: object, limits: MediaSettings) -> Image.Image:
     return Image.fromarray(pixels_of(media, limits, "image"))
 
 
-def open_image(media: object, limits: MediaSettings) -> Image.Image:
-    """An encoded image of which the header was read, for a `with`.
+@contextlib.contextmanager
+def opened_image(media: object, limits: MediaSettings) -> Iterator[Image.Image]:
+    """An encoded image of which the header was read; its file is closed afterwards.
 
     Raises:
         MediaError: it is no image of a known format, or is beyond a limit.
     """
     name = name_of(media)
     with attempt(name, "an image"):
-        source = header_source(media, limits)
+        reader = HeaderReader(header_source(media, limits))
+    with contextlib.closing(reader):
+        yield open_image(reader, limits, name)
+
+
+def open_image(reader: HeaderReader, limits: MediaSettings, name: str) -> Image.Image:
+    """An image whose file stays open; see `opened_image`."""
+    file: Any = reader
+    with attempt(name, "an image"), reader.limited():
         try:
-            image = Image.open(source, formats=FORMATS)
+            image = Image.open(file, formats=FORMATS)
         except UnidentifiedImageError:
             formats = ", ".join(FORMATS)
             raise MediaError(f"{name}: cannot be read as an image; expected one of {formats}") from None
-    try:
-        limits.check("max_pixels", image.width * image.height, name)
-    except MediaError:
-        image.close()
-        raise
+    limits.check("max_pixels", image.width * image.height, name)
     return image
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from PIL import Image
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
 from fxsplit_encoder.media.images import lock_of, open_image
 from fxsplit_encoder.media.sources import (
+    HeaderReader,
     MediaSettings,
     attempt,
     header_source,
     is_encoded,
     name_of,
-    opened,
     rgb_of,
 )
 from fxsplit_encoder.media.videos import DecodedVideo, Video, VideoFrames, VideoHeader
@@ -25,7 +25,7 @@ from fxsplit_encoder.media.videos import DecodedVideo, Video, VideoFrames, Video
 _GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL = 0x21, 0x2C, 0xF9
 
 
-def animation_seconds(file: BinaryIO) -> float | None:
+def animation_seconds(file: HeaderReader) -> float | None:
     """The sum of its frames' durations in seconds, of a file at its beginning; no frame is decoded.
 
     Returns:
@@ -40,7 +40,7 @@ def animation_seconds(file: BinaryIO) -> float | None:
     return None
 
 
-def _webp(file: BinaryIO) -> Iterator[float]:
+def _webp(file: HeaderReader) -> Iterator[float]:
     file.seek(12)
     while len(head := file.read(8)) == 8:
         size = int.from_bytes(head[4:], "little")
@@ -50,7 +50,7 @@ def _webp(file: BinaryIO) -> Iterator[float]:
         file.seek(end)
 
 
-def _png(file: BinaryIO) -> Iterator[float]:
+def _png(file: HeaderReader) -> Iterator[float]:
     file.seek(8)
     while len(head := file.read(8)) == 8:
         end = file.tell() + int.from_bytes(head[:4], "big") + 4
@@ -60,7 +60,7 @@ def _png(file: BinaryIO) -> Iterator[float]:
         file.seek(end)
 
 
-def _gif(file: BinaryIO) -> Iterator[float]:
+def _gif(file: HeaderReader) -> Iterator[float]:
     _skip_colors(file, file.read(13)[10:11])
     while kind := file.read(1):
         if kind[0] == _GIF_EXTENSION:
@@ -77,17 +77,17 @@ def _gif(file: BinaryIO) -> Iterator[float]:
             return
 
 
-def _skip_colors(file: BinaryIO, flags: bytes) -> None:
+def _skip_colors(file: HeaderReader, flags: bytes) -> None:
     if flags and flags[0] & 0x80:
         file.seek(3 << (1 + (flags[0] & 7)), 1)
 
 
-def _skip_blocks(file: BinaryIO) -> None:
+def _skip_blocks(file: HeaderReader) -> None:
     while (size := file.read(1)) and size[0]:
         file.seek(size[0], 1)
 
 
-_FORMATS: tuple[tuple[bytes, Callable[[BinaryIO], Iterator[float]]], ...] = (
+_FORMATS: tuple[tuple[bytes, Callable[[HeaderReader], Iterator[float]]], ...] = (
     (b"RIFF", _webp),
     (b"\x89PNG\r\n\x1a\n", _png),
     (b"GIF8", _gif),
@@ -239,10 +239,21 @@ def _open(media: object, limits: MediaSettings) -> Video:
 def _open_encoded(media: object, limits: MediaSettings) -> Video:
     name = name_of(media)
     source = header_source(media, limits)
-    with attempt(name, "a video"), opened(source) as file:
-        start = file.read(16)
-        file.seek(0)
-        seconds = animation_seconds(file)
-    if is_animation(start):
-        return AnimatedImage(open_image(media, limits), seconds, is_own=True, background=limits.background)
+    with attempt(name, "a video"):
+        reader = HeaderReader(source)
+    try:
+        with attempt(name, "a video"), reader.limited():
+            start = reader.read(16)
+            reader.seek(0)
+            seconds = animation_seconds(reader)
+            reader.seek(0)
+        if is_animation(start):
+            image = open_image(reader, limits, name)
+            with reader.limited():
+                return AnimatedImage(image, seconds, is_own=True, background=limits.background)
+    except MediaError:
+        reader.close()
+        raise
+    if isinstance(source, Path):
+        reader.close()
     return ContainedVideo(source if isinstance(source, Path) else source.getvalue(), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -133,6 +134,55 @@ def opened(source: Path | io.BytesIO) -> Iterator[BinaryIO]:
     else:
         source.seek(0)
         yield source
+
+
+_HEADER_READS = 1 << 16
+_BYTES_PER_READ = 64
+_HEADER_SECONDS = 10.0
+
+
+class HeaderReader:
+    """What `header_source` gave, as a file; inside `limited` it ends what reads a header for too long.
+
+    A format of many small parts is read in no fewer reads: half of them may have less than 64 bytes.
+
+    Raises:
+        MediaError: a header takes more reads, or more seconds, than a header should.
+    """
+
+    def __init__(self, source: Path | io.BytesIO) -> None:
+        self._file: BinaryIO = source.open("rb") if isinstance(source, Path) else source
+        size = self._file.seek(0, io.SEEK_END)
+        self._file.seek(0)
+        self.tell, self.close = self._file.tell, self._file.close
+        self._left = _HEADER_READS + size // _BYTES_PER_READ
+        self._deadline = time.monotonic() + _HEADER_SECONDS
+        self._is_limited = False
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Count what is read inside."""
+        self._is_limited = True
+        try:
+            yield
+        finally:
+            self._is_limited = False
+
+    def read(self, size: int = -1, /) -> bytes:
+        """So many bytes, or all that are left."""
+        self._count()
+        return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a place, and return it."""
+        self._count()
+        return self._file.seek(offset, whence)
+
+    def _count(self) -> None:
+        if self._is_limited:
+            self._left -= 1
+            if self._left < 0 or (self._left % 256 == 0 and time.monotonic() > self._deadline):
+                raise MediaError("its header has more parts than are read")
 
 
 def name_of(media: object) -> str:

@@ -9,6 +9,12 @@ import torch
 from PIL import Image, ImageOps
 from torch import nn
 
+from fxsplit_encoder.models.encoders.deepseek_encoder import (
+    ClipConfig,
+    DeepseekOcrConfig,
+    DeepseekOcrVisionModel,
+    SamConfig,
+)
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
     Architecture,
@@ -19,12 +25,6 @@ from fxsplit_encoder.models.family import (
 )
 from fxsplit_encoder.models.prepare import HALF, Normalization, Preparation, Prepared, ProcessorSettings
 from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, view_sizes
-from fxsplit_encoder.towers.modules.deepseek_encoder import (
-    ClipConfig,
-    DeepseekOcrConfig,
-    DeepseekOcrVisionModel,
-    SamConfig,
-)
 
 _BICUBIC = Image.Resampling.BICUBIC
 # Pixels a side: images up to it have no crops, and modes up to it that have no crops stretch images.

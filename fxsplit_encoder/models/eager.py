@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.manager.tower import read_model_config
-
 Inputs = Mapping[str, Any]
 EagerForward = Callable[[Any, Inputs], Tensor]
 """From a module and `mm_kwargs` to rows, (output tokens, hidden)."""
@@ -50,7 +48,7 @@ class EagerTower:
         tokens = [spec.output_tokens for spec in specs]
         if self._forward is not None:
             return list(torch.split(self._forward(self.module, batch), tokens))
-        paths = read_model_config(self.adapter).paths
+        paths = self.adapter.get_encoder_cudagraph_config().paths
         used = [path for path in paths if any(spec.path_output_tokens.get(path, 1) for spec in specs)]
         outputs = {path: self.adapter.encoder_eager_forward(batch, path=path) for path in used}
         items: dict[int, Tensor] = {}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fxsplit_encoder.media import Frames
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs
+from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
     Architecture,
@@ -37,7 +38,6 @@ from fxsplit_encoder.models.prepare import (
     resized,
 )
 from fxsplit_encoder.models.sampling import Sampling, first_of_equal_parts
-from fxsplit_encoder.towers.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 
 _BICUBIC = Image.Resampling.BICUBIC
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings
-from fxsplit_encoder.media.images import open_image, upright
+from fxsplit_encoder.media.images import opened_image, upright
 from fxsplit_encoder.media.sources import attempt
 
 # Of one's own files: Pillow's limit of pixels holds before this one.
@@ -251,7 +251,7 @@ def unique_keys(paths: Sequence[Path]) -> list[str]:
 
 
 def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Prepared]]:
-    with open_image(path, _LIMITS) as image, attempt(str(path), "an image"):
+    with opened_image(path, _LIMITS) as image, attempt(str(path), "an image"):
         if getattr(image, "is_animated", False):
             clip = AnimatedImage(image, None, is_own=False, background=_LIMITS.background)
             size, parts = image.size, preparation.clip(Frames(clip, range(clip.header.num_frames)))

@@ -14,7 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem, Modality, PreparedItem, Reduction
+from fxsplit_encoder.connector.interfaces import (
+    PIXEL_TABLE,
+    MediaItem,
+    MediaProcessor,
+    Modality,
+    PreparedItem,
+    PromptRun,
+    Reduction,
+)
 from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import (
@@ -110,7 +118,7 @@ _MOST_PREPARATIONS = 64
 _MOST_HALVINGS = 8
 
 
-class _Processor:
+class _Processor(MediaProcessor):
     """What processors of one tower have in common."""
 
     def __init__(
@@ -186,6 +194,26 @@ class TowerProcessor(_Processor):
             return self._count([self._image_sizes(item, preparation)])
         with closing(open_video(item.media, self.limits)) as video:
             return self._count(_clip_sizes(self._frames(item, preparation, video), preparation))
+
+    def prompt_runs(self, item: MediaItem) -> list[PromptRun]:
+        """What a prompt shows of the item: an image's rows in one run, of a video a run for each step of its
+        grid, with the time of its frames where that is known. Models whose prompts show no times join them.
+
+        Raises:
+            MediaError: as `count_tokens`.
+        """
+        if item.modality == "image":
+            return [PromptRun(self.count_tokens(item))]
+        preparation = self._preparation(item)
+        with closing(open_video(item.media, self.limits)) as video:
+            frames = self._frames(item, preparation, video)
+            count = self._count(_clip_sizes(frames, preparation))
+        step = preparation.frames_per_step
+        seconds: Any = frame_seconds(frames.indices, video.header, step).get("grid_seconds")
+        num_steps = -(-len(frames) // step)
+        if count % num_steps:  # its rows are not of single steps
+            return [PromptRun(count)]
+        return [PromptRun(count // num_steps, each) for each in seconds or [None] * num_steps]
 
     def digest(self, item: MediaItem) -> bytes:
         """What identifies the item once it is prepared, without preparing it: equal digests, equal inputs.
@@ -393,19 +421,15 @@ class AudioProcessor(_Processor):
         self.extractor = extractor
 
     def count_tokens(self, item: MediaItem) -> int:
-        """Rows of the item's feature, from its header or its shape; nothing is decoded or hashed.
-
-        Raises:
-            MediaError: it is no audio of the model's rate, or is beyond a limit.
-        """
+        """See `MediaProcessor`; MediaError: it is no audio of the model's rate, or is beyond a limit."""
         return self._count(self._num_samples(item))
 
-    def digest(self, item: MediaItem) -> bytes:
-        """What identifies the prepared item, from its bytes, which are not decoded.
+    def prompt_runs(self, item: MediaItem) -> list[PromptRun]:
+        """One run of all its tokens."""
+        return [PromptRun(self.count_tokens(item))]
 
-        Raises:
-            MediaError: as `count_tokens`.
-        """
+    def digest(self, item: MediaItem) -> bytes:
+        """See `MediaProcessor`; MediaError: as `count_tokens`."""
         self._num_samples(item)
         return self._digest(item, _audio_parts(read_source(item.media, self.limits)))
 

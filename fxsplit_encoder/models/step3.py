@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import Inputs
+from fxsplit_encoder.models.encoders.step3_vision import Step3VisionConfig, Step3VisionModel
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
     Architecture,
@@ -27,7 +28,6 @@ from fxsplit_encoder.models.family import (
 )
 from fxsplit_encoder.models.prepare import CLIP, Normalization, Preparation, Prepared, ProcessorSettings
 from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, tile_side, view_sizes
-from fxsplit_encoder.towers.modules.step3_vision import Step3VisionConfig, Step3VisionModel
 
 _BILINEAR = Image.Resampling.BILINEAR
 _LARGEST_SIDE = 3024

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tabulate import tabulate
 
@@ -37,11 +37,11 @@ class MissReason(StrEnum):
     PADDING_UNPROVED = "padding_unproved"
     """The graph's rows may depend on one another, so it is never padded."""
     UNSUPPORTED_GRAPH = "unsupported_graph"
-    """Nothing of the graph is captured: it draws random numbers, or attends over other rows than tokens."""
-    STATIC_SHAPE = "static_shape"
-    """The graph was traced for one shape; there is nothing to pad."""
+    """Nothing is captured: the graph draws random numbers or has sizes that depend on data, or an accelerated
+    tower is not supported. A warning says why."""
     NEW_SHAPE = "new_shape"
-    """With `mode: exact`: batches of this token count have not come often enough to be captured."""
+    """With `mode: exact`: batches of this token count have not come often enough to be captured. Behind
+    torch.compile also: calls of these sizes, of a graph without a token count."""
     OPTIONS = "options"
     """The call's arguments change what the tower returns, such as `output_hidden_states=True`."""
     GRADIENTS = "gradients"
@@ -164,6 +164,10 @@ _SHOWN_ITEMS = 8
 
 
 # A tuple is made in less than half of the time of a frozen dataclass, and a request may have many batches.
+CaptureSize: TypeAlias = Any
+"""Of a capture without padding: a token count, or a tuple of the sizes of a call that has none."""
+
+
 class PathPlan(NamedTuple):
     """How one path of a batch is encoded."""
 
@@ -177,6 +181,13 @@ class PathPlan(NamedTuple):
     """Whether a fallback is the eager forward, and not the compiled program at the exact shape."""
     milliseconds: float | None = None
     """The predicted time on the device; None: not known. At an exact shape a price (`PathCosts.exact`)."""
+    sizes: tuple[int, ...] | None = None
+    """The sizes of a call without a token count, which select its capture; None: the tokens do."""
+
+    @property
+    def size(self) -> CaptureSize:
+        """The size of a capture without padding."""
+        return self.tokens if self.sizes is None else self.sizes
 
     def as_dict(self) -> dict[str, Any]:
         """Returns values of JSON."""

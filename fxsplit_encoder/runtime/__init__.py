@@ -10,7 +10,7 @@ from fxsplit_encoder.runtime.requests import (
     request_of_module,
     request_of_program,
 )
-from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
+from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures, rows_of
 
 __all__ = [
     "CapturableForward",
@@ -26,5 +26,6 @@ __all__ = [
     "measure_forward",
     "request_of_module",
     "request_of_program",
+    "rows_of",
     "run_timed",
 ]

@@ -132,7 +132,8 @@ class CapturedProgram(ABC):
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """Makes a capture request of so many output tokens over `shared` inputs, or raises CaptureError."""
         region = self.forward.region
-        if region is not None and (refusal := region.program.padding.capture_refusal):
+        padding = None if region is None else region.program.padding
+        if padding is not None and (refusal := padding.capture_refusal or padding.other_rows):
             raise CaptureError(refusal)
         return replace(self.forward.request(tokens, shared), is_alone=self.scope.agree is None)
 
@@ -282,7 +283,7 @@ class CapturedProgram(ABC):
                 fills = refused and planned.tokens in self.budgets
                 ladder = self.unpadded.find(planned, by_cost=by == "cost", now=capture_now or fills)
                 if ladder is not None:
-                    found.append((0, ladder, planned.tokens))
+                    found.append((0, ladder, planned.size))
         if planned.budget is not None and planned.budget in self.ladder.captured:
             found.append((planned.budget, self.ladder, planned.budget))
         return found
@@ -330,7 +331,7 @@ class CapturedProgram(ABC):
                 captured.load(values, rows)
             except ReplayError as error:
                 # Raised before anything was copied: the batch is whole.
-                logger.warning("%s, %d tokens: %s", self.label, size, error)
+                logger.warning("%s, %s tokens: %s", self.label, size, error)
                 exceeded = True
                 continue
             if not budget and not self._keeps(captured, size, values, rows, batch):
@@ -344,7 +345,11 @@ class CapturedProgram(ABC):
                 if outputs is None and checks is not None:
                     checks.all_are_due()
             as_planned = budget and size == planned.budget
-            return outputs, planned if as_planned else PathPlan(planned.tokens, size), budget
+            return (
+                outputs,
+                planned if as_planned else PathPlan(planned.tokens, budget or planned.tokens),
+                budget,
+            )
         planned = planned._replace(
             reason=MissReason.EXTENT_EXCEEDED if exceeded else self.miss_reason(planned)
         )

@@ -21,7 +21,7 @@ from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import InputError, TowerChangedError
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
-from fxsplit_encoder.planning.plan import MissReason, PathPlan
+from fxsplit_encoder.planning.plan import CaptureSize, MissReason, PathPlan
 from fxsplit_encoder.runtime.requests import CaptureScope
 
 logger = logging.getLogger(__name__)
@@ -47,9 +47,10 @@ _NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
 
 
 class UnpaddedCaptures:
-    """Captures of one forward by token count, each in the mode that measures cheapest; the segments are data.
+    """Captures of one forward by size, a token count or the sizes of a call without one, each in `mode`; the
+    segments are data.
 
-    By hits, with `mode: exact` and where padding is not proved, a token count is captured when it has come
+    By hits, with `mode: exact` and where padding is not proved, a size is captured when it has come
     `exact_min_hits` times. By cost, with `mode: auto` on a device, it is captured once what its batches lost
     to padding and launches adds up to the cost of a capture, so that at worst about twice the least is paid;
     one that runs at its exact shape also once a capture costs a tenth of its runs. It is kept if a replay is
@@ -58,7 +59,7 @@ class UnpaddedCaptures:
 
     def __init__(
         self,
-        request: Callable[[int, SharedBuffers], CaptureRequest],
+        request: Callable[[CaptureSize, SharedBuffers], CaptureRequest],
         scope: CaptureScope,
         *,
         attention_ms: Callable[[int], float] = lambda tokens: 0.0,
@@ -67,18 +68,18 @@ class UnpaddedCaptures:
         self.threshold = scope.config.exact_min_hits
         """Sum of the weights of a size's uses from which on it is captured."""
         self.max_captures = scope.config.exact_max_graphs
-        self.refused: dict[int, str] = {}
+        self.refused: dict[CaptureSize, str] = {}
         """Reasons of sizes that could not be captured; they are not tried again before `clear`."""
-        self.not_faster: set[int] = set()
+        self.not_faster: set[CaptureSize] = set()
         """Sizes at which a replay was measured to gain nothing."""
-        self.on_trial: set[int] = set()
+        self.on_trial: set[CaptureSize] = set()
         """Captured sizes that were not compared yet with the batch that they were captured for."""
-        self.exact_ms: dict[int, float] = {}
-        """Of sizes whose captures were given up: milliseconds of the tried batch at its exact shape."""
+        self.mode = "auto"
+        """As for `BudgetLadder`."""
         self.num_evicted = 0
         """Captures that were evicted for others."""
         self._request = request
-        self._prepared: dict[int, CaptureRequest] = {}
+        self._prepared: dict[CaptureSize, CaptureRequest] = {}
         self._agreed = scope.agree or bool
         self._measured = scope.agree is None  # times differ between ranks
         self._remaining_bytes = scope.remaining_bytes
@@ -88,10 +89,10 @@ class UnpaddedCaptures:
         self._generations: list[BudgetLadder] = []
         self._last_use: dict[BudgetLadder, int] = {}
         self._stream: torch.cuda.Stream | None = None  # for all generations, which never capture at once
-        self._held: dict[int, BudgetLadder] = {}
-        self._uses: OrderedDict[int, float] = OrderedDict()
+        self._held: dict[CaptureSize, BudgetLadder] = {}
+        self._uses: OrderedDict[CaptureSize, float] = OrderedDict()
         self._clock = 0
-        self._bytes_per_token = 0.0
+        self._bytes_per_row = 0.0
         self._costs = PathCosts()
         self._replay_curve = CostCurve(())
         self._capture_ms = 0.0
@@ -108,54 +109,58 @@ class UnpaddedCaptures:
         """Returns the ladder with a capture of the batch's tokens, made if it is due or `now`; or None."""
         if planned.tokens == 0 or planned.reason in _NEVER_REPLAYED:
             return None
-        tokens = planned.tokens
+        size = planned.size
         weight = 1.0
         if now:
             weight = math.inf
-        elif by_cost and tokens not in self._held:
+        elif by_cost and size not in self._held:
             weight = self._kept_weight(planned) * self.threshold
-            if not weight:
+            if not weight and size not in self._uses:
                 return None
-        ladder = self.of_size(tokens, weight, on_trial=by_cost)
+        ladder = self.of_size(size, weight, on_trial=by_cost)
         if ladder is None and not self._held:
             self.inputs.clear()  # of captures that were not made, or are no more
         return ladder
 
-    def of_size(self, tokens: int, weight: float = 1.0, *, on_trial: bool = False) -> BudgetLadder | None:
-        """Returns the ladder with a capture of exactly so many tokens, made if its uses and `weight` suffice;
+    def of_size(
+        self, size: CaptureSize, weight: float = 1.0, *, on_trial: bool = False
+    ) -> BudgetLadder | None:
+        """Returns the ladder with a capture of exactly this size, made if its uses and `weight` suffice;
         or None. With `on_trial`, `keeps` compares a new capture with the batch in hand.
         """
         self._clock += 1
-        ladder = self._held.get(tokens)
-        if ladder is None and self._is_due(tokens, weight):
-            ladder = self._capture(tokens, on_trial=on_trial and self._measured)
+        ladder = self._held.get(size)
+        if ladder is None and self._is_due(size, weight):
+            ladder = self._capture(size, on_trial=on_trial and self._measured)
         if ladder is not None:
             self._last_use[ladder] = self._clock
         return ladder
 
-    def keeps(self, tokens: int, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
+    def make_due(self, size: CaptureSize) -> None:
+        """Makes the next batch of this size the one for which it is captured, if it can be."""
+        self._uses[size] = self.threshold
+
+    def keeps(self, size: CaptureSize, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
         """Returns whether the capture of a size serves; one on trial is timed against the exact shape."""
-        if tokens not in self.on_trial:
+        if size not in self.on_trial:
             return True
         replay_ms = measure_ms(replay, self._pool.device)
         try:
             exact_ms = measure_ms(exact, self._pool.device)
         except (InputError, torch.OutOfMemoryError):  # the batch is served by the replay alone
             exact_ms = math.inf
-        logger.info("%d tokens: replay %.3f ms, exact shape %.3f", tokens, replay_ms, exact_ms)
+        logger.info("%s: replay %.3f ms, exact shape %.3f", _shown(size), replay_ms, exact_ms)
         gains = replay_ms < exact_ms
-        self.conclude(tokens, gains=gains)
-        if not gains:
-            self.exact_ms[tokens] = exact_ms
+        self.conclude(size, gains=gains)
         return gains
 
-    def conclude(self, tokens: int, *, gains: bool) -> None:
+    def conclude(self, size: CaptureSize, *, gains: bool) -> None:
         """Ends the trial of a size; without a gain its capture is released."""
-        self.on_trial.discard(tokens)
-        if not gains and (ladder := self._held.pop(tokens, None)) is not None:
-            self.not_faster.add(tokens)
-            ladder.drop(tokens, "it gains nothing")
-            ladder.forget_drop(tokens)
+        self.on_trial.discard(size)
+        if not gains and (ladder := self._held.pop(size, None)) is not None:
+            self.not_faster.add(size)
+            ladder.drop(size, "it gains nothing")
+            ladder.forget_drop(size)
             if not ladder.captured:
                 self._release(ladder)
 
@@ -163,15 +168,15 @@ class UnpaddedCaptures:
         """Returns why a batch that was not replayed counts as a miss; None: for the planned reason."""
         if planned.reason in _NEVER_REPLAYED:
             return None
-        if planned.tokens in self.not_faster:
+        if planned.size in self.not_faster:
             return MissReason.EXACT_IS_FASTER
-        return MissReason.NOT_CAPTURED if planned.tokens in self.refused else MissReason.NEW_SHAPE
+        return MissReason.NOT_CAPTURED if planned.size in self.refused else MissReason.NEW_SHAPE
 
-    def __contains__(self, tokens: object) -> bool:
-        return tokens in self._held
+    def __contains__(self, size: object) -> bool:
+        return size in self._held
 
     @property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> list[CaptureSize]:
         """The sizes that are captured, increasing."""
         return sorted(self._held)
 
@@ -193,17 +198,16 @@ class UnpaddedCaptures:
         self.not_faster.clear()
         self._uses.clear()
         self.inputs.clear()
-        self.exact_ms.clear()
 
     # --- when
 
-    def _is_due(self, tokens: int, weight: float) -> bool:
-        if tokens in self.refused or tokens in self.not_faster:
+    def _is_due(self, size: CaptureSize, weight: float) -> bool:
+        if size in self.refused or size in self.not_faster:
             return False
-        uses = self._uses.pop(tokens, 0.0) + weight
+        uses = self._uses.pop(size, 0.0) + weight
         if uses >= self.threshold:
             return True
-        self._uses[tokens] = uses
+        self._uses[size] = uses
         if len(self._uses) > _COUNTED_SIZES:
             self._uses.popitem(last=False)
         return False
@@ -231,49 +235,49 @@ class UnpaddedCaptures:
 
     # --- capture
 
-    def _capture(self, tokens: int, *, on_trial: bool) -> BudgetLadder | None:
-        if not self._free_memory_for(tokens):
+    def _capture(self, size: CaptureSize, *, on_trial: bool) -> BudgetLadder | None:
+        if not self._free_memory_for(size):
             return None  # memory may be free when the size has come as often again
         ladder = self._open_generation()
-        request = self._attempt(tokens, lambda size: self._request(size, self.inputs))
+        request = self._attempt(size, lambda each: self._request(each, self.inputs))
         # What one rank alone cannot do must show before its forward runs: inside, others would wait for it.
         if not self._agreed(request is not None):
-            self._refuse(ladder, tokens, "another rank has no inputs of this size")
+            self._refuse(ladder, size, "another rank has no inputs of this size")
             return None
         assert request is not None
-        self._prepared[tokens] = request
+        self._prepared[size] = request
         ladder.exact_may_win = not on_trial
-        captured = self._attempt(tokens, ladder.capture)
-        if not self._agreed(captured is not None or tokens in ladder.no_graph_needed):
-            self._refuse(ladder, tokens, "another rank could not capture it")
-        elif tokens in ladder.no_graph_needed:
-            ladder.no_graph_needed.discard(tokens)
-            self.not_faster.add(tokens)
+        captured = self._attempt(size, ladder.capture)
+        if not self._agreed(captured is not None or size in ladder.no_graph_needed):
+            self._refuse(ladder, size, "another rank could not capture it")
+        elif size in ladder.no_graph_needed:
+            ladder.no_graph_needed.discard(size)
+            self.not_faster.add(size)
         else:
-            self._held[tokens] = ladder
-            self._keep_limit(ladder, tokens)
+            self._held[size] = ladder
+            self._keep_limit(ladder, size)
         if not ladder.captured:
             self._release(ladder)
-        if on_trial and tokens in self._held:
-            self.on_trial.add(tokens)
-        return self._held.get(tokens)
+        if on_trial and size in self._held:
+            self.on_trial.add(size)
+        return self._held.get(size)
 
-    def _attempt(self, tokens: int, make: Callable[[int], _T]) -> _T | None:
+    def _attempt(self, size: CaptureSize, make: Callable[[CaptureSize], _T]) -> _T | None:
         """The result of `make`; None: it raised, which is noted."""
         try:
-            return make(tokens)
+            return make(size)
         except (AssertionError, TowerChangedError):  # of this library's own, or nothing of this size
             raise
         except Exception as error:  # the boundary to other ranks, which wait for this one's vote
-            logger.warning("%d tokens are not captured: %s: %s", tokens, type(error).__name__, error)
-            self.refused[tokens] = str(error)
+            logger.warning("%s are not captured: %s: %s", _shown(size), type(error).__name__, error)
+            self.refused[size] = str(error)
             return None
 
-    def _refuse(self, ladder: BudgetLadder, tokens: int, reason: str) -> None:
-        self._held.pop(tokens, None)
-        if tokens in ladder.captured:
-            ladder.drop(tokens, reason)
-        self.refused.setdefault(tokens, ladder.dropped.pop(tokens, reason))
+    def _refuse(self, ladder: BudgetLadder, size: CaptureSize, reason: str) -> None:
+        self._held.pop(size, None)
+        if size in ladder.captured:
+            ladder.drop(size, reason)
+        self.refused.setdefault(size, ladder.dropped.pop(size, reason))
         if not ladder.captured:
             self._release(ladder)
 
@@ -286,7 +290,11 @@ class UnpaddedCaptures:
             )
             self._stream = pool.stream
             newest = BudgetLadder(
-                self._prepared.pop, "auto", pool, measured=self._measured, attention_ms=self._attention_ms
+                self._prepared.pop,
+                self.mode,
+                pool,
+                measured=self._measured,
+                attention_ms=lambda size: self._attention_ms(rows_of(size)),
             )
             self._last_use[newest] = self._clock
             self._generations.append(newest)
@@ -294,23 +302,23 @@ class UnpaddedCaptures:
 
     # --- limits
 
-    def _free_memory_for(self, tokens: int) -> bool:
+    def _free_memory_for(self, size: CaptureSize) -> bool:
         """Evicts what has to go for one more capture; False: there is too little memory even so."""
         if len(self._held) >= self.max_captures:
             self._evict()
-        while not self._agreed(self._has_memory(tokens)):
+        while not self._agreed(self._has_memory(size)):
             if not self._generations:
-                logger.warning("%d tokens are not captured: too little device memory is free", tokens)
+                logger.warning("%s are not captured: too little device memory is free", _shown(size))
                 return False
             self._evict()
         return True
 
-    def _has_memory(self, tokens: int) -> bool:
+    def _has_memory(self, size: CaptureSize) -> bool:
         free = free_bytes(self._pool.device)
-        return free is None or free >= self._bytes_per_token * tokens
+        return free is None or free >= self._bytes_per_row * rows_of(size)
 
-    def _keep_limit(self, ladder: BudgetLadder, tokens: int) -> None:
-        self._bytes_per_token = max(self._bytes_per_token, ladder.num_bytes(tokens) / tokens)
+    def _keep_limit(self, ladder: BudgetLadder, size: CaptureSize) -> None:
+        self._bytes_per_row = max(self._bytes_per_row, ladder.num_bytes(size) / rows_of(size))
         remaining = self._remaining_bytes()
         limit = None if remaining is None else remaining + self.graph_bytes
         while self._generations and not self._agreed(limit is None or self.graph_bytes <= limit):
@@ -318,25 +326,34 @@ class UnpaddedCaptures:
                 self._evict(but=ladder)
                 continue
             reason = f"captures take {self.graph_bytes} bytes, max_graph_bytes leaves {limit} for them"
-            self._refuse(ladder, tokens, reason)
+            self._refuse(ladder, size, reason)
             self._release(ladder)
 
     def _evict(self, but: BudgetLadder | None = None) -> None:
         oldest = min((each for each in self._generations if each is not but), key=self._last_use.__getitem__)
         self.num_evicted += len(oldest.captured)
-        logger.info("the captures of %s tokens are evicted", list(oldest.captured))
+        logger.info("the captures of %s are evicted", ", ".join(map(_shown, oldest.captured)))
         self._release(oldest)
 
     def _release(self, ladder: BudgetLadder) -> None:
         if ladder not in self._generations:
             return
-        for tokens in ladder.captured:
-            self._held.pop(tokens, None)
-            self.on_trial.discard(tokens)
+        for size in ladder.captured:
+            self._held.pop(size, None)
+            self.on_trial.discard(size)
         ladder.clear()
         ladder.pool.retire()
         self._generations.remove(ladder)
         del self._last_use[ladder]
+
+
+def rows_of(size: CaptureSize) -> int:
+    """Rows that a size stands for: its tokens, or the product of a call's sizes."""
+    return size if isinstance(size, int) else max(1, int(math.prod(size)))
+
+
+def _shown(size: CaptureSize) -> str:
+    return f"{size} tokens" if isinstance(size, int) else f"calls of sizes {size}"
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrVisionModel
 from fxsplit_encoder.towers.tiles import CropGrid, TiledTower, read_counts, square_view
 
 
@@ -27,9 +26,9 @@ class DeepseekOcrTower(TiledTower):
     has_plain_blocks = True
     count_key: ClassVar[str] = "images_spatial_crop"
 
-    def __init__(self, tower: DeepseekOcrVisionModel) -> None:
-        config = tower.config
-        self.crop_side = config.image_size // config.pixels_per_feature
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        self.crop_side: int = config.image_size // config.pixels_per_feature
         side = config.base_size // config.pixels_per_feature
         super().__init__(
             tower,
@@ -64,11 +63,11 @@ class DeepseekOcrTower(TiledTower):
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """The features of tiles; those of whole images with their newlines."""
-        features_NSC = self.tower(tiles)
+        features_NSC: Tensor = self.tower(tiles)
         if path == "local":
-            return features_NSC.flatten(0, 1)  # type: ignore[no-any-return]
+            return features_NSC.flatten(0, 1)
         side = tiles.shape[-1] // self.tower.config.pixels_per_feature
-        grid_NHWC = F.pad(features_NSC.unflatten(1, (side, side)), (0, 0, 0, 1))
+        grid_NHWC = F.pad(torch.unflatten(features_NSC, 1, (side, side)), (0, 0, 0, 1))
         # Added to zeros: a newline that were joined on would have to be repeated for every tile first.
         newlines_HWC = F.pad(self.tower.image_newline.expand(side, 1, -1), (0, 0, side, 0))
         return (grid_NHWC + newlines_HWC).flatten(0, 2)

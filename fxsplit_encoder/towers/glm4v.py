@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.grid import Grid, cosines_and_sines, gives_angles
-from fxsplit_encoder.towers.modules.blocks import resample
+from fxsplit_encoder.towers.grid import Grid, cosines_and_sines, gives_angles, resample
 from fxsplit_encoder.towers.packed import PackedTower
 
 
@@ -21,7 +20,7 @@ class Glm4vTower(PackedTower):
 
     has_plain_blocks = True
     frames_are_independent = True
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = grids_of.table_columns("bicubic")
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = grids_of.table_columns("bicubic")
     # Their processor takes 2 frames per second of at most 300 seconds, and merges them in pairs.
     max_frames_per_video: int = 300
 

@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fxsplit_encoder.compile.rewriting import permute_rows
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.inputs import integer_rows
 
@@ -128,6 +130,12 @@ def merge_permutation(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
     return _permutation([frame_merge_permutation(h, w, merge_size) for t, h, w in grids for _ in range(t)])
 
 
+def merge(hidden: Tensor, permutation: Tensor, rows_per_token: int) -> Tensor:
+    """(patches, hidden) to (tokens, rows_per_token, hidden), in the order of `merge_permutation`."""
+    rows: Tensor = permute_rows(hidden, permutation)
+    return rows.view(-1, rows_per_token, hidden.shape[-1])
+
+
 def concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.Tensor:
     """(rows, columns) of arrays with this many columns, in memory of its own; no arrays are no rows."""
     if not arrays:
@@ -231,6 +239,16 @@ def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.where(d <= 1, near, far)
 
 
+def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """(patches, hidden) at the weights' precision, from a table (entries, hidden) and `interpolation`."""
+    # A sum of lookups, one per tap, is a single pointwise kernel when compiled; a reduction over all taps
+    # would first write as many rows per patch.
+    result = F.embedding(indices[:, 0], table) * weights[:, :1]
+    for tap in range(1, weights.shape[1]):
+        result = result + F.embedding(indices[:, tap], table) * weights[:, tap : tap + 1]
+    return result
+
+
 # --- a rotary embedding
 
 
@@ -248,3 +266,9 @@ def cosines_and_sines(
     angles = rotary(position_ids)
     both_halves = torch.cat((angles, angles), dim=-1)
     return both_halves.cos(), both_halves.sin()
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates pairs of neighboring channels of (..., head_dim) by an angle, in float32."""
+    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)

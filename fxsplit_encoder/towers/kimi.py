@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,9 +15,8 @@ from fxsplit_encoder.errors import InputError, UnsupportedTowerError
 from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import Grid, merge, resample
 from fxsplit_encoder.towers.inputs import integer_rows
-from fxsplit_encoder.towers.modules.blocks import merge, resample
 from fxsplit_encoder.towers.packed import PackedTower
 
 
@@ -27,7 +26,7 @@ class RasterTower(PackedTower):
     """
 
     has_plain_blocks = True
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = {
         **grids_of.table_columns("bicubic"),
         "merge_permutation": (0, torch.int64),
     }
@@ -35,13 +34,12 @@ class RasterTower(PackedTower):
     def __init__(
         self,
         tower: nn.Module,
-        *,
-        merge_kernel: Sequence[int],
-        patch_size: int,
         table_shape: tuple[int, int],
         out_hidden_size: int,
     ) -> None:
-        height, width = merge_kernel
+        config: Any = tower.config
+        height, width = config.merge_kernel_size
+        patch_size = config.patch_size
         if height != width:
             raise UnsupportedTowerError(
                 f"{type(tower).__name__}: merge_kernel_size: expected a square; got {height} x {width}"
@@ -80,11 +78,7 @@ class KimiVLTower(RasterTower):
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
         super().__init__(
-            tower,
-            merge_kernel=config.merge_kernel_size,
-            patch_size=config.patch_size,
-            table_shape=(config.init_pos_emb_height, config.init_pos_emb_width),
-            out_hidden_size=config.text_hidden_size,
+            tower, (config.init_pos_emb_height, config.init_pos_emb_width), config.text_hidden_size
         )
 
     def read_grids(self, grids: Any, name: str) -> list[Grid]:
@@ -124,7 +118,7 @@ class KimiK25Tower(RasterTower):
     tokens, merge area * hidden_size).
     """
 
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = {
         **RasterTower.metadata_columns,
         "frame_index": (0, torch.int64),
     }
@@ -133,13 +127,8 @@ class KimiK25Tower(RasterTower):
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
-        super().__init__(
-            tower,
-            merge_kernel=config.merge_kernel_size,
-            patch_size=config.patch_size,
-            table_shape=(config.pos_emb_height, config.pos_emb_width),
-            out_hidden_size=config.merge_kernel_size[0] * config.merge_kernel_size[1] * config.hidden_size,
-        )
+        merged = config.merge_kernel_size[0] * config.merge_kernel_size[1]
+        super().__init__(tower, (config.pos_emb_height, config.pos_emb_width), merged * config.hidden_size)
         self.max_frames_per_video = config.pos_emb_time
         # Before transformers 5.17 the rotary embedding takes (2, patches), columns first.
         self.transposes_positions = not hasattr(tower.rotary_emb, "recomposition_frequencies")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import llama4_angles
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.grid import rotate_pairs
 from fxsplit_encoder.towers.inputs import integer_rows, number_of, pixel_parts
-from fxsplit_encoder.towers.modules.blocks import rotate_pairs
 from fxsplit_encoder.towers.tiles import DenseTower
 
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -61,13 +61,13 @@ class PackedTower(WrappedTower):
     """The processor's names of patches and grids, of images and, if the tower takes any, of videos."""
     input_names: Sequence[str] = ("hidden_states", "grid_thw")
     """Patches and grids, the tower's own forward's names."""
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]]
     """Name, columns and dtype of every per-patch metadata tensor; 0 columns: a vector, (patches,)."""
     segment_inputs: ClassVar[dict[str, int]] = {"cu_seqlens": 1}
     """Every input of cumulative lengths, "cu_seqlens" the last, and its segments per frame in a capture."""
     max_frames_per_video: int = 384
     """Grid frames of the longest video: 768 frames, which the processors merge in pairs."""
-    frames_are_independent: ClassVar[bool] = False
+    frames_are_independent: bool = False
     """Whether a video's rows are those of its grid frames, each encoded alone, one after the other."""
     min_item_tokens: ClassVar[int] = 64
     """The smallest item worth a budget of its own: 256 x 256 pixels."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ class PixtralTower(PackedTower):
     """
 
     has_plain_blocks = True
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {"position_ids": (2, torch.int64)}
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = {"position_ids": (2, torch.int64)}
     modalities: Sequence[str] = ("image",)
     max_frames_per_video: int = 1
     input_names: Sequence[str] = ("pixel_values", "image_grid_thw")

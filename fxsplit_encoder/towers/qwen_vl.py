@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ class Qwen2VLTower(PackedTower):
 
     has_plain_blocks = True
     frames_are_independent = True
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {"position_ids": (2, torch.int64)}
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = {"position_ids": (2, torch.int64)}
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
@@ -41,7 +41,7 @@ class Qwen25VLTower(PackedTower):
 
     has_plain_blocks = True
     frames_are_independent = True
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = {
         "position_ids": (2, torch.int64),
         "window_permutation": (0, torch.int64),
         "inverse_permutation": (0, torch.int64),
@@ -114,7 +114,7 @@ class Qwen3VLTower(PackedTower):
 
     has_plain_blocks = True
     frames_are_independent = True
-    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = grids_of.table_columns("bilinear")
+    metadata_columns: Mapping[str, tuple[int, torch.dtype]] = grids_of.table_columns("bilinear")
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config

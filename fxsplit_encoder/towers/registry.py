@@ -15,6 +15,7 @@ from fxsplit_encoder.errors import InputError, MissingExtraError, UnsupportedTow
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.towers.base import is_hugging_face
 from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.rules import GridTower, grid_argument
 from fxsplit_encoder.towers.tiles import DenseTower, TiledTower
 
 
@@ -104,6 +105,7 @@ class GenericTower(DenseTower):
 
 
 # The file and the adapter of a tower's class, by name: a model family is imported when it is used.
+_QWEN25 = ("Exaone4_5_VisionModel", "Qwen2_5OmniVisionEncoder", "Qwen2_5_VisionTransformerPretrainedModel")
 _QWEN3 = ("Qwen3_5MoeVisionModel", "Qwen3_5VisionModel", "Qwen3VLMoeVisionModel", "Qwen3VLVisionModel")
 _ADAPTERS = {
     "DeepseekOcrVisionModel": ("deepseek_ocr", "DeepseekOcrTower"),
@@ -113,7 +115,7 @@ _ADAPTERS = {
     "Kimi_K25VisionModel": ("kimi", "KimiK25Tower"),
     **dict.fromkeys(("Llama4ForConditionalGeneration", "Llama4VisionModel"), ("llama4", "Llama4Tower")),
     "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
-    "Qwen2_5_VisionTransformerPretrainedModel": ("qwen_vl", "Qwen25VLTower"),
+    **dict.fromkeys(_QWEN25, ("qwen_vl", "Qwen25VLTower")),
     **dict.fromkeys(_QWEN3, ("qwen_vl", "Qwen3VLTower")),
     "Step3VisionModel": ("step3_vl", "Step3VLTower"),
     **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ("step3p7", "Step3p7Tower")),
@@ -141,6 +143,8 @@ def wrap(tower: nn.Module, spec: DenseTowerSpec | None = None) -> PackedTower | 
     if spec is not None:
         return GenericTower(tower, spec)
     name = next((c.__name__ for c in type(tower).__mro__ if c.__name__ in _ADAPTERS), None)
+    if name is None and grid_argument(tower) is not None:
+        return GridTower(tower)
     if name is None:
         raise UnsupportedTowerError(
             f"wrap: no adapter for {type(tower).__name__}; expected one of {', '.join(supported_towers())} "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxsplit_encoder.towers.modules.step3_vision import Step3VisionConfig, Step3VisionModel
 from fxsplit_encoder.towers.tiles import TiledTower, View, downsampled, square_view
 
 
@@ -18,8 +17,8 @@ class Step3VLTower(TiledTower):
     has_plain_blocks = True
     count_key: ClassVar[str] = "num_patches"
 
-    def __init__(self, tower: Step3VisionModel) -> None:
-        config = tower.config
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
         super().__init__(
             tower,
             whole=_view("pixel_values", config.image_size, config),
@@ -29,9 +28,10 @@ class Step3VLTower(TiledTower):
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """The features of tiles."""
-        return self.tower(tiles).flatten(0, 1)  # type: ignore[no-any-return]
+        features: Tensor = self.tower(tiles)
+        return features.flatten(0, 1)
 
 
-def _view(input_name: str, size: int, config: Step3VisionConfig) -> View:
+def _view(input_name: str, size: int, config: Any) -> View:
     tokens = downsampled(size // config.patch_size // 2) ** 2
     return square_view(input_name, size, config.patch_size, tokens)

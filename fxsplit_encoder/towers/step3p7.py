@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
-from fxsplit_encoder.towers.modules.folded import FoldedTable, resized_positions, sides_of
+from fxsplit_encoder.towers.folded import FoldedTable, resized_positions, sides_of
 from fxsplit_encoder.towers.tiles import (
     DenseTower,
     TiledTower,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from fxsplit_encoder._torch.dispatch import check
+from fxsplit_encoder._torch.dispatch import check, define_op
 from fxsplit_encoder._torch.dynamo import Marks
 from fxsplit_encoder.capture.inputs import example_values
 from fxsplit_encoder.compile.options import HostOp, register_host_op
@@ -29,6 +29,7 @@ from fxsplit_encoder.protocol import (
     EncoderItemSpec,
 )
 from fxsplit_encoder.towers.base import VIDEOS, WrappedTower
+from fxsplit_encoder.towers.folded import FoldedTables
 from fxsplit_encoder.towers.grid import cumulative_lengths
 from fxsplit_encoder.towers.inputs import (
     MOST_PLANNED_ITEMS,
@@ -41,7 +42,6 @@ from fxsplit_encoder.towers.inputs import (
     pixel_parts,
     rows_of,
 )
-from fxsplit_encoder.towers.modules.folded import FoldedTables
 
 # torch 2.11 compares the sizes of a mask with 1 while it traces, which it cannot do with a size not known.
 MASKED_ATTENTION_TAKES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.13"
@@ -256,7 +256,7 @@ class DenseTower(TileTower):
         """The wrapped module's own forward; a call with options that change the output runs that module."""
         if torch.compiler.is_compiling():
             # InternVL's reshape to -1 divides by the number of tiles.
-            check(pixel_values.shape[0] > 0)  # type: ignore[no-untyped-call]
+            check(pixel_values.shape[0] > 0)
             pixel_values = tiles(pixel_values, self.tokens_per_tile, self.max_tiles, self.declares_padding)[0]
             self.trace_plain_blocks_once()
         return self.encode(pixel_values, "default") if self.returns_rows else self.call(pixel_values)
@@ -400,18 +400,11 @@ def _copy(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int, declared: 
     return [pixel_values.clone()]
 
 
-def _fake(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int, declared: bool = False) -> list[Tensor]:
-    return [torch.empty_like(pixel_values)]
-
-
-_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "tiles(Tensor pixel_values, int tokens_per_tile, int max_tiles, bool declared=False) -> Tensor[]"
+tiles = define_op(
+    "tiles(Tensor pixel_values, int tokens_per_tile, int max_tiles, bool declared=False) -> Tensor[]",
+    {"CompositeExplicitAutograd": _copy},
+    lambda pixels, tokens, most, declared=False: [torch.empty_like(pixels)],
 )
-_library.impl("tiles", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("fxsplit::tiles", _fake, lib=_library)
-
-tiles = torch.ops.fxsplit.tiles.default
 
 register_host_op(
     tiles,

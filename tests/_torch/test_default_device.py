@@ -32,7 +32,7 @@ FLOATS = ("empty", "eye", "linspace", "logspace", "ones", "rand", "randn", "zero
 
 
 def unplaced(path: Path) -> Iterator[str]:
-    is_of_modules = path.is_relative_to(PACKAGE / "towers" / "modules")
+    is_of_modules = path.is_relative_to(PACKAGE / "models" / "encoders")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     parameters = {
         argument

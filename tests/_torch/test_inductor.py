@@ -101,12 +101,6 @@ def test_choices_of_the_caller_stay() -> None:
         assert config.inductor_choices_class is Own
 
 
-def test_a_torch_that_does_not_ask_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(InductorChoices, "should_use_persistent_reduction")
-    with persistent_rows():
-        assert type(V.choices) is InductorChoices
-
-
 @pytest.mark.parametrize("pools", [0, 1])
 def test_workers_that_were_started_are_asked_at_once_whether_they_are_ready(
     pools: int, monkeypatch: pytest.MonkeyPatch

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxsplit_encoder._torch.reads import CALLED_AT_REQUESTS, FORWARD_OF_CAPTURES
-from fxsplit_encoder._torch.structure import Held, Structure
+from fxsplit_encoder._torch.structure import CALLED_AT_REQUESTS, FORWARD_OF_CAPTURES, Held, Structure
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 

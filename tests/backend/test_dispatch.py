@@ -115,6 +115,34 @@ def test_inference_mode_and_no_grad_take_turns() -> None:
         assert not got.requires_grad
 
 
+class WithMlp(ClipLike):
+    """With a hidden width of 120, which may be padded to 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 120), nn.Linear(120, 16)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(super().forward(images))))
+
+
+@pytest.mark.parametrize(("mode", "num_derived"), [(torch.no_grad, 3), (torch.inference_mode, 0)])
+def test_only_parameters_with_versions_are_kept_in_another_form(
+    mode: Any, num_derived: int, made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mode():
+        module = WithMlp().eval()
+        compiled = compile_it(module, dynamic=True, token_budgets=[4], passes=["pad_mlp_width"])
+        for scale in (1.0, 0.5):
+            for parameter in module.parameters():
+                parameter.mul_(scale)
+            x = images(2)
+            assert_equal(compiled(x), module(x))
+    (dispatcher,) = made()
+    assert len(dispatcher.program.derived.recipes) == num_derived
+    assert ("torch.no_grad()" in caplog.text) is (num_derived == 0)
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_inputs_of_other_layouts_and_dtypes() -> None:
@@ -325,27 +353,33 @@ def repeated_rows() -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["auto", pytest.param("exact", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    ("module", "make_inputs", "why"),
-    [
-        (AddsNoise(), lambda: (images(4),), "draws random numbers"),
-        (AttendsOverRepeatedRows(), repeated_rows, "which are not the"),
-    ],
-    ids=["random numbers", "other rows"],
-)
-def test_some_graphs_are_never_captured(
-    made: Made, module: nn.Module, make_inputs: Callable[[], Any], why: str, mode: str
-) -> None:
+def test_random_numbers_are_never_captured(made: Made, mode: str) -> None:
+    module = AddsNoise()
     compiled = compile_it(module, dynamic=True, token_budgets=[4], mode=mode, exact_min_hits=1)
     for _ in range(3):
-        inputs = make_inputs()
+        batch = images(4)
         torch.manual_seed(0)
-        expected = module(*inputs)
+        expected = module(batch)
         torch.manual_seed(0)
-        assert_equal(compiled(*inputs), expected)
+        assert_equal(compiled(batch), expected)
     (dispatcher,) = made()
-    assert why in dispatcher.program.padding.capture_refusal
+    assert "draws random numbers" in dispatcher.program.padding.capture_refusal
     assert dispatcher.misses == {fx.MissReason.UNSUPPORTED_GRAPH: 3}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_attention_over_other_rows_than_tokens_is_captured_at_all_sizes(made: Made, mode: str) -> None:
+    module = AttendsOverRepeatedRows()
+    compiled = compile_it(module, dynamic=True, mode=mode, debug=True)
+    for ends in ([4, 16], [2, 16], [1, 8, 16], [4, 16], [3, 9, 16]):
+        x, quarter, _ = repeated_rows()
+        inputs = x, quarter, torch.tensor([0, *ends], dtype=torch.int32)
+        assert_equal(compiled(*inputs), module(*inputs))
+    (dispatcher,) = made()
+    assert "which are not the" in dispatcher.program.padding.other_rows
+    assert (dispatcher.hits, dispatcher.misses) == (3, {fx.MissReason.NEW_SHAPE: 2})
+    assert dispatcher.num_captured == 2
 
 
 @pytest.mark.parametrize("declared", [True, False])

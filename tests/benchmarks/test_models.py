@@ -75,7 +75,7 @@ def test_tiles_are_given_as_the_processor_gives_them() -> None:
 
 @torch.no_grad()
 def test_pages_are_whole_and_in_crops() -> None:
-    from fxsplit_encoder.towers.modules.deepseek_encoder import (
+    from fxsplit_encoder.models.encoders.deepseek_encoder import (
         ClipConfig,
         DeepseekOcrConfig,
         DeepseekOcrVisionModel,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fxsplit_encoder.connector.transport.arena import NAME
+from fxsplit_encoder.connector.processes.wire import NAME
 
 
 def num_descriptors(pid: int | str = "self") -> int:

@@ -10,7 +10,8 @@ import torch
 from fxsplit_encoder.connector.fake import FakeProcessor
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.keys import TowerIdentity
-from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.positions import PositionMap
+from fxsplit_encoder.connector.request import TEXT_ONLY, EncodeRequest
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
@@ -119,10 +120,12 @@ def test_a_merge_that_cannot_be_writes_nothing() -> None:
             each.merge(ticket, (0, 6), torch.zeros(6, 8))
         with pytest.raises(InputError, match=r"embeddings: expected \(5, width\); got \(4, 8\)"):
             each.merge(ticket, (0, 5), out[:4])
-        before = each.stats()
-        with pytest.raises(InputError, match="expected 1 of at least 0, one for each item"):
-            each.submit(request("a", "b", placeholders=placeholders))
-        assert (each.stats().submitted, each.audit()) == (before.submitted, [])
+        other = each.submit(request("a", "b", placeholders=placeholders, failure=TEXT_ONLY))
+        assert (other.token_counts, wait(other)) == ((4, 4), "unavailable")
+        assert "expected 1 of at least 0, one for each item" in str(other.error)
+        assert (other.error and other.error.kind, each.audit()) == ("mismatch", [])
+        with pytest.raises(InputError, match="placeholders: expected 0 image tokens"):
+            each.submit(request(placeholders=PositionMap([9], [], {"image": 9})))
         two = ready(each, "a", "b", placeholders=prompt(9, 9))
         one = ready(each, "a", placeholders=placeholders)
         plain = ready(each, "a")
@@ -200,6 +203,8 @@ def test_a_request_beyond_the_bound_is_refused_and_costs_nothing() -> None:
             each.submit(request("c"))
         assert (refused.value.kind, refused.value.retryable) == ("full", True)
         assert each.submit(request()).availability == "ready", "text needs no room"
+        with pytest.raises(ConnectorError, match="it has 3 items, and max_waiting_items is 2"):
+            each.submit(request("c", "d", "e"))
         stage.open()
         assert [wait(ticket) for ticket in tickets] == ["ready", "ready"]
         ready(each, "c")

@@ -11,15 +11,27 @@ from typing import Any
 import pytest
 import torch
 
+from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch, WorkerStatus
+from fxsplit_encoder.connector.books.parts import FairQueue
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
-from fxsplit_encoder.connector.request import SPECIFIED_BATCHES
 from fxsplit_encoder.connector.threads.copies import Copies
-from fxsplit_encoder.errors import ConnectorError, InputError
+from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
-from .books.test_any_history import AnyHistory, Bench
-from .scenes import Stage, connector, encode_behind, image, queued, ready, request, staged, wait, wait_until
+from .books.test_any_history import PAGE, AnyHistory, Bench
+from .scenes import (
+    Stage,
+    connector,
+    encode_behind,
+    image,
+    queued,
+    ready,
+    request,
+    staged,
+    wait,
+    wait_until,
+)
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), "cpu"])
@@ -47,7 +59,7 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
 
 def test_batches_of_eight_or_of_five_milliseconds() -> None:
     """The specification's."""
-    with staged(max_batches_in_flight=1, **SPECIFIED_BATCHES) as (each, stage):
+    with staged(max_batches_in_flight=1, max_batch_items=8, flush_delay_s=0.005) as (each, stage):
         alone = each.submit(request("alone"))
         assert stage.wait_for_batch() == ["alone"], "after 5 ms, though nobody joined it"
         tickets = [each.submit(request(f"image {number}")) for number in range(20)]
@@ -225,7 +237,7 @@ def test_encoders_start_and_encode_on_one_thread_each() -> None:
 
 def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
     """An image that is preprocessed."""
-    bench.books.submit(request(image(name)), [4], None)
+    bench.submit(request(image(name)), [4])
     machine = AnyHistory.of(bench)
     machine.take_cpu_job()
     machine.digested(0, False)
@@ -245,3 +257,57 @@ def _end(bench: Bench, batch: Batch) -> None:
 def _batch(taken: tuple[Batch | None, float | None]) -> Batch:
     assert taken[0] is not None
     return taken[0]
+
+
+# --- tenants
+
+
+def test_a_tenant_with_much_to_do_holds_up_no_other() -> None:
+    with staged(max_batch_items=1, max_waiting_items=7, cpu_workers=1) as (each, stage):
+        first = each.submit(request("first", tenant="many"))
+        stage.wait_for_batch()
+        many = [each.submit(request(f"m{number}", tenant="many")) for number in range(6)]
+        with pytest.raises(ConnectorFullError):
+            each.submit(request("one more", tenant="many"))
+        few = [each.submit(request(f"f{number}", tenant="few")) for number in range(2)]
+        wait_until(lambda: queued(each) == 8)
+        stage.open()
+        assert {wait(ticket) for ticket in (first, *many, *few)} == {"ready"}
+        order = stage.encoded
+        assert max(order.index("f0"), order.index("f1")) <= 5
+        assert each.audit() == []
+
+
+def test_tenants_get_memory_in_turn() -> None:
+    bench = Bench.make(2, host_bytes=2 * PAGE)
+    machine = AnyHistory.of(bench)
+    for number in range(30):
+        bench.submit(request(image(f"m{number}"), image(f"n{number}"), tenant="many"), [4, 4])
+    bench.submit(request(image("a"), image("b"), tenant="few"), [4, 4])
+    order = []
+    while len(order) < 3:
+        machine.work("ready")
+        for ticket in bench.books.step().ready:
+            order.append(ticket.request.tenant)
+            bench.books.release(ticket)
+        bench.books.settle()
+    assert "few" in order
+    assert audit(bench.books) == []
+
+
+def test_a_queue_serves_tenants_alike_whatever_their_number_of_flows() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(6):
+        queue.push(f"m{number}", flow=number, cost=1.0, tenant="many")
+    queue.push("f0", 0, 2.0, "few")
+    queue.push("f1", 0, 1.0, "few")
+    queue.push("again", 7, 9.0, "few", first=True)
+    served = []
+    while len(queue):
+        due = list(queue)
+        assert len(due) == len(queue)
+        queue.take(due[0])
+        served.append(due[0])
+    assert served[0] == "again"
+    assert [name for name in served if name[0] == "m"] == [f"m{number}" for number in range(6)]
+    assert served.index("f0") <= 2 and served.index("f1") <= 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +13,13 @@ import torch
 
 from fxsplit_encoder.connector.books.encoding import WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor
-from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
+from fxsplit_encoder.connector.interfaces import (
+    FeatureEncoder,
+    MediaItem,
+    MediaProcessor,
+    Modality,
+    PreparedItem,
+)
 from fxsplit_encoder.connector.request import RETRY, TEXT_ONLY, FailurePolicy
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
@@ -67,9 +75,31 @@ def test_media_whose_dimensions_or_bytes_cannot_be_read_fail_too() -> None:
         assert no_count.token_counts == (0,)
 
 
+def test_headers_are_read_by_cpu_workers_and_only_who_asks_waits() -> None:
+    gate, readers = threading.Event(), []
+
+    class Slow(FakeProcessor):
+        def count_tokens(self, item: MediaItem) -> int:
+            readers.append(threading.current_thread().name)
+            assert gate.wait(PATIENCE_S)
+            return super().count_tokens(item)
+
+    with connector(processor=Slow(), cpu_workers=1) as each:
+        slow, late = each.submit(request(image("a", 5))), each.submit(request("b", timeout_s=0.05))
+        cancelled = each.submit(request("c"))
+        each.cancel(cancelled)
+        assert (slow.is_counted, slow.state, cancelled.token_counts) == (False, State.NEW, (0,))
+        assert (wait(late), kind_of(late), late.token_counts) == ("unavailable", ("timeout", True), (0,))
+        threading.Timer(0.05, gate.set).start()
+        assert slow.token_counts == (5,), "it waits"
+        assert (slow.is_counted, wait(slow), each.audit()) == (True, "ready", [])
+        assert set(readers) == {"connector-cpu-0"}
+
+
 def test_a_modality_that_nobody_encodes_fails() -> None:
     with connector([lambda: FakeEncoder(modalities=["image"])]) as each:
         ticket = each.submit(request(MediaItem("audio", "a")))
+        wait(ticket)
         assert kind_of(ticket) == ("media", False)
         assert "no encoder takes 'audio'" in str(ticket.error)
 
@@ -90,7 +120,10 @@ def test_items_that_are_not_what_was_announced_are_refused(lie: str, kind: tuple
 
 @pytest.mark.parametrize(
     "rows",
-    [torch.zeros(3, 8), torch.zeros(4, 9), torch.zeros(4, 8, dtype=torch.float64), torch.zeros(32), None],
+    [
+        *(torch.zeros(3, 8), torch.zeros(4, 9), torch.zeros(32), None),
+        *(torch.zeros(4, 8, dtype=torch.float64), torch.zeros(4, 16, dtype=torch.float16)),
+    ],
 )
 def test_rows_that_are_not_what_memory_was_reserved_for_are_refused(rows: Any) -> None:
     class Wrong(FakeEncoder):
@@ -102,6 +135,24 @@ def test_rows_that_are_not_what_memory_was_reserved_for_are_refused(rows: Any) -
         good, bad = each.submit(request("a")), each.submit(request("b"))
         assert (wait(good), wait(bad)) == ("ready", "unavailable")
         assert kind_of(bad) == ("mismatch", False)
+
+
+def test_rows_have_the_dtype_of_the_first_where_the_encoder_does_not_tell() -> None:
+    inner = FakeEncoder()
+
+    class Fickle(FeatureEncoder):
+        def row_bytes(self, modality: Modality) -> int | None:
+            return inner.row_bytes(modality)
+
+        def encode(self, items: Sequence[PreparedItem]) -> list[Any]:
+            rows = zip(names_of(items), inner.encode(items), strict=True)
+            return [made.view(torch.int32) if name == "b" else made for name, made in rows]
+
+    with connector([Fickle]) as each:
+        assert wait(each.submit(request("a"))) == "ready"
+        bad = each.submit(request("b", retention="keep"))
+        assert (wait(bad), kind_of(bad)) == ("unavailable", ("mismatch", False))
+        assert "expected rows of torch.float32; the encoder returned torch.int32" in str(bad.error)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -221,10 +272,8 @@ def test_an_item_that_has_no_more_to_give_fails() -> None:
 
 
 def test_a_processor_that_cannot_reduce_says_so_at_once() -> None:
-    class Plain:
-        def __init__(self) -> None:
-            inner = FakeProcessor()
-            self.count_tokens, self.digest, self.prepare = inner.count_tokens, inner.digest, inner.prepare
+    class Plain(FakeProcessor):
+        reduce = MediaProcessor.reduce
 
     with connector(processor=Plain()) as each:
         with pytest.raises(InputError, match="reduce: Plain cannot ask less of an item"):
@@ -340,6 +389,55 @@ def test_a_worker_that_hangs_can_be_replaced_and_its_memory_waits_for_it() -> No
         may_end.set()
         wait_until(lambda: not each.stats().bytes_used["staging worker 0"])
         assert each.audit() == []
+
+
+def test_a_worker_that_hangs_is_given_up_by_itself() -> None:
+    may_end, hanging = threading.Event(), {"a", "b"}
+
+    def hang_once_each(items: Sequence[PreparedItem]) -> None:
+        (name,) = names_of(items)
+        if name in hanging:
+            hanging.remove(name)
+            assert may_end.wait(PATIENCE_S)
+
+    with connector(2, stage=hang_once_each, hang_timeout_s=0.05, max_batch_items=1) as each:
+        tickets = [each.submit(request(name)) for name in "abcd"]
+        assert [wait(ticket) for ticket in tickets] == ["ready"] * 4
+        assert (each.stats().lost_workers, each.stats().worker_restarts) == (2, 2)
+        may_end.set()
+        wait_until(lambda: not any(each.stats().bytes_used[f"staging worker {n}"] for n in range(2)))
+        assert each.audit() == []
+
+
+def test_a_worker_that_hangs_too_often_is_lost_for_good() -> None:
+    with staged(hang_timeout_s=0.05, max_worker_restarts=0) as (each, stage):
+        ticket, other = each.submit(request("a")), each.submit(request("b"))
+        assert (wait(ticket), wait(other)) == ("unavailable", "unavailable")
+        assert kind_of(other) == ("worker_lost", True)
+        assert each.workers() == {"worker 0": WorkerStatus.LOST}
+        stage.open()
+
+
+AT_EXIT = """
+import time
+from fxsplit_encoder.connector import Connector, EncodeRequest, FakeEncoder, FakeProcessor, MediaItem
+
+def encode(items):
+    print("encodes", flush=True)
+    time.sleep(0.3)
+
+connector = Connector(FakeProcessor(), [lambda: FakeEncoder(on_encode=encode)] * 2)
+tickets = [connector.submit(EncodeRequest("r", [MediaItem("image", str(n))])) for n in range(99)]
+time.sleep(0.2)
+"""
+
+
+def test_the_interpreter_may_end_while_items_are_encoded() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=10 * PATIENCE_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "encodes" in done.stdout
 
 
 def test_a_drained_worker_finishes_and_takes_no_more() -> None:

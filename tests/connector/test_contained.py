@@ -173,7 +173,7 @@ def test_what_is_held_again_has_the_whole_timeout_again() -> None:
 def _ready(bench: Bench, *names: str) -> Any:
     machine = AnyHistory.of(bench)
     bench.start_worker("w1")
-    ticket = bench.books.submit(request(*names), [MEDIA[name] for name in names], None)
+    ticket = bench.submit(request(*names), [MEDIA[name] for name in names])
     machine.tickets.append(ticket)
     machine.work("ready")
     bench.books.settle()

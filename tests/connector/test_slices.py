@@ -22,7 +22,9 @@ from . import tiny_vision
 from .scenes import (
     PATIENCE_S,
     SlowCopies,
+    Stage,
     connector,
+    encode_behind,
     image,
     names_of,
     queued,
@@ -93,18 +95,14 @@ def test_nothing_is_cut_unless_asked_for(encoder: Any) -> None:
 
 
 def test_items_that_are_not_cut_are_encoded_together() -> None:
-    seen = Seen()
-    encoder = Slicing(seen)
-    with connector([lambda: encoder], max_slice_cost=4.0) as each:
-        batch = Batch(Worker("w", frozenset()), [], 0.0)
-        batch.cost = 20.0
-        slices = each._pool._threads["worker 0"]._slices
-        assert slices is not None
-        media = [image("a", 2), image("long", 6), image("b", 3)]
-        items = [each.processor.prepare(item) for item in media]
-        made = slices.encode(batch, items, encoder.encode)
-        assert seen.batches == [[("a", 2), ("b", 3)], [("long", 4)], [("long", 2)]]
-        assert all(torch.equal(rows, rows_of(item)) for rows, item in zip(made, media, strict=True))
+    stage = Stage(is_open=False)
+    with connector([lambda: Slicing(stage)], stage=stage, max_slice_cost=4.0, max_batch_items=3) as each:
+        items = [image("a", 2), image("long", 6), image("b", 3)]
+        told = encode_behind(each, stage, *map(request, items))
+        assert told == ["ready"] * 4
+        assert stage.batches == [["first"], ["a", "b"], ["long"], ["long"]]
+        for item in items:
+            assert torch.equal(rows_in(each, ready(each, item)), rows_of(item))
 
 
 def test_a_device_has_no_more_than_two_slices_and_images_pass_between_them() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from fxsplit_encoder.connector import ConnectorStats
 from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.connector import Connector
-from fxsplit_encoder.connector.interfaces import FeatureEncoder, MediaItem, PreparedItem
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, MediaItem, Modality, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
@@ -45,15 +45,17 @@ class Killed(BaseException):
     """Ends a thread; nobody expects it."""
 
 
-class FaultyEncoder:
+class FaultyEncoder(FeatureEncoder):
     """An encoder that at times raises, runs out of memory, dawdles, or takes its thread along."""
 
     def __init__(self, inner: FeatureEncoder, rate: float, seed: int) -> None:
         self._inner = inner
         self._rate = rate
         self._draw = random.Random(seed)
-        self.start, self.close = inner.start, inner.close
-        self.predict_cost, self.row_bytes = inner.predict_cost, inner.row_bytes
+        self.start, self.close = inner.start, inner.close  # type: ignore[method-assign]
+
+    def row_bytes(self, modality: Modality) -> int | None:
+        return self._inner.row_bytes(modality)
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
         luck = self._draw.random() / self._rate
@@ -194,6 +196,7 @@ class Engine:
             draw.choice(["discard", "keep"]),
             timeout_s=draw.choice([None] * 20 + [0.003]),
             salt=draw.choice(["", "", "tenant"]),
+            tenant=draw.choice(["", "", "other"]),
         )
         try:
             ticket = self.connector.submit(request)
@@ -255,7 +258,7 @@ class Engine:
 
     def prefill(self, ticket: Ticket) -> None:
         placeholders = ticket.request.placeholders
-        assert isinstance(placeholders, PositionMap)
+        assert placeholders is not None
         length = placeholders.merged_length(ticket.token_counts)
         out = torch.full((length, tiny_vision.WIDTH), -1.0)
         chunk = self.draw.choice([5, 16, 64])
@@ -296,7 +299,6 @@ def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = (), **se
         "max_waiting_items": 64,
         "timeout_s": PATIENCE_S,
         "max_worker_restarts": 1 << 20,
-        "max_item_losses": 4,
     }
     return Connector(
         tiny_vision.processor(),
@@ -362,9 +364,11 @@ def test_ten_thousand_requests_with_faults() -> None:
             serve(engine, 8_000)
             grown = resident_bytes() - before
             stats = connector.stats()
+            connector.close(600.0)  # a process that was killed may be starting again
         assert connector.audit() == []
         assert not any(connector.stats().bytes_used.values())
     # The second is of an encoder that was started again, since its process had been killed.
     assert next(seeds) > 1
     print(f"\n{stats}\n{engine.ends}, {engine.checked} checked, {grown / 2**20:.1f} MiB more")
-    assert grown < 64 << 20
+    # What grows is kept by towers and managers, for recent batches, and bounded there.
+    assert grown < 32 << 20

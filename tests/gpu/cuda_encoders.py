@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 
 
-class SlowEncoder:
+class SlowEncoder(FeatureEncoder):
     """Twice the pixels, after work that keeps the GPU busy long after `encode` has returned."""
 
     def __init__(self, device: str, width: int = 8, products: int = 100) -> None:
-        self.device = torch.device(device)
+        self.device: torch.device = torch.device(device)
         self.width = width
         self._products = products
         self.streams: set[torch.cuda.Stream] = set()
@@ -23,9 +23,6 @@ class SlowEncoder:
     def start(self) -> None:
         self.load = torch.randn(4096, 4096, device=self.device)
         torch.cuda.synchronize(self.device)
-
-    def predict_cost(self, item: PreparedItem) -> float:
-        return float(item.num_tokens)
 
     def row_bytes(self, modality: Modality) -> int | None:
         return 4 * self.width
@@ -38,9 +35,6 @@ class SlowEncoder:
             product = (product @ self.load).clamp(-1, 1)
         late = 0 * product[0, 0]  # so that every feature waits for the products
         return [2 * pixels + late for pixels in inputs]
-
-    def close(self) -> None:
-        pass
 
 
 def slow(device: str = "cuda:0") -> SlowEncoder:

@@ -9,10 +9,8 @@ import hashlib
 import os
 import random
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.connector import Connector
-from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
@@ -44,7 +42,7 @@ SIZE = ROWS * WIDTH * 4
 IMAGE = 9
 
 
-class RandomRows:
+class RandomRows(MediaProcessor):
     """Media are names, whose digests seed the pixels: (tokens, WIDTH)."""
 
     def count_tokens(self, item: MediaItem) -> int:
@@ -251,18 +249,12 @@ def test_no_history_of_cancellations_mixes_rows() -> None:
     assert not any(each.stats().bytes_used.values())
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fx") as path:
-        yield Path(path)
-
-
-def test_a_process_hands_features_over(directory: Path) -> None:
+def test_a_process_hands_features_over() -> None:
     """One process is killed in between: the connector starts another, and nothing is left."""
     made: list[ProcessEncoder] = []
 
     def process() -> ProcessEncoder:
-        options = ProcessOptions(max_bytes=1 << 24, runtime_directory=directory)
+        options = ProcessOptions(max_bytes=1 << 24)
         program = EncoderProgram("tests.gpu.cuda_encoders:slow", {"device": "cuda:0"})
         made.append(ProcessEncoder(program, options, dict.fromkeys(MODALITIES, 4 * WIDTH)))
         return made[-1]
@@ -272,7 +264,7 @@ def test_a_process_hands_features_over(directory: Path) -> None:
     first.encode([RandomRows().prepare(image("first"))])
     first.close()
     made.clear()
-    with nothing_left(DRIVERS), make([process], max_item_losses=3) as each:
+    with nothing_left(DRIVERS), make([process]) as each:
         for number in range(12):
             items = [image(f"image {number}"), image(f"other {number}", 100)]
             ticket = each.submit(request(*items))

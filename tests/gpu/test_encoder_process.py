@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,24 +19,18 @@ DRIVERS = ("/dev/nvidia", "/dev/shm/cuda.shm")  # the descriptors that the GPU's
 FACTORY = "tests.gpu.cuda_encoders:slow"
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fx") as path:
-        yield Path(path)
-
-
 def item(rows: int) -> PreparedItem:
     return PreparedItem("image", os.urandom(32), {"pixel_values": torch.randn(rows, 8)}, rows)
 
 
-def encoder_of(directory: Path, device: str = "cuda:0", **options: Any) -> ProcessEncoder:
+def encoder_of(device: str = "cuda:0", **options: Any) -> ProcessEncoder:
     program = EncoderProgram(FACTORY, {"device": device})
-    return ProcessEncoder(program, ProcessOptions(max_bytes=1 << 24, runtime_directory=directory, **options))
+    return ProcessEncoder(program, ProcessOptions(max_bytes=1 << 24, **options))
 
 
-def test_features_are_complete(directory: Path) -> None:
+def test_features_are_complete() -> None:
     torch.cuda.init()
-    encoder = encoder_of(directory)
+    encoder = encoder_of()
     encoder.start()
     try:
         for rows in ((100, 0, 7), (1000,), (30000,), (20000, 20000, 20000)):
@@ -56,8 +47,8 @@ def test_features_are_complete(directory: Path) -> None:
     )
 
 
-def test_a_killed_process_leaves_the_gpu_and_this_process_usable(directory: Path) -> None:
-    encoder = encoder_of(directory)
+def test_a_killed_process_leaves_the_gpu_and_this_process_usable() -> None:
+    encoder = encoder_of()
     encoder.start()
     items = [item(100)]
     (feature,) = encoder.encode(items)
@@ -67,17 +58,17 @@ def test_a_killed_process_leaves_the_gpu_and_this_process_usable(directory: Path
         for _ in range(1000):
             encoder.encode([item(100)])
     assert torch.equal(feature.cpu(), 2 * items[0].inputs["pixel_values"])
-    encoder.restart()
+    encoder.start()
     (feature,) = encoder.encode(items)
     assert torch.equal(feature.cpu(), 2 * items[0].inputs["pixel_values"])
     encoder.close()
 
 
 @pytest.mark.alone
-def test_memory_of_the_gpu_comes_back(directory: Path) -> None:
+def test_memory_of_the_gpu_comes_back() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
-    encoder = encoder_of(directory)
+    encoder = encoder_of()
     with nothing_left(DRIVERS):
         encoder.start()
         encoder.encode([item(100)])

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.compile.passes import PASSES
-from fxsplit_encoder.models.random import demo_tower, draw_weights
-from fxsplit_encoder.towers.modules.deepseek_encoder import (
+from fxsplit_encoder.models.encoders.deepseek_encoder import (
     ClipConfig,
     DeepseekOcrConfig,
     DeepseekOcrVisionModel,
     SamConfig,
 )
+from fxsplit_encoder.models.random import demo_tower, draw_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""Classes of transformers by the dense rule, at the tiny sizes of `classes.json`; `python -m
+"""Classes of transformers by the rules, at the tiny sizes of `classes.json`; `python -m
 tests.hugging_face.classes` compares each with eager and writes docs/models.md.
 """
 
@@ -7,6 +7,8 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +16,11 @@ import torch
 import transformers
 
 import fxsplit_encoder as fx
+from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.hugging_face.calls import is_named
 from fxsplit_encoder.hugging_face.lifecycle import find_towers
+from fxsplit_encoder.towers.grid import count_patches
+from fxsplit_encoder.towers.rules import GridTower, arguments_of
 
 from .comparisons import tensors
 from .tiny_model import randomize
@@ -23,6 +28,8 @@ from .tiny_model import randomize
 DATA = json.loads(Path(__file__).with_name("classes.json").read_text())
 CONFIGS = {name: config for config, entry in DATA.items() for name in entry["classes"]}
 """The configuration of every class."""
+
+SETTINGS = fx.EncoderConfig(piece_compiler="eager", mode="full", exact_min_hits=1)
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Classes of images
@@ -32,7 +39,8 @@ served or refused by [the same rule](hugging_face.md#towers-without-a-name).
 
 Written by `python -m tests.hugging_face.classes` with transformers {version}, from tiny configurations with
 random weights, in float32 on a CPU: the largest difference from eager over one, two and three images,
-dictionaries and tuples, hidden states, and `pixel_values` in float16 where the class takes them.
+dictionaries and tuples, hidden states, and `pixel_values` in float16 where the class takes them; of patches
+with grids over one and two images, and a video.
 
 | class | tower | served | largest difference, or the reason |
 |---|---|---|---|
@@ -51,9 +59,12 @@ class Compared(NamedTuple):
 
 def models(name: str) -> tuple[Any, Any]:
     """A model of a class twice, with equal weights."""
-    config = getattr(transformers, CONFIGS[name])(**copy.deepcopy(DATA[CONFIGS[name]]["sizes"]))
+    entry = DATA[CONFIGS[name]]
+    config = getattr(transformers, CONFIGS[name])(**copy.deepcopy(entry["sizes"]))
     torch.manual_seed(0)
-    model, reference = (getattr(transformers, name)(config).eval() for _ in "12")
+    family = entry.get("grids")
+    module = import_module(f"transformers.models.{family}.modeling_{family}") if family else transformers
+    model, reference = (getattr(module, name)(config).float().eval() for _ in "12")
     randomize(reference)
     model.load_state_dict(reference.state_dict())
     return model, reference
@@ -69,15 +80,8 @@ def difference(got: Any, expected: Any) -> float:
     return max(float((found[n].double() - v.double()).abs().max()) for n, v in wanted.items())
 
 
-@torch.no_grad()
-def compare(name: str) -> Compared:
-    """Serves a class and compares it with eager; UnsupportedTowerError if the rule refuses it."""
-    model, reference = models(name)
-    (found,), _ = find_towers(model)
-    fx.accelerate(model, fx.EncoderConfig(piece_compiler="eager", mode="full", exact_min_hits=1))
-    # A model around two towers has a method for its images.
-    towers = [each.get_submodule(found.name) for each in (model, reference)]
-    differences = []
+def of_images(tower: Any, size: int) -> Iterator[dict[str, Any]]:
+    """Arguments with one, two and three images."""
     for count, options, dtype in (
         (1, {}, torch.float32),
         (2, {}, torch.float32),
@@ -85,12 +89,41 @@ def compare(name: str) -> Compared:
         (2, {}, torch.float16),
         (2, {"output_hidden_states": True}, torch.float32),
     ):
-        size = DATA[CONFIGS[name]]["size"]
-        pixels = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count)).to(dtype)
+        pixels = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
+        yield {arguments_of(tower)[0]: pixels.to(dtype), **options}
+
+
+def of_grids(tower: Any) -> Iterator[dict[str, Any]]:
+    """Arguments with one and two images, and a video."""
+    adapter = fx.wrap(linked_copy(tower))
+    assert isinstance(adapter, fx.PackedTower)
+    m = adapter.merge_size
+    name, grid_name = adapter.input_names
+    for number, grids in enumerate(
+        ([(1, 2 * m, 3 * m)], [(1, 2 * m, 2 * m), (1, 4 * m, m)], [(3, 2 * m, 2 * m)], [(1, 3 * m, 2 * m)])
+    ):
+        generator = torch.Generator().manual_seed(number)
+        patches = torch.randn(count_patches(grids), adapter.patch_features, generator=generator)
+        if isinstance(adapter, GridTower):
+            patches = adapter.viewed(patches)
+        yield {name: patches, grid_name: torch.tensor(grids)}
+
+
+@torch.no_grad()
+def compare(name: str) -> Compared:
+    """Serves a class and compares it with eager; UnsupportedTowerError if the rule refuses it."""
+    model, reference = models(name)
+    (found,), _ = find_towers(model)
+    is_packed = "grids" in DATA[CONFIGS[name]]
+    fx.accelerate(model, SETTINGS.replace(token_budgets=(16, 32, 64)) if is_packed else SETTINGS)
+    # A model around two towers has a method for its images.
+    towers = [each.get_submodule(found.name) for each in (model, reference)]
+    differences = []
+    for inputs in of_grids(towers[1]) if is_packed else of_images(towers[1], DATA[CONFIGS[name]]["size"]):
         outputs = []
         for tower in towers:
             try:
-                outputs.append(tower(pixels, **options))
+                outputs.append(tower(**inputs))
             except RuntimeError as error:  # of another dtype: both raise
                 outputs.append(str(error))
         if isinstance(outputs[1], str):

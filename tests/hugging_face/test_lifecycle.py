@@ -112,7 +112,7 @@ def test_restoring_twice_changes_nothing(case: Case) -> None:
     ("model", "error", "message"),
     [
         ("a path", fx.InputError, "accelerate: expected a model of transformers; got 'a path'"),
-        (nn.Linear(2, 2), fx.UnsupportedTowerError, "accelerate: Linear has no vision tower that is known"),
+        (nn.Linear(2, 2), fx.UnsupportedTowerError, "accelerate: no vision tower was found in Linear"),
     ],
 )
 def test_what_is_no_model_with_a_tower_is_refused(model: Any, error: Any, message: str) -> None:

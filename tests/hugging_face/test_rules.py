@@ -204,7 +204,7 @@ class Codes(Tower):
         (Random, "it draws random numbers: aten.rand.default"),
         (Flat, r"its last_hidden_state has the shape (16, 8) for one image and (32, 8) for two, not a row"),
         (Bare, "it returns a Tensor, not an output with fields"),
-        (Gridded, "its forward also takes grid_thw"),
+        (Gridded, "its forward makes no cu_seqlens by transformers.vision_utils"),
         (
             Reads,
             "a call with images of (1, 3, 16, 16) raises DataDependentOutputException: ",
@@ -225,7 +225,8 @@ def test_another_tower_beside_a_served_one_is_said_once(caplog: pytest.LogCaptur
         fx.accelerate(fx.accelerate(model, SETTINGS), SETTINGS)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "accelerate: left alone: second (Gridded): its forward also takes grid_thw"
+        "accelerate: left alone: second (Gridded): its forward makes no cu_seqlens by "
+        "transformers.vision_utils"
     )
 
 

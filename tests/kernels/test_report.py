@@ -10,7 +10,7 @@ from fxsplit_encoder.kernels.choice import Pin, measuring
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.runtime import Choosers
 
-from ..manager.mock_towers import NewerTwoPaths
+from ..manager.mock_towers import PathsOfTiles
 from .attention.fakes import CUDA, FakeKernel, FakeMeter, shape
 
 
@@ -68,7 +68,7 @@ def test_what_raises_for_all_calls_of_a_kind_is_said_in_a_line(monkeypatch: pyte
     monkeypatch.setattr(Choosers, "of", classmethod(lambda cls, config: choosers))
     monkeypatch.setattr(choosers, "check", lambda device: None)
     monkeypatch.setattr(measurements, "table", lambda device: table)
-    manager = fx.EncoderCudaGraphManager(NewerTwoPaths(), log_interval=0)
+    manager = fx.EncoderCudaGraphManager(PathsOfTiles(), log_interval=0)
     assert line in manager.reports
 
 

@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.protocol import EncoderItemSpec
 
-from .mock_towers import OlderTwoPaths
+from .mock_towers import PathsOfTiles
 from .rank_processes import join, result_of, start_ranks
 
 LIMITS = {
@@ -112,8 +112,9 @@ def _fake_towers(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, An
     """Local encoders that a real tower would not be."""
     results: dict[str, Any] = {}
 
-    def attempt(name: str, sizes: Any, make: Any, measured: Any = None, **options: Any) -> None:
-        parallel = DataParallel(None, CPU, **options)
+    def attempt(name: str, sizes: Any, make: Any, measured: Any = None, costs: Any = None) -> None:
+        parallel = DataParallel(None, CPU)
+        parallel.costs = costs or parallel.costs
         if measured is not None:
             parallel.share_costs(*measured)
         calls = []
@@ -149,15 +150,15 @@ def _fake_towers(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, An
     return results
 
 
-def _older_paths(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A tower in the older spelling of two paths."""
+def _two_paths(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A tower of two paths."""
     config = fx.EncoderConfig(
         mode="breakable", token_budgets=(4, 8, 16), max_items_per_batch=4, data_parallel=True
     )
-    manager = fx.EncoderCudaGraphManager(OlderTwoPaths(), config, log_interval=0)
+    manager = fx.EncoderCudaGraphManager(PathsOfTiles(), config, log_interval=0)
     manager.capture()
     output = _attempt(lambda: manager.execute(job["inputs"]))
-    return {"older paths": output, "older paths: stats": manager.stats()}
+    return {"two paths": output, "two paths: stats": manager.stats()}
 
 
 def _invariant(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +207,7 @@ PARTS = {
     "requests": _requests,
     "faults": _faults,
     "fake towers": _fake_towers,
-    "older paths": _older_paths,
+    "two paths": _two_paths,
     "invariant": _invariant,
     "lost ranks": _lost_ranks,
 }

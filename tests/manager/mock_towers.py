@@ -387,64 +387,8 @@ class AlwaysBothPaths(PathsModel):
     path_configs: ClassVar[dict[str, PathConfig]] = {"global": PathConfig(), "local": PathConfig()}
 
 
-@dataclass
-class OlderConfig:
-    """Two paths by flags; neither `paths` nor `capture_axes` is there."""
-
-    modalities: list[str]
-    buffer_keys: list[str]
-    out_hidden_size: int
-    padding_logics: dict[str, Any] = field(default_factory=dict)
-    max_frames_per_video: int = 1
-    enable_dual_path_graph: bool = False
-    global_token_per_image: int | None = None
-    local_token_per_patch: int | None = None
-
-
-@dataclass
-class OlderItemSpec:
-    input_size: int
-    output_tokens: int
-    global_output_tokens: int | None = None
-    local_output_tokens: int | None = None
-
-
-class OlderTwoPaths(PathsModel):
-    """`PathsModel` in the older spelling of two paths."""
-
-    def get_encoder_cudagraph_config(self) -> Any:
-        return OlderConfig(
-            ["image"],
-            ["patches", "item", "copies"],
-            WIDTH,
-            enable_dual_path_graph=True,
-            global_token_per_image=3,
-            local_token_per_patch=2,
-        )
-
-    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
-        pairs = zip(mm_kwargs["global"], mm_kwargs["local"], strict=True)
-        sizes = [(len(first), len(second)) for first, second in pairs]
-        return [OlderItemSpec(a + b, a + b, a, b) for a, b in sizes]
-
-    def postprocess_encoder_output(
-        self,
-        output: Tensor,
-        indices: list[int],
-        per_item_out_tokens: list[int],
-        dest: Any,
-        clone: bool = False,
-        batch_mm_kwargs: Any = None,
-        local_output: Tensor | None = None,
-    ) -> None:
-        outputs = {"global": output} | ({} if local_output is None else {"local": local_output})
-        super().postprocess_encoder_output(
-            outputs, indices, per_item_out_tokens, dest, clone, batch_mm_kwargs
-        )
-
-
-class NewerTwoPaths(PathsModel):
-    """What `OlderTwoPaths` says in the spelling of today."""
+class PathsOfTiles(PathsModel):
+    """Tiles of 3 tokens on one path, and of 2 on the other, which may be skipped."""
 
     path_configs: ClassVar[dict[str, PathConfig]] = {
         "global": PathConfig(3),

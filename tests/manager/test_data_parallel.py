@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
-from fxsplit_encoder.manager.data_parallel import DataParallel, assign_items, item_weights
-from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.manager.data_parallel import DataParallel, assign_items
 
 from .data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, run_ranks
-from .mock_towers import OlderTwoPaths, assert_equal_items, eagerly, items
+from .mock_towers import PathsOfTiles, assert_equal_items, eagerly, items
 from .test_passes import tower as small_tower
 
 MODES = ("full", "piecewise", "none")
@@ -66,12 +65,6 @@ def test_what_is_no_weight_is_refused(weight: float) -> None:
         assign_items([1.0, weight], 2)
     with pytest.raises(InputError, match="num_ranks must be at least 1; got 0"):
         assign_items([1.0], 0)
-
-
-def test_an_item_weighs_its_patches_or_what_it_costs() -> None:
-    specs = [EncoderItemSpec(16, 4), EncoderItemSpec(64, 16)]
-    assert item_weights(specs) == [16.0, 64.0]
-    assert item_weights(specs, lambda spec: spec.output_tokens / 8) == [0.5, 2.0]
 
 
 # --- the group
@@ -142,8 +135,8 @@ def inputs(make_batch: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def older_paths() -> dict[str, Any]:
-    return items(OlderTwoPaths(), (3, 2), (7, 0), (9, 12), (4, 4), (3, 0))
+def on_two_paths() -> dict[str, Any]:
+    return items(PathsOfTiles(), (3, 2), (7, 0), (9, 12), (4, 4), (3, 0))
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +153,11 @@ def job(make_tower: Any, make_batch: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    job: Any, make_tower: Any, inputs: Any, older_paths: Any, tmp_path_factory: Any
+    job: Any, make_tower: Any, inputs: Any, on_two_paths: Any, tmp_path_factory: Any
 ) -> list[dict[str, Any]]:
     parts = {
         "requests": {"tower": make_tower(), "modes": MODES, "inputs": inputs},
-        "older paths": {"inputs": older_paths},
+        "two paths": {"inputs": on_two_paths},
         "invariant": {"tower": small_tower(0), "inputs": inputs["videos beside images"]},
     }
     return run_ranks(2, tmp_path_factory.mktemp("two"), {**job, **parts})
@@ -213,7 +206,7 @@ def test_every_rank_returns_what_one_process_returns(ranks: Any, single: Any, in
             continue
         together = manager.execute(batch)
         specs = manager.tower.get_encoder_cudagraph_item_specs(batch) if batch else []
-        for own in filter(None, assign_items(item_weights(specs), len(ranks))):
+        for own in filter(None, assign_items([spec.input_size for spec in specs], len(ranks))):
             alone = manager.execute(manager.tower.select_encoder_cudagraph_items(batch, own))
             for rank in ranks:
                 assert len(rank[mode, name]) == len(together)
@@ -225,10 +218,10 @@ def test_every_rank_returns_what_one_process_returns(ranks: Any, single: Any, in
 
 
 @pytest.mark.slow
-def test_a_tower_in_the_older_spelling_of_two_paths_is_shared(two_ranks: Any, older_paths: Any) -> None:
+def test_a_tower_of_two_paths_is_shared(two_ranks: Any, on_two_paths: Any) -> None:
     for rank in two_ranks:
-        assert_equal_items(rank["older paths"], eagerly(OlderTwoPaths(), older_paths))
-    stats = [rank["older paths: stats"] for rank in two_ranks]
+        assert_equal_items(rank["two paths"], eagerly(PathsOfTiles(), on_two_paths))
+    stats = [rank["two paths: stats"] for rank in two_ranks]
     assert [counts.hit_rate for counts in stats] == [1, 1]
     assert sum(counts.items for counts in stats) == 5
 

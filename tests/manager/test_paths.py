@@ -21,20 +21,13 @@ from . import managers
 from .managers import captured_budgets
 from .mock_towers import (
     AlwaysBothPaths,
-    NewerTwoPaths,
-    OlderItemSpec,
-    OlderTwoPaths,
-    PackedModel,
     PathsModel,
+    PathsOfTiles,
     ThreePaths,
     Values,
-    alone,
     assert_equal_items,
     eagerly,
     items,
-)
-from .mock_towers import (
-    batch as packed,
 )
 
 OVER = fx.MissReason.OVER_LARGEST_BUDGET
@@ -89,7 +82,7 @@ def test_found_h_items_are_counted_once_however_many_paths_they_take() -> None:
     assert stats.hit_rate == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("make", [PathsModel, ThreePaths, AlwaysBothPaths, OlderTwoPaths])
+@pytest.mark.parametrize("make", [PathsModel, ThreePaths, AlwaysBothPaths, PathsOfTiles])
 def test_a_replay_may_overwrite_what_every_other_capture_returned(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,22 +177,6 @@ def test_a_path_that_is_never_skipped_replays_padding_for_no_tokens() -> None:
     assert (padding.replays, padding.real_tokens, padding.padded_tokens) == (1, 0, 4)
 
 
-# --- the older spelling
-
-
-def test_the_older_spelling_gives_the_same_budgets_plans_and_results() -> None:
-    older, newer = captured(OlderTwoPaths(), token_budgets=()), captured(NewerTwoPaths(), token_budgets=())
-    assert captured_budgets(older) == captured_budgets(newer)
-    assert older.limits == newer.limits
-    for sizes in ([(3, 2)], [(3, 0)], [(3, 2), (1, 7), (6, 0)], [(17, 2)], [(2, 17), (4, 4)]):
-        inputs = items(newer.tower, *sizes)
-        assert older.plan(inputs) == newer.plan(inputs)
-        assert_equal_items(older.execute(inputs), eagerly(newer.tower, inputs))
-        assert_equal_items(newer.execute(inputs), eagerly(newer.tower, inputs))
-    assert older.stats() == newer.stats()
-    assert older.stats().hits > 0
-
-
 # --- what one path lacks
 
 
@@ -266,7 +243,7 @@ def managers() -> dict[str, fx.EncoderCudaGraphManager]:
         "two": captured(PathsModel(), paths=own, max_items_per_batch=3),
         "three": captured(ThreePaths(), paths=own, max_items_per_batch=3),
         "always": captured(AlwaysBothPaths()),
-        "older": captured(OlderTwoPaths(), packing="greedy"),
+        "tiles": captured(PathsOfTiles(), packing="greedy"),
         "defer": captured(PathsModel(), packing="greedy_defer"),
     }
 
@@ -276,7 +253,7 @@ requests = st.lists(st.tuples(st.integers(1, 20), rows, rows), max_size=7)
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(["two", "three", "always", "older", "defer"]), st.lists(requests, max_size=3))
+@given(st.sampled_from(["two", "three", "always", "tiles", "defer"]), st.lists(requests, max_size=3))
 def test_any_sequence_of_batches_equals_eager(managers: Any, name: str, sequence: Any) -> None:
     manager = managers[name]
     for number, sizes in enumerate(sequence):
@@ -286,17 +263,3 @@ def test_any_sequence_of_batches_equals_eager(managers: Any, name: str, sequence
         after = manager.stats()
         assert after.items == before.items + len(sizes)
         assert after.hits == before.hits + manager.plan(inputs).hits
-
-
-def test_counts_of_no_tokens_on_two_paths_are_one_path() -> None:
-    """As items of a model with one path are in vLLM 0.26."""
-
-    class OneOlderPath(PackedModel):
-        def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
-            return [OlderItemSpec(n, n, 0, 0) for n in mm_kwargs["lengths"]]
-
-    model = OneOlderPath()
-    manager = captured(model)
-    inputs = packed(3, 2)
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
-    assert manager.stats().hits == 2

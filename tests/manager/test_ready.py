@@ -28,16 +28,16 @@ from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.manager import background as background_module
-from fxsplit_encoder.manager import compile_worker as compile_worker_module
+from fxsplit_encoder.manager import compile_process
 from fxsplit_encoder.manager.background import BackgroundCapture
-from fxsplit_encoder.manager.compile_worker import CompileWorker
+from fxsplit_encoder.manager.compile_process import CompileWorker
 from fxsplit_encoder.manager.generation import first_of
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.runtime.statistics import CaptureProgress, least
 
 from .mock_towers import (
-    OlderTwoPaths,
     PackedModel,
+    PathsOfTiles,
     SplitModel,
     UntraceableModel,
     alone,
@@ -195,11 +195,11 @@ def test_what_waits_for_the_end(tmp_path: Any) -> None:
 
 def test_several_paths_and_what_some_skip(by_hand: None) -> None:
     config = CONFIG.replace(token_budgets=(4, 8, 16))
-    manager = begun(OlderTwoPaths(), config)
+    manager = begun(PathsOfTiles(), config)
     inputs = items(manager.tower, (3, 0), (2, 2))
     do_work(manager, lambda: assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs)))
     assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
-    assert state(manager) == state(captured(OlderTwoPaths(), config))
+    assert state(manager) == state(captured(PathsOfTiles(), config))
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWork
 
 _PARENT = """
 import time
-from fxsplit_encoder.manager.compile_worker import CompileWorker
+from fxsplit_encoder.manager.compile_process import CompileWorker
 from tests.manager.test_ready import Sleeps, manager_of
 worker = CompileWorker(manager_of(Sleeps())._lifecycle.own)
 print(worker.pid, worker.path, flush=True)
@@ -607,7 +607,7 @@ def test_kernels_that_another_process_does_not_build(
         "own.build_kernels = build\nsys.exit(own.main(own.Path(sys.argv[1]), int(sys.argv[2])))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(compile_worker_module, "_MODULE", "builds_otherwise")
+    monkeypatch.setattr(compile_process, "_MODULE", "builds_otherwise")
     manager = begun()
     finish(manager)
     assert phase(manager) == "done"

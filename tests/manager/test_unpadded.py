@@ -12,6 +12,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import PathPlan
@@ -216,7 +217,7 @@ def test_a_trial_keeps_what_only_a_replay_serves(monkeypatch: pytest.MonkeyPatch
         raise fx.InputError("only the tower's own forward is left")
 
     assert replays.keeps(80, lambda: None, refused)
-    assert (replays.on_trial, replays.exact_ms) == (set(), {})
+    assert not replays.on_trial
 
 
 TWO_BATCHES = PathCosts(
@@ -227,11 +228,16 @@ TWO_BATCHES = PathCosts(
 
 
 @pytest.fixture
-def split(make_captured: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A manager for which 80 tokens are cheaper as 64 and 16 while nothing is captured without padding."""
-    monkeypatch.setattr(CapturedProgram, "recurring_counts", property(lambda self: "cost"))
-    monkeypatch.setattr(CapturedProgram, "costs", property(lambda self: TWO_BATCHES))
-    return make_captured(mode="auto", token_budgets=(16, 64, 128))
+def make_recurring(make_captured: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`make_recurring(costs)`: a manager of given costs that captures, without trials, what recurs."""
+
+    def make(costs: PathCosts) -> Any:
+        monkeypatch.setattr(CapturedProgram, "recurring_counts", property(lambda self: "cost"))
+        monkeypatch.setattr(CapturedProgram, "costs", property(lambda self: costs))
+        monkeypatch.setattr(UnpaddedCaptures, "keeps", lambda *batch: True)
+        return make_captured(mode="auto", token_budgets=(16, 64, 128))
+
+    return make
 
 
 def budgets_of(plan: Any) -> list[int | None]:
@@ -247,36 +253,75 @@ def used(manager: Any, inputs: Any, times: int) -> list[Any]:
     return plans
 
 
-@pytest.mark.parametrize(("exact_ms", "given_up"), [(None, False), (48.5, False), (48.7, True)])
-def test_a_request_that_recurs_is_one_batch_if_that_is_faster(
-    exact_ms: float | None, given_up: bool, split: Any, make_batch: Any, assert_as_eager: Any
+def timing(monkeypatch: pytest.MonkeyPatch, times: dict[int, float]) -> list[int]:
+    """Gives requests of so many batches these times; returns a list of the batches of what was timed."""
+    timed: list[int] = []
+
+    def milliseconds(runner: BatchRunner, plan: Any, mm_kwargs: dict[str, Any], specs: Any) -> float:
+        runner.run(plan, mm_kwargs, specs, lambda: None, may_replay=True)
+        timed.append(len(plan.batches))
+        return times[len(plan.batches)]
+
+    monkeypatch.setattr(BatchRunner, "milliseconds", milliseconds)
+    return timed
+
+
+@pytest.mark.parametrize(("one_batch", "is_kept"), [(39.0, True), (40.3, True), (41.0, False)])
+def test_a_request_that_recurs_keeps_one_batch_unless_two_are_faster(
+    one_batch: float,
+    is_kept: bool,
+    make_recurring: Any,
+    make_batch: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_as_eager: Any,
 ) -> None:
+    manager = make_recurring(TWO_BATCHES)
+    timed = timing(monkeypatch, {2: 40.0, 1: one_batch})
     inputs = make_batch([(1, 16, 16), (1, 8, 8)])
-    replays = split.paths["default"].unpadded
-    replays.use_costs(TWO_BATCHES, capture_ms=1e9)  # never due
-    assert [budgets_of(each) for each in used(split, inputs, 8)] == [[16, 64]] * 7 + [[None]]
-    if exact_ms is not None:  # the first plan is predicted to take 48.6, with 0.6 of the host
-        replays.not_faster.add(80)
-        replays.exact_ms[80] = exact_ms - 0.3
-        assert budgets_of(split.plan(inputs)) == ([16, 64] if given_up else [None])
-    before = split.stats().hits
+    plans = [budgets_of(each) for each in used(manager, inputs, 9)]
+    after = [80] if is_kept else [16, 64]
+    assert plans == [[16, 64]] * 7 + [after] * 2
+    assert timed == [2, 1]
+    hits = manager.stats().hits
     for _ in range(3):
-        assert_as_eager(split, inputs)
-    assert split.stats().hits - before == (6 if given_up else 0)
+        assert_as_eager(manager, inputs)
+    assert manager.stats().hits - hits == 6, "two images each"
 
 
-def test_a_request_that_would_lose_much_until_it_is_captured_stays_cut(
-    split: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+def test_two_batches_are_not_compared_with_one_that_is_foreseen_to_lose_much(
+    make_recurring: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dear = replace(TWO_BATCHES, exact=((16, 10.5), (64, 40.0), (128, 115.0)))
-    monkeypatch.setattr(CapturedProgram, "costs", property(lambda self: dear))
-    split.clear()
-    split.capture()
+    dear = replace(TWO_BATCHES, replay={16: 10.0, 64: 38.0, 128: 115.0}, exact=((16, 10.5), (128, 117.0)))
+    manager = make_recurring(dear)
+    timed = timing(monkeypatch, {})
     inputs = make_batch([(1, 16, 16), (1, 8, 8)])
-    assert [budgets_of(each) for each in used(split, inputs, 9)] == [[16, 64]] * 9
+    assert [budgets_of(each) for each in used(manager, inputs, 9)] == [[16, 64]] * 9
+    assert timed == []
 
 
-def test_a_request_whose_count_cannot_be_captured_stays_cut(split: Any, make_batch: Any) -> None:
+def test_a_request_whose_count_cannot_be_captured_stays_cut(
+    make_recurring: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_recurring(TWO_BATCHES)
+    timed = timing(monkeypatch, {})
     inputs = make_batch([(1, 16, 16), (1, 8, 8)])
-    split.paths["default"].unpadded.refused[80] = "out of memory"
-    assert [budgets_of(each) for each in used(split, inputs, 9)] == [[16, 64]] * 9
+    manager.paths["default"].unpadded.refused[80] = "out of memory"
+    assert [budgets_of(each) for each in used(manager, inputs, 9)] == [[16, 64]] * 9
+    assert timed == []
+
+
+def test_what_is_timed_counts_as_no_request(
+    make_recurring: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_recurring(TWO_BATCHES)
+    inputs = make_batch([(1, 16, 16), (1, 8, 8)])
+    used(manager, inputs, 8)
+    assert manager.stats().hits == 16
+
+
+def test_a_batch_that_recurs_at_its_exact_shape_is_captured(make_recurring: Any, make_batch: Any) -> None:
+    costs = replace(TWO_BATCHES, replay={16: 10.0, 64: 38.0, 128: 90.0}, exact=((16, 10.5), (128, 60.0)))
+    manager = make_recurring(costs)
+    inputs = make_batch([(1, 20, 16)])
+    assert [budgets_of(each) for each in used(manager, inputs, 10)] == [[None]] * 8 + [[80]] * 2
+    assert manager.stats().hits == 2

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import struct
 import sys
+import zlib
 from contextlib import closing
 from pathlib import Path
 
@@ -11,8 +13,17 @@ import torch
 from PIL import Image
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
-from fxsplit_encoder.media import MediaSettings, VideoFrames, VideoHeader, frame_seconds, open_video
+from fxsplit_encoder.media import (
+    MediaSettings,
+    VideoFrames,
+    VideoHeader,
+    frame_seconds,
+    measure_image,
+    open_video,
+    sources,
+)
 from fxsplit_encoder.media.readers import animation_seconds
+from fxsplit_encoder.media.sources import HeaderReader
 
 from .test_images import noise
 
@@ -158,8 +169,41 @@ def test_video_files_need_torchcodec(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("rest", [b"", b"\xff" * 40, b"\x00" * 40, bytes(range(256))])
 def test_no_contents_break_the_reading_of_durations(start: bytes, rest: bytes) -> None:
-    seconds = animation_seconds(io.BytesIO(start + rest))
+    seconds = animation_seconds(HeaderReader(io.BytesIO(start + rest)))
     assert seconds is None or seconds > 0
+
+
+def _chunks(kind: str) -> bytes:
+    """A file of 4 MiB whose header has nothing but very small parts."""
+    if kind == "PNG":
+        file = io.BytesIO()
+        Image.new("L", (4, 4)).save(file, "PNG")
+        head, rest = file.getvalue()[:33], file.getvalue()[33:]
+        chunk = struct.pack(">I", 0) + b"abCd"
+        return head + (chunk + struct.pack(">I", zlib.crc32(b"abCd"))) * (1 << 18) + rest
+    if kind == "GIF":
+        return b"GIF89a" + struct.pack("<HHBBB", 4, 4, 0, 0, 0) + b"\x21\xfe" + b"\x01x" * (1 << 21)
+    return b"RIFF\x00\x00\x40\x00WEBP" + (b"abCd" + bytes(4)) * (1 << 19)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
+@pytest.mark.parametrize("is_path", [False, True])
+def test_a_header_of_very_many_parts_is_not_read_to_its_end(kind: str, is_path: bool, tmp_path: Path) -> None:
+    media: object = _chunks(kind)
+    if is_path:
+        (tmp_path / "media").write_bytes(_chunks(kind))
+        media = tmp_path / "media"
+    with pytest.raises(MediaError, match="its header has more parts than are read"):
+        open_video(media, LIMITS)
+    if kind == "PNG":
+        with pytest.raises(MediaError, match="its header has more parts than are read"):
+            measure_image(media, LIMITS)
+
+
+def test_a_header_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_HEADER_SECONDS", -1.0)
+    with pytest.raises(MediaError, match="its header has more parts than are read"):
+        open_video(_chunks("GIF")[:1500], LIMITS)
 
 
 def test_times_are_those_of_frames_and_of_the_steps_that_they_become() -> None:

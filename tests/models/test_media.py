@@ -192,6 +192,20 @@ def test_what_travels_with_a_feature() -> None:
     assert deepseek.metadata == {"hidden_size": 12, "deepstack_levels": 0, "crops": (2, 1)}
 
 
+@pytest.mark.parametrize("name", OF_CLIPS)
+def test_what_a_prompt_shows_of_an_item_is_known_from_its_header(name: str) -> None:
+    processor = processor_of(name)
+    video = MediaItem("video", VideoFrames([noise(112, 84)] * 8, fps=4.0), {"fps": 2.0})
+    runs, prepared = processor.prompt_runs(video), processor.prepare(video)
+    assert sum(run.num_tokens for run in runs) == prepared.num_tokens == processor.count_tokens(video)
+    if len(runs) > 1:
+        assert [run.seconds for run in runs] == list(prepared.metadata["grid_seconds"])
+    elif name != "kimi_k25":
+        raise AssertionError("a run for each step of the grid")
+    image = MediaItem("image", noise(112, 84))
+    assert processor.prompt_runs(image) == [(processor.count_tokens(image), None)]
+
+
 def test_options_of_one_item_change_its_rows_and_its_digest() -> None:
     processor, image = processor_of("qwen3_vl"), noise(256, 256)
     plain, smaller, shrunk = (

@@ -201,7 +201,7 @@ def test_a_checkpoint_takes_audio_through_a_connector(model: Any, checkpoint: Pa
         torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
         assert connector.stats().misses == 2
         too_short = connector.submit(EncodeRequest("r", [MediaItem("audio", speech(0))]))
-        assert too_short.availability == "unavailable"
+        assert too_short.wait(60) == "unavailable"
         connector.release(ticket)
         assert connector.audit() == []
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
+from fxsplit_encoder.models.encoders.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 
 from .random_weights import randomize
 from .tiny_views import deepseek_ocr_config

@@ -7,7 +7,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.modules.deepseek_encoder import (
+from fxsplit_encoder.models.encoders.deepseek_encoder import (
     ClipConfig,
     DeepseekOcrConfig,
     DeepseekOcrVisionModel,

@@ -14,10 +14,10 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.compile.blocks import equal_modules, weights_of
+from fxsplit_encoder.models.encoders.deepseek_encoder import DeepseekOcrVisionModel
+from fxsplit_encoder.models.encoders.step3_vision import Step3VisionModel
 from fxsplit_encoder.towers import base
 from fxsplit_encoder.towers.base import registered_tower
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrVisionModel
-from fxsplit_encoder.towers.modules.step3_vision import Step3VisionModel
 
 from .random_weights import randomize
 from .tiny_tiles import internvl, llama4_tower

@@ -14,13 +14,13 @@ from fxsplit_encoder.towers.grid import (
     frame_lengths,
     frame_positions,
     frame_windows,
+    merge,
     merge_permutation,
     positions,
     read_grids,
     window_lengths,
     window_permutation,
 )
-from fxsplit_encoder.towers.modules.blocks import merge
 
 Grids = list[tuple[int, int, int]]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 
 from .random_weights import randomize
 from .tiny_packed import KIMI_HIDDEN as HIDDEN

@@ -13,8 +13,8 @@ from transformers.models.llama4.modeling_llama4 import (
 )
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.towers.grid import rotate_pairs
 from fxsplit_encoder.towers.llama4 import _RealRotaryEmbedding
-from fxsplit_encoder.towers.modules.blocks import rotate_pairs
 
 from .dense_models import SHAPE, assert_close, random_tiles
 from .random_weights import randomize

@@ -17,8 +17,8 @@ from fxsplit_encoder.towers.grid import (
     frame_interpolation,
     gives_angles,
     interpolation,
+    resample,
 )
-from fxsplit_encoder.towers.modules.blocks import resample
 
 Grids = list[tuple[int, int, int]]
 sides = st.integers(1, 70)

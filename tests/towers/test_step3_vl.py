@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.modules.step3_vision import Step3VisionModel
+from fxsplit_encoder.models.encoders.step3_vision import Step3VisionModel
 
 from .random_weights import randomize
 from .tiny_views import step3_config

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.exaone4_5.modeling_exaone4_5 import Exaone4_5_VisionModel
 from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
 from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeVisionConfig
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
@@ -25,7 +26,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
-from fxsplit_encoder.towers.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 
 PATCH = 4
 """Pixels a side of a patch of the packed towers."""
@@ -42,9 +43,11 @@ QWEN25_WINDOW = 4
 """Output tokens a side of a window."""
 
 
-def qwen2_5_vl(blocks: int = 2) -> nn.Module:
+def qwen2_5_vl(
+    blocks: int = 2, kind: Any = Qwen2_5_VisionTransformerPretrainedModel, **sizes: int
+) -> nn.Module:
     """The second block attends over whole frames."""
-    config = Qwen2_5_VLVisionConfig(
+    config = kind.config_class(
         depth=blocks,
         hidden_size=32,
         intermediate_size=48,
@@ -53,8 +56,19 @@ def qwen2_5_vl(blocks: int = 2) -> nn.Module:
         patch_size=PATCH,
         window_size=QWEN25_WINDOW * 2 * PATCH,
         fullatt_block_indexes=[1],
+        **sizes,
     )
-    return Qwen2_5_VisionTransformerPretrainedModel(config)
+    model: nn.Module = kind(config)
+    return model
+
+
+def qwen2_5_omni() -> nn.Module:
+    return qwen2_5_vl(kind=Qwen2_5OmniVisionEncoder)
+
+
+def exaone() -> nn.Module:
+    """With fewer heads of keys than of queries."""
+    return qwen2_5_vl(kind=Exaone4_5_VisionModel, num_key_value_heads=1)
 
 
 def _qwen3_sizes(blocks: int) -> dict[str, Any]:

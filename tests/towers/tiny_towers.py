@@ -12,12 +12,23 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fxsplit_encoder.towers.modules.deepseek_encoder import DeepseekOcrVisionModel
-from fxsplit_encoder.towers.modules.step3_vision import Step3VisionModel
+from fxsplit_encoder.models.encoders.deepseek_encoder import DeepseekOcrVisionModel
+from fxsplit_encoder.models.encoders.step3_vision import Step3VisionModel
 
 from .random_weights import randomize
 from .tiny_inputs import Inputs, PackedInputs, TileInputs, ViewInputs
-from .tiny_packed import PATCH, glm4v, kimi_k25, kimi_vl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .tiny_packed import (
+    PATCH,
+    exaone,
+    glm4v,
+    kimi_k25,
+    kimi_vl,
+    qwen2_5_omni,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_vl,
+)
 from .tiny_tiles import internvl, internvl_with_head, llama4, llama4_tower
 from .tiny_views import deepseek_ocr_config, step3_config, step3p7, step3p7_tower
 
@@ -55,6 +66,7 @@ TINY: dict[str, Tiny] = {
             separators=True,
         ),
     ),
+    "Exaone4_5_VisionModel": Tiny(exaone, QWEN),
     "Glm4vMoeVisionModel": Tiny(lambda: glm4v(moe=True), QWEN),
     "Glm4vVisionModel": Tiny(glm4v, QWEN),
     "InternVLForConditionalGeneration": Tiny(internvl_with_head, TileInputs(videos=((2,), (3,)))),
@@ -67,6 +79,7 @@ TINY: dict[str, Tiny] = {
     "Llama4ForConditionalGeneration": Tiny(llama4, TileInputs()),
     "Llama4VisionModel": Tiny(llama4_tower, TileInputs()),
     "Qwen2VisionTransformerPretrainedModel": Tiny(qwen2_vl, QWEN),
+    "Qwen2_5OmniVisionEncoder": Tiny(qwen2_5_omni, QWEN),
     "Qwen2_5_VisionTransformerPretrainedModel": Tiny(qwen2_5_vl, QWEN),
     "Qwen3VLMoeVisionModel": Tiny(lambda: qwen3_vl(moe=True), QWEN),
     "Qwen3VLVisionModel": Tiny(qwen3_vl, QWEN),

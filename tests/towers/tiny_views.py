@@ -8,8 +8,8 @@ from torch import nn
 from transformers.models.step3p7.configuration_step3p7 import Step3p7Config, Step3p7VisionConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Model, Step3p7VisionModel
 
-from fxsplit_encoder.towers.modules.deepseek_encoder import ClipConfig, DeepseekOcrConfig, SamConfig
-from fxsplit_encoder.towers.modules.step3_vision import Step3VisionConfig
+from fxsplit_encoder.models.encoders.deepseek_encoder import ClipConfig, DeepseekOcrConfig, SamConfig
+from fxsplit_encoder.models.encoders.step3_vision import Step3VisionConfig
 
 from .tiny_text import text_config
 

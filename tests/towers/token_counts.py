@@ -216,8 +216,11 @@ INTERNVL = Counts("GotOcr2ImageProcessorPil, InternVLProcessor", internvl)
 LLAMA4 = Counts(f"Llama4Processor, {NO_TORCHVISION}", llama4)
 STEP3P7 = Counts(f"Step3p7Processor, {NO_TORCHVISION}", step3p7, published_step3p7)
 
+QWEN25 = by_grids(Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil)
+
 COUNTS: dict[str, tuple[Counts, ...]] = {
     "DeepseekOcrVisionModel": (Counts("formula: its processor is the repository's own code", deepseek_ocr),),
+    "Exaone4_5_VisionModel": (QWEN25,),
     "Glm4vMoeVisionModel": (GLM4V, GLM46V),
     "Glm4vVisionModel": (GLM4V, GLM46V),
     "InternVLForConditionalGeneration": (INTERNVL,),
@@ -227,7 +230,8 @@ COUNTS: dict[str, tuple[Counts, ...]] = {
     "Llama4ForConditionalGeneration": (LLAMA4,),
     "Llama4VisionModel": (LLAMA4,),
     "Qwen2VisionTransformerPretrainedModel": (by_grids(Qwen2VLProcessor, Qwen2VLImageProcessorPil),),
-    "Qwen2_5_VisionTransformerPretrainedModel": (by_grids(Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil),),
+    "Qwen2_5OmniVisionEncoder": (QWEN25,),
+    "Qwen2_5_VisionTransformerPretrainedModel": (QWEN25,),
     "Qwen3VLMoeVisionModel": (QWEN3,),
     "Qwen3VLVisionModel": (QWEN3,),
     "Qwen3_5MoeVisionModel": (QWEN3,),

@@ -56,7 +56,7 @@ from fxsplit_encoder.compile.padding.states import (
 from fxsplit_encoder.compile.rewriting import arguments_of
 from fxsplit_encoder.compile.sizes import shape_exprs
 
-__all__ = ["SEGMENTS", "SHARED", "PaddingReport", "Rows", "State", "analyse", "token_dim"]
+__all__ = ["SEGMENTS", "SHARED", "PaddingReport", "Rows", "State", "analyse", "capture_refusal", "token_dim"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,10 @@ class PaddingReport:
     segments_may_grow: bool = True
     """Whether empty segments may be appended: only attention reads the cumulative lengths."""
     capture_refusal: str = ""
-    """Why nothing may be captured: random numbers, or attention over rows that are not the tokens."""
+    """Why nothing may be captured at any size: the graph draws random numbers."""
+    other_rows: str = ""
+    """Why attention runs over other rows than the tokens: such a graph is captured by all of its sizes, and
+    never padded."""
     divisor: int = 1
     """A number that divides every token count for which the trace holds."""
     declared: bool = False
@@ -136,8 +139,9 @@ def analyse(
         tuple(reasons),
         mixed=frozenset(node.name for node in mixed),
         joined={node.name: joined[node] for node in nodes if node in joined},
-        segments_may_grow=not analysis.reads_segments,
-        capture_refusal=analysis.capture_refusal,
+        segments_may_grow=not (analysis.reads_segments or analysis.other_rows),
+        capture_refusal=capture_refusal(nodes),
+        other_rows=analysis.other_rows,
         divisor=analysis.sizes.divisor,
         num_nodes=len(nodes),
         source=_source_line(mixed[0]) if mixed else "",
@@ -155,6 +159,16 @@ def _source_line(node: fx.Node) -> str:
     return f"{path}:{rest.removeprefix(', line ')}{code}"
 
 
+def capture_refusal(nodes: Iterable[fx.Node]) -> str:
+    """Returns why a region may never be captured; empty: it may."""
+    for node in nodes:
+        name = operation(node)
+        is_dense = name in DENSE_ATTENTIONS
+        if draws_random_numbers(node) and not (is_dense and not arguments_of(node).get("dropout_p")):
+            return f"{name} draws random numbers"
+    return ""
+
+
 class Analysis:
     """One pass over a region."""
 
@@ -163,7 +177,7 @@ class Analysis:
         self.seeds = frozenset(states)
         self.sizes = sizes
         self.reads_segments = False
-        self.capture_refusal = ""
+        self.other_rows = ""
 
     def check_seeds(self) -> Iterable[tuple[str, str]]:
         """Yields inputs whose sizes padding changes in more than one dimension."""
@@ -181,7 +195,7 @@ class Analysis:
         for node in nodes:
             inputs = [self.states[n] for n in node.all_input_nodes if n in self.states]
             self.reads_segments |= self._reads_segments(node, inputs)
-            self.capture_refusal = self.capture_refusal or self._capture_refusal(node)
+            self.other_rows = self.other_rows or self._other_rows(node)
             inherited = next((s for s in inputs if isinstance(s, Mixed)), None)
             if inherited is not None:
                 self.states[node] = inherited
@@ -240,12 +254,8 @@ class Analysis:
                         f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too"
                     )
 
-    def _capture_refusal(self, node: fx.Node) -> str:
-        name = operation(node)
-        is_dense = name in DENSE_ATTENTIONS
-        if draws_random_numbers(node) and not (is_dense and not arguments_of(node).get("dropout_p")):
-            return f"{name} draws random numbers"
-        if name == "varlen_attention":
+    def _other_rows(self, node: fx.Node) -> str:
+        if operation(node) == "varlen_attention":
             query = node.args[0]
             assert isinstance(query, fx.Node)
             rows = shape_exprs(query.meta["val"])[0]

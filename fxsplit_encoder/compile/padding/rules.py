@@ -555,7 +555,7 @@ RULES = _by_operation(
         _addmm: "addmm fxsplit::addmm_gelu",
         _batched_product: "bmm baddbmm",
         _normalize_trailing: "native_layer_norm layer_norm _fused_rms_norm rms_norm",
-        _softmax: "_softmax _log_softmax softmax",
+        _softmax: "_softmax _log_softmax _safe_softmax softmax",
         _scan: "cumsum cumprod logcumsumexp",
         _reduce: "sum mean amax amin argmax argmin prod any all var std var_mean linalg_vector_norm",
         _over_batch: "convolution im2col col2im",

@@ -48,6 +48,11 @@ DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cu
 _LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
 """Least compute capability where a pass is a default: cuDNN's kernels for wide heads are of Hopper."""
 
+# Passes that keep parameters in another form, see `compile.derived`.
+_DERIVING = frozenset(
+    {"conv_to_linear", "pad_mlp_width", "merged_projections", "wide_heads", "measured_activations"}
+)
+
 # After all passes that see layers by torch's names; marks go to the nodes that it leaves.
 _FIXED_BEFORE = "output_branch"
 
@@ -78,9 +83,12 @@ def run_passes(
     names: Sequence[str] | None,
     device: torch.device,
     policy: InvariantPolicy = BATCH_DEPENDENT,
+    *,
+    may_derive: bool = True,
 ) -> dict[str, int]:
     """Runs passes over a graph, in the order of `PASSES`: those `names`, or for None those that pay on this
-    device. Returns the number of places that each changed; ConfigError: there is no such pass.
+    device; without `may_derive` none that keeps parameters in another form. Returns the number of places
+    that each changed; ConfigError: there is no such pass.
     """
     chosen = default_passes(device, policy) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
@@ -89,7 +97,7 @@ def run_passes(
     for name, run in PASSES.items():
         if policy.one_order_of_sums and name == _FIXED_BEFORE:
             due["fixed_products"] = fixed_products
-        if name in chosen:
+        if name in chosen and (may_derive or name not in _DERIVING):
             due[name] = run
     changed: dict[str, int] = {}
     for name, run in due.items():

@@ -26,7 +26,7 @@ _CUDNN = aten._scaled_dot_product_cudnn_attention.default
 
 # What AOT makes of an attention with a bias, and the kernel that takes over. On CUDA that is cuDNN's, whose
 # values may be narrower than the keys (docs/passes.md).
-_KERNELS = {
+_KERNELS: dict[Any, Any] = {
     _CPU_FLASH: _CPU_FLASH,
     aten._scaled_dot_product_efficient_attention.default: _CUDNN,
     _CUDNN: _CUDNN,
@@ -165,7 +165,7 @@ def _replace(graph: fx.Graph, node: fx.Node, biased: _Biased) -> None:
     keys, value_dim = _value(value).shape[2:]
     rows, columns = biased.grid
     missing = biased.width - head_dim - rows - columns
-    kernel: Any = _KERNELS[node.target]  # type: ignore[index]
+    kernel = _KERNELS[node.target]
     with graph.inserting_before(node):
         count = batch if type(batch) is int else call_function(graph, aten.sym_size.int, query, 0)
 

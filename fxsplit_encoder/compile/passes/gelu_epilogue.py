@@ -10,14 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fxsplit_encoder._torch.dispatch import addmm_activation
+from fxsplit_encoder._torch.dispatch import addmm_activation, define_op
 from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, linear_of
 from fxsplit_encoder.compile.rewriting import call_function
 
 aten = torch.ops.aten
-
-_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("addmm_gelu(Tensor bias, Tensor rows, Tensor matrix) -> Tensor")
 
 
 def _reference(bias: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
@@ -29,15 +26,11 @@ def _epilogue(bias: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
     return result
 
 
-def _fake(bias: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], matrix.shape[1])
-
-
-_library.impl("addmm_gelu", _reference, "CPU")
-_library.impl("addmm_gelu", _epilogue, "CUDA")
-torch.library.register_fake("fxsplit::addmm_gelu", _fake, lib=_library)
-
-addmm_gelu = torch.ops.fxsplit.addmm_gelu.default
+addmm_gelu = define_op(
+    "addmm_gelu(Tensor bias, Tensor rows, Tensor matrix) -> Tensor",
+    {"CPU": _reference, "CUDA": _epilogue},
+    lambda bias, rows, matrix: rows.new_empty(rows.shape[0], matrix.shape[1]),
+)
 
 
 def gelu_epilogue(module: fx.GraphModule) -> int:

@@ -44,9 +44,8 @@ def output_branch(module: fx.GraphModule) -> int:
 
 def _is_product(node: fx.Node) -> bool:
     """Whether a node multiplies with a weight; other nodes are too short for a piece."""
-    return node.target is not aten.t.default and any(map(_is_weight, node.all_input_nodes))
-
-
-def _is_weight(node: fx.Node) -> bool:
-    given = node.args[0] if node.target is aten.t.default else node
-    return is_parameter(given) and isinstance(given, fx.Node) and given.meta["val"].dim() >= 2
+    if node.target is aten.t.default:
+        return False
+    read = (each.args[0] if each.target is aten.t.default else each for each in node.all_input_nodes)
+    weights = (each for each in read if isinstance(each, fx.Node) and is_parameter(each))
+    return any(each.meta["val"].dim() >= 2 for each in weights)

@@ -164,7 +164,7 @@ def _is_finite_at_zero(hidden: _Hidden) -> bool:
     }
     for node in hidden.between:
         if keeps_features(node):
-            values[node] = values[node.args[0]]  # type: ignore[index]
+            values[node] = values[node.all_input_nodes[0]]
             continue
         # Numbers of the graph have no value here, and the zeros lie on the CPU.
         if any(n not in values for n in node.all_input_nodes) or "device" in node.kwargs:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from fxsplit_encoder.connector.books.books import Books
-from fxsplit_encoder.connector.books.parts import INPUTS
+from fxsplit_encoder.connector.books.parts import INPUTS, MEDIA
 from fxsplit_encoder.connector.books.storage import HOST, capacity_of
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence
 from fxsplit_encoder.connector.states import WAITING, Residence, State
@@ -17,7 +17,6 @@ def audit(books: Books) -> list[str]:
     parts = books.parts
     return [
         *parts.ledger.problems(),
-        *parts.storage.buffers.problems(),
         *parts.cache.problems(),
         *_tickets(books),
         *_entries(books),
@@ -35,7 +34,7 @@ def _tickets(books: Books) -> Iterator[str]:
         undigested = sum(item.state is State.NEW and item.digest is None for item in ticket.items)
         if undigested != ticket.num_undigested:
             yield f"{ticket}: {undigested} items to hash, {ticket.num_undigested} counted"
-        if ticket.needs_memory and not undigested and ticket.number not in parts.to_admit:
+        if ticket.without_memory and not undigested and ticket.number not in parts.to_admit:
             yield f"{ticket}: needs memory and does not wait for it"
         if ticket.state in (State.FAILED, State.CANCELLED, State.RELEASED):
             yield f"{ticket}: has ended and is still known"
@@ -43,10 +42,10 @@ def _tickets(books: Books) -> Iterator[str]:
     if unsettled != set(parts.unsettled):
         yield f"{len(unsettled)} tickets are not ready, {len(parts.unsettled)} counted"
     waiting = sum(item.state in WAITING for ticket in parts.tickets.values() for item in ticket.items)
-    if waiting != parts.num_waiting:
-        yield f"{waiting} items wait, {parts.num_waiting} counted"
+    if waiting != parts.waiting.used or parts.media.used != parts.ledger.used(MEDIA):
+        yield f"{waiting} items wait, {parts.waiting.used} counted, of {parts.media.used} bytes"
     for number, ticket in parts.to_admit.items():
-        if parts.tickets.get(number) is not ticket or not ticket.needs_memory:
+        if parts.tickets.get(number) is not ticket or not ticket.without_memory:
             yield f"{ticket}: waits for memory and needs none"
 
 
@@ -126,12 +125,12 @@ def _expected(books: Books) -> dict[str, dict[Hashable, int]]:
         for item in ticket.items:
             if item.state is State.NEW and item.entry is None and (owned := parts.ledger.owned(HOST, item)):
                 expected[HOST][item] = owned  # whether it may own any: it waits, and has no feature
+            if item.state in WAITING:
+                expected[MEDIA][item] = item.media_bytes
     for batch in books.encoding.batches:
         expected[batch.worker.account][batch] = batch.num_bytes
     for feature in parts.storage.quarantine:
         expected[feature.account][feature] = parts.ledger.owned(feature.account, feature)
-    if parts.storage.buffers.idle_bytes:
-        expected[HOST][parts.storage.buffers] = parts.storage.buffers.idle_bytes
     return {
         account: {owner: num_bytes for owner, num_bytes in owners.items() if num_bytes}
         for account, owners in expected.items()

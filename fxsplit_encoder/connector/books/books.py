@@ -1,4 +1,4 @@
-"""What CPU workers do to items: hash them, ask less of them, decode and preprocess them."""
+"""The connector's state, and the work of CPU workers: read headers, hash, ask less of, decode, preprocess."""
 
 from __future__ import annotations
 
@@ -13,16 +13,24 @@ from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.parts import INPUTS, Parts
 from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, Occurrence, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem, Reduction
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.states import WAITING, Availability, State
+from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
+from fxsplit_encoder.connector.states import GONE, WAITING, Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
+
+
+@dataclass(frozen=True, eq=False)
+class CountJob:
+    """Read the headers of a request's media."""
+
+    ticket: Ticket
 
 
 @dataclass(frozen=True, eq=False)
 class DigestJob:
     """Hash an item, after having asked less of it if `reduction` says so."""
 
+    ticket: Ticket
     item: Occurrence
     media: MediaItem
     reduction: Reduction | None
@@ -45,46 +53,86 @@ class PrepareJob:
     media: MediaItem
 
 
+class Problem(NamedTuple):
+    """Why a request cannot be served, known before anything is hashed."""
+
+    item: int
+    """Its index."""
+    error: ConnectorError
+    is_of_item: bool = True
+    """Whether its request may go on without media; else its prompt is wrong."""
+
+
 class Preparation:
     """Hands out the work of CPU workers, and takes its results."""
 
     def __init__(self, parts: Parts, holdings: Holdings) -> None:
         self._parts = parts
         self._holdings = holdings
-        self._was_hashed = False
-        """Whether the last job was to hash."""
+        self._turn = 0
+        """Which kind of job goes first: else none of a kind was done while others come fast."""
 
     @property
     def num_jobs(self) -> int:
         """How many things `take` would hand out."""
         to_prepare = len(self._parts.to_prepare) if self._has_room else 0
-        return len(self._parts.to_digest) + to_prepare
+        return len(self._parts.to_count) + len(self._parts.to_digest) + to_prepare
 
     @property
     def _has_room(self) -> bool:
         return self._parts.ledger.used(INPUTS) < self._parts.config.input_bytes
 
-    def take(self) -> DigestJob | PrepareJob | None:
+    def take(self) -> CountJob | DigestJob | PrepareJob | None:
         """The next thing to do; None: nothing, or too much waits for encoders already."""
-        may_prepare = bool(self._parts.to_prepare) and self._has_room
-        # In turns: else nothing was preprocessed for as long as requests come as fast as they are hashed.
-        if self._parts.to_digest and not (may_prepare and self._was_hashed):
-            self._was_hashed = True
-            return self._digest_job()
-        self._was_hashed = False
-        return self._prepare_job() if may_prepare else None
+        kinds = (self._count_job, self._digest_job, self._prepare_job)
+        for kind in range(self._turn, self._turn + len(kinds)):
+            if (job := kinds[kind % len(kinds)]()) is not None:
+                self._turn = (kind + 1) % len(kinds)
+                return job
+        return None
 
-    def _digest_job(self) -> DigestJob:
+    def _count_job(self) -> CountJob | None:
+        if not self._parts.to_count:
+            return None
+        ticket = next(iter(self._parts.to_count))
+        self._parts.to_count.take(ticket)
+        return CountJob(ticket)
+
+    def _digest_job(self) -> DigestJob | None:
+        if not self._parts.to_digest:
+            return None
         item = next(iter(self._parts.to_digest))
         self._parts.to_digest.take(item)
-        policy = self._parts.tickets[item.ticket].request.failure
-        return DigestJob(item, item.media, policy.reduce if item.is_reducing else None)
+        ticket = self._parts.tickets[item.ticket]
+        return DigestJob(
+            ticket, item, item.media, ticket.request.failure.reduce if item.is_reducing else None
+        )
 
-    def _prepare_job(self) -> PrepareJob:
+    def _prepare_job(self) -> PrepareJob | None:
+        if not self._parts.to_prepare or not self._has_room:
+            return None
         entry = next(iter(self._parts.to_prepare))
         self._parts.to_prepare.take(entry)
         entry.is_preparing = True
+        assert entry.media is not None
         return PrepareJob(entry, entry.media)
+
+    def counted(self, ticket: Ticket, counts: Sequence[int], problem: Problem | None) -> None:
+        """Take the tokens of each item, 0 if it was not looked at, and why its request may not go on."""
+        if ticket.number not in self._parts.tickets or ticket.is_counted:
+            return  # nobody wants it any more
+        for item, count in zip(ticket.items, counts, strict=True):
+            item.num_tokens = count
+        ticket.is_counted = True
+        self._parts.settled.notify_all()
+        left = [item for item in ticket.items if item.state is State.NEW]
+        if problem is not None and left:
+            item = ticket.items[problem.item]
+            item = item if item in left else left[0]  # it was cancelled alone, and others are not counted
+            self._holdings.fail_item(item, problem.error, may_go_on=problem.is_of_item)
+            return
+        for item in left:
+            self._parts.to_digest.push(item, ticket.number, 1.0, ticket.request.tenant)
 
     def digested(self, job: DigestJob, result: Digested | ConnectorError) -> None:
         """An item was hashed."""
@@ -122,7 +170,7 @@ class Preparation:
         entry.cost = cost
         entry.queued_at = parts.clock()
         self._holdings.move(entry, State.QUEUED)
-        parts.to_encode.push(entry, entry.flow, cost)
+        parts.to_encode.push(entry, entry.flow, cost, entry.tenant)
 
 
 def _mismatch(entry: Entry, prepared: PreparedItem) -> ConnectorError | None:
@@ -139,7 +187,7 @@ def _mismatch(entry: Entry, prepared: PreparedItem) -> ConnectorError | None:
 
 
 class Step(NamedTuple):
-    """What an engine is told in one of its steps."""
+    """Changes of tickets since the last step."""
 
     ready: tuple[Ticket, ...]
     """Tickets that have become ready since the last step."""
@@ -175,45 +223,43 @@ class Books:
 
     # --- requests
 
-    def submit(
-        self, request: EncodeRequest, counts: Sequence[int], problem: tuple[int, ConnectorError] | None
-    ) -> Ticket:
-        """A new ticket.
-
-        Args:
-            request: what is asked for.
-            counts: tokens of each item.
-            problem: the index of an item that cannot be encoded, and why; None: nothing is known to be wrong.
-
-        Raises:
-            ConnectorFullError: too much is waiting.
-            ConnectorError: the connector is closed.
-        """
+    def submit(self, request: EncodeRequest) -> Ticket:
+        """See `Connector.submit`."""
         parts = self.parts
         if self.is_closed:
             raise ConnectorError(f"request {request.id}: the connector is closed", "closed", retryable=False)
-        most = parts.config.max_waiting_items
-        if parts.num_waiting + len(request.items) > most and request.items:
-            parts.stats.refused += 1
-            raise ConnectorFullError(
-                f"request {request.id}: {parts.num_waiting} items wait, and max_waiting_items is {most}; "
-                "submit it again once some are ready",
-                "full",
-                retryable=True,
-            )
+        if request.items:
+            self._check_room(request)
         self._num_submitted += 1
-        ticket = Ticket(request, counts, self._num_submitted, parts.settled, parts.clock())
+        ticket = Ticket(request, self._num_submitted, parts.settled, parts.clock())
         parts.tickets[ticket.number] = ticket
         parts.changed[ticket.number] = ticket
         parts.stats.submitted += 1
         parts.stats.items += len(ticket.items)
         self._set_deadline(ticket)
         ticket.num_undigested = len(ticket.items)
-        for item in ticket.items:
-            parts.to_digest.push(item, ticket.number, 1.0)
-        if problem is not None:
-            self.holdings.fail_item(ticket.items[problem[0]], problem[1])
+        if ticket.items:
+            parts.to_count.push(ticket, ticket.number, 1.0, request.tenant)
         return ticket
+
+    def _check_room(self, request: EncodeRequest) -> None:
+        parts, config = self.parts, self.parts.config
+        bounds = (
+            ("max_waiting_items", "items", parts.waiting, len(request.items), config.max_waiting_items),
+            ("media_bytes", "bytes of media", parts.media, _media_bytes(request), config.media_bytes),
+        )
+        for name, unit, shares, wanted, most in bounds:
+            if wanted > most:
+                message = f"request {request.id}: it has {wanted} {unit}, and {name} is {most}"
+                raise ConnectorError(message, "too_large", retryable=False)
+            if shares.is_refused(request.tenant, wanted, most):
+                parts.stats.refused += 1
+                raise ConnectorFullError(
+                    f"request {request.id}: {shares.used} {unit} wait, and {name} is {most}; "
+                    "submit it again once some are ready",
+                    "full",
+                    retryable=True,
+                )
 
     def _set_deadline(self, ticket: Ticket) -> None:
         asked, default = ticket.request.timeout_s, self.parts.config.timeout_s
@@ -222,13 +268,10 @@ class Books:
             heapq.heappush(self._deadlines, (ticket.deadline, ticket.number))
 
     def hold(self, ticket: Ticket, item: int | None = None) -> Availability:
-        """Holds every item, or one, once more; what was released is found again, or encoded again.
-
-        "unavailable": nothing has changed. One item alone is not waited for while its ticket holds others.
-        """
-        if self.is_closed or ticket.state in _GONE:
+        """See `Connector.hold`; "unavailable": nothing has changed."""
+        if self.is_closed or ticket.state in GONE:
             return "unavailable"
-        chosen = [each for each in _chosen(ticket, item) if not ticket.text_only and each.state not in _GONE]
+        chosen = [each for each in _chosen(ticket, item) if not ticket.text_only and each.state not in GONE]
         released = [each for each in chosen if each.state is State.RELEASED]
         if not chosen and not ticket.is_text:
             return "unavailable"
@@ -263,11 +306,7 @@ class Books:
         self.parts.changed[ticket.number] = ticket
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
-        """Lets go of every item, or of one, once; what was not held is left alone.
-
-        Returns:
-            How many holds were let go of.
-        """
+        """See `Connector.release`; what was not held is left alone."""
         num_released = 0
         for each in _chosen(ticket, item):
             if each.state not in WAITING and each.state is not State.READY:
@@ -286,7 +325,7 @@ class Books:
         return num_released
 
     def cancel(self, ticket: Ticket, item: int | None = None) -> bool:
-        """Gives up every item, or one; whether there was anything to give up."""
+        """See `Connector.cancel`."""
         given_up = False
         for each in _chosen(ticket, item):
             if each.state in WAITING or each.state is State.READY:
@@ -314,14 +353,16 @@ class Books:
                     self.holdings.fail_item(item, error)
 
     def next_deadline(self) -> float | None:
-        """When something has to be failed next, unless it is ready before; None: nothing waits."""
+        """When a ticket has to be failed or a worker given up next; None: nothing waits."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             ticket = self.parts.tickets.get(number)
             if ticket is not None and ticket.deadline == deadline and not ticket.is_settled:
-                return deadline
+                break
             heapq.heappop(self._deadlines)
-        return None
+        hang = self.encoding.next_hang()
+        found = [deadline for deadline, _ in self._deadlines[:1]] + ([] if hang is None else [hang])
+        return min(found, default=None)
 
     def step(self) -> Step:
         """What has become of whom since the last step."""
@@ -336,7 +377,7 @@ class Books:
         return Step(
             ready=tuple(ticket for ticket in told if ticket.state is State.READY),
             deferred=tuple(self.parts.unsettled.values()),
-            unavailable=tuple(t for t in told if t.state in _GONE),
+            unavailable=tuple(t for t in told if t.state in GONE),
             recounted=tuple(recounted),
             released=tuple(ticket for ticket in told if ticket.state is State.RELEASED),
         )
@@ -376,17 +417,16 @@ class Books:
         snapshot = copy.deepcopy(parts.stats)
         snapshot.bytes_used = {account: ledger.used(account) for account in ledger.accounts()}
         snapshot.bytes_peak = dict(ledger.peaks)
-        snapshot.waiting_items = parts.num_waiting
+        snapshot.waiting_items = parts.waiting.used
         snapshot.max_batch_items = parts.config.max_batch_items
         snapshot.live_tickets = len(parts.tickets)
         return snapshot
 
     def clear_cache(self) -> None:
-        """Frees every feature that nobody holds, and the host buffers that nobody has."""
+        """Free every feature that no item holds."""
         for entry in list(self.parts.cache.resting()):
             self.holdings.drop(entry, State.RELEASED)
         self.parts.storage.settle()
-        self.parts.storage.buffers.drop_idle()
 
     def close(self) -> None:
         """Cancels every ticket; further ones are refused. What workers have in hand they finish."""
@@ -396,7 +436,8 @@ class Books:
         self.clear_cache()
 
 
-_GONE = (State.FAILED, State.CANCELLED)
+def _media_bytes(request: EncodeRequest) -> int:
+    return sum(media_bytes(item.media) for item in request.items)
 
 
 def _chosen(ticket: Ticket, item: int | None) -> tuple[Occurrence, ...]:

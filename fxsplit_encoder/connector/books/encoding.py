@@ -1,19 +1,19 @@
-"""Rows between their encoder and where they will lie."""
+"""Workers, the batches that they have, and rows between their encoder and where they will lie."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from fxsplit_encoder.connector.books.holdings import Holdings
-from fxsplit_encoder.connector.books.parts import FairQueue, Parts
+from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature
-from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.connector.states import Residence, State
+from fxsplit_encoder.encode_queue import MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -27,52 +27,8 @@ class Arrival:
     """As the encoder returned them."""
     is_copied: bool
     """Whether they have to be copied to the host; if not, they stay where they are."""
-    buffer: Any | None = None
-    """The host buffer that takes the copy; None: one has to be allocated."""
     capacity: int = 0
-    """Its bytes."""
-
-
-def place(parts: Parts, entry: Entry, rows: Any) -> Arrival:
-    """Decides where the rows of an entry will lie. Its memory on the host stays reserved until they are
-    there: whatever goes wrong before, it can be encoded again.
-    """
-    feature = Feature(rows, Residence.DEVICE, "")
-    if parts.storage.claim_device(str(rows.device), feature, rows.nbytes):
-        entry.feature = feature
-        return Arrival(entry, feature, rows, is_copied=False)
-    entry.feature = feature = Feature(None, Residence.HOST, HOST)
-    buffer = parts.storage.buffers.buffer(entry)
-    return Arrival(entry, feature, rows, True, buffer, parts.ledger.owned(HOST, entry))
-
-
-def settle_in(parts: Parts, entry: Entry) -> None:
-    """The rows of an entry are there: its memory becomes theirs, or is free if they lie elsewhere."""
-    assert entry.feature is not None
-    if entry.feature.residence is Residence.HOST:
-        parts.storage.buffers.move(entry, entry.feature)
-    else:
-        parts.storage.buffers.release(entry)
-
-
-def orphan(parts: Parts, entry: Entry, events: list[Event], *, is_free: bool = True) -> Feature:
-    """The rows of an entry will not get there. A buffer that they may still be copied to goes with them, and
-    the entry is left without memory.
-
-    Args:
-        parts: of the books.
-        entry: whose rows were placed.
-        events: when everything is over that was given to the device for them.
-        is_free: whether that is all there will be.
-    """
-    feature, entry.feature = entry.feature, None
-    assert feature is not None
-    feature.read_events = list(events)
-    if feature.residence is Residence.HOST:
-        parts.storage.buffers.move(entry, feature)
-    if is_free:
-        parts.storage.free(feature)
-    return feature
+    """Bytes of the host buffer that takes the copy."""
 
 
 class WorkerStatus(StrEnum):
@@ -144,14 +100,14 @@ class Batch:
         self.num_bytes = sum(entry.num_bytes for entry in entries)
         self.cost = sum(entry.cost for entry in entries)
         self.taken_at = now
+        self.progressed_at = now
+        """When it was taken, or the last of its slices was over."""
         self.rested_until = 0.0
         """The end of the worker's last rest between slices of it: up to then it has rested enough."""
         self.outputs: Any = None
         """Rows as the encoder returned them, for as long as a device may read them."""
         self.events: list[Event] = []
         """When everything is over that the device was given for it."""
-        self.arrivals: list[Arrival] = []
-        """The rows that it makes."""
         self.totals: dict[Entry, Any] = {}
         """The sum of each entry's rows, which is finite unless one of its values is not."""
         self.failures: dict[Entry, ConnectorError] = {}
@@ -163,67 +119,6 @@ class Batch:
 
     def __repr__(self) -> str:
         return f"Batch({len(self.entries)} entries, {self.worker.name})"
-
-
-def choose(
-    waiting: FairQueue[Entry],
-    worker: Worker,
-    config: ConnectorConfig,
-    free_bytes: int,
-    share: float,
-    most_cost: float | None = None,
-) -> list[Entry]:
-    """The next entries for a worker, in the order in which they are due; none if the first has no room yet.
-
-    Args:
-        waiting: what is to be encoded.
-        worker: who asks.
-        config: the limits of a batch.
-        free_bytes: for their features.
-        share: cost above which further entries are left to other workers.
-        most_cost: of all together, the first included; None: any.
-    """
-    chosen: list[Entry] = []
-    cost, most = 0.0, min(share, config.max_batch_cost or share)
-    for entry in waiting:
-        if entry.modality not in worker.modalities:
-            continue
-        free_bytes -= entry.num_bytes
-        cost += entry.cost
-        if most_cost is not None and cost > most_cost:
-            break
-        if free_bytes < 0 or (chosen and (cost > most or entry.num_losses)):
-            break
-        if chosen and entry.cost > _OUT_OF_PROPORTION * (cost - entry.cost):
-            break  # images are ready together, and not as late as a video that came with them
-        chosen.append(entry)
-        if len(chosen) == config.max_batch_items or entry.num_losses:
-            break  # one that was in hand when a worker was lost goes alone, and loses nobody else
-    return chosen
-
-
-def is_least_loaded(worker: Worker, workers: Iterable[Worker], max_batches: int) -> bool:
-    """Whether no other worker that could take the same has less in hand."""
-    return not any(
-        other.load < worker.load
-        for other in workers
-        if other.status is WorkerStatus.RUNNING
-        and other.num_batches < max_batches
-        and other.modalities & worker.modalities
-    )
-
-
-def share_of(worker: Worker, workers: Iterable[Worker], waiting_cost: float) -> float:
-    """How much of what waits a worker takes, so that all of the same kind come to have the same in hand."""
-    sharing = [
-        each
-        for each in workers
-        if each.status is WorkerStatus.RUNNING and each.modalities & worker.modalities
-    ]
-    if len(sharing) <= 1:
-        return float("inf")
-    total = waiting_cost + sum(each.load for each in sharing)
-    return total / len(sharing) - worker.load
 
 
 class Taken(NamedTuple):
@@ -282,16 +177,22 @@ class Encoding:
     def take(self, worker: Worker, most_cost: float | None = None) -> Taken:
         """The next batch of a worker, if there is one and no other worker has less in hand."""
         config, waiting = self._parts.config, self._parts.to_encode
-        everyone = self.workers.values()
         if worker.status is not WorkerStatus.RUNNING or worker.num_batches >= config.max_batches_in_flight:
             return Taken()
-        if not waiting or not is_least_loaded(worker, everyone, config.max_batches_in_flight):
+        peers = [
+            each
+            for each in self.workers.values()
+            if each.status is WorkerStatus.RUNNING and each.modalities & worker.modalities
+        ]
+        is_free = [each for each in peers if each.num_batches < config.max_batches_in_flight]
+        if not waiting or any(each.load < worker.load for each in is_free):
             return Taken()
         if (rest := worker.rests_until - self._parts.clock()) > 0:
             return Taken(wait_s=rest)
-        share = share_of(worker, everyone, waiting.cost)
-        free_bytes = self._parts.ledger.free(worker.account)
-        chosen = choose(waiting, worker, config, free_bytes, share, most_cost)
+        # So much that all workers of the same kind come to have the same in hand.
+        share = (waiting.cost + sum(each.load for each in peers)) / len(peers) - worker.load
+        share = share if len(peers) > 1 else math.inf
+        chosen = self._choose(worker, share, most_cost)
         if not chosen:
             return Taken()
         delay = min(entry.queued_at for entry in chosen) + config.flush_delay_s - self._parts.clock()
@@ -299,11 +200,34 @@ class Encoding:
             return Taken(wait_s=delay)
         return Taken(self._start(worker, chosen))
 
+    def _choose(self, worker: Worker, share: float, most_cost: float | None) -> list[Entry]:
+        """The next entries for a worker, in the order in which they are due; none if the first has no room.
+
+        Above the cost `share` further entries are left to other workers; `most_cost` bounds the first too.
+        """
+        config = self._parts.config
+        free_bytes = self._parts.ledger.free(worker.account)
+        chosen: list[Entry] = []
+        cost, most = 0.0, min(share, config.max_batch_cost or share)
+        for entry in self._parts.to_encode:
+            if entry.modality not in worker.modalities:
+                continue
+            free_bytes -= entry.num_bytes
+            cost += entry.cost
+            if most_cost is not None and cost > most_cost:
+                break
+            if free_bytes < 0 or (chosen and (cost > most or entry.num_losses)):
+                break
+            if chosen and entry.cost > _OUT_OF_PROPORTION * (cost - entry.cost):
+                break  # images are ready together, and not as late as a video that came with them
+            chosen.append(entry)
+            if len(chosen) == config.max_batch_items or entry.num_losses:
+                break  # one that was in hand when a worker was lost goes alone, and loses nobody else
+        return chosen
+
     def _start(self, worker: Worker, chosen: list[Entry]) -> Batch:
         parts, now = self._parts, self._parts.clock()
-        batch = Batch(worker, chosen, now)
-        reserved = parts.ledger.reserve(worker.account, batch, batch.num_bytes)
-        assert reserved
+        batch = self._open(worker, chosen, now)
         for entry in chosen:
             parts.to_encode.take(entry)
             self._holdings.move(entry, State.ENCODING)
@@ -314,28 +238,84 @@ class Encoding:
         parts.stats.batches += 1
         parts.stats.batch_items += len(chosen)
         parts.stats.batch_tokens += sum(entry.num_tokens for entry in chosen)
+        return batch
+
+    def _open(self, worker: Worker, entries: list[Entry], taken_at: float) -> Batch:
+        batch = Batch(worker, entries, taken_at)
+        reserved = self._parts.ledger.reserve(worker.account, batch, batch.num_bytes)
+        assert reserved
         worker.load += batch.cost
         worker.num_batches += 1
         self.batches[batch] = None
         return batch
+
+    def split(self, batch: Batch, error: ConnectorError) -> list[Batch]:
+        """The halves of a batch that failed as a whole; none: its only entry has failed, or it is lost."""
+        if batch.is_lost or len(batch.entries) == 1:
+            batch.failures = dict.fromkeys(batch.entries, error)
+            self.publish(batch)
+            return []
+        self._parts.stats.split_batches += 1
+        self._close(batch)
+        middle = len(batch.entries) // 2
+        halves = (batch.entries[:middle], batch.entries[middle:])
+        return [self._open(batch.worker, entries, batch.taken_at) for entries in halves]
+
+    def _close(self, batch: Batch) -> None:
+        worker = batch.worker
+        del self.batches[batch]
+        self._parts.ledger.release(worker.account, batch)
+        worker.num_batches -= 1
+        worker.load = worker.load - batch.cost if worker.num_batches else 0.0
+
+    # --- workers that hang
+
+    def next_hang(self) -> float | None:
+        """When a worker will have hung for too long, unless it goes on before; None: none has a batch."""
+        longest = self._parts.config.hang_timeout_s
+        if longest is None or not self.batches:
+            return None
+        return min(batch.progressed_at for batch in self.batches) + longest
+
+    def hung_workers(self) -> list[Worker]:
+        """The workers that have made no progress with a batch for too long."""
+        longest, now = self._parts.config.hang_timeout_s, self._parts.clock()
+        if longest is None:
+            return []
+        late = {batch.worker: None for batch in self.batches if batch.progressed_at + longest <= now}
+        return list(late)
 
     def place(self, batch: Batch, outputs: Sequence[Any]) -> list[Arrival]:
         """Where the rows of a batch will lie: each stays where it is, or has to be copied to the host."""
         if batch.is_lost:
             return []
         batch.outputs = outputs
-        batch.arrivals = [
-            place(self._parts, entry, rows)
+        return [
+            self._arrival(entry, rows)
             for entry, rows in zip(batch.entries, outputs, strict=True)
             if not isinstance(rows, ConnectorError)
         ]
-        return batch.arrivals
 
-    def attach(self, batch: Batch, arrival: Arrival, buffer: Any) -> bool:
-        """A buffer was allocated for rows that are to be copied; False: nobody waits for them any more."""
-        if not batch.is_lost:
-            self._parts.storage.buffers.attach(arrival.entry, buffer)
-        return not batch.is_lost
+    def _arrival(self, entry: Entry, rows: Any) -> Arrival:
+        """Decide where the rows of an entry will lie. Its memory on the host stays reserved until they are
+        there: whatever goes wrong before, it can be encoded again.
+        """
+        storage = self._parts.storage
+        feature = Feature(rows, Residence.DEVICE, "")
+        if storage.claim_device(str(rows.device), feature, rows.nbytes):
+            entry.feature = feature
+            return Arrival(entry, feature, rows, is_copied=False)
+        entry.feature = feature = Feature(None, Residence.HOST, HOST)
+        return Arrival(entry, feature, rows, True, self._parts.ledger.owned(HOST, entry))
+
+    def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
+        """Take rows that will not arrive from their entry, and the buffer that they may be copied to."""
+        feature, entry.feature = entry.feature, None
+        assert feature is not None
+        feature.read_events = list(events)
+        if feature.residence is Residence.HOST:
+            self._parts.ledger.move(HOST, entry, feature)
+        return feature
 
     def launched(self, batch: Batch) -> None:
         """The device was given everything of a batch, and it is not over yet."""
@@ -369,12 +349,10 @@ class Encoding:
             else:
                 self._arrive(batch, entry)
                 self._holdings.drop_inputs(entry)
-        del self.batches[batch]
-        self._parts.ledger.release(batch.worker.account, batch)
-        self._leave(batch)
+        self._close(batch)
 
     def _note_encoding(self, batch: Batch, entry: Entry) -> float:
-        """How long an entry was in a batch, which its tickets are told."""
+        """Seconds that an entry was in a batch, noted on its tickets."""
         seconds = self._parts.clock() - batch.taken_at
         for ticket in self._tickets_of(entry):
             ticket.encode_seconds = max(ticket.encode_seconds, seconds)
@@ -382,7 +360,12 @@ class Encoding:
 
     def _arrive(self, batch: Batch, entry: Entry) -> None:
         self._parts.stats.encode.add(self._note_encoding(batch, entry))
-        settle_in(self._parts, entry)
+        assert entry.feature is not None
+        if entry.feature.residence is Residence.HOST:  # its memory becomes theirs, or is free
+            self._parts.ledger.move(HOST, entry, entry.feature)
+        else:
+            self._parts.ledger.release(HOST, entry)
+        entry.media = None
         if not entry.is_wanted:
             self._parts.stats.discarded += 1
             self._holdings.drop(entry, State.CANCELLED)
@@ -396,7 +379,7 @@ class Encoding:
 
     def _fail(self, entry: Entry, error: ConnectorError, batch: Batch) -> None:
         if entry.feature is not None:
-            orphan(self._parts, entry, batch.events)
+            self._parts.storage.free(self._orphan(entry, batch.events))
         if not entry.is_wanted:
             self._holdings.drop(entry, State.CANCELLED)
             return
@@ -408,37 +391,26 @@ class Encoding:
             return True
         return self._parts.storage.reserve([(entry, entry.num_bytes)])
 
-    def _leave(self, batch: Batch) -> None:
-        worker = batch.worker
-        worker.num_batches -= 1
-        worker.load = worker.load - batch.cost if worker.num_batches else 0.0
-
     # --- lost workers
 
     def lose(self, batch: Batch, *, is_running: bool) -> None:
         """A batch's worker is gone: its entries go to another, and each of them alone.
 
-        Args:
-            batch: that it had in hand.
-            is_running: whether its thread may still go on, and write; its memory is kept until it has
-            returned.
+        Its memory is kept until its thread has returned, where that may still go on and write.
         """
         parts = self._parts
         batch.is_lost = True
-        del self.batches[batch]
         rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.worker.account)
         rest.read_events = list(batch.events)
         parts.ledger.move(rest.account, batch, rest)
-        left = [rest]
-        for entry in batch.entries:
-            if entry.feature is not None:
-                left.append(orphan(parts, entry, batch.events, is_free=False))
+        self._close(batch)
+        placed = [entry for entry in batch.entries if entry.feature is not None]
+        left = [rest, *(self._orphan(entry, batch.events) for entry in placed)]
         for feature in left:
             feature.num_reads = int(is_running)
             parts.storage.free(feature)
         if is_running:
             self.leftovers[batch] = left
-        self._leave(batch)
         for entry in batch.entries:
             self._pass_on(entry)
 
@@ -446,7 +418,7 @@ class Encoding:
         entry.num_losses += 1
         if not entry.holders:
             self._holdings.drop(entry, State.CANCELLED)
-        elif entry.num_losses >= self._parts.config.max_item_losses:
+        elif entry.num_losses >= MOST_LOSSES:
             message = f"{entry.num_losses} workers were lost while they encoded it"
             self._holdings.fail(entry, ConnectorError(message, "worker_lost", retryable=False))
         elif not self._has_memory(entry):

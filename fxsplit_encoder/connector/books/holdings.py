@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fxsplit_encoder.connector.books.parts import INPUTS, Parts
+from fxsplit_encoder.connector.books.parts import INPUTS, MEDIA, Parts
 from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
-from fxsplit_encoder.connector.states import WAITING, State
+from fxsplit_encoder.connector.states import GONE, WAITING, State
 from fxsplit_encoder.errors import ConnectorError
-
-_ENDED = (State.RELEASED, State.FAILED, State.CANCELLED)
 
 
 class Holdings:
@@ -49,7 +48,7 @@ class Holdings:
             del entry.holders[item]
             if not entry.holders:
                 self._abandon(entry)
-        if (ticket := self._parts.tickets.get(item.ticket)) is not None and not ticket.needs_memory:
+        if (ticket := self._parts.tickets.get(item.ticket)) is not None and not ticket.without_memory:
             self._parts.to_admit.pop(ticket.number, None)
         self.touch([item])
 
@@ -70,7 +69,7 @@ class Holdings:
         self.touch(entry.holders)
 
     def drop(self, entry: Entry, state: State) -> None:
-        """An entry that nobody holds is no more, and what it has is free."""
+        """Remove an entry without holders and free its memory."""
         assert not entry.holders
         entry.move(state)
         parts = self._parts
@@ -79,8 +78,7 @@ class Holdings:
         parts.to_encode.discard(entry)
         self.drop_inputs(entry)
         parts.storage.drop_feature(entry)
-        if parts.ledger.owned(HOST, entry):
-            parts.storage.buffers.release(entry)
+        parts.ledger.release(HOST, entry)
         parts.storage.was_freed = True
 
     def drop_inputs(self, entry: Entry) -> None:
@@ -118,19 +116,19 @@ class Holdings:
         assert entry.feature is None
         if entry.prepared is None:
             assert entry.state is State.NEW
-            parts.to_prepare.push(entry, entry.flow, entry.num_tokens, first=True)
+            parts.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, first=True)
         else:
             if entry.state is not State.QUEUED:
                 self.move(entry, State.QUEUED)
-            parts.to_encode.push(entry, entry.flow, entry.cost, first=True)
+            parts.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, first=True)
 
-    def fail_item(self, item: Occurrence, error: ConnectorError) -> None:
-        """An item fails, and its request goes on or not as it asked."""
+    def fail_item(self, item: Occurrence, error: ConnectorError, *, may_go_on: bool = True) -> None:
+        """An item fails, and its request goes on as text or not, as it asked, if it may."""
         ticket = self._ticket(item)
         failure = type(error)(f"{self._name(item)}: {error}", error.kind, error.retryable)
         item.error = failure
         self._parts.stats.failures[error.kind] += 1
-        if ticket.request.failure.then == "text_only" and ticket.ready_at is None:
+        if may_go_on and ticket.request.failure.then == "text_only" and ticket.ready_at is None:
             ticket.text_only = True
             ticket.epoch += 1
             self._parts.stats.text_only += 1
@@ -159,7 +157,7 @@ class Holdings:
         """
         storage = self._parts.storage
         if not entry.holders and self._parts.ledger.owned(HOST, entry):
-            storage.buffers.move(entry, item)
+            self._parts.ledger.move(HOST, entry, item)
             return True
         return storage.reserve([(item, entry.num_bytes)])
 
@@ -169,18 +167,17 @@ class Holdings:
         if item.state is not State.NEW:
             item.move(State.NEW)
         self._ticket(item).num_undigested += 1
-        self._parts.to_digest.push(item, item.ticket, 1.0, first=True)
+        self._parts.to_digest.push(item, item.ticket, 1.0, self._ticket(item).request.tenant, first=True)
         self.touch([item])
 
     def _free_reserved(self, item: Occurrence) -> None:
-        if self._parts.ledger.owned(HOST, item):
-            self._parts.storage.buffers.release(item)
+        if self._parts.ledger.release(HOST, item):
             self._parts.storage.was_freed = True
 
     # --- tickets
 
     def touch(self, items: Iterable[Occurrence]) -> None:
-        """Some items have changed, and with them their tickets."""
+        """Note that some items have changed, and with them their tickets."""
         for item in items:
             if (ticket := self._parts.tickets.get(item.ticket)) is not None:
                 self._parts.changed[ticket.number] = ticket
@@ -196,9 +193,7 @@ class Holdings:
         """At the end of every change: tell what became of the tickets that it concerns."""
         parts = self._parts
         for ticket in parts.changed.values():
-            waiting = sum(item.state in WAITING for item in ticket.items)
-            parts.num_waiting += waiting - ticket.num_waiting
-            ticket.num_waiting = waiting
+            self._count_waiting(ticket)
             if ticket.is_settled and not ticket.was_settled:
                 self._tell(ticket)
             ticket.was_settled = ticket.is_settled
@@ -206,11 +201,28 @@ class Holdings:
                 parts.unsettled.pop(ticket.number, None)
             else:
                 parts.unsettled[ticket.number] = ticket
-            if ticket.state in _ENDED:
+            if ticket.state in GONE or ticket.state is State.RELEASED:
                 del parts.tickets[ticket.number]
                 parts.stats.outcomes[ticket.state] += 1
                 parts.news[ticket.number] = ticket
+                parts.to_count.discard(ticket)
         parts.changed.clear()
+
+    def _count_waiting(self, ticket: Ticket) -> None:
+        """Count the items that are not ready yet, and their raw media, which others are not kept for."""
+        parts, tenant = self._parts, ticket.request.tenant
+        waiting = [item for item in ticket.items if item.state in WAITING]
+        parts.waiting.change(tenant, len(waiting) - ticket.num_waiting)
+        ticket.num_waiting = len(waiting)
+        for item in ticket.items:
+            wanted = item.media_bytes if item.state in WAITING else 0
+            missing = wanted - parts.ledger.owned(MEDIA, item)
+            if missing > 0:
+                parts.ledger.reserve(MEDIA, item, missing)
+            elif missing < 0:
+                parts.ledger.release(MEDIA, item, -missing)
+            parts.media.change(tenant, missing)
+        ticket.forget_media()
 
     def _tell(self, ticket: Ticket) -> None:
         parts = self._parts
@@ -243,7 +255,7 @@ class _Group:
     """Whether there are rows of the same name, but not as many."""
 
     def inheritance(self, parts: Parts) -> Occurrence | None:
-        """The item whose own memory the feature takes over; None: it needs some, or has it."""
+        """The item whose own memory a new feature takes over, if one has some."""
         owners = (item for item in self.items if parts.ledger.owned(HOST, item))
         return next(owners, None) if self.is_new else None
 
@@ -260,16 +272,32 @@ class Admission:
         parts = self._parts
         while parts.storage.was_freed:  # whom is let in may fail others, which frees memory
             parts.storage.was_freed = False
-            blocked: list[Ticket] = []
-            for ticket in list(parts.to_admit.values()):
-                if self.admit(ticket, _waiting(ticket)):
-                    parts.to_admit.pop(ticket.number, None)
-                    for earlier in blocked:
-                        earlier.num_overtaken += 1
+            blocked: dict[str, list[Ticket]] = {}
+            for ticket in self._in_turn():
+                tenant = ticket.request.tenant
+                own = blocked.setdefault(tenant, [])
+                if len(own) >= _MOST_LOOKED_AT:
+                    continue
+                if not self.admit(ticket, ticket.without_memory):
+                    own.append(ticket)
                 else:
-                    blocked.append(ticket)
-                if _is_barred(blocked, parts.config.max_overtakes):
-                    break
+                    parts.to_admit.pop(ticket.number, None)
+                    parts.turns[tenant] = max(parts.turns.values(), default=0) + 1
+                    for earlier in itertools.chain(*blocked.values()):
+                        earlier.num_overtaken += 1
+                if any(each.num_overtaken >= parts.max_overtakes for each in own):
+                    break  # nobody may overtake it any more
+
+    def _in_turn(self) -> list[Ticket]:
+        """Those that wait for memory: of each tenant the first, then the second, and so on."""
+        by_tenant: dict[str, list[Ticket]] = {}
+        for ticket in self._parts.to_admit.values():
+            by_tenant.setdefault(ticket.request.tenant, []).append(ticket)
+        turns = self._parts.turns = {name: self._parts.turns.get(name, 0) for name in by_tenant}
+        rounds = itertools.zip_longest(
+            *(by_tenant[name] for name in sorted(by_tenant, key=turns.__getitem__))
+        )
+        return [ticket for each in rounds for ticket in each if ticket is not None]
 
     def admit(self, ticket: Ticket, items: Sequence[Occurrence]) -> bool:
         """Finds, joins or reserves memory for all of these items of a ticket, or for none: then nothing
@@ -314,22 +342,21 @@ class Admission:
 
     def _new_entry(self, item: Occurrence, key: bytes | None) -> Entry:
         row_bytes = self._parts.row_bytes(item.media.modality)
-        assert row_bytes is not None and item.digest is not None  # checked at submission
+        assert row_bytes is not None  # checked when it was counted
         num_bytes = row_bytes * item.num_tokens
-        return Entry(key, item.media, item.digest, item.num_tokens, num_bytes, flow=item.ticket)
+        return Entry(key, item, num_bytes, self._parts.tickets[item.ticket].request.tenant)
 
     def _let_in(self, ticket: Ticket, group: _Group) -> None:
         parts, entry = self._parts, group.entry
         if (heir := group.inheritance(parts)) is not None:
-            parts.storage.buffers.move(heir, entry)
+            parts.ledger.move(HOST, heir, entry)
         for item in group.items:
-            if parts.ledger.owned(HOST, item):
-                parts.storage.buffers.release(item)
+            parts.ledger.release(HOST, item)
         if group.is_new:
             parts.stats.misses += 1
             parts.stats.rejected_hits += group.is_rejected
             parts.cache.add(entry)
-            parts.to_prepare.push(entry, entry.flow, entry.num_tokens)
+            parts.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant)
             ticket.num_hits += len(group.items) - 1
         else:
             ticket.num_hits += len(group.items)
@@ -339,14 +366,3 @@ class Admission:
             parts.stats.joins += len(group.items) - group.is_new
         for item in group.items:
             self._holdings.attach(item, entry)
-
-
-def _waiting(ticket: Ticket) -> list[Occurrence]:
-    """The items of a ticket that need memory."""
-    return [item for item in ticket.items if item.state is State.NEW and item.entry is None]
-
-
-def _is_barred(blocked: Iterable[Ticket], max_overtakes: int) -> bool:
-    """Whether nobody may overtake those that have no memory yet."""
-    blocked = list(blocked)
-    return len(blocked) >= _MOST_LOOKED_AT or any(each.num_overtaken >= max_overtakes for each in blocked)

@@ -1,10 +1,9 @@
-"""Memory of features: a ledger of bytes, reused host buffers, the cache, and eviction."""
+"""Memory of features: a ledger of bytes, the cache, and eviction."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from typing import Any
 
 from fxsplit_encoder.connector.books.tickets import Entry, Feature
 from fxsplit_encoder.connector.states import Residence, State
@@ -112,101 +111,9 @@ def capacity_of(num_bytes: int) -> int:
     return max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
 
 
-class HostBuffers:
-    """Reserves host memory, at first as a number of bytes, which an owner turns into a buffer when needed.
-
-    Buffers of features that are gone stay at hand, charged to this object, until another size needs their
-    bytes.
-    """
-
-    def __init__(self, ledger: Ledger, stats: ConnectorStats) -> None:
-        self._ledger = ledger
-        self._stats = stats
-        self._idle: dict[int, list[Any]] = {}
-        self._buffers: dict[Hashable, Any] = {}
-        self.was_dropped = False
-        """Whether buffers were let go since the allocator was last told to give memory back."""
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of buffers that nobody has."""
-        return sum(capacity * len(buffers) for capacity, buffers in self._idle.items())
-
-    @property
-    def owners(self) -> list[Hashable]:
-        """Those that have a buffer."""
-        return list(self._buffers)
-
-    def available(self) -> int:
-        """Bytes that can be reserved now."""
-        return self._ledger.free(HOST) + self.idle_bytes
-
-    def reserve(self, owner: Hashable, num_bytes: int) -> bool:
-        """Give an owner memory for so many bytes; False, and nothing changes, where there is not enough."""
-        capacity = capacity_of(num_bytes)
-        if buffers := self._idle.get(capacity):
-            self._buffers[owner] = buffers.pop()
-            self._ledger.move(HOST, self, owner, capacity)
-            self._stats.reused_buffers += 1
-            return True
-        if capacity > self.available():
-            return False
-        self._drop(capacity - self._ledger.free(HOST))
-        return self._ledger.reserve(HOST, owner, capacity)
-
-    def buffer(self, owner: Hashable) -> Any | None:
-        """The owner's buffer; None: it has to allocate and `attach` one of the bytes that it has."""
-        return self._buffers.get(owner)
-
-    def attach(self, owner: Hashable, buffer: Any) -> None:
-        """The owner's bytes are this buffer from now on."""
-        assert owner not in self._buffers
-        self._buffers[owner] = buffer
-
-    def move(self, owner: Hashable, heir: Hashable) -> None:
-        """Another owner takes over."""
-        self._ledger.move(HOST, owner, heir)
-        if owner in self._buffers:
-            self._buffers[heir] = self._buffers.pop(owner)
-
-    def release(self, owner: Hashable) -> None:
-        """The owner needs it no more; nothing may still read or write its buffer."""
-        if (buffer := self._buffers.pop(owner, None)) is None:
-            self._ledger.release(HOST, owner)
-        else:
-            capacity = self._ledger.owned(HOST, owner)
-            self._idle.setdefault(capacity, []).append(buffer)
-            self._ledger.move(HOST, owner, self)
-
-    def drop_idle(self) -> None:
-        """Let go of all buffers that nobody has."""
-        self._drop(self.idle_bytes)
-
-    def _drop(self, num_bytes: int) -> None:
-        """Let go of idle buffers of so many bytes together, the largest first."""
-        for capacity in sorted(self._idle, reverse=True):
-            while num_bytes > 0 and self._idle[capacity]:
-                self._idle[capacity].pop()
-                self._ledger.release(HOST, self, capacity)
-                self.was_dropped = True
-                num_bytes -= capacity
-
-    def problems(self) -> list[str]:
-        """What does not add up; empty: nothing."""
-        wrong = []
-        if self._ledger.owned(HOST, self) != self.idle_bytes:
-            wrong.append(f"{self.idle_bytes} bytes of idle buffers, {self._ledger.owned(HOST, self)} charged")
-        for owner in self._buffers:
-            if not self._ledger.owned(HOST, owner):
-                wrong.append(f"{owner} has a buffer and no bytes")
-        return wrong
-
-
 class FeatureCache:
-    """Entries by key, from the moment that one is being made: whoever wants the same joins.
-
-    An entry is whole once it is READY; before that nobody reads it. What nobody holds rests, and makes way
-    for others, least recently used first.
+    """Entries by key, from the moment that one is being made. Entries without holders rest, and are
+    evicted least recently used first.
     """
 
     def __init__(self) -> None:
@@ -216,7 +123,7 @@ class FeatureCache:
         self._resting: OrderedDict[Entry, None] = OrderedDict()
 
     def resting(self) -> Iterator[Entry]:
-        """Those that nobody holds, least recently used first."""
+        """Entries without holders, least recently used first."""
         return iter(self._resting)
 
     def find(self, key: bytes) -> Entry | None:
@@ -224,7 +131,7 @@ class FeatureCache:
         return self._by_key.get(key)
 
     def add(self, entry: Entry) -> None:
-        """From now on others may join; an entry without a key is nobody else's."""
+        """From now on others may join; an entry without a key is not shared."""
         self.entries[entry] = None
         if entry.key is not None:
             assert entry.key not in self._by_key
@@ -271,11 +178,12 @@ class Storage:
 
     def __init__(self, ledger: Ledger, cache: FeatureCache, stats: ConnectorStats, device_bytes: int) -> None:
         self.ledger = ledger
-        self.buffers = HostBuffers(ledger, stats)
         self.quarantine: dict[Feature, None] = {}
         """Features that are gone, but that a device may still read or write."""
         self.was_freed = False
         """Whether a ticket that waits for memory may have come to its turn."""
+        self.idle_bytes = 0
+        """Of host buffers that were let go since the allocator was last told to give memory back."""
         self._cache = cache
         self._stats = stats
         self._device_bytes = device_bytes
@@ -283,19 +191,19 @@ class Storage:
     # --- host
 
     def reserve(self, needs: Sequence[tuple[Hashable, int]], spared: Collection[Entry] = ()) -> bool:
-        """Host memory for several owners, or for none of them: then nothing is evicted in vain."""
+        """Host memory for several owners, or for none of them, and then nothing is evicted."""
         self.settle()
         wanted = sum(capacity_of(num_bytes) for _, num_bytes in needs)
-        missing = wanted - self.buffers.available()
+        missing = wanted - self.ledger.free(HOST)
         if missing > 0 and not self._evict(HOST, missing, spared):
             return False
         for owner, num_bytes in needs:
-            reserved = self.buffers.reserve(owner, num_bytes)
+            reserved = self.ledger.reserve(HOST, owner, capacity_of(num_bytes))
             assert reserved
         return True
 
     def _evict(self, account: str, missing: int, spared: Collection[Entry] = ()) -> bool:
-        """Frees at least so many bytes, of what nobody holds, or none if there are not as many."""
+        """Free at least so many bytes of entries without holders, or none if there are not as many."""
         chosen = []
         for entry in self._cache.resting():
             feature = entry.feature
@@ -330,13 +238,13 @@ class Storage:
     # --- both
 
     def drop_feature(self, entry: Entry) -> None:
-        """Free what an entry has, now or as soon as nobody reads it any more."""
+        """Free what an entry has, now or once its reads are over."""
         if entry.feature is not None:
             feature, entry.feature = entry.feature, None
             self.free(feature)
 
     def free(self, feature: Feature) -> None:
-        """Free rows that nobody finds any more, now or as soon as no device uses them."""
+        """Free rows that are not found any more, now or once no device uses them."""
         self.quarantine[feature] = None
         self.settle()
 
@@ -346,7 +254,5 @@ class Storage:
             del self.quarantine[feature]
             self.was_freed = True
             feature.rows = None
-            if feature.residence is Residence.HOST:
-                self.buffers.release(feature)
-            else:
-                self.ledger.release(feature.account, feature)
+            freed = self.ledger.release(feature.account, feature)
+            self.idle_bytes += freed if feature.residence is Residence.HOST else 0

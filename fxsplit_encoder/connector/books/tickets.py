@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.states import WAITING, Availability, Residence, State, check_transition
+from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
+from fxsplit_encoder.connector.states import GONE, WAITING, Availability, Residence, State, check_transition
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -30,32 +30,30 @@ class Event(Protocol):
         ...
 
 
-class PassedEvent:
-    """That of work which the calling thread has done itself."""
-
+class _PassedEvent:
     def query(self) -> bool:
-        """It is over."""
         return True
 
     def has_succeeded(self) -> bool:
-        """It is over."""
         return True
 
-    def synchronize(self) -> None:
-        """Returns at once."""
+    def synchronize(self) -> None: ...
 
 
-PASSED = PassedEvent()
+PASSED: Event = _PassedEvent()
+"""Of work which the calling thread has done itself."""
 
 
 class Occurrence:
     """One item of one request."""
 
-    def __init__(self, ticket: int, index: int, media: MediaItem, num_tokens: int, num_retries: int) -> None:
+    def __init__(self, ticket: int, index: int, media: MediaItem, num_retries: int) -> None:
         self.ticket = ticket
         self.index = index
         self.media = media
-        self.num_tokens = num_tokens
+        self.num_tokens = 0
+        """0 before its header was read."""
+        self.media_bytes = media_bytes(media.media)
         self.retries_left = num_retries
         self.state = State.NEW
         self.num_holds = 1
@@ -100,15 +98,17 @@ class Feature:
 class Entry:
     """A feature that is being made or kept."""
 
-    def __init__(
-        self, key: bytes | None, media: MediaItem, digest: bytes, num_tokens: int, num_bytes: int, flow: int
-    ) -> None:
+    def __init__(self, key: bytes | None, item: Occurrence, num_bytes: int, tenant: str) -> None:
+        assert item.digest is not None
         self.key = key
-        self.media = media
-        self.digest = digest
-        self.num_tokens = num_tokens
+        self.modality = item.media.modality
+        self.media: MediaItem | None = item.media
+        """None: it is encoded."""
+        self.digest = item.digest
+        self.num_tokens = item.num_tokens
         self.num_bytes = num_bytes
-        self.flow = flow
+        self.flow, self.tenant = item.ticket, tenant
+        """Those of the first item that asked for it."""
         self.state = State.NEW
         self.holders: dict[Occurrence, None] = {}
         """The items that wait for it or hold it."""
@@ -125,12 +125,7 @@ class Entry:
         self.queued_at = 0.0
 
     def __repr__(self) -> str:
-        return f"Entry({self.media.modality}, {self.num_tokens} tokens, {self.state})"
-
-    @property
-    def modality(self) -> str:
-        """Of its media."""
-        return self.media.modality
+        return f"Entry({self.modality}, {self.num_tokens} tokens, {self.state})"
 
     @property
     def residence(self) -> Residence:
@@ -158,28 +153,22 @@ class Entry:
 class Ticket:
     """The state of one request. Reading it takes no lock; only the connector changes it."""
 
-    def __init__(
-        self,
-        request: EncodeRequest,
-        token_counts: Sequence[int],
-        number: int,
-        settled: threading.Condition,
-        now: float,
-    ) -> None:
+    def __init__(self, request: EncodeRequest, number: int, settled: threading.Condition, now: float) -> None:
         self.request = request
         self.number = number
         """Unlike the request's id, unique in its connector."""
         self.items = tuple(
-            Occurrence(number, index, media, count, request.failure.retries)
-            for index, (media, count) in enumerate(zip(request.items, token_counts, strict=True))
+            Occurrence(number, index, media, request.failure.retries)
+            for index, media in enumerate(request.items)
         )
+        self.is_counted = not self.items
+        """Whether its token counts are known, so that `token_counts` does not wait."""
         self.epoch = 0
-        """Rises whenever token counts change, which they do only before the ticket is ready for the first
-        time."""
+        """Rises whenever token counts change, only before the ticket is first ready."""
         self.told_epoch = 0
         """The last that a step told of."""
         self.text_only = False
-        """Whether its media are left out because one of them failed, as the request asked for."""
+        """Whether its media are left out because one of them failed."""
         self.error: ConnectorError | None = None
         """Why it failed."""
         self.submitted_at = now
@@ -192,10 +181,10 @@ class Ticket:
         self.num_overtaken = 0
         """How many later tickets got memory before it."""
         self.num_waiting = 0
-        """Items that are not ready yet, when it was last looked at."""
+        """Items that are not ready yet, as counted last."""
         self.deadline = float("inf")
         self.was_settled = False
-        """Whether the last that was told of it is that it has settled."""
+        """Whether a step was told that it has settled."""
         self.queue_seconds = 0.0
         """The longest that one of its items waited for an encoder."""
         self.encode_seconds = 0.0
@@ -210,7 +199,12 @@ class Ticket:
 
     @property
     def token_counts(self) -> tuple[int, ...]:
-        """Rows of each item, exact: all 0 where the request goes on as text alone."""
+        """Rows of each item, exact; 0 of a request that goes on as text alone, or failed before. Waits until
+        CPU workers have read the media's headers.
+        """
+        if not self.is_counted and not self.is_settled:
+            with self._settled:
+                self._settled.wait_for(lambda: self.is_counted or self.is_settled)
         return tuple(0 if self.text_only else item.num_tokens for item in self.items)
 
     @property
@@ -238,13 +232,20 @@ class Ticket:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing more happens to it unless somebody asks."""
+        """Whether nothing more happens to it unless it is held again."""
         return self.state not in WAITING
 
     @property
-    def needs_memory(self) -> bool:
-        """Whether memory has still to be reserved for one of its items."""
-        return any(item.state is State.NEW and item.entry is None for item in self.items)
+    def without_memory(self) -> list[Occurrence]:
+        """The items for which memory has still to be reserved."""
+        return [item for item in self.items if item.state is State.NEW and item.entry is None]
+
+    def forget_media(self) -> None:
+        """Keep no media of items that are of no use any more."""
+        if self.items and all(item.state in GONE for item in self.items):
+            for item in self.items:
+                item.media = MediaItem(item.media.modality, None, item.media.options)
+            self.request = replace(self.request, items=tuple(item.media for item in self.items))
 
     def residence(self, item: int) -> Residence:
         """Where the rows of one item lie now."""

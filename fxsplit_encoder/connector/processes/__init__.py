@@ -1,6 +1,6 @@
 """Encoders in processes of their own, on this host: what kills one, or leaks in one, ends there."""
 
-from fxsplit_encoder.connector.processes.process_encoder import ProcessEncoder, ProcessStats
+from fxsplit_encoder.connector.processes.process_encoder import ProcessEncoder
 from fxsplit_encoder.connector.processes.program import EncoderProgram, ProcessOptions
 
-__all__ = ["EncoderProgram", "ProcessEncoder", "ProcessOptions", "ProcessStats"]
+__all__ = ["EncoderProgram", "ProcessEncoder", "ProcessOptions"]

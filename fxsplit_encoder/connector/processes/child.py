@@ -1,50 +1,46 @@
 """Inside an encoder process: it encodes what it is sent, one batch after another, until its parent is done.
 
-The main thread does all work, so that an encoder captures and replays on one thread. Two others wait for the
-parent's end, one at the socket and one for the process, and end this one at once.
+The main thread does all work, so that an encoder captures and replays on one thread. Another reads messages,
+and ends this process at once when the parent has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import select
+import queue
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn, get_args
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.connector.processes.messages import (
+from fxsplit_encoder.connector.processes.program import EncoderProgram
+from fxsplit_encoder.connector.processes.wire import (
     START,
-    ControlClient,
+    Block,
+    Channel,
     Encode,
     Encoded,
     Failed,
-    Hello,
+    Half,
+    Message,
+    Release,
+    SharedMemory,
     Start,
     Started,
     Stop,
     ToEncoder,
-    WireFeature,
     to_wire,
 )
-from fxsplit_encoder.connector.processes.program import EncoderProgram
-from fxsplit_encoder.connector.transport.layout import from_plain
-from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
-from fxsplit_encoder.connector.transport.wire import Codec
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError, TransportFullError
-from fxsplit_encoder.version import VERSION
 
 EXIT_PARENT_GONE = 3
-_GREETING_SECONDS = 60.0
-_LINGER_MS = 2000
 _PATIENCE = 1e6
 """Seconds. The parent frees room as it reads, or ends this process."""
 
@@ -53,47 +49,62 @@ _FATAL = (EncoderLostError, torch.AcceleratorError)
 
 
 class EncoderHost:
-    """Serves one parent."""
+    """Serves one parent, whose half of the memory is the first."""
 
-    def __init__(self, control: ControlClient[ToEncoder], transport: SharedMemoryTransport) -> None:
-        self._control = control
-        self._transport = transport
+    def __init__(self, channel: Channel[ToEncoder], memory: SharedMemory) -> None:
+        self._channel = channel
+        self._memory = memory
+        self._half = Half(memory, 1)
         self._encoder: FeatureEncoder | None = None
+        self._asked: queue.SimpleQueue[Start | Encode | Stop] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Greet, then do what is asked until asked to stop."""
-        self._control.send(Hello(os.getpid(), VERSION, str(torch.__version__)))
+        """Do what is asked until asked to stop."""
+        threading.Thread(target=self._listen, name="fxsplit-parent", daemon=True).start()
         try:
-            while not isinstance(message := self._control.receive(), Stop):
+            while not isinstance(message := self._asked.get(), Stop):
                 if not self._do(message):
                     break
         finally:
             if self._encoder is not None:
                 self._encoder.close()
 
+    def _listen(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                if isinstance(message, Release):
+                    self._half.release(message.number)
+                else:
+                    self._asked.put(message)
+        finally:
+            _end()
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(self._channel.encode(message))
+
     def _do(self, message: Start | Encode) -> bool:
         """Whether the process is of further use."""
         try:
             if isinstance(message, Start):
-                self._start(EncoderProgram(message.factory, from_plain(message.arguments)))
+                self._start(message)
             else:
                 self._encode(message)
         except Exception as error:
             request = START if isinstance(message, Start) else message.request
-            self._control.send(Failed(request, to_wire(error)))
+            self._send(Failed(request, to_wire(error)))
             return request != START and not isinstance(error, _FATAL)
         return True
 
-    def _start(self, program: EncoderProgram) -> None:
+    def _start(self, message: Start) -> None:
+        program = EncoderProgram(message.factory, message.arguments)
         encoder = program.resolve()(**program.arguments)
-        if not all(hasattr(encoder, name) for name in ("start", "encode", "row_bytes", "close")):
+        if not isinstance(encoder, FeatureEncoder):
             raise InputError(f"factory: {program.factory} returned no FeatureEncoder but {type(encoder)}")
         self._encoder = encoder
         encoder.start()
         modalities: tuple[Modality, ...] = get_args(Modality)
         sizes = {modality: encoder.row_bytes(modality) for modality in modalities}
-        known = {name: size for name, size in sizes.items() if size is not None}
-        self._control.send(Started(known))
+        self._send(Started({name: size for name, size in sizes.items() if size is not None}))
 
     def _encode(self, message: Encode) -> None:
         if self._encoder is None:
@@ -104,89 +115,55 @@ class EncoderHost:
                 raise InputError(f"{len(features)} features of {len(message.items)} items")
             self._deliver(message.request, features)
         finally:
-            self._transport.release(message.inputs)
+            self._send(Release(message.inputs.number))
 
     def _items(self, message: Encode) -> list[PreparedItem]:
         """The items of a batch. Their inputs lie where the parent put them."""
-        buffers, meta = self._transport.view(message.inputs)
         inputs: list[dict[str, Tensor]] = [{} for _ in message.items]
-        for path, tensor in buffers.items():
+        for path, tensor in self._memory.read(0, message.inputs).items():
             index, _, name = path.partition("/")
             inputs[int(index)][name] = tensor
         return [
-            PreparedItem(item.modality, item.digest, own, item.num_tokens, metadata)
-            for item, own, metadata in zip(message.items, inputs, meta["items"], strict=True)
+            PreparedItem(item.modality, item.digest, own, item.num_tokens, item.metadata)
+            for item, own in zip(message.items, inputs, strict=True)
         ]
 
     def _deliver(self, request: int, features: Sequence[Tensor]) -> None:
         """Send features, in several messages where there is no room for all of them at once."""
-        waiting: list[WireFeature] = []
+        waiting: dict[int, Block] = {}
         try:
             for index, feature in enumerate(features):
                 try:
-                    handle = self._transport.put(b"", {"feature": feature})
+                    block = self._half.put({"feature": feature})
                 except TransportFullError:
-                    self._control.send(Encoded(request, waiting, is_last=False))
-                    waiting = []
-                    handle = self._transport.put(b"", {"feature": feature}, timeout=_PATIENCE)
-                waiting.append(WireFeature(index, handle))
+                    self._send(Encoded(request, waiting, is_last=False))
+                    waiting = {}
+                    block = self._half.put({"feature": feature}, timeout=_PATIENCE)
+                waiting[index] = block
         except Exception:
-            for sent in waiting:
-                self._transport.release(sent.feature)
+            for block in waiting.values():
+                self._half.release(block.number)
             raise
-        self._control.send(Encoded(request, waiting, is_last=True))
+        self._send(Encoded(request, waiting, is_last=True))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an encoder process.
-
-    Args:
-        arguments: `--control PATH --descriptor FD --parent PID --max-bytes N --kept-bytes N
-            [--checksums]`.
-    """
-    options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and decides
-    _end_with(options.parent)
-    transport = SharedMemoryTransport(
-        options.max_bytes, kept_bytes=options.kept_bytes, checksums=options.checksums, on_hang_up=_end
-    )
-    transport.connect(socket.socket(fileno=options.descriptor), _GREETING_SECONDS)
-    control = ControlClient(options.control, transport.owner.encode(), Codec[ToEncoder](ToEncoder))
-    try:
-        EncoderHost(control, transport).serve()
-    finally:
-        control.close(_LINGER_MS)
-        transport.close()
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Run an encoder process, with the arguments of `ProcessOptions.command_line`."""
     parser = argparse.ArgumentParser(prog="fxsplit encoder process")
-    parser.add_argument("--control", type=Path, required=True)
-    parser.add_argument("--descriptor", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--max-bytes", type=int, required=True)
-    parser.add_argument("--kept-bytes", type=int, required=True)
-    parser.add_argument("--checksums", action="store_true")
-    return parser
-
-
-def _end_with(parent: int) -> None:
-    """End this process with its parent, whoever else has inherited the parent's end of the socket."""
+    for name in ("--socket", "--memory", "--parent", "--max-bytes"):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and decides
     try:
-        descriptor = os.pidfd_open(parent)
+        parent = os.pidfd_open(options.parent)
     except ProcessLookupError:
         _end()
-    if os.getppid() != parent:
+    if os.getppid() != options.parent:
         _end()
-    threading.Thread(target=_wait_for, args=(descriptor,), name="fxsplit-parent", daemon=True).start()
-
-
-def _wait_for(descriptor: int) -> None:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    poll.poll()
-    _end()
+    memory = SharedMemory(options.max_bytes, options.memory)
+    channel: Channel[ToEncoder] = Channel(socket.socket(fileno=options.socket), parent, ToEncoder)
+    EncoderHost(channel, memory).serve()
+    return 0
 
 
 def _end() -> NoReturn:

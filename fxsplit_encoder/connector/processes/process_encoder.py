@@ -1,74 +1,225 @@
-"""What is counted of an encoder process."""
+"""An encoder in a process of its own, as its parent has it."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
+import os
+import queue
+import signal
+import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
-from fxsplit_encoder.connector.processes.encoder_process import EncoderProcess
-from fxsplit_encoder.connector.processes.messages import (
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.processes import program as launching
+from fxsplit_encoder.connector.processes.program import EncoderProgram, ProcessOptions
+from fxsplit_encoder.connector.processes.wire import (
     START,
+    Block,
+    Channel,
     Encode,
     Encoded,
-    Hello,
+    Failed,
+    FromEncoder,
+    Half,
+    Message,
+    Release,
+    SharedMemory,
     Start,
     Started,
+    Stop,
     WireItem,
+    from_wire,
+    lay_out,
 )
-from fxsplit_encoder.connector.processes.program import EncoderProgram, ProcessOptions
-from fxsplit_encoder.connector.transport.layout import Handle, to_plain
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class ProcessStats:
-    """Of one `ProcessEncoder`, over all processes that it has started."""
+_END_SECONDS = 1.0
+"""How long after a process has closed its socket its end is waited for."""
 
-    starts: int
-    """Processes that became ready."""
-    losses: int
-    """Processes that ended, or had to be ended, without `close`."""
-    batches: int
-    """Batches whose features were received."""
-    items: int
-    """Items of these batches."""
-    splits: int
-    """Calls whose inputs did not fit into shared memory at once, so that they became several batches."""
-    input_bytes: int
-    """Of inputs that were sent."""
-    feature_bytes: int
-    """Of features that were received."""
-    held_bytes: int
-    """Of shared memory now, inputs that the process has not released."""
-    resident_bytes: int
-    """Of the host's memory now, what shared memory for inputs takes."""
+Replies = queue.SimpleQueue[Started | Encoded | Failed | EncoderLostError]
 
 
-class Counters:
-    """Sums, which several threads add to."""
+class EncoderProcess:
+    """A process that encodes, and the thread of this one that listens to it.
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+    The thread hands replies to their requests, and learns of the process's end from the kernel, not
+    from a time that ran out. It calls `on_loss` once if that comes without `close`.
+    """
+
+    def __init__(self, options: ProcessOptions, on_loss: Callable[[], None]) -> None:
+        self._options = options
+        self._on_loss = on_loss
+        self._is_closing = False
+        self._replies: dict[int, Replies] = {}
+        self._reason = ""
+        self._lost = ""
         self._lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._ended = threading.Event()
+        with contextlib.ExitStack() as resources:
+            self._open(resources)
+            self._resources = resources.pop_all()
+        self._thread = threading.Thread(target=self._listen, name="fxsplit-encoder-process", daemon=True)
+        self._thread.start()
 
-    def add(self, **counts: int) -> None:
-        """Add to counts by the names of their fields."""
-        with self._lock:
-            self._counts.update(counts)
+    def _open(self, resources: contextlib.ExitStack) -> None:
+        options = self._options
+        self.memory = SharedMemory(options.max_bytes)
+        resources.callback(self.memory.close)
+        self.half = Half(self.memory, 0)
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        resources.callback(connection.close)
+        with theirs:
+            descriptors = [theirs.fileno(), self.memory.descriptor]
+            self._process = launching.launch(options.command_line(*descriptors), descriptors, options)
+        resources.callback(self._end)
+        pidfd = os.pidfd_open(self._process.pid)
+        resources.callback(os.close, pidfd)
+        self._channel: Channel[FromEncoder] = Channel(connection, pidfd, FromEncoder)
 
-    def snapshot(self, held_bytes: int, resident_bytes: int) -> ProcessStats:
-        """The sums as they are, beside what is held now."""
-        names = ("starts", "losses", "batches", "items", "splits", "input_bytes", "feature_bytes")
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still answer."""
+        return not self._lost
+
+    # --- asking
+
+    @contextlib.contextmanager
+    def asking(self, number: int) -> Iterator[Replies]:
+        """The queue in which the replies to a request arrive; EncoderLostError: the process is gone."""
+        replies: Replies = queue.SimpleQueue()
         with self._lock:
-            counts = {name: self._counts[name] for name in names}
-        return ProcessStats(**counts, held_bytes=held_bytes, resident_bytes=resident_bytes)
+            self.check_alive()
+            self._replies[number] = replies
+        try:
+            yield replies
+        finally:
+            with self._lock:
+                del self._replies[number]
+            while not replies.empty():
+                self._discard(replies.get())
+
+    def check_alive(self) -> None:
+        """Raises EncoderLostError if the process is gone."""
+        if self._lost:
+            raise EncoderLostError(self._lost)
+
+    def send(self, message: Message) -> None:
+        """Send a message, or end the process if it does not read it; InputError for what none may hold."""
+        data = self._channel.encode(message)
+        try:
+            self._channel.send(data)
+        except OSError as error:  # if it has ended, that is known and told as the reason
+            if not self._ended.wait(_END_SECONDS):
+                self.kill(f"the encoder process {self.pid} does not read what it is sent: {error}")
+
+    def next_reply(self, replies: Replies, timeout: float | None) -> Started | Encoded:
+        """The next reply in a queue; raises what failed in the process, of its own class. EncoderLostError:
+        the process ended, or did not answer within `timeout` seconds and was killed.
+        """
+        try:
+            reply = replies.get(timeout=timeout)
+        except queue.Empty:
+            self.kill(f"the encoder process {self.pid} did not answer within {timeout:g} s")
+            reply = replies.get()
+        if isinstance(reply, EncoderLostError):
+            raise reply
+        if isinstance(reply, Failed):
+            raise from_wire(reply.error, self.pid)
+        return reply
+
+    # --- the thread
+
+    def _listen(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._take(message)
+        except TransportError as error:
+            self.kill(f"the encoder process {self.pid} sent what nobody understands: {error}")
+        except Exception as error:  # of this end: a process that nobody listens to is of no use
+            logger.warning("the thread that listens to an encoder process ends", exc_info=True)
+            self.kill(f"the encoder process {self.pid} could not be listened to: {error}")
+        finally:
+            self._lose()
+
+    def _take(self, message: FromEncoder) -> None:
+        if isinstance(message, Release):
+            self.half.release(message.number)
+            return
+        number = START if isinstance(message, Started) else message.request
+        with self._lock:
+            replies = self._replies.get(number)
+            if replies is not None:
+                replies.put(message)
+        if replies is None:
+            self._discard(message)
+
+    def _discard(self, message: Started | Encoded | Failed | EncoderLostError) -> None:
+        """Release the features of a reply whose request is over."""
+        if isinstance(message, Encoded):
+            for block in message.features.values():
+                self.send(Release(block.number))
+
+    def _lose(self) -> None:
+        self._process.kill()  # one that has hung up is of no use
+        status = self._process.wait()
+        with self._lock:
+            if not self._is_closing:
+                self._on_loss()
+            self._lost = self._reason or f"the encoder process {self.pid} {_end_of(status)}"
+            for replies in self._replies.values():
+                replies.put(EncoderLostError(self._lost))
+        self.half.close()  # which wakes those that wait for room
+        self._ended.set()
+
+    # --- the end
+
+    def kill(self, reason: str) -> None:
+        """End the process at once."""
+        self._reason = self._reason or reason
+        self._process.kill()
+
+    def _end(self) -> None:
+        """Leave no process behind; one that has ended was waited for."""
+        if not self._ended.is_set():
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """Ask the process to end, end it if it does not, and give back what belonged to it; idempotent."""
+        with self._lock:
+            self._is_closing = True
+        with self._close_lock:
+            self._reason = self._reason or f"the encoder process {self.pid} was closed"
+            if not self._ended.is_set():
+                self.send(Stop())
+            if not self._ended.wait(self._options.close_timeout):
+                self._process.kill()
+            self._thread.join()
+            self._resources.close()
+
+
+def _end_of(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
 
 
 T = TypeVar("T")
@@ -77,7 +228,7 @@ _PATIENCE = 1e6
 """Seconds. Room comes free as the process encodes; if it ends, whoever waits is woken."""
 
 
-class ProcessEncoder:
+class ProcessEncoder(FeatureEncoder):
     """Encodes in a process that it starts, bounds and ends.
 
     Inputs and features cross in anonymous shared memory of `options.max_bytes` each way. Inputs that do not
@@ -85,7 +236,7 @@ class ProcessEncoder:
     methods may be called from several threads: while the process encodes one batch, the next is copied.
 
     The process's end is noticed at once: calls of `encode` that wait raise `EncoderLostError`, as does every
-    later one until `start` or `restart` has started another process. Errors in the process keep their class.
+    later one until `start` has started another process. Errors in the process keep their class.
 
     Args:
         program: which encoder.
@@ -104,7 +255,8 @@ class ProcessEncoder:
         self._declared_row_bytes = dict(row_bytes) if row_bytes is not None else None
         self._row_bytes = self._declared_row_bytes
         self._process: EncoderProcess | None = None
-        self._counters = Counters()
+        self._counts: Counter[str] = Counter()
+        self._counts_lock = threading.Lock()
         self._numbers = itertools.count(START + 1)
         self._start_lock = threading.Lock()
 
@@ -132,30 +284,23 @@ class ProcessEncoder:
             if self.is_alive:
                 return
             self._close_process()
-            self._process = process = EncoderProcess(self.options, lambda: self._counters.add(losses=1))
+            self._process = process = EncoderProcess(self.options, lambda: self._count(losses=1))
             try:
                 self._row_bytes = self._begin(process)
             except BaseException:
                 self._close_process()
                 raise
-            self._counters.add(starts=1)
+            self._count(starts=1)
 
     def _begin(self, process: EncoderProcess) -> dict[Modality, int]:
         program, timeout = self.program, self.options.start_timeout
         with process.asking(START) as replies:
-            process.connect()
-            _expect(process.next_reply(replies, timeout), Hello)
-            process.send(Start(program.factory, to_plain(program.arguments, "arguments")))
+            process.send(Start(program.factory, dict(program.arguments)))
             started = _expect(process.next_reply(replies, timeout), Started)
         declared = self._declared_row_bytes
         if declared is not None and declared != started.row_bytes:
             raise InputError(f"row_bytes: expected the encoder's {started.row_bytes}; got {declared}")
         return started.row_bytes
-
-    def restart(self) -> None:
-        """End the process, if there is one, and start another; see `start`."""
-        self.close()
-        self.start()
 
     def close(self) -> None:
         """End the process and give back everything; idempotent, and `start` may follow.
@@ -173,16 +318,8 @@ class ProcessEncoder:
 
     # --- encoding
 
-    def predict_cost(self, item: PreparedItem) -> float:
-        """The rows of the item's feature: what they cost only the process knows."""
-        return float(item.num_tokens)
-
     def row_bytes(self, modality: Modality) -> int | None:
-        """Bytes of one row of a feature; None: the encoder does not encode these.
-
-        Raises:
-            InputError: it was neither declared nor told yet by an encoder that was started.
-        """
+        """See `FeatureEncoder`; InputError: it was not declared, and no encoder was started."""
         if self._row_bytes is None:
             raise InputError("row_bytes: known once the encoder was started; declare it, or call start first")
         return self._row_bytes.get(modality)
@@ -199,17 +336,12 @@ class ProcessEncoder:
         if process is None:
             raise EncoderLostError("no encoder process was started; call start")
         process.check_alive()
-        sizes = [process.transport.size_of(item.inputs) for item in items]
-        turns = list(_turns(sizes, process.transport.max_bytes))
+        sizes = [lay_out(item.inputs)[1] for item in items]
+        turns = list(_turns(sizes, process.memory.half_bytes))
         if len(turns) > 1:
-            self._counters.add(splits=1)
+            self._count(splits=1)
         features = [feature for turn in turns for feature in self._encode_turn(process, items[turn])]
-        self._counters.add(
-            batches=len(turns),
-            items=len(items),
-            input_bytes=sum(item.num_bytes for item in items),
-            feature_bytes=sum(feature.nbytes for feature in features),
-        )
+        self._count(batches=len(turns))
         return features
 
     def _encode_turn(self, process: EncoderProcess, items: Sequence[PreparedItem]) -> list[Tensor]:
@@ -217,8 +349,12 @@ class ProcessEncoder:
         features: dict[int, Tensor] = {}
         with process.asking(number) as replies:
             inputs = self._put(process, items)
-            wire = [WireItem(item.modality, item.digest, item.num_tokens) for item in items]
-            process.send(Encode(number, wire, inputs))
+            wire = [WireItem(i.modality, i.digest, i.num_tokens, dict(i.metadata)) for i in items]
+            try:
+                process.send(Encode(number, wire, inputs))
+            except InputError:  # of its metadata
+                process.half.release(inputs.number)
+                raise
             is_last = False
             while not is_last:
                 reply = _expect(process.next_reply(replies, self.options.encode_timeout), Encoded)
@@ -228,42 +364,43 @@ class ProcessEncoder:
             raise _distrust(process, f"{len(features)} features of {len(items)} items")
         return [features[index] for index in range(len(items))]
 
-    def _put(self, process: EncoderProcess, items: Sequence[PreparedItem]) -> Handle:
+    def _put(self, process: EncoderProcess, items: Sequence[PreparedItem]) -> Block:
         buffers = {
             f"{i}/{name}": tensor for i, item in enumerate(items) for name, tensor in item.inputs.items()
         }
-        metadata = {"items": [item.metadata for item in items]}
         try:
-            return process.transport.put(b"", buffers, metadata, timeout=_PATIENCE)
+            return process.half.put(buffers, timeout=_PATIENCE)
         except TransportError:
             process.check_alive()
             raise
 
     def _read(self, process: EncoderProcess, reply: Encoded, features: dict[int, Tensor]) -> None:
         """Copy the features of a reply, and let the process have their memory again."""
-        for sent in reply.features:
+        for index, block in reply.features.items():
             try:
-                features[sent.index] = process.transport.get(sent.feature).buffers["feature"]
+                features[index] = process.memory.read(1, block)["feature"].clone()
             except (TransportError, KeyError) as error:
                 raise _distrust(process, str(error)) from error
-            finally:
-                process.transport.release(sent.feature)
+            process.send(Release(block.number))
 
-    def stats(self) -> ProcessStats:
-        """What was counted, over all processes of this encoder."""
+    def stats(self) -> dict[str, int]:
+        """Counts over all processes of this encoder: starts, losses, batches, splits (calls whose inputs did
+        not fit at once); and bytes of shared memory now: held by inputs, resident.
+        """
         process = self._process
-        return self._counters.snapshot(
-            held_bytes=process.transport.held_bytes if process is not None else 0,
-            resident_bytes=process.transport.resident_bytes if process is not None else 0,
-        )
+        with self._counts_lock:
+            counts = {name: self._counts[name] for name in ("starts", "losses", "batches", "splits")}
+        counts["held_bytes"] = process.half.held_bytes if process is not None else 0
+        counts["resident_bytes"] = process.memory.resident_bytes if process is not None else 0
+        return counts
+
+    def _count(self, **counts: int) -> None:
+        with self._counts_lock:
+            self._counts.update(counts)
 
 
 def _turns(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Runs of items whose inputs fit into memory together.
-
-    Raises:
-        InputError: one does not fit alone; before any run is given.
-    """
+    """Runs of items whose inputs fit into memory together; InputError, before any: one does not alone."""
     if sizes and max(sizes) > most:
         raise InputError(
             f"items: expected inputs of at most max_bytes={most} an item; got {max(sizes)} bytes"
@@ -278,7 +415,7 @@ def _turns(sizes: Sequence[int], most: int) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-def _expect(reply: Hello | Started | Encoded, kind: type[T]) -> T:
+def _expect(reply: Started | Encoded, kind: type[T]) -> T:
     if not isinstance(reply, kind):
         raise TransportError(f"expected {kind.__name__} of the encoder process; got {type(reply).__name__}")
     return reply

@@ -8,11 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fxsplit_encoder.child_process import start_module
-from fxsplit_encoder.connector.transport.shared_memory import DEFAULT_KEPT_BYTES, DEFAULT_MAX_BYTES
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 
@@ -25,18 +23,14 @@ class EncoderProgram:
 
     ``factory`` is "package.module:function". The function is called in the process with ``arguments`` by name
     and returns a `FeatureEncoder`. Arguments are numbers, strings, bytes, None, small tensors and arrays, and
-    lists, tuples and mappings of them.
+    lists and mappings of them; tuples arrive as lists.
     """
 
     factory: str
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     def resolve(self) -> Callable[..., Any]:
-        """The function itself.
-
-        Raises:
-            InputError: there is none of this name.
-        """
+        """The function itself; InputError: there is none of this name."""
         module, _, name = self.factory.partition(":")
         if not module or not name.isidentifier():
             raise InputError(f"factory: expected package.module:function; got {shown(self.factory)}")
@@ -55,53 +49,35 @@ class EncoderProgram:
 class ProcessOptions:
     """How encoder processes are started, bounded and ended."""
 
-    max_bytes: int = DEFAULT_MAX_BYTES
+    max_bytes: int = 1 << 30
     """Of shared memory in each direction: inputs that wait for the encoder, features that wait to be read."""
-    kept_bytes: int = DEFAULT_KEPT_BYTES
-    """Of shared memory that stays resident when nothing waits."""
     start_timeout: float = 1800.0
     """Seconds until the encoder is ready: it loads, compiles and captures."""
     encode_timeout: float | None = None
     """Seconds that one batch may take before the process is taken for hung, and killed. None: any."""
     close_timeout: float = 10.0
     """Seconds that the process has to end by itself before it is killed."""
-    checksums: bool = False
-    """Check the bytes of every tensor on the other side."""
-    runtime_directory: Path | None = None
-    """In which the private directory of the control socket is made. None: `$XDG_RUNTIME_DIR`, else /tmp."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the process has besides this one's, such as CUDA_VISIBLE_DEVICES."""
-    executable: str = ""
-    """The Python that runs it; "": this one."""
 
-    def command_line(self, control: Path, descriptor: int) -> list[str]:
-        """The arguments of the process's command.
-
-        Args:
-            control: the path of the control socket.
-            descriptor: of the socket that it inherits.
-        """
+    def command_line(self, connection: int, memory: int) -> list[str]:
+        """The arguments of the process's command, with the descriptors that it inherits."""
         numbers = {
-            "--descriptor": descriptor,
+            "--socket": connection,
+            "--memory": memory,
             "--parent": os.getpid(),
             "--max-bytes": self.max_bytes,
-            "--kept-bytes": self.kept_bytes,
         }
-        pairs = [argument for name, number in numbers.items() for argument in (name, str(number))]
-        return ["--control", str(control), *pairs, *(["--checksums"] if self.checksums else [])]
+        return [argument for name, number in numbers.items() for argument in (name, str(number))]
 
 
-def launch(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> subprocess.Popen[str]:
+def launch(
+    arguments: Sequence[str], descriptors: Sequence[int], options: ProcessOptions
+) -> subprocess.Popen[str]:
     """Start the module of encoder processes; raises InputError where it cannot be started."""
     try:
         return start_module(
-            MODULE,
-            arguments,
-            options.environment,
-            options.executable,
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
+            MODULE, arguments, options.environment, pass_fds=descriptors, stdin=subprocess.DEVNULL
         )
     except OSError as error:
-        executable = options.executable or sys.executable
-        raise InputError(f"executable: {executable} cannot be started: {error}") from error
+        raise InputError(f"{sys.executable} cannot be started: {error}") from error

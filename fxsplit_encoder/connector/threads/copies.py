@@ -40,10 +40,8 @@ class _CudaEvent:
 
 
 class Copies:
-    """Copies as the device in question makes them; without CUDA the calling thread does, at once.
-
-    A test may derive a class whose events pass when it says so: nothing else in the connector knows of
-    devices.
+    """Copies as the device in question makes them; without CUDA the calling thread does, at once. Nothing
+    else in the connector knows of devices.
     """
 
     def __init__(self) -> None:
@@ -61,11 +59,7 @@ class Copies:
             empty()
 
     def to_host(self, rows: Tensor, buffer: Tensor) -> tuple[Tensor, Event]:
-        """Starts a copy.
-
-        Returns:
-            The same rows in the buffer, and when they are there.
-        """
+        """Start a copy; the same rows in the buffer, and when they are there."""
         target = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
         if not rows.is_cuda:
             target.copy_(rows)
@@ -78,12 +72,8 @@ class Copies:
 
     @contextlib.contextmanager
     def own_stream(self, device: torch.device | None, priority: int = 0) -> Iterator[None]:
-        """Inside, this thread's work on a device goes to a stream of its own, so that no other's work there
-        waits for it, nor it for theirs. None, or a device without streams: nothing changes.
-
-        Args:
-            device: on which.
-            priority: of the stream; below 0 its work goes before that of streams of 0.
+        """Give this thread's work on a device a stream of its own: it and the work of others do not wait for
+        each other. None, or a device without streams: nothing changes.
         """
         if device is None or device.type != "cuda":
             yield
@@ -101,7 +91,7 @@ class Copies:
         return _CudaEvent(device)
 
     def _stream(self, device: torch.device) -> Any:
-        """A stream beside the one that computes, so that the next batch runs while rows are copied."""
+        """A side stream, so that the next batch runs while rows are copied."""
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

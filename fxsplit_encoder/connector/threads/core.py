@@ -1,16 +1,21 @@
-"""The books behind their lock, and the two threads that wait for deadlines and for devices."""
+"""The books behind their lock, and the thread that waits for devices."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
-from threading import TIMEOUT_MAX
+from collections.abc import Callable, Iterator
+
+import torch
 
 from fxsplit_encoder.connector.books.books import Books
+from fxsplit_encoder.connector.books.encoding import Worker
 from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.tickets import wake
+from fxsplit_encoder.encode_queue import Clock
+
+logger = logging.getLogger(__name__)
 
 
 class Core:
@@ -21,18 +26,23 @@ class Core:
         self.books = Books(parts)
         self.cpu_work = threading.Condition(lock)
         self.encode_work = threading.Condition(lock)
-        self.deadline_came_closer = threading.Condition(lock)
         self.quarantine_filled = threading.Condition(lock)
         self.cpu_threads: frozenset[threading.Thread] = frozenset()
         """Those that do CPU work."""
         self.is_stopping = False
         """Whether threads are to end once they have nothing to do."""
-        self.awaited_deadline: float | None = None
-        """The one that the clock waits for."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        """Of rows, by modality, once some were encoded."""
+        self.on_hang: Callable[[Worker], None] = lambda worker: None
+        """Called with a worker that hangs, to give it up."""
+        self.clock = Clock(
+            threading.Condition(lock), self.books.next_deadline, self._expire, parts.clock, "connector-clock"
+        )
+        self.warden = threading.Thread(target=self._watch_devices, name="connector-warden", daemon=True)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[Books]:
-        """The books, to be changed; afterwards everyone is told whom it concerns."""
+        """The books, to be changed; threads and tickets that the change concerns are woken afterwards."""
         with self.lock:
             try:
                 yield self.books
@@ -45,19 +55,15 @@ class Core:
         wake(waiters)
 
     def stop(self) -> None:
-        """Tells all threads to end once they have nothing to do."""
+        """Tell all threads to end once they have nothing to do."""
         with self.lock:
             self.is_stopping = True
+            self.clock.stop()
             self.wake_all()
 
     def wake_all(self) -> None:
-        """Has every thread look again; called with the lock."""
-        for condition in (
-            self.cpu_work,
-            self.encode_work,
-            self.deadline_came_closer,
-            self.quarantine_filled,
-        ):
+        """Have every thread look again; called with the lock."""
+        for condition in (self.cpu_work, self.encode_work, self.quarantine_filled):
             condition.notify_all()
 
     def _wake_threads(self) -> None:
@@ -69,56 +75,26 @@ class Core:
             self.encode_work.notify_all()
         if parts.storage.quarantine:
             self.quarantine_filled.notify_all()
-        deadline = self.books.next_deadline()
-        if deadline is not None and (self.awaited_deadline is None or deadline < self.awaited_deadline):
-            self.deadline_came_closer.notify_all()
+        self.clock.look()
 
+    def _expire(self) -> None:
+        """Fail what was not ready in time, whether or not anybody asks for steps; give up who hangs."""
+        with self.change() as books:
+            books.expire()
+            hung = books.encoding.hung_workers()
+        for worker in hung:
+            self.on_hang(worker)
 
-logger = logging.getLogger(__name__)
-
-
-class Clock:
-    """Fails what was not ready in time, whether or not anybody asks for steps."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self.thread = threading.Thread(target=self._run, name="connector-clock", daemon=True)
-
-    def _run(self) -> None:
-        core, books = self._core, self._core.books
+    def _watch_devices(self) -> None:
+        """Free memory that was let go of while a device used it, once the device is through with it."""
         while True:
-            with core.lock:
-                if core.is_stopping:
-                    return
-                core.awaited_deadline = books.next_deadline()
-                remaining = None
-                if core.awaited_deadline is not None:
-                    remaining = core.awaited_deadline - books.parts.clock()
-                if remaining is None or remaining > 0:
-                    # Further deadlines than a wait may have are looked at again.
-                    core.deadline_came_closer.wait(None if remaining is None else min(remaining, TIMEOUT_MAX))
-                    continue
-            with core.change():
-                books.expire()
-
-
-class Warden:
-    """Frees memory that was let go of while a device used it, once the device is through with it."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self.thread = threading.Thread(target=self._run, name="connector-warden", daemon=True)
-
-    def _run(self) -> None:
-        core = self._core
-        while True:
-            with core.lock:
-                features = list(core.books.parts.storage.quarantine)
+            with self.lock:
+                features = list(self.books.parts.storage.quarantine)
                 events = [event for feature in features for event in feature.read_events]
                 if not events:
-                    if core.is_stopping and not features:
+                    if self.is_stopping and not features:
                         return
-                    core.quarantine_filled.wait()
+                    self.quarantine_filled.wait()
                     continue
             for event in events:
                 try:
@@ -126,5 +102,5 @@ class Warden:
                 except RuntimeError:
                     # The device is gone, and with it whatever used the memory.
                     logger.warning("a device that was to be waited for is lost", exc_info=True)
-            with core.change():
+            with self.change():
                 pass

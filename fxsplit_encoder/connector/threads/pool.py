@@ -1,19 +1,25 @@
-"""The workers: started, drained, started again when one is lost."""
+"""The workers: threads with an encoder each, started, drained, and started again when one is lost."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
-from fxsplit_encoder.connector.books.encoding import LIVE, Worker, WorkerStatus
-from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem, StagingEncoder
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
+from fxsplit_encoder.connector.books.storage import HOST
+from fxsplit_encoder.connector.books.tickets import Entry, Event
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
-from fxsplit_encoder.connector.threads.worker import WorkerThread
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.encode_queue import BatchThread
+from fxsplit_encoder.errors import ConnectorError, EncoderLostError, InputError
 from fxsplit_encoder.messages import names_of, shown
 
 logger = logging.getLogger(__name__)
@@ -37,8 +43,8 @@ class Pool:
         self._copies = copies
         self._factories: dict[str, EncoderFactory] = {}
         self._encoders: dict[str, FeatureEncoder] = {}
-        self._threads: dict[str, WorkerThread] = {}
-        self._given_up: list[WorkerThread] = []
+        self._threads: dict[str, _WorkerThread] = {}
+        self._given_up: list[_WorkerThread] = []
         """Threads that may still run, though others have taken their place."""
         for number, (factory, encoder) in enumerate(zip(factories, encoders, strict=True)):
             worker = Worker(f"worker {number}", modalities_of(encoder))
@@ -48,29 +54,20 @@ class Pool:
 
     @property
     def _workers(self) -> Mapping[str, Worker]:
-        """Those of today, by name."""
         return self._core.books.encoding.workers
 
-    def _thread(self, worker: Worker) -> WorkerThread:
-        return WorkerThread(self._core, worker, self._encoders[worker.name], self._copies, self._lost)
+    def _thread(self, worker: Worker) -> _WorkerThread:
+        return _WorkerThread(self._core, worker, self._encoders[worker.name], self._copies, self._lost)
 
     def start(self) -> None:
-        """Starts every worker; they take batches as soon as their encoders are ready."""
+        """Start every worker; they take batches as soon as their encoders are ready."""
         for thread in self._threads.values():
             thread.thread.start()
 
-    @property
-    def statuses(self) -> dict[str, WorkerStatus]:
-        """How each worker is, by name."""
-        return {name: worker.status for name, worker in self._workers.items()}
-
     def stage(self, item: PreparedItem) -> tuple[PreparedItem, float]:
-        """An item as its encoders read it soonest, and what encoding it costs, as the first worker says that
-        serves its modality. Encoders of a connector are alike.
-        """
+        """An item as encoders read it soonest, and its cost, as the first worker of its modality says."""
         encoder = self._encoder_of(item)
-        if isinstance(encoder, StagingEncoder):
-            item = encoder.stage(item)
+        item = encoder.stage(item)
         return item, encoder.predict_cost(item)
 
     def _encoder_of(self, item: PreparedItem) -> FeatureEncoder:
@@ -81,11 +78,7 @@ class Pool:
     # --- one worker
 
     def drain(self, name: str) -> None:
-        """The worker finishes what it has in hand, takes nothing more, and closes its encoder.
-
-        Raises:
-            InputError: no worker has this name.
-        """
+        """See `Connector.drain_worker`; InputError: no worker has this name."""
         with self._core.change():
             worker = self._worker(name)
             if worker.status in LIVE:
@@ -93,20 +86,14 @@ class Pool:
             self._core.wake_all()
 
     def restart(self, name: str) -> None:
-        """A new worker takes the place of one that has stopped, is lost, or does not come to an end. What the
-        latter has in hand goes to others, and its thread is left to itself.
-
-        Raises:
-            InputError: no worker has this name, or the connector is closed.
-        """
+        """See `Connector.restart_worker`; InputError: no worker has this name, or the connector is closed."""
         with self._core.change() as books:
             worker = self._worker(name)
             if books.is_closed:
                 raise InputError(f"{name}: expected an open connector; it is closed")
             if self._threads[name].thread.is_alive():
                 books.encoding.lose_worker(worker, is_running=True)
-                left = [each for each in self._given_up if each.thread.is_alive()]
-                self._given_up = [*left, self._threads[name]]
+                self._leave_alone(name)
             successor = self._succeed(worker)
             self._core.wake_all()
         self._start(successor)
@@ -116,19 +103,30 @@ class Pool:
             raise InputError(f"worker: expected one of {names_of(self._workers)}; got {shown(name)}")
         return self._workers[name]
 
-    def _lost(self, worker: Worker) -> None:
-        """At the end of a thread that a fault has ended."""
+    def give_up(self, worker: Worker) -> None:
+        """Leave the thread of a worker that hangs to itself; another takes its place."""
+        self._lost(worker, is_running=True)
+
+    def _lost(self, worker: Worker, is_running: bool = False) -> None:
+        """At the end of a thread that a fault has ended, or while one runs that is given up."""
         with self._core.change() as books:
             was_serving = worker.status in LIVE
-            books.encoding.lose_worker(worker, is_running=False)
+            books.encoding.lose_worker(worker, is_running=is_running)
             successor, most = None, books.parts.config.max_worker_restarts
             is_current = self._workers[worker.name] is worker
             if is_current and was_serving and not books.is_closed and worker.num_losses < most:
+                if is_running:
+                    self._leave_alone(worker.name)
                 successor = self._succeed(worker)
                 successor.num_losses = worker.num_losses + 1
             self._core.wake_all()
         if successor is not None:
             self._start(successor)
+
+    def _leave_alone(self, name: str) -> None:
+        """The thread of a worker goes on while another takes its place; called with the lock."""
+        left = [each for each in self._given_up if each.thread.is_alive()]
+        self._given_up = [*left, self._threads[name]]
 
     def _succeed(self, worker: Worker) -> Worker:
         """The record of a worker in place of another; called with the lock."""
@@ -149,11 +147,6 @@ class Pool:
             thread.thread.start()
 
     # --- the end
-
-    def stop(self) -> None:
-        """Every worker finishes what it has in hand, and ends."""
-        for name in self._workers:
-            self.drain(name)
 
     def threads(self) -> list[threading.Thread]:
         """All that may still run. One that ends by a fault may add another before it has ended."""
@@ -182,11 +175,7 @@ def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
 
 
 def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int | None]:
-    """Bytes of a feature's rows by modality; None: nobody encodes it.
-
-    Raises:
-        InputError: two encoders do not agree, or there is none.
-    """
+    """Bytes of rows by modality, None: no encoder takes it; InputError: there is none, or two disagree."""
     if not encoders:
         raise InputError("encoders: expected at least one; got none")
     sizes: dict[Modality, int | None] = {}
@@ -198,3 +187,210 @@ def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int | Non
             )
         sizes[modality] = next(iter(known), None)
     return sizes
+
+
+_QUEUED = 2
+"""Slices that a device has at most: it computes one while the host makes the next."""
+
+
+class _WorkerThread(BatchThread[Batch]):
+    """Starts, calls and closes the encoder of one worker; `on_lost` is called when a fault ends it."""
+
+    def __init__(
+        self,
+        core: Core,
+        worker: Worker,
+        encoder: FeatureEncoder,
+        copies: Copies,
+        on_lost: Callable[[Worker], None],
+    ) -> None:
+        super().__init__(f"connector-{worker.name}")
+        self._core = core
+        self.worker = worker
+        self._encoder = encoder
+        self._copies = copies
+        self._on_lost = on_lost
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        self._encoder.start()
+        device = self._encoder.device
+        device = torch.device(device) if device is not None else None
+        with self._copies.own_stream(device, self._encoder.stream_priority):
+            self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
+            yield
+        self._set_status(WorkerStatus.DRAINING, WorkerStatus.STOPPED)
+
+    def lost(self, error: BaseException) -> None:
+        self._on_lost(self.worker)
+
+    def close(self) -> None:
+        try:
+            self._encoder.close()
+        except Exception:
+            logger.warning("%s: its encoder could not be closed", self.worker.name, exc_info=True)
+
+    def wake(self) -> None:
+        with self._core.lock:
+            self._core.encode_work.notify_all()
+
+    def _set_status(self, before: WorkerStatus, after: WorkerStatus) -> None:
+        with self._core.change():
+            if self.worker.status is before:
+                self.worker.status = after
+            self._core.wake_all()
+
+    # --- batches
+
+    def take(self) -> Batch | None:
+        core, books = self._core, self._core.books
+        with core.lock:
+            while True:
+                self.check()
+                taken = books.encoding.take(self.worker)
+                if taken.batch is not None:
+                    core.clock.look()
+                    core.encode_work.notify_all()  # others may take the rest
+                    return taken.batch
+                if self.worker.status is not WorkerStatus.RUNNING:
+                    return None
+                core.encode_work.wait(taken.wait_s)
+
+    def launch(self, batch: Batch) -> None:
+        outputs = self._outputs(batch)
+        try:
+            pairs = zip(batch.entries, outputs, strict=True)
+            self._place(batch, [self._checked(entry, rows) for entry, rows in pairs])
+        except Exception as error:  # no item is to blame
+            raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
+
+    def split(self, batch: Batch, error: Exception) -> Sequence[Batch]:
+        with self._core.change() as books:
+            return books.encoding.split(batch, failure_of(error, "encoder"))
+
+    def is_over(self, batch: Batch) -> bool:
+        return all(event.query() for event in batch.events)
+
+    def launched(self, batch: Batch) -> None:
+        with self._core.change() as books:
+            books.encoding.launched(batch)
+
+    def land(self, batch: Batch) -> None:
+        for event in batch.events:
+            event.synchronize()
+        with self._core.change() as books:
+            books.encoding.publish(batch)
+
+    def _outputs(self, batch: Batch) -> Sequence[Any]:
+        most_cost = self._core.books.parts.config.max_slice_cost
+        items = [entry.prepared for entry in batch.entries if entry.prepared is not None]
+        if most_cost is None or batch.cost <= most_cost:
+            return self._encode(items)
+        return self._encode_slices(
+            batch, items, {item: self._encoder.slices(item, most_cost) for item in items}
+        )
+
+    def _encode(self, items: Sequence[PreparedItem]) -> Sequence[Any]:
+        outputs = self._encoder.encode(items)
+        if len(outputs) != len(items):
+            raise RuntimeError(f"the encoder returned {len(outputs)} features for {len(items)} items")
+        return outputs
+
+    def _checked(self, entry: Entry, rows: Any) -> Tensor | ConnectorError:
+        """The rows of an entry, if they are what was announced and memory was reserved for."""
+        if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
+            return ConnectorError("the encoder did not return rows", "mismatch", retryable=False)
+        if rows.shape[0] != entry.num_tokens or rows.nbytes != entry.num_bytes:
+            return ConnectorError(
+                f"expected {entry.num_tokens} rows of {entry.num_bytes} bytes in all; the encoder returned "
+                f"{tuple(rows.shape)} of {rows.nbytes} bytes",
+                "mismatch",
+                retryable=False,
+            )
+        declared = self._encoder.dtype or rows.dtype
+        expected = self._core.dtypes.setdefault(entry.modality, declared)
+        if rows.dtype != expected:
+            message = f"expected rows of {expected}; the encoder returned {rows.dtype}"
+            return ConnectorError(message, "mismatch", retryable=False)
+        return rows
+
+    def _place(self, batch: Batch, checked: Sequence[Tensor | ConnectorError]) -> None:
+        for entry, rows in zip(batch.entries, checked, strict=True):
+            if isinstance(rows, ConnectorError):
+                batch.failures[entry] = rows
+            else:  # copied by the same stream, and so there once the batch's events have passed
+                total = rows.detach().sum(dtype=torch.float32)
+                batch.totals[entry] = total.to("cpu", non_blocking=True)
+        with self._core.change() as books:
+            arrivals = books.encoding.place(batch, checked)
+        batch.events += map(self._copies.mark, {each.rows.device for each in arrivals})
+        for arrival in arrivals:
+            if arrival.is_copied:
+                self._copy(batch, arrival)
+
+    def _copy(self, batch: Batch, arrival: Arrival) -> None:
+        try:
+            buffer = self._allocate(arrival.capacity)
+            arrival.feature.rows, event = self._copies.to_host(arrival.rows, buffer)
+            batch.events.append(event)
+        except Exception as error:
+            batch.failures[arrival.entry] = failure_of(error, "encoder")
+
+    def _allocate(self, num_bytes: int) -> Any:
+        """A host buffer. The allocator keeps those that were let go; they count as free memory, too."""
+        with self._core.lock:
+            storage = self._core.books.parts.storage
+            used = storage.ledger.used(HOST) + storage.idle_bytes
+            is_too_much = used > self._core.books.parts.config.host_bytes
+            storage.idle_bytes = 0 if is_too_much else max(0, storage.idle_bytes - num_bytes)
+        if is_too_much:
+            self._copies.give_back()
+        return self._copies.allocate(num_bytes)
+
+    # --- slices of items that are encoded apart
+
+    def _encode_slices(
+        self, batch: Batch, items: Sequence[PreparedItem], cut: dict[PreparedItem, Sequence[PreparedItem]]
+    ) -> list[Tensor]:
+        """Encode the items that are not cut together, then each of the others in slices."""
+        whole = [item for item in items if len(cut[item]) == 1]
+        features = dict(zip(whole, self._encode(whole), strict=True)) if whole else {}
+        slices = [(item, part) for item in items if item not in features for part in cut[item]]
+        rows: dict[PreparedItem, list[Tensor]] = {item: [] for item, _ in slices}
+        events: list[Event] = []
+        for number, (item, part) in enumerate(slices):
+            begin = self._core.books.parts.clock()
+            rows[item] += self._encode([part])
+            if number + 1 < len(slices):
+                events.append(self._copies.mark(rows[item][-1].device))
+                self._between_slices(batch, events, begin)
+        features |= {item: torch.cat(parts) for item, parts in rows.items()}
+        return [features[item] for item in items]
+
+    def _between_slices(self, batch: Batch, events: list[Event], begin: float) -> None:
+        """Wait until the device has few slices, rest as settings say, and let another batch pass."""
+        config = self._core.books.parts.config
+        try:
+            while len(events) >= (_QUEUED if config.max_busy_share == 1 else 1):
+                events.pop(0).synchronize()
+            if config.max_busy_share < 1:
+                self._rest(batch, begin)
+            batch.progressed_at = self._core.books.parts.clock()
+            with self._core.lock:
+                other = self._core.books.encoding.take(self.worker, config.max_slice_cost).batch
+            if other is not None:
+                self.run(other)
+        except EncoderLostError:
+            raise
+        except Exception as error:  # no item is to blame
+            raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
+
+    def _rest(self, batch: Batch, begin: float) -> None:
+        """Rest for as long as a slice asks for, or until the worker has to end."""
+        core, clock = self._core, self._core.books.parts.clock
+        with core.lock:
+            self.worker.finish_slice(batch, begin, clock(), core.books.parts.config.max_busy_share)
+            while self.worker.status is WorkerStatus.RUNNING:
+                if (left := self.worker.rests_until - clock()) <= 0:
+                    break
+                core.encode_work.wait(left)

@@ -1,4 +1,4 @@
-"""CPU workers: threads that hash, decode and preprocess media."""
+"""CPU workers: threads that read headers of media, hash, decode and preprocess them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import math
 import operator
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fxsplit_encoder.connector.books.books import Digested, DigestJob, PrepareJob
-from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, MediaReducer, PreparedItem
+from fxsplit_encoder.connector.books.books import CountJob, Digested, DigestJob, PrepareJob, Problem
+from fxsplit_encoder.connector.books.storage import capacity_of
+from fxsplit_encoder.connector.books.tickets import Ticket
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
+from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.core import Core
-from fxsplit_encoder.errors import ConnectorError
+from fxsplit_encoder.errors import ConnectorError, MediaError
 from fxsplit_encoder.messages import shown
 
 
@@ -38,19 +41,52 @@ class Preparers:
         core.cpu_threads = frozenset(self.threads)
 
     def _run(self) -> None:
-        while (job := self._take()) is not None:
-            if isinstance(job, DigestJob):
-                self._digest(job)
-            else:
-                self._prepare(job)
+        while self._run_next():  # which keeps no media of a job while it waits for the next
+            pass
 
-    def _take(self) -> DigestJob | PrepareJob | None:
+    def _run_next(self) -> bool:
+        job = self._take()
+        if isinstance(job, CountJob):
+            self._count(job.ticket)
+        elif isinstance(job, DigestJob):
+            self._digest(job)
+        elif job is not None:
+            self._prepare(job)
+        return job is not None
+
+    def _take(self) -> CountJob | DigestJob | PrepareJob | None:
         with self._core.lock:
             while not self._core.is_stopping:
                 if (job := self._core.books.preparation.take()) is not None:
                     return job
                 self._core.cpu_work.wait()
         return None
+
+    def _count(self, ticket: Ticket) -> None:
+        counts = [0] * len(ticket.items)
+        problem = self._read_headers(ticket.request, counts)
+        with self._core.change() as books:
+            books.preparation.counted(ticket, counts, problem)
+
+    def _read_headers(self, request: EncodeRequest, counts: list[int]) -> Problem | None:
+        """Fill in the tokens of each item; why the request cannot be served, if it cannot."""
+        parts = self._core.books.parts
+        sizes: dict[int, int] = {}
+        for index, item in enumerate(request.items):
+            try:
+                if (row_bytes := parts.row_bytes(item.modality)) is None:
+                    raise MediaError(f"no encoder takes {shown(item.modality)}")
+                counts[index] = checked_count(self._processor.count_tokens(item))
+            except BaseException as error:  # a decoder that ends its thread must not end this one
+                return Problem(index, failure_of(error, "media"))
+            if (size := counts[index] * row_bytes) > parts.config.staging_bytes:
+                message = f"its feature has {size} bytes, and staging_bytes is {parts.config.staging_bytes}"
+                return Problem(index, ConnectorError(message, "too_large", retryable=False))
+            sizes[id(item)] = capacity_of(size)
+        if (total := sum(sizes.values())) > parts.config.host_bytes:
+            message = f"its request takes {total} bytes, and host_bytes is {parts.config.host_bytes}"
+            return Problem(0, ConnectorError(message, "too_large", retryable=False))
+        return _prompt_problem(request, counts)
 
     def _digest(self, job: DigestJob) -> None:
         result: Digested | ConnectorError
@@ -71,7 +107,7 @@ class Preparers:
         return digest
 
     def _reduced(self, job: DigestJob) -> Digested:
-        assert isinstance(self._processor, MediaReducer) and job.reduction is not None
+        assert job.reduction is not None
         media = self._processor.reduce(job.media, job.reduction)
         num_tokens = job.item.num_tokens
         if media is not None:
@@ -80,6 +116,9 @@ class Preparers:
             raise ConnectorError(
                 "memory ran out, and it has no more to give", "out_of_memory", retryable=True
             )
+        counts = [num_tokens if item is job.item else item.num_tokens for item in job.ticket.items]
+        if (problem := _prompt_problem(job.ticket.request, counts)) is not None:
+            raise problem.error
         return Digested(media, num_tokens, self._hashed(media))
 
     def _prepare(self, job: PrepareJob) -> None:
@@ -98,6 +137,17 @@ class Preparers:
         with self._core.change() as books:
             books.parts.stats.prepare.add(time.monotonic() - started)
             books.preparation.prepared(job, result, cost)
+
+
+def _prompt_problem(request: EncodeRequest, counts: Sequence[int]) -> Problem | None:
+    """Why a request's prompt has not the placeholders that its items need, if it has not."""
+    if request.placeholders is None:
+        return None
+    try:
+        request.placeholders.merged_length(counts)
+    except Exception as error:
+        return Problem(0, failure_of(error, "mismatch"), is_of_item=False)
+    return None
 
 
 def checked_count(count: object) -> int:

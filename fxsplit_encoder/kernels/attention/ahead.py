@@ -68,7 +68,7 @@ def heads_of(nodes: Iterable[fx.Node]) -> dict[Heads, bool]:
     found: dict[Heads, bool] = {}
     for node in nodes:
         if node.target in (varlen_attention, dense_attention):
-            query: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+            query: Tensor = node.all_input_nodes[0].meta["val"]
             width = query.shape[-1]
             if isinstance(width, int):  # else a symbol
                 heads = (query.dtype, width)

@@ -256,8 +256,6 @@ def shape_of(
 # Conditions, of which a key has one or more: `windowed` (several segments of at most 256 tokens) or `full`;
 # `captured` (inside a CUDA graph) or `known`; comparisons of tokens, longest, segments and head_dim.
 
-KERNEL_NAMES: tuple[str, ...] = tuple(kernel.name for kernel in KERNELS)
-
 _LONGEST_WINDOW = 256
 
 
@@ -267,7 +265,7 @@ def _is_windowed(shape: AttentionShape) -> bool:
 
 _GRAMMAR: PinGrammar[AttentionShape] = PinGrammar(
     AttentionShape.operation,
-    KERNEL_NAMES,
+    tuple(kernel.name for kernel in KERNELS),
     words={
         "windowed": _is_windowed,
         "full": lambda shape: not _is_windowed(shape),

@@ -1,7 +1,4 @@
-"""`fxsplit::varlen_attention`, the op at which graphs are split, and `fxsplit::dense_attention` for batches.
-
-Registered by `torch.library.Library`, since `custom_op` adds several times as much Python to every call.
-"""
+"""`fxsplit::varlen_attention`, at which graphs are split, and `fxsplit::dense_attention` for batches."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.device import on_device
+from fxsplit_encoder._torch.dispatch import define_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention.chooser import current_chooser
 
@@ -103,49 +101,19 @@ class _EqualLengths:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 # The memory belongs to that graph, which makes them at every replay.
                 return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
-            made = self._grow(batch, tokens, device)
+            with self._lock:
+                made = self._made.setdefault((tokens, device), [])
+                if not made or made[-1].shape[0] <= batch:
+                    entries = torch.arange((1 << batch.bit_length()) + 1, dtype=torch.int32, device="cpu")
+                    # From the host, which waits: other streams may read it at once.
+                    made.append((entries * tokens).to(device))
         return made[-1][: batch + 1]
-
-    def _grow(self, batch: int, tokens: int, device: torch.device) -> list[Tensor]:
-        with self._lock:
-            made = self._made.setdefault((tokens, device), [])
-            if not made or made[-1].shape[0] <= batch:
-                entries = 1 << batch.bit_length()
-                # From the host, which waits: other streams may read it at once.
-                made.append((torch.arange(entries + 1, dtype=torch.int32, device="cpu") * tokens).to(device))
-        return made
 
 
 _equal_lengths = _EqualLengths()
 
 
 # --- their registration
-
-_SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, float scale"
-
-_library: Any = torch.library.Library("fxsplit", "DEF")  # type: ignore[no-untyped-call]
-_library.define(f"varlen_attention{_SCHEMA}) -> Tensor")
-_library.define(f"varlen_attention.out{_SCHEMA}, *, Tensor(a!) out) -> Tensor(a!)")
-# An op too, so that tracing a backward does not read the boundaries.
-_library.define(
-    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, float scale)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-# Of a compiled graph alone, which knows no gradients.
-_library.define("dense_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor")
-
-
-def _out_impl(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int, scale: float, *, out: Tensor
-) -> Tensor:
-    return attend_out(q, k, v, cu, max_seqlen, scale, out)
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("varlen_attention", attend, _device)
-    _library.impl("varlen_attention.out", _out_impl, _device)
-    _library.impl("attention_backward", attend_backward, _device)
-    _library.impl("dense_attention", attend_dense, _device)
 
 
 def _fake(
@@ -157,17 +125,8 @@ def _fake(
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
-torch.library.register_fake("fxsplit::varlen_attention", _fake, lib=_library)
-
-
 def _fake_dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-torch.library.register_fake("fxsplit::dense_attention", _fake_dense, lib=_library)
-
-
-torch.library.register_fake("fxsplit::varlen_attention.out", lambda *args, out: out, lib=_library)
 
 
 def _fake_backward(
@@ -176,22 +135,33 @@ def _fake_backward(
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
 
-torch.library.register_fake("fxsplit::attention_backward", _fake_backward, lib=_library)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     query, key, value, cu_seqlens, _, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, cu_seqlens)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*torch.ops.fxsplit.attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None)
+    return (*_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None)
 
 
-torch.library.register_autograd(
-    "fxsplit::varlen_attention", _backward, setup_context=_setup_context, lib=_library
+varlen_attention = define_op(
+    "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, "
+    "float scale) -> Tensor",
+    dict.fromkeys(("CPU", "CUDA"), attend),
+    _fake,
+    backward=_backward,
+    setup_context=_setup_context,
 )
-
-dense_attention = torch.ops.fxsplit.dense_attention.default
-varlen_attention = torch.ops.fxsplit.varlen_attention.default
-varlen_attention_out = torch.ops.fxsplit.varlen_attention.out
+# An op too, so that tracing a backward does not read the boundaries.
+_attention_backward = define_op(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+    dict.fromkeys(("CPU", "CUDA"), attend_backward),
+    _fake_backward,
+)
+# Of a compiled graph alone, which knows no gradients.
+dense_attention = define_op(
+    "dense_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor",
+    dict.fromkeys(("CPU", "CUDA"), attend_dense),
+    _fake_dense,
+)

@@ -15,12 +15,12 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxsplit_encoder._torch.dispatch import define_op
 from fxsplit_encoder._torch.modes import split_k_forbidden
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.kernels.choice import is_measuring
@@ -252,9 +252,6 @@ def _is_capturing(device: torch.device) -> bool:
 # Rows of every product on a CPU, unless a row's place in a block shows in its bits.
 BLOCK_ROWS = 64
 
-_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("fixed_linear(Tensor rows, Tensor matrix, Tensor? bias, str activation) -> Tensor")
-
 
 def _own_kernel(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     from fxsplit_encoder.kernels.products.triton_kernels import product
@@ -290,12 +287,8 @@ def cpu_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: s
     return activated(product, activation)
 
 
-def _fake(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str = NOTHING) -> Tensor:
-    return rows.new_empty(rows.shape[0], matrix.shape[1])
-
-
-_library.impl("fixed_linear", blockwise_product, "CPU")
-_library.impl("fixed_linear", PRODUCTS, "CUDA")
-torch.library.register_fake("fxsplit::fixed_linear", _fake, lib=_library)
-
-fixed_linear = torch.ops.fxsplit.fixed_linear.default
+fixed_linear = define_op(
+    "fixed_linear(Tensor rows, Tensor matrix, Tensor? bias, str activation) -> Tensor",
+    {"CPU": blockwise_product, "CUDA": PRODUCTS},
+    lambda rows, matrix, bias, activation: rows.new_empty(rows.shape[0], matrix.shape[1]),
+)

@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.device import on_device
-from fxsplit_encoder._torch.dispatch import addmm_activation
+from fxsplit_encoder._torch.dispatch import addmm_activation, define_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, PinGrammar
 from fxsplit_encoder.kernels.kernel import CallShape, CudaKernel, Kernel, find
 from fxsplit_encoder.kernels.meter import MOST_CALLS_TIMED, Example, Meter, poison_memory
+from fxsplit_encoder.kernels.store import package_version
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 """GELU in its erf or its tanh form, or silu(gate) * up of one layer with rows gate, up, gate, up."""
@@ -76,20 +76,15 @@ def interleaved(gate: Tensor, up: Tensor, *, rows: int = 0) -> Tensor:
     return torch.stack((F.pad(gate, padding), F.pad(up, padding)), dim=1).flatten(0, 1)
 
 
-def swiglu_of_pairs(values: Tensor) -> Tensor:
-    """silu(gate) * up of (rows, 2 * features) in the order of `interleaved`: (rows, features)."""
+def activate(values: Tensor, activation: str) -> Tensor:
+    """Applies one of `ACTIVATIONS`; SwiGLU to (rows, 2 * features) in the order of `interleaved`."""
+    if activation != "swiglu":
+        return F.gelu(values, approximate="tanh" if activation == "gelu_tanh" else "none")
     if values.is_cuda and values.dtype in (torch.bfloat16, torch.float16):
         from fxsplit_encoder.kernels.products.triton_kernels import swiglu
 
         return swiglu(values)
     return F.silu(values[..., ::2]) * values[..., 1::2]
-
-
-def activate(values: Tensor, activation: str) -> Tensor:
-    """Applies an activation of `ACTIVATIONS`."""
-    if activation == "swiglu":
-        return swiglu_of_pairs(values)
-    return F.gelu(values, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 class ProductKernel(Kernel[ProductShape]):
@@ -129,11 +124,7 @@ _ROWS, _COLUMNS = 128, (160, 192)
 
 def has_fused_activations(capability: tuple[int, int]) -> bool:
     """Whether QuACK is installed for a device of this compute capability; an import would take seconds."""
-    try:
-        metadata.version("quack-kernels")
-    except metadata.PackageNotFoundError:
-        return False
-    return capability[0] in Quack.architectures
+    return capability[0] in Quack.architectures and package_version("quack-kernels") is not None
 
 
 class Quack(CudaKernel[ProductShape], ProductKernel):
@@ -343,20 +334,16 @@ def _check(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
         raise InputError(f"fxsplit::linear: bias: expected ({weight.shape[0]},), got {tuple(bias.shape)}")
 
 
-_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("linear(Tensor rows, Tensor weight, Tensor? bias, str activation) -> Tensor")
-for _device in ("CPU", "CUDA"):
-    _library.impl("linear", multiply, _device)
-
-
 def _fake(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     _check(rows, weight, bias, activation)
     return rows.new_empty(rows.shape[0], features_after(activation, weight.shape[0]))
 
 
-torch.library.register_fake("fxsplit::linear", _fake, lib=_library)
-
-linear = torch.ops.fxsplit.linear.default
+linear = define_op(
+    "linear(Tensor rows, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    dict.fromkeys(("CPU", "CUDA"), multiply),
+    _fake,
+)
 
 
 def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
@@ -371,7 +358,7 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
     asked: dict[tuple[str, torch.dtype], None] = {}
     for node in nodes:
         if node.target is linear and node.args[2] is not None:  # without a bias there is another variant
-            rows: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+            rows: Tensor = node.all_input_nodes[0].meta["val"]
             asked[str(node.args[3]), rows.dtype] = None
     for activation, dtype in asked:
         if (activation, dtype) not in known:

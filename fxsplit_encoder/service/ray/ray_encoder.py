@@ -87,7 +87,7 @@ class RayOptions:
     """Seconds that the actor has to end by itself before it is killed."""
 
 
-class RayEncoder:
+class RayEncoder(FeatureEncoder):
     """Encodes in an actor that it starts and ends.
 
     Inputs and features cross by Ray's object store. An actor encodes one batch at a time; one that dies, with
@@ -138,10 +138,6 @@ class RayEncoder:
         except BaseException:
             self._end(actor)
             raise
-
-    def predict_cost(self, item: PreparedItem) -> float:
-        """The rows of the item's feature: what they cost only the actor knows."""
-        return float(item.num_tokens)
 
     def row_bytes(self, modality: Modality) -> int | None:
         """Bytes of one row of a feature, as declared; None: the encoder does not encode these."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from fxsplit_encoder.compile.passes import (
 )
 from fxsplit_encoder.config import GRAPH_PASSES, EncoderConfig
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.planning.plan import InvariantPolicy
 
 from ..packed_forwards import SPLITTING_OPS, WIDTH, packed_inputs, trace_packed
@@ -85,13 +85,11 @@ def test_what_is_asked_for_runs_in_the_order_of_the_registry(names: Any, report:
 def test_defaults_on_cuda_depend_on_architecture_and_packages(
     capability: tuple[int, int], has_quack: bool, missing: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def version(package: str) -> str:
-        if package == "quack-kernels" and has_quack:
-            return "0.6.5"
-        raise metadata.PackageNotFoundError(package)
+    def version(package: str) -> str | None:
+        return "0.6.5" if package == "quack-kernels" and has_quack else None
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(measured, "package_version", version)
     device = torch.device("cuda", 0)
     assert set(PASSES) - set(default_passes(device)) == missing
     assert set(PASSES) - set(default_passes(device, InvariantPolicy(True))) == missing | {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fxsplit_encoder.connector.books.audit import audit
-from fxsplit_encoder.connector.books.books import Books, Digested, DigestJob, PrepareJob
+from fxsplit_encoder.connector.books.books import Books, CountJob, Digested, DigestJob, PrepareJob, Problem
 from fxsplit_encoder.connector.books.encoding import Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.tickets import Feature, Ticket
@@ -76,18 +76,27 @@ class Bench:
     workers: list[Worker] = field(default_factory=list)
 
     @classmethod
-    def make(cls, num_workers: int = 1, *, can_reduce: bool = False, **settings: Any) -> Bench:
+    def make(
+        cls, num_workers: int = 1, *, can_reduce: bool = False, max_overtakes: int = 64, **settings: Any
+    ) -> Bench:
         clock = Clock()
         sizes = {"host_bytes": 8 * PAGE, "device_bytes": 0, "staging_bytes": 16 * PAGE, "timeout_s": None}
         config = ConnectorConfig(**{**sizes, **settings})
         row_bytes: Callable[[str], int | None] = {"image": ROW_BYTES, "video": ROW_BYTES}.get
         settled = threading.Condition()
         settled.acquire()  # this thread is the only one
-        parts = Parts(config, row_bytes, key_of, settled, clock, can_reduce)
+        parts = Parts(config, row_bytes, key_of, settled, clock, can_reduce, max_overtakes=max_overtakes)
         bench = cls(Books(parts), clock)
         for number in range(num_workers):
             bench.start_worker(f"w{number}")
         return bench
+
+    def submit(self, request: EncodeRequest, counts: Sequence[int], problem: Problem | None = None) -> Ticket:
+        """A ticket whose media's headers were read."""
+        ticket = self.books.submit(request)
+        self.books.parts.to_count.discard(ticket)
+        self.books.preparation.counted(ticket, counts, problem)
+        return ticket
 
     def start_worker(self, name: str) -> Worker:
         worker = Worker(name, frozenset({"image", "video"}))
@@ -109,7 +118,7 @@ indices = st.integers(0, 1 << 16)
 MOVES = 3000
 REACHED = (
     *("hits", "joins", "misses", "rejected_hits", "evictions", "retries", "reductions"),
-    *("text_only", "discarded", "reused_buffers"),
+    *("text_only", "discarded"),
 )
 
 
@@ -142,6 +151,8 @@ class AnyHistory(RuleBasedStateMachine):
     def take_over(self, bench: Bench) -> None:
         self.bench, self.books = bench, bench.books
         self.tickets: list[Ticket] = []
+        self.headers: dict[Ticket, tuple[list[int], Problem | None]] = {}
+        self.counting: list[CountJob] = []
         self.digesting: list[DigestJob] = []
         self.preparing: list[PrepareJob] = []
         self.encoding: list[Batch] = []
@@ -177,17 +188,26 @@ class AnyHistory(RuleBasedStateMachine):
         items = [MediaItem("image", name) for name in names]
         retention = "keep" if keep else "discard"
         request = EncodeRequest(
-            f"r{len(self.tickets)}", items, None, policy, retention, timeout_s=timeout_s, salt=salt
+            f"r{len(self.tickets)}",
+            items,
+            None,
+            policy,
+            retention,
+            timeout_s=timeout_s,
+            salt=salt,
+            tenant=names[0] if names else "",
         )
         counts = [MEDIA[name] - (name == odd) for name in names]
         distinct = sum(max(4, MEDIA[name]) for name in set(names))
         problem = None
         if names and (broken or distinct * ROW_BYTES > self.books.parts.config.host_bytes):
-            problem = (len(names) - 1, ConnectorError("broken", "media", False))
+            problem = Problem(len(names) - 1, ConnectorError("broken", "media", False))
         try:
-            self.tickets.append(self.books.submit(request, counts, problem))
+            self.tickets.append(self.books.submit(request))
         except ConnectorFullError:
-            assert self.books.parts.num_waiting + len(names) > 12
+            assert self.books.parts.waiting.used + len(names) > 12
+            return
+        self.headers[self.tickets[-1]] = counts, problem
         self.books.settle()
         self.work(until)  # so that histories are not all about beginnings
 
@@ -240,14 +260,22 @@ class AnyHistory(RuleBasedStateMachine):
 
     # --- CPU workers
 
-    @precondition(lambda self: self.books.parts.to_digest or self.books.parts.to_prepare)
+    @precondition(lambda self: self.books.preparation.num_jobs)
     @rule()
     def take_cpu_job(self) -> None:
         job = self.books.preparation.take()
-        if isinstance(job, DigestJob):
+        if isinstance(job, CountJob):
+            self.counting.append(job)
+        elif isinstance(job, DigestJob):
             self.digesting.append(job)
         elif job is not None:
             self.preparing.append(job)
+
+    @precondition(lambda self: self.counting)
+    @rule(which=indices)
+    def counted(self, which: int) -> None:
+        ticket = self.take(self.counting, which).ticket
+        self.books.preparation.counted(ticket, *self.headers[ticket])
 
     @precondition(lambda self: self.digesting)
     @rule(which=indices, fails=st.sampled_from([False, False, True]))
@@ -299,11 +327,7 @@ class AnyHistory(RuleBasedStateMachine):
             arrival.events = tuple(batch.events[:1])
             if not arrival.is_copied:
                 continue
-            if arrival.buffer is None:
-                arrival.buffer = bytearray(arrival.capacity)
-                if not self.books.encoding.attach(batch, arrival, arrival.buffer):
-                    break
-            assert len(arrival.buffer) == arrival.capacity >= arrival.rows.nbytes
+            assert arrival.capacity >= arrival.rows.nbytes
             if copy_fails:
                 failures[arrival.entry] = _error("encoder")
                 continue
@@ -312,6 +336,12 @@ class AnyHistory(RuleBasedStateMachine):
             batch.events += arrival.events
         self.books.encoding.launched(batch)
         self.launched.append(batch)
+
+    @precondition(lambda self: self.encoding)
+    @rule(which=indices)
+    def split(self, which: int) -> None:
+        """A batch fails as a whole."""
+        self.encoding += self.books.encoding.split(self.take(self.encoding, which), _error("encoder"))
 
     @precondition(lambda self: self.launched)
     @rule(which=indices)
@@ -400,12 +430,14 @@ class AnyHistory(RuleBasedStateMachine):
                 return
         raise AssertionError(f"stuck: {self.books.parts.tickets}")
 
-    @precondition(lambda self: self.books.parts.num_waiting)
+    @precondition(lambda self: self.books.parts.waiting.used)
     @rule(until=st.sampled_from(["prepared", "taken", "ready"]))
     def work(self, until: str) -> None:
         """What CPU workers and workers have before them, without faults."""
-        for _ in range(4 if until != "submitted" else 0):
+        for _ in range(6 if until != "submitted" else 0):
             self.take_cpu_job()
+            while self.counting:
+                self.counted(0)
             while self.digesting:
                 self.digested(0, False)
             while self.preparing:
@@ -454,6 +486,7 @@ def random_move(machine: AnyHistory, draw: random.Random) -> None:
         (2, any(t.state is State.READY for t in machine.tickets), lambda: machine.begin_read(which)),
         (4, machine.reading, lambda: machine.end_read(which, draw.random() < 0.5)),
         (9, True, machine.take_cpu_job),
+        (9, machine.counting, lambda: machine.counted(which)),
         (9, machine.digesting, lambda: machine.digested(which, draw.random() < 0.1)),
         (
             9,
@@ -462,6 +495,7 @@ def random_move(machine: AnyHistory, draw: random.Random) -> None:
         ),
         (5, True, lambda: machine.take_batch(draw.randrange(2))),
         (5, machine.encoding, lambda: machine.encoded(which, kinds, draw.random() < 0.1)),
+        (1, machine.encoding, lambda: machine.split(which)),
         (5, machine.launched, lambda: machine.publish(which)),
         (1, True, lambda: machine.lose_worker(draw.randrange(2), draw.random() < 0.5)),
         (6, machine.events, lambda: machine.pass_event(which)),

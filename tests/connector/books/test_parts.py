@@ -1,4 +1,4 @@
-"""The ledger, host buffers and fair queues."""
+"""The ledger and fair queues."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch
 from fxsplit_encoder.connector.books.parts import FairQueue
-from fxsplit_encoder.connector.books.storage import HOST, HostBuffers, Ledger, capacity_of
+from fxsplit_encoder.connector.books.storage import Ledger, capacity_of
 from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.statistics import ConnectorStats
 
 from .test_any_history import MEDIA, AnyHistory, Bench
 
@@ -51,38 +50,12 @@ def test_books_that_were_tampered_with_do_not_add_up(ledger: Ledger) -> None:
 PAGE = 4096
 
 
-@pytest.fixture
-def buffers() -> HostBuffers:
-    ledger = Ledger()
-    ledger.open(HOST, 8 * PAGE)
-    return HostBuffers(ledger, ConnectorStats())
-
-
 @given(st.integers(1, 1 << 40))
 def test_a_buffer_is_a_power_of_two_and_no_more_than_twice_as_large(num_bytes: int) -> None:
     capacity = capacity_of(num_bytes)
     assert capacity.bit_count() == 1
     assert num_bytes <= capacity
     assert capacity == PAGE or capacity < 2 * num_bytes
-
-
-def test_an_idle_buffer_makes_way_for_another_size(buffers: HostBuffers) -> None:
-    for owner in "ab":
-        buffers.reserve(owner, 2 * PAGE)
-    buffers.attach("a", "the buffer")
-    buffers.release("a")
-    assert buffers.reserve("c", 4 * PAGE)
-    assert buffers.was_dropped is False, "there was room enough"
-    assert buffers.reserve("d", PAGE)
-    assert (buffers.was_dropped, buffers.idle_bytes) == (True, 0)
-    assert buffers.problems() == []
-
-
-def test_books_that_were_tampered_with_do_not_add_up_of_host_buffers(buffers: HostBuffers) -> None:
-    buffers.reserve("a", PAGE)
-    buffers._idle[PAGE] = ["x"]
-    buffers._buffers["nobody"] = "y"
-    assert buffers.problems() == ["4096 bytes of idle buffers, 0 charged", "nobody has a buffer and no bytes"]
 
 
 def served(queue: FairQueue[str]) -> list[str]:
@@ -139,7 +112,7 @@ def test_flows_that_always_wait_are_served_alike(costs: list[float]) -> None:
 def launched(bench: Bench, name: str) -> Batch:
     """A batch of one image that is on the device."""
     machine = AnyHistory.of(bench)
-    bench.books.submit(EncodeRequest("r", [MediaItem("image", name)]), [MEDIA[name]], None)
+    bench.submit(EncodeRequest("r", [MediaItem("image", name)]), [MEDIA[name]])
     machine.work("prepared")
     machine.take_batch(0)
     (batch,) = machine.encoding

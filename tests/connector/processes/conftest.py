@@ -8,7 +8,6 @@ import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,11 +41,11 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def fork(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> ForkedProcess:
+def fork(arguments: Sequence[str], descriptors: Sequence[int], options: ProcessOptions) -> ForkedProcess:
     """Takes the place of `program.launch`."""
     pid = quiet_fork()
     if pid == 0:
-        run_child(arguments, descriptor, options)
+        run_child(arguments, descriptors, options)
     return ForkedProcess(pid)
 
 
@@ -56,12 +55,14 @@ def quiet_fork() -> int:
         return os.fork()
 
 
-def run_child(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> None:
+def run_child(arguments: Sequence[str], descriptors: Sequence[int], options: ProcessOptions) -> None:
     status = 1
     try:
         gc.disable()  # objects of the test process must not close descriptors that are others' here
-        os.closerange(3, descriptor)
-        os.closerange(descriptor + 1, 4096)
+        low, high = sorted(descriptors)
+        os.closerange(3, low)
+        os.closerange(low + 1, high)
+        os.closerange(high + 1, 4096)
         os.environ.update(options.environment)
         torch.set_num_threads(1)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -83,14 +84,14 @@ def make_item(rows: int = 3, modality: Modality = "image", **metadata: Any) -> P
 
 @pytest.fixture
 def make_encoder(
-    monkeypatch: pytest.MonkeyPatch, short_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., ProcessEncoder]]:
     """Makes encoders in forked processes, started or not; closes them, and asserts that nothing is left."""
     monkeypatch.setattr(program, "launch", fork)
     made: list[ProcessEncoder] = []
 
     def make(start: bool = True, of: EncoderProgram = DOUBLING, **options: Any) -> ProcessEncoder:
-        settings = ProcessOptions(**{"max_bytes": 1 << 20, "runtime_directory": short_path, **options})
+        settings = ProcessOptions(**{"max_bytes": 1 << 20, **options})
         encoder = ProcessEncoder(of, settings)
         made.append(encoder)
         if start:
@@ -101,4 +102,3 @@ def make_encoder(
         yield make
         for encoder in made:
             encoder.close()
-    assert [path for path in short_path.rglob("*") if path.parent != short_path] == []

@@ -11,13 +11,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.processes import child
-from fxsplit_encoder.connector.processes.messages import Encoded, WireFeature
+from fxsplit_encoder.connector.processes.wire import Encoded
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
 
-class DoublingEncoder:
+class DoublingEncoder(FeatureEncoder):
     """The feature of an item is twice its `pixel_values`. Other inputs make it misbehave."""
 
     def __init__(self, width: int = 8, start_seconds: float = 0.0) -> None:
@@ -27,9 +27,6 @@ class DoublingEncoder:
     def start(self) -> None:
         time.sleep(self.start_seconds)
 
-    def predict_cost(self, item: PreparedItem) -> float:
-        return float(item.num_tokens)
-
     def row_bytes(self, modality: Modality) -> int | None:
         return None if modality == "audio" else 4 * self.width
 
@@ -38,9 +35,6 @@ class DoublingEncoder:
             misbehave(item)
         features = [feature_of(item) for item in items]
         return features[1:] if items[0].metadata.get("do") == "few" else features
-
-    def close(self) -> None:
-        pass
 
 
 def feature_of(item: PreparedItem) -> Tensor:
@@ -109,24 +103,22 @@ def lying() -> DoublingEncoder:
     return DoublingEncoder()
 
 
-LIES = ("more", "fewer", "gone", "other", "garbage")
+LIES = ("more", "fewer", "outside", "other", "garbage")
 
 
 def lie(host: child.EncoderHost, request: int, features: Sequence[Tensor]) -> None:
-    handle = host._transport.put(b"", {"feature": features[0]})
-    encoded = Encoded(request, [WireFeature(0, handle)], is_last=True)
+    block = host._half.put({"feature": features[0]})
+    encoded = Encoded(request, {0: block}, is_last=True)
     match LIES[int(features[0][0, 0])]:
         case "more":
-            feature = WireFeature(1, host._transport.put(b"", {"feature": features[0]}))
-            encoded = replace(encoded, features=[*encoded.features, feature])
+            encoded = replace(encoded, features={0: block, 1: host._half.put({"feature": features[0]})})
         case "fewer":
-            encoded = replace(encoded, features=[])
-        case "gone":
-            host._transport.release(handle)
+            encoded = replace(encoded, features={})
+        case "outside":
+            encoded = replace(encoded, features={0: replace(block, offset=1 << 40)})
         case "other":
-            handle = host._transport.put(b"", {"other": features[0]})
-            encoded = replace(encoded, features=[WireFeature(0, handle)])
+            encoded = replace(encoded, features={0: host._half.put({"other": features[0]})})
         case "garbage":
-            host._control.socket.send(b"garbage")
+            host._channel.send(b"\x07\x00\x00\x00garbage")
             return
-    host._control.send(encoded)
+    host._send(encoded)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +44,7 @@ def possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(processes, "capability", lambda device: (9, 0))
     monkeypatch.setattr(processes, "processors", lambda device: 132)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(metadata, "version", lambda package: "4.0")
+    monkeypatch.setattr(processes, "package_version", lambda package: "4.0")
     monkeypatch.setattr(processes, "_MODULE", "tests.kernels.attention.ahead_jobs")
     monkeypatch.setattr(processes._state, "asked", set())
     yield tmp_path
@@ -68,11 +67,7 @@ def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.Monkey
         other.setattr(os, "cpu_count", lambda: 2)
         assert processes.why_not(HOPPER) == "fewer than 4 processors"
     with monkeypatch.context() as other:
-
-        def missing(package: str) -> str:
-            raise metadata.PackageNotFoundError(package)
-
-        other.setattr(metadata, "version", missing)
+        other.setattr(processes, "package_version", lambda package: None)
         assert "not installed" in processes.why_not(HOPPER)
     monkeypatch.setenv(processes.FLASH_SWITCH, "0")
     assert processes.why_not(HOPPER) == f"{processes.FLASH_SWITCH} is not 1"
@@ -229,7 +224,7 @@ def begun(possible: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
 
 def node(target: Any, width: int = 72) -> Any:
     value = torch.empty(4, 16, width, dtype=torch.bfloat16, device="meta")
-    return SimpleNamespace(target=target, args=[SimpleNamespace(meta={"val": value})])
+    return SimpleNamespace(target=target, all_input_nodes=[SimpleNamespace(meta={"val": value})])
 
 
 def chooser(attention: str = "auto", **options: Any) -> KernelChooser:
@@ -305,7 +300,7 @@ def test_what_was_expected_of_a_graph_and_is_not_there_was_begun_in_vain(
 
 def test_heads_whose_width_varies_are_left_out() -> None:
     varies = node(varlen_attention)
-    varies.args[0].meta["val"] = SimpleNamespace(
+    varies.all_input_nodes[0].meta["val"] = SimpleNamespace(
         dtype=torch.bfloat16, shape=(4, 16, ShapeEnv().create_unbacked_symint())
     )
     assert ahead.heads_of([varies, node(varlen_attention, 80)]) == {(torch.bfloat16, 80): False}

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxsplit_encoder.kernels.attention import KernelChooser, dense_attention, op, varlen_attention
-from fxsplit_encoder.kernels.attention.op import attend, varlen_attention_out
+from fxsplit_encoder.kernels.attention.op import attend, attend_out
 from fxsplit_encoder.kernels.choice import choosing
 
 from .fakes import reference
@@ -34,8 +34,6 @@ def test_the_op_is_registered_under_its_name() -> None:
         "fxsplit::varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, "
         "SymInt max_seqlen, float scale) -> Tensor"
     )
-    assert varlen_attention_out._schema.arguments[-1].name == "out"
-    assert varlen_attention_out._schema.is_mutable
 
 
 def test_the_op_computes_what_its_kernel_does() -> None:
@@ -44,10 +42,10 @@ def test_the_op_computes_what_its_kernel_does() -> None:
     torch.testing.assert_close(varlen_attention(q, k, v, CU, ROWS, 0.3), by_segment(q, k, v, CU, 0.3))
 
 
-def test_the_out_variant_returns_its_buffer_and_leaves_later_rows_alone() -> None:
+def test_a_given_buffer_is_returned_and_keeps_its_later_rows() -> None:
     q, k, v = qkv()
     out = torch.full((ROWS + 3, 2, 8), 4.0)
-    result = varlen_attention_out(q, k, v, CU, ROWS, 0.3, out=out)
+    result = attend_out(q, k, v, CU, ROWS, 0.3, out)
     assert result.data_ptr() == out.data_ptr()
     assert result.shape == out.shape
     assert torch.equal(out[:ROWS], varlen_attention(q, k, v, CU, ROWS, 0.3))
@@ -71,8 +69,6 @@ def test_the_fake_implementation_promises_what_the_kernel_makes() -> None:
     with FakeTensorMode() as mode:
         inputs = [mode.from_tensor(x) for x in (q, k, v, CU)]
         fake = varlen_attention(*inputs, ROWS, 0.3)
-        out = mode.from_tensor(torch.zeros(ROWS, 2, 8))
-        assert varlen_attention_out(*inputs, ROWS, 0.3, out=out) is out
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 

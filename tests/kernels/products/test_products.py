@@ -27,10 +27,10 @@ from fxsplit_encoder.kernels.products.measured import (
     ProductExample,
     ProductMeter,
     ProductShape,
+    activate,
     current_product_chooser,
     interleaved,
     linear,
-    swiglu_of_pairs,
 )
 from fxsplit_encoder.kernels.store import KernelStore
 
@@ -240,7 +240,7 @@ def test_two_layers_are_one_with_their_rows_in_turn_and_zeros_after_them(rows: i
     x, gate, up = torch.randn(5, 16), torch.randn(6, 16), torch.randn(6, 16)
     weight, bias = interleaved(gate, up, rows=rows), interleaved(gate[:, 0], up[:, 0], rows=rows)
     assert weight.shape == (2 * (rows or 6), 16) and bias.shape == (2 * (rows or 6),)
-    result = swiglu_of_pairs(F.linear(x, weight, bias))
+    result = activate(F.linear(x, weight, bias), "swiglu")
     expected = F.silu(F.linear(x, gate, gate[:, 0])) * F.linear(x, up, up[:, 0])
     torch.testing.assert_close(result[:, :6], expected)
     assert not result[:, 6:].any()

@@ -159,12 +159,12 @@ def _norm(b: Builder, name: str) -> fx.Node | None:
     )
 
 
-@call_of("_softmax", "_log_softmax", "softmax", "cumsum", "cumprod", "logcumsumexp")
+@call_of("_softmax", "_log_softmax", "_safe_softmax", "softmax", "cumsum", "cumprod", "logcumsumexp")
 def _along(b: Builder, name: str) -> fx.Node | None:
     x = b.floats()
     if name == "softmax":
         return b.call(aten.softmax.int, x, b.dim(x))
-    extra = [False] if name.startswith("_") else []
+    extra = [False] if name in ("_softmax", "_log_softmax") else []
     safe = 0.5 if "cum" in name else 0.75
     return b.call(getattr(aten, name).default, x, b.dim(x, safe), *extra)
 

@@ -96,18 +96,6 @@ def _table(compute: Callable[[Tensor, int], Tensor], side: int, parameter: Tenso
 # --- values of tables
 
 
-def relative_positions(distances: Tensor, side: int) -> Tensor:
-    """(side, side, channels): entry (q, k) is the embedding of the distance q - k along an axis (ViTDet,
-    arXiv 2203.16527). `distances` are (2 L - 1, channels), from -(L - 1) to L - 1; others are interpolated.
-    """
-    length = 2 * side - 1
-    if distances.shape[0] != length:
-        resized = F.interpolate(distances.float().t()[None], size=length, mode="linear")
-        distances = resized[0].t().to(distances.dtype)
-    position = torch.arange(side, device=distances.device)
-    return distances[position[:, None] - position[None, :] + side - 1]
-
-
 def resized_grid(table: Tensor, side: int, mode: str, *, antialias: bool) -> Tensor:
     """A learned table of positions, (side', side', channels), for another side: (side, side, channels)."""
     if table.shape[0] == side:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 
 from fxsplit_encoder.connector.books.books import Digested, DigestJob
 from fxsplit_encoder.connector.states import State
-from fxsplit_encoder.connector.threads.worker import Landing
 from tests.connector.books.test_any_history import Bench
 from tests.connector.scenes import (
-    PATIENCE_S,
     SlowCopies,
     Stage,
     connector,
@@ -69,7 +66,7 @@ def test_items_are_preprocessed_though_others_are_to_be_hashed() -> None:
     bench = Bench.make(host_bytes=1 << 20)
     kinds = []
     for number in range(12):
-        bench.books.submit(request(f"image {number}"), [4], None)
+        bench.submit(request(f"image {number}"), [4])
         job = bench.books.preparation.take()
         kinds.append(isinstance(job, DigestJob))
         if isinstance(job, DigestJob):
@@ -125,21 +122,3 @@ def test_a_fault_that_shows_while_a_batch_is_waited_for_loses_the_worker() -> No
         for mark in copies.marks:
             mark.come_to_pass()
         assert wait(ticket) == "ready"
-
-
-def test_flights_land_in_order_and_a_fault_ends_them() -> None:
-    landed: list[int] = []
-    told = threading.Event()
-
-    def land(flight: int) -> None:
-        if flight == 3:
-            raise SystemExit
-        landed.append(flight)
-
-    landing = Landing(land, told.set, "landing")
-    assert landing.is_empty
-    for flight in (1, 2, 3, 4):
-        landing.add(flight)
-    assert told.wait(PATIENCE_S)
-    landing.finish()
-    assert (landed, isinstance(landing.fault, SystemExit), landing.is_empty) == ([1, 2], True, False)

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.towers.modules.blocks import (
-    FusedAttention,
-    Layers,
-    QuickGeluMLP,
+from fxsplit_encoder.models.encoders.transformer import (
+    EncoderLayers,
     check_tiles,
     tokens_with_class,
 )
-from fxsplit_encoder.towers.modules.folded import (
+from fxsplit_encoder.towers.folded import (
     FoldedTable,
     FoldedTables,
     resized_positions,
@@ -55,7 +53,7 @@ class Step3VisionModel(nn.Module):
         super().__init__()
         config = config or Step3VisionConfig()
         self.config = config
-        layers = Layers(lambda: _Layer(config), config.num_layers)
+        layers = EncoderLayers(config, norms_follow=True)
         self.vision_model = nn.Sequential(OrderedDict(embeddings=_Embeddings(config), transformer=layers))
         channels = config.downsample_channels
         self.vit_downsampler = nn.Conv2d(config.hidden_size, channels, 2, stride=2)
@@ -93,17 +91,3 @@ class _Embeddings(nn.Module):
         features = self.patch_embedding(pixel_values)
         positions = self.positions(features.shape[-1])
         return tokens_with_class(features, self.class_embedding, positions, _CLASS_TOKENS)
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: Step3VisionConfig) -> None:
-        super().__init__()
-        self.self_attn = FusedAttention(config.hidden_size, config.num_heads)
-        self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = QuickGeluMLP(config.hidden_size, config.mlp_size)
-        self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.layer_norm1(self.self_attn(x))
-        y: Tensor = x + self.layer_norm2(self.mlp(x))
-        return y

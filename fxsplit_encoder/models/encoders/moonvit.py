@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.kernels.attention import varlen_attention
-from fxsplit_encoder.towers.modules.blocks import merge, resample, rotate_pairs
+from fxsplit_encoder.towers.grid import merge, resample, rotate_pairs
 
 _ROTARY_BASE = 10000.0
 

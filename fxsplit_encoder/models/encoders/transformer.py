@@ -1,29 +1,15 @@
-"""Parts that several encoders share."""
+"""Layers of transformers that several encoders share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxsplit_encoder.compile.rewriting import permute_rows
 from fxsplit_encoder.errors import InputError
-
-
-class Layers(nn.Module):
-    """Layers one after the other."""
-
-    def __init__(self, make: Callable[[], nn.Module], count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make() for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Through all of them."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class FusedAttention(nn.Module):
@@ -59,6 +45,35 @@ class QuickGeluMLP(nn.Module):
         return y
 
 
+class _Layer(nn.Module):
+    def __init__(self, config: Any, norms_follow: bool) -> None:
+        super().__init__()
+        self.norms_follow = norms_follow
+        self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.self_attn = FusedAttention(config.hidden_size, config.num_heads)
+        self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = QuickGeluMLP(config.hidden_size, config.mlp_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, branch in ((self.layer_norm1, self.self_attn), (self.layer_norm2, self.mlp)):
+            x = x + (norm(branch(x)) if self.norms_follow else branch(norm(x)))
+        return x
+
+
+class EncoderLayers(nn.Module):
+    """Layers of attention and an MLP, whose layer norms come before them, or after with `norms_follow`."""
+
+    def __init__(self, config: Any, *, norms_follow: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(config, norms_follow) for _ in range(config.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through all of them."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def tokens_with_class(features: Tensor, class_embedding: Tensor, positions: Tensor, count: int) -> Tensor:
     """(images, count + side * side, hidden): equal class tokens, then a feature map row by row.
 
@@ -78,25 +93,3 @@ def check_tiles(pixel_values: Tensor, sizes: Sequence[int]) -> None:
             f"pixel_values: expected (tiles, 3, size, size) with a size of {named}; got "
             f"{tuple(pixel_values.shape)}; the configuration sets the sizes"
         )
-
-
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs of neighboring channels of (..., head_dim) by an angle, in float32."""
-    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
-
-
-def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """(patches, hidden) at the weights' precision, from a table (entries, hidden) and `interpolation`."""
-    # A sum of lookups, one per tap, is a single pointwise kernel when compiled; a reduction over all taps
-    # would first write as many rows per patch.
-    result = F.embedding(indices[:, 0], table) * weights[:, :1]
-    for tap in range(1, weights.shape[1]):
-        result = result + F.embedding(indices[:, tap], table) * weights[:, tap : tap + 1]
-    return result
-
-
-def merge(hidden: Tensor, permutation: Tensor, rows_per_token: int) -> Tensor:
-    """(patches, hidden) to (tokens, rows_per_token, hidden), in the order of `merge_permutation`."""
-    rows: Tensor = permute_rows(hidden, permutation)
-    return rows.view(-1, rows_per_token, hidden.shape[-1])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,17 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.modules.blocks import (
-    FusedAttention,
-    Layers,
-    QuickGeluMLP,
+from fxsplit_encoder.models.encoders.transformer import (
+    EncoderLayers,
     check_tiles,
     tokens_with_class,
 )
-from fxsplit_encoder.towers.modules.folded import (
+from fxsplit_encoder.towers.folded import (
     FoldedTable,
     FoldedTables,
-    relative_positions,
     resized_grid,
     resized_positions,
     sides_of,
@@ -149,6 +146,18 @@ class _Block(nn.Module):
         return joined[:, :side, :side]
 
 
+def relative_positions(distances: Tensor, side: int) -> Tensor:
+    """(side, side, channels): entry (q, k) is the embedding of the distance q - k along an axis (ViTDet,
+    arXiv 2203.16527). `distances` are (2 L - 1, channels), from -(L - 1) to L - 1; others are interpolated.
+    """
+    length = 2 * side - 1
+    if distances.shape[0] != length:
+        resized = F.interpolate(distances.float().t()[None], size=length, mode="linear")
+        distances = resized[0].t().to(distances.dtype)
+    position = torch.arange(side, device=distances.device)
+    return distances[position[:, None] - position[None, :] + side - 1]
+
+
 class _Attention(nn.Module):
     """Attention over a square grid with decomposed relative positions: the score of a query and a key gets a
     term for the distance of their rows and one for their columns, the query times its embedding.
@@ -201,7 +210,7 @@ class ClipEncoder(nn.Sequential):
         super().__init__()
         self.embeddings = _Embeddings(config, sides)
         self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)  # sic
-        self.transformer = Layers(lambda: _Layer(config), config.num_layers)
+        self.transformer = EncoderLayers(config)
 
 
 class _Embeddings(nn.Module):
@@ -219,20 +228,6 @@ class _Embeddings(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return tokens_with_class(features, self.class_embedding, self.positions(features.shape[-1]), 1)
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: ClipConfig) -> None:
-        super().__init__()
-        self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.self_attn = FusedAttention(config.hidden_size, config.num_heads)
-        self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = QuickGeluMLP(config.hidden_size, config.mlp_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x))
-        y: Tensor = x + self.mlp(self.layer_norm2(x))
-        return y
 
 
 # SAM's two strided convolutions each halve the grid.
@@ -289,17 +284,6 @@ class DeepseekOcrVisionModel(nn.Module):
         context = self.vision_model(local)
         rows: Tensor = self.projector(torch.cat((context[:, 1:], local.flatten(2).transpose(1, 2)), dim=-1))
         return rows
-
-    def load_checkpoint(self, tensors: Mapping[str, Tensor]) -> None:
-        """Loads a published checkpoint, without language model; InputError if tensors are missing."""
-        expected = self.state_dict().keys()
-        found = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        missing = sorted(expected - found.keys())
-        if missing:
-            raise InputError(
-                f"the checkpoint has no {', '.join(missing[:4])} ({len(missing)} tensors missing)"
-            )
-        self.load_state_dict({name: found[name] for name in expected})
 
 
 def _check(config: DeepseekOcrConfig) -> None:

@@ -1,0 +1,1 @@
+"""Vision encoders that transformers lacks, with the parameter names of published checkpoints."""

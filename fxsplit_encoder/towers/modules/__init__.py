@@ -1,1 +1,0 @@
-"""Vision towers that transformers lacks: modules of our own, with the names of published checkpoints."""
