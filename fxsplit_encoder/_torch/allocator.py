@@ -51,7 +51,7 @@ class Workspaces:
         """Allocates the workspace of the current stream and thread, unless there is one."""
         if device not in self._memory:
             self._memory[device] = torch.cuda.MemPool()
-            self._factors[device] = torch.zeros(8, 8, device=device)
+            self._factors[device] = torch.zeros(8, 8, dtype=torch.float32, device=device)
         factors = self._factors[device]
         with torch.cuda.use_mem_pool(self._memory[device], device):
             torch.mm(factors, factors)

@@ -221,9 +221,10 @@ def inspect(
     from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.files import check_output, read_config
     from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels, say_towers
-    from fxsplit_encoder.cli.tower import choose_tower, is_checkpoint, locate
+    from fxsplit_encoder.cli.tower import check_blocks, choose_tower, is_checkpoint, locate
 
     check_output(form.output)
+    check_blocks(model, setup.blocks)
     settings = read_config(setup.config) or fx.EncoderConfig()
     device, dtype = _placed(place)
     document = Document(form.as_json, form.output)

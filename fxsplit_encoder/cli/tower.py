@@ -54,12 +54,17 @@ def choose_tower(model: str, blocks: int | None, device: torch.device, dtype: to
         preparation = known.family.prepare(known.settings(blocks), ProcessorSettings())
         load = functools.partial(demo_tower, blocks, device, dtype, model=model)
         return ChosenTower(f"{known.title}'s, random weights", known.family, preparation, load)
+    check_blocks(model, blocks)
     checkpoint = locate(model)
-    if blocks is not None:
-        raise InputError("--blocks: only for a tower with random weights; leave it out, or name one")
     family, settings = read_family(checkpoint)
     preparation = family.prepare(settings, checkpoint.processors())
     return ChosenTower(model, family, preparation, lambda: load_tower(checkpoint, dtype, device))
+
+
+def check_blocks(model: str, blocks: int | None) -> None:
+    """Raises InputError if `blocks` is given for a checkpoint."""
+    if blocks is not None and is_checkpoint(model):
+        raise InputError("--blocks: only for a tower with random weights; leave it out, or name one")
 
 
 def locate(model: str) -> Checkpoint:

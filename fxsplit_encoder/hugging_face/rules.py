@@ -319,7 +319,8 @@ class RuleCalls(DenseCalls):
 def _check_values(tower: nn.Module, own: _Forward, served: _Forward, shape: Sequence[int]) -> None:
     """Compares what serves two images with the tower's own forward of both and of each alone."""
     parameter = next(tower.parameters())
-    pixels = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(2, *shape, generator=generator, dtype=torch.float32, device="cpu")
     pixels = pixels.to(parameter.device, parameter.dtype)
     with torch.inference_mode(False), torch.no_grad():
         both, alone = own(pixels), torch.cat([own(pixels[:1]), own(pixels[1:])])

@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import FxSplitError
+from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, read_item_specs, select_items
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel, PathCosts
@@ -144,9 +146,13 @@ class RequestPlans:
             self.paths[path].unpadded.make_due(tokens)
         if other is None:
             return
-        before, after = (
-            self._runner.milliseconds(plan, mm_kwargs, items.specs) for plan in (kept.plan, other)
-        )
+        try:
+            before, after = (
+                self._runner.milliseconds(plan, mm_kwargs, items.specs) for plan in (kept.plan, other)
+            )
+        except (InputError, torch.OutOfMemoryError) as error:  # the request is served already
+            logger.warning("%d batches stay: %s", len(kept.plan.batches), error)
+            return
         batches = len(kept.plan.batches), len(other.batches)
         logger.info("%d batches take %.3f ms, %d take %.3f", batches[0], before, batches[1], after)
         if after <= before * _TIE:

@@ -306,7 +306,8 @@ def check_values(tower: nn.Module, adapter: GridTower) -> None:
     merge = adapter.merge_size
     grids = [(1, 2 * merge, 3 * merge), (1, 4 * merge, merge), (2, 2 * merge, 2 * merge)]
     generator = torch.Generator().manual_seed(0)
-    patches = torch.randn(grids_of.count_patches(grids), adapter.patch_features, generator=generator)
+    shape = grids_of.count_patches(grids), adapter.patch_features
+    patches = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     patches = patches.to(adapter.device, adapter.dtype)
     name, grid_name = adapter.input_names
     with torch.inference_mode(False), torch.no_grad():

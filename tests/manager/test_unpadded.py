@@ -310,6 +310,23 @@ def test_a_request_whose_count_cannot_be_captured_stays_cut(
     assert timed == []
 
 
+def test_fewer_batches_that_run_out_of_memory_lose_no_request(
+    make_recurring: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, assert_as_eager: Any
+) -> None:
+    manager = make_recurring(TWO_BATCHES)
+    inputs = make_batch([(1, 16, 16), (1, 8, 8)])
+
+    def milliseconds(runner: BatchRunner, plan: Any, mm_kwargs: dict[str, Any], specs: Any) -> float:
+        if len(plan.batches) == 1:
+            raise torch.OutOfMemoryError("no memory for one batch")
+        return 40.0
+
+    monkeypatch.setattr(BatchRunner, "milliseconds", milliseconds)
+    for _ in range(9):
+        assert_as_eager(manager, inputs)
+    assert budgets_of(manager.plan(inputs)) == [16, 64]
+
+
 def test_what_is_timed_counts_as_no_request(
     make_recurring: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +339,7 @@ def test_what_is_timed_counts_as_no_request(
 def test_a_batch_that_recurs_at_its_exact_shape_is_captured(make_recurring: Any, make_batch: Any) -> None:
     costs = replace(TWO_BATCHES, replay={16: 10.0, 64: 38.0, 128: 90.0}, exact=((16, 10.5), (128, 60.0)))
     manager = make_recurring(costs)
+    manager.paths["default"].unpadded.use_costs(costs, capture_ms=1e9)  # never due by what it costs
     inputs = make_batch([(1, 20, 16)])
     assert [budgets_of(each) for each in used(manager, inputs, 10)] == [[None]] * 8 + [[80]] * 2
     assert manager.stats().hits == 2
