@@ -12,6 +12,10 @@ from torch import nn
 ACTIVE = "_active_adapter"
 """Where a layer keeps the names of its active adapters, whether or not they are disabled."""
 
+MERGED = "merged_adapters"
+
+SWITCHES = (ACTIVE, "_disable_adapters", MERGED, "scaling")
+"""Where a layer keeps what is changed from call to call."""
 
 UNREAD = "kwargs"
 """Where a layer keeps arguments of its constructor, with its own name, which its forward does not read."""
@@ -40,7 +44,7 @@ def values_in_use(layer: Any, name: str, value: Any) -> Any:
 
 def copies_of_values(layer: Any) -> dict[str, Any]:
     """Copies what PEFT writes into a layer's dictionaries and lists: the layer has its state there."""
-    names = (*layer.other_param_names, "lora_variant", "merged_adapters")
+    names = (*layer.other_param_names, "lora_variant", MERGED)
     values = {name: vars(layer).get(name) for name in names}
     return {name: copy.copy(value) for name, value in values.items() if isinstance(value, dict | list)}
 

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fxsplit_encoder._torch.peft import ACTIVE, is_adapter_layer, modules_out_of_use, values_in_use
+from fxsplit_encoder._torch.peft import (
+    ACTIVE,
+    MERGED,
+    SWITCHES,
+    is_adapter_layer,
+    modules_out_of_use,
+    values_in_use,
+)
 from fxsplit_encoder._torch.tensors import children_of, forward_hooks_of
 from fxsplit_encoder._torch.transformers import BOOKKEEPING, collects_outputs, device_hook
 
@@ -98,7 +105,21 @@ class Structure:
 
     def is_unchanged(self) -> bool:
         """Whether the modules are the same, but for their modes."""
-        return self._seen.is_current() or self.of_now([self]) is self
+        return self._seen.is_current() or (not self.has_other_adapters() and self.of_now([self]) is self)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether layers have adapters, in use or not."""
+        return bool(self._seen.switches)
+
+    def has_other_adapters(self) -> bool:
+        """Whether layers compute with other adapters, merges or scales: found long before all else is."""
+        return self._seen.has_other_adapters()
+
+    @property
+    def has_merged(self) -> bool:
+        """Whether adapters are merged, so that weights have other values than in other states."""
+        return any(value for (_, what), value in self._seen.facts.items() if what == MERGED)
 
     def is_current(self) -> bool:
         """Whether nothing at all has changed, which takes the least time to find out."""
@@ -175,13 +196,21 @@ class _Seen:
     def __init__(self, tower: nn.Module, is_around: bool) -> None:
         self.modules = [(name, module, type(module)) for name, module in _named_modules(tower)]
         self.facts: dict[Fact, Any] = {}
-        self._reads = {kind: reads_of(kind) for _, _, kind in self.modules}
+        self._reads = {kind: reads_of(kind) for kind in {kind for _, _, kind in self.modules}}
         names = chain.from_iterable(reads.names for reads in self._reads.values())
         self._names = frozenset((FORWARD_OF_CAPTURES, *names))
         inner = {name: module for name, module, _ in self.modules if module is not tower or not is_around}
         self._take_modules()
         self._take_additions(inner)
         self._take_values()
+        self.switches = [
+            (module, fact)
+            for name, module, _ in self.modules
+            if is_adapter_layer(module)
+            for fact in ((name, what) for what in SWITCHES)
+            if fact in self.facts
+        ]
+        self._switched = [copy_of(vars(module)[what]) for module, (_, what) in self.switches]
         self.modal = {
             name: vars(module)
             for name, module, kind in self.modules
@@ -239,11 +268,13 @@ class _Seen:
             for together in [tuple(keys)] if len(keys) > _FEW_KEYS else [(key,) for key in keys]:
                 groups.setdefault(together, []).append(held)
 
+        ignored = {
+            kind: _IGNORED | reads.written | _computed_once(kind) for kind, reads in self._reads.items()
+        }
         for name, module, kind in self.modules:
             held = vars(module)
-            ignored = _IGNORED | self._reads[kind].written | _computed_once(kind)
             names = frozenset(held) if self._reads_all(name, module) else self._names
-            names = names.difference(held if _is_adapter(module) else ignored)
+            names = names.difference(held if _is_adapter(module) else ignored[kind])
             read = [functools.partial(values_in_use, module)] if is_adapter_layer(module) else []
             add(name, held, names.__contains__, *read)
             if hasattr(held.get(_CONFIG), "__dict__") and not isinstance(held[_CONFIG], nn.Module):
@@ -257,6 +288,13 @@ class _Seen:
             (get, holders, [copy_of(get(held)) for held in holders])
             for get, holders in ((itemgetter(*keys), holders) for keys, holders in groups.items())
         ]
+
+    def has_other_adapters(self) -> bool:
+        now = [vars(module).get(what) for module, (_, what) in self.switches]
+        return now != self._switched and any(
+            values_in_use(module, fact[1], value) != self.facts[fact]
+            for (module, fact), value in zip(self.switches, now, strict=True)
+        )
 
     def _reads_all(self, name: str, module: nn.Module) -> bool:
         is_added_to = (name, _HOOK) in self.facts or (name, _FORWARD) in self.facts

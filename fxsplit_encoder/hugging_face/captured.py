@@ -117,8 +117,8 @@ class CapturedTower:
         return bool(self._served)
 
     def is_current(self) -> bool:
-        """Whether the tower's modules, device and dtype are those captured; replays compare parameters."""
-        return self._place() == self._placement and self.structure.is_unchanged()
+        """Whether nothing of the tower but parameters has changed: replays compare those."""
+        return self._place() == self._placement and self.structure.is_current()
 
     def may_return(self) -> bool:
         """Whether there are captures, and the tower may be again what it was."""
@@ -222,7 +222,7 @@ class CapturedTower:
             parts = {key: served.runner.stats() for key, served in self._served.items()}
             return [*self._past, *(part.under(str(key)) if many else part for key, part in parts.items())]
 
-    def refresh(self) -> None:
+    def outdate_weights(self) -> None:
         """`fxsplit_encoder.refresh` of every runner."""
         for served in [*self._served.values()]:
             served.runner.refresh()

@@ -268,10 +268,23 @@ class ServedTower:
         """The captures, made anew where modules, dtype or device have changed."""
         captured = self._captured
         if not captured.is_current():
-            return self._again(captured, "the tower has changed", may_return=True)
+            captured = self._follow(captured)
         if captured.reads is not self._reads:
             return self._again(captured, f"the model also reads {self._reads - captured.reads}", logging.INFO)
         return captured
+
+    def _follow(self, captured: CapturedTower) -> CapturedTower:
+        """The captures of the tower's present state: these, kept ones or new ones."""
+        with self._lock:
+            if self._captured is not captured:  # another thread has done it
+                return self._captured
+            found = self._others.find(captured)
+            if found is None or not found.is_current():  # of another device or dtype
+                return self._again(captured, "the tower has changed", may_return=True)
+            if found is not captured:
+                self._others.put(captured, found)
+                self._captured = found
+            return found
 
     def _again(
         self,
@@ -281,31 +294,16 @@ class ServedTower:
         *,
         may_return: bool = False,
     ) -> CapturedTower:
-        """Captures in place of these: kept ones of the tower's state if these `may_return`, else new ones."""
+        """New captures in place of these, which are kept if their state `may_return`."""
         with self._lock:
-            if self._captured is not captured:  # another thread has done it
-                return self._captured
-            found = self._others.find(captured) if may_return else None
-            if found is captured:  # but for its device or dtype
-                found = None
-            if found is not None:
-                self._others.take(found)
-            if may_return:
-                self._others.put(captured)
-            else:
-                self._release(captured)
-            if found is not None and found.is_current() and found.reads is self._reads:
-                found.refresh()  # adapters may have been merged, which writes weights
-                self._captured = found
-                return found
-            if found is not None:
-                self._release(found)
-            seen = captured.seen if captured.is_current() else None
-            self._captured = CapturedTower(self._module, self._reads, self.settings, seen)
-            if self._captured.refusal is None:
-                if captured.has_captures:
-                    logger.log(level, "%s: captured again: %s", self.name, why)
-                self._others.make_room(captured.device)
+            if self._captured is captured:  # no other thread has done it
+                (self._others.put if may_return else self._release)(captured)
+                seen = captured.seen if captured.is_current() else None
+                self._captured = CapturedTower(self._module, self._reads, self.settings, seen)
+                if self._captured.refusal is None:
+                    if captured.has_captures:
+                        logger.log(level, "%s: captured again: %s", self.name, why)
+                    self._others.make_room(captured.device)
             return self._captured
 
     def _release(self, captured: CapturedTower) -> None:
@@ -340,7 +338,7 @@ class ServedTower:
         """`fxsplit_encoder.refresh` of the captures."""
         with self._lock:
             for captured in (self._captured, *self._others):
-                captured.refresh()
+                captured.outdate_weights()
 
     def close(self) -> None:
         """Releases the captures; further calls go to the previous forward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,30 +39,22 @@ class BatchRunner:
         self._postprocess = spec.tower.postprocess_encoder_output
 
     def run(
-        self,
-        plan: Plan,
-        mm_kwargs: dict[str, Any],
-        specs: Sequence[EncoderItemSpec],
-        check: Callable[[], None],
-        *,
-        may_replay: bool,
+        self, plan: Plan, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, may_replay: bool
     ) -> tuple[list[Tensor], list[PlannedBatch]]:
         """Encodes a request; returns every item in memory of its own, and the batches as they were served.
-        Unless `may_replay`, every batch falls back. Calls `check` once, while the device works on the first
-        batch; if it raises, nothing was counted. WeightsMovedError: a capture reads parameters that have
+        Unless `may_replay`, every batch falls back. WeightsMovedError: a capture reads parameters that have
         moved; its batch was not counted. InputError: with `invariant`, a batch that only the tower's own
         forward takes.
         """
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
         served: list[PlannedBatch] = []
-        everything, is_checked = tuple(range(len(specs))), False
+        everything = tuple(range(len(specs)))
         for batch in plan.batches:
-            selected, keys = (
-                select_items(self.tower, mm_kwargs, batch.indices, self.num_axes)
-                if self.num_axes or batch.indices != everything
-                else (mm_kwargs, ())
-            )
+            selected: dict[str, Any] = mm_kwargs
+            keys: tuple[Hashable, ...] = ()
+            if self.num_axes or batch.indices != everything:
+                selected, keys = select_items(self.tower, mm_kwargs, batch.indices, self.num_axes)
             # More items than captures hold are left to the tower's own forward.
             fits = len(batch.indices) <= self.max_items and batch.reason not in BY_THE_TOWER
             outputs: dict[str, Tensor] = {}
@@ -85,9 +77,6 @@ class BatchRunner:
                             may_replay=may_replay and fits,
                             in_inference_mode=self.in_inference_mode,
                         )
-                        if not is_checked:
-                            check()
-                            is_checked = True
                         outputs[name] = own[0]
                         if budget is None:
                             self.statistics.record_fallback("eager" if done.eager else "exact")
@@ -109,9 +98,7 @@ class BatchRunner:
         """Times a request by a plan, after one run for warm-up; in no statistics."""
         counted, self.statistics = self.statistics, Statistics(log_interval=0)
         try:
-            return measure_ms(
-                lambda: self.run(plan, mm_kwargs, specs, lambda: None, may_replay=True), self.pool.device
-            )
+            return measure_ms(lambda: self.run(plan, mm_kwargs, specs, may_replay=True), self.pool.device)
         finally:
             self.statistics = counted
 

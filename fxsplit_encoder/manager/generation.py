@@ -120,7 +120,6 @@ class Generation:
             agree=agree,
             not_compiled="" if agree is None else why_not_compiled(spec.tower),
             compares_kernels=compares_kernels,
-            check_tower=self.check_tower if agree is None else lambda: None,
             weight_checks=self.weight_checks,
         )
         self.scope = self.captures.scope

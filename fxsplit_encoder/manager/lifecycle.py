@@ -55,6 +55,8 @@ class Lifecycle:
         self.background: BackgroundCapture | None = None
         self.is_captured = False
         """Whether anything was captured since the last `clear`."""
+        self.has_adapters = False
+        """Whether layers of the tower may compute with other adapters from request to request."""
         self.start_refused: str | None = None
         """Why a saved start is not used."""
         self._start_read = False
@@ -190,18 +192,23 @@ class Lifecycle:
         structure, looks = self.own.structure, self._looks
         if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_current():
             return
-        found = self.others.find(self.own)
-        if found is self.own:
+        if self.others.find(self.own) is self.own:
             return
         self.look_again()  # what was found is there until it is mended
-        if found is not None:
-            raise TowerChangedError(
-                "the tower: expected the state that was captured last; got one whose captures are kept. Call "
-                "capture() on every rank to have them serve"
-            )
-        if not self._is_over:
+        if self.background is not None and not self.background.progress.is_over:
             self._forget()  # what is captured in steps may be of either state
         self.own.check_tower()  # raises, unless another thread undid it
+
+    def follow_adapters(self) -> None:
+        """Makes kept captures serve, if the tower's layers compute with other adapters than before.
+        TowerChangedError: there are none for these, or other ranks may not have them.
+        """
+        structure = self.own.structure
+        if structure is None or not structure.has_other_adapters():
+            return
+        if self.own.scope.agree is not None or not self._take_kept():
+            self.look_again()
+            self.check_tower()
 
     def look_again(self) -> None:
         """Makes the next request check the tower's modules."""
@@ -212,7 +219,7 @@ class Lifecycle:
         structure = self.own.structure
         if structure is not None and not self._take_kept() and (change := structure.change()):
             logger.warning("capturing again: %s", change)
-            if self.is_complete:
+            if self.is_complete and structure.has_other_adapters():
                 left, self.own = self.own, self.own.again()
                 self.own.captures.bytes_elsewhere = left.captures.bytes_elsewhere
                 self.others.put(left)
@@ -230,16 +237,13 @@ class Lifecycle:
                     "its forward would unmerge them. Call unmerge() first"
                 )
             self.own.structure = Structure(part)
+            self.has_adapters = self.own.structure.has_adapters
         structure = self.own.structure
         if structure is not None and (name := structure.in_training()) is not None:
             raise InputError(
                 f"the tower: expected every module in evaluation mode; got {name} in training mode, which "
                 "captures would compute in. Call eval() first"
             )
-
-    @property
-    def _is_over(self) -> bool:
-        return self.background is None or self.background.progress.is_over
 
     def _forget(self) -> None:
         """Gives up what the present captures are, or are to be."""
@@ -258,28 +262,24 @@ class Lifecycle:
         found = self.others.find(left)
         if found is None or found is left:
             return False
-        self.others.take(found)
         if self.is_complete:
-            self.others.put(left)
+            self.others.put(left, found)
         else:
             self._forget()
-        found.outdate_weights()  # adapters may have been merged, which writes them
+            self.others.take(found)
+        found.runner.in_inference_mode = self.serving.runner.in_inference_mode  # of a request in hand
         self.own = found
         self._serve(found)
         return True
 
-    def follow(self, error: WeightsMovedError | TowerChangedError) -> None:
-        """Has captures of what the tower is now serve, with the lock: kept ones of its state, or what serves
-        captured again over its parameters. InputError: the program was compiled for other layouts. Raises
-        the error where ranks share the tower's weights, and may not all have seen it.
+    def capture_again(self, error: WeightsMovedError) -> None:
+        """Captures again what serves, over the tower's parameters now. The caller holds the lock. InputError:
+        the program was compiled for other layouts. WeightsMovedError: ranks share the tower's weights, and
+        may not all have seen the error. TowerChangedError: the modules have changed too.
         """
         if self.own.scope.agree is not None:
             raise error
-        if self._take_kept():
-            return
         self.own.check_tower()
-        if isinstance(error, TowerChangedError):
-            return  # another thread undid it
         for path in self.serving.paths_by_key.values():
             path.forward.current_program()
         logger.warning("capturing again: %s", error)

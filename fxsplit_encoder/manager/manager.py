@@ -22,7 +22,7 @@ from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.caching import reading_once
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError, TowerChangedError, WeightsMovedError
+from fxsplit_encoder.errors import InputError, WeightsMovedError
 from fxsplit_encoder.kernels.store import describe_environment, package_version
 from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from fxsplit_encoder.compile.program import BoundProgram
 
 logger = logging.getLogger(__name__)
-
-# Of a request: the tower may be in another state than the captures, and its parameters lie elsewhere.
-_ATTEMPTS = range(3)
 
 _PACKAGES = ("fxsplit-encoder", "torch", "transformers", "flash-attn-4", "nvidia-cudnn-frontend")
 
@@ -336,23 +333,21 @@ class EncoderCudaGraphManager:
             items = self._items.read(mm_kwargs)
         specs = items.specs
         start = time.perf_counter()
-        lifecycle = self._lifecycle
-        for attempt in _ATTEMPTS:
-            serving = lifecycle.serving
-            wanted = serving.plans.of(mm_kwargs, items)
-            plan = lifecycle.allowed(wanted)
-            try:
-                results, batches = serving.runner.run(
-                    plan, mm_kwargs, specs, lifecycle.check_tower, may_replay=lifecycle.is_captured
-                )
-                break
-            except (WeightsMovedError, TowerChangedError) as error:
-                if attempt == _ATTEMPTS[-1]:
-                    raise
-                lifecycle.follow(error)
-                lifecycle.serving.runner.in_inference_mode = serving.runner.in_inference_mode
-        if serving.plans.recurring is not None and plan is wanted:
-            serving.plans.improve(mm_kwargs, items)
+        if self._lifecycle.has_adapters:
+            self._lifecycle.follow_adapters()
+        serving = self._lifecycle.serving
+        plans, runner = serving.plans, serving.runner
+        wanted = plans.of(mm_kwargs, items)
+        plan, captured = self._lifecycle.allowed(wanted), self._lifecycle.is_captured
+        try:
+            results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
+        except WeightsMovedError as error:
+            self._lifecycle.capture_again(error)
+            plan = plans.of(mm_kwargs, items)
+            results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
+        self._lifecycle.check_tower()  # while the device works
+        if plans.recurring is not None and plan is wanted:
+            plans.improve(mm_kwargs, items)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
             self._recorder.record(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results

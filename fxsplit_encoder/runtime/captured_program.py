@@ -149,8 +149,6 @@ class CapturedProgram(ABC):
         return request
 
     def _request_of_count(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        if self.forward.region is None:  # the tower's own code is captured as it is now
-            self.scope.check_tower()
         request = self.request(tokens, shared)
         body = request.body
         if self.padding_refused and isinstance(body, ProgramBody):

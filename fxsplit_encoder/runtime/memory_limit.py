@@ -30,7 +30,6 @@ class CaptureSet:
         agree: Callable[[bool], bool] | None = None,
         not_compiled: str = "",
         compares_kernels: bool = True,
-        check_tower: Callable[[], None] = lambda: None,
         weight_checks: WeightChecks | None = None,
     ) -> None:
         self.programs: Mapping[Any, CapturedProgram] = {}
@@ -45,7 +44,6 @@ class CaptureSet:
             agree,
             not_compiled,
             compares_kernels,
-            check_tower,
             weight_checks,
         )
         self.bytes_elsewhere: Callable[[], int] = lambda: 0

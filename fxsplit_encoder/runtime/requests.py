@@ -202,8 +202,6 @@ class CaptureScope:
     """Why nothing is compiled; empty: it is."""
     compares_kernels: bool = True
     """Whether attention kernels that were not compared yet are compared before captures."""
-    check_tower: Callable[[], None] = lambda: None
-    """Raises TowerChangedError if a capture that is made now would be of a changed tower."""
     weight_checks: WeightChecks | None = None
     """Which replays check the parameters that they read; None: none does, since the owner has."""
 

@@ -28,6 +28,9 @@ class OfOneState(Protocol):
     def may_return(self) -> bool:
         """Whether the tower may be in this state again."""
 
+    def outdate_weights(self) -> None:
+        """Makes the next replay check the weights and recompute derived ones."""
+
 
 _Captures = TypeVar("_Captures", bound=OfOneState)
 
@@ -57,14 +60,23 @@ class OtherStates(Generic[_Captures]):
         """Returns those of the state that the tower is in, of the `present` captures and these; or None."""
         each_by = {each.structure: each for each in (present, *self._kept) if each.structure is not None}
         now = Structure.of_now([*each_by])
+        if now is present.structure:  # what has changed may be adapters that were deleted
+            self._drop_gone()
         return None if now is None else each_by[now]
 
     def take(self, found: _Captures) -> None:
         """Gives captures up without releasing them."""
         self._kept.remove(found)
 
-    def put(self, captures: _Captures) -> None:
-        """Keeps captures of a state that the tower has left; releases them if it cannot come back."""
+    def put(self, captures: _Captures, instead_of: _Captures | None = None) -> None:
+        """Keeps captures of a state that the tower has left, for those of its present one; releases them if
+        their state cannot come back.
+        """
+        if captures.structure is not None and captures.structure.has_merged:
+            for each in (captures, *self._kept):  # which read the weights that were merged into
+                each.outdate_weights()
+        if instead_of is not None:
+            self.take(instead_of)
         if not captures.may_return():
             self._release(captures)
             return
@@ -76,9 +88,7 @@ class OtherStates(Generic[_Captures]):
         """Releases what can serve no more, and then what has to go for captures of one more state, which are
         taken to need as much memory of a device as the largest of these.
         """
-        for each in self:
-            if not each.may_return():
-                self._leave(each)
+        self._drop_gone()
         while self._kept and not self._has_room(device):
             self._leave(self._kept[0])
 
@@ -86,6 +96,11 @@ class OtherStates(Generic[_Captures]):
         """Releases all."""
         for each in self:
             self._leave(each)
+
+    def _drop_gone(self) -> None:
+        for each in self:
+            if not each.may_return():
+                self._leave(each)
 
     def _leave(self, captures: _Captures) -> None:
         self._kept.remove(captures)

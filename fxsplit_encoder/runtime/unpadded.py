@@ -19,7 +19,7 @@ from fxsplit_encoder.capture.buffers import SharedBuffers
 from fxsplit_encoder.capture.forward import CaptureRequest, measure_ms
 from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.errors import InputError, TowerChangedError
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import CaptureSize, MissReason, PathPlan
 from fxsplit_encoder.runtime.requests import CaptureScope
@@ -266,7 +266,7 @@ class UnpaddedCaptures:
         """The result of `make`; None: it raised, which is noted."""
         try:
             return make(size)
-        except (AssertionError, TowerChangedError):  # of this library's own, or nothing of this size
+        except AssertionError:  # of this library's own
             raise
         except Exception as error:  # the boundary to other ranks, which wait for this one's vote
             logger.warning("%s are not captured: %s: %s", _shown(size), type(error).__name__, error)

@@ -24,12 +24,16 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def with_adapters(inner: Any) -> Any:
     """A tower with the adapters "one" and "two"."""
     for rank, name in ((2, "one"), (3, "two")):
-        torch.manual_seed(rank)
-        vars(inner).pop("peft_config", None)  # of which the second would warn
-        lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["linear_fc1"])
-        peft.inject_adapter_in_model(lora, inner, adapter_name=name).eval()
+        add(inner, name, rank)
     change(inner, lambda layer: layer.set_adapter("one"))
     return inner
+
+
+def add(inner: Any, name: str, rank: int, **ranks: Any) -> None:
+    torch.manual_seed(rank)
+    vars(inner).pop("peft_config", None)  # of which the second would warn
+    lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["linear_fc1"], **ranks)
+    peft.inject_adapter_in_model(lora, inner, adapter_name=name).eval()
 
 
 def change(inner: Any, how: Callable[[Any], None]) -> None:
@@ -42,6 +46,14 @@ def test_blocks_with_adapters_are_equal(with_adapters: Any) -> None:
     assert [*group] == [*with_adapters.blocks]
     with_adapters.blocks[2].mlp.linear_fc1.set_scale("one", 5)
     assert with_adapters.blocks[2] not in [block for group in equal_modules(with_adapters) for block in group]
+
+
+@pytest.mark.slow
+def test_blocks_of_other_ranks_are_traced_apart(inner: Any, pixels: Tensor) -> None:
+    add(inner, "one", 2, rank_pattern={r"blocks\.0\.mlp\.linear_fc1": 4})
+    grouped = [block for group in equal_modules(inner) for block in group]
+    assert inner.blocks[0] not in grouped and inner.blocks[1] in grouped
+    assert_equal_features(compiled(fx.wrap(inner), piece_compiler="eager"), inner, pixels)
 
 
 @pytest.mark.slow

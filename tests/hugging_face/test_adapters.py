@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,18 +177,19 @@ def test_weights_of_adapters_are_read_and_merges_too(begin: Callable[..., Pair],
 
 
 def test_hooks_that_mix_adapters_leave_the_captures(begin: Callable[..., Pair], made: list[Any]) -> None:
-    """As PEFT hangs them into adapter layers for a call with `adapter_names`."""
+    """PEFT hangs them into adapter layers for a call with `adapter_names`."""
     pair = begin()
+    first = pair.assert_alike()
+    images = pair.tiny.image_inputs(pair.tiny.images[:2])["pixel_values"].flatten(0, -4)
+    names = ["one", "two", "__base__"] * len(images)
     for _ in range(2):
-        handles = [
-            module.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
-            for module in pair.model.modules()
-            if hasattr(module, "lora_A")
-        ]
-        pair.assert_alike()
-        for handle in handles:
-            handle.remove()
-        pair.assert_alike()
+        with contextlib.ExitStack() as stack:
+            for model in (pair.model, pair.plain):
+                mixed = model.base_model._enable_peft_forward_hooks(adapter_names=names[: len(images)])
+                stack.enter_context(mixed)
+            with pytest.raises(AssertionError):
+                assert_close(pair.assert_alike(), first, 1e-4)
+        assert_close(pair.assert_alike(), first, 1e-4)
     assert pair.misses == {MissReason.FOREIGN_CODE}
     assert not made
 

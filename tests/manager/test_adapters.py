@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,11 +28,11 @@ COMPILED = UNCOMPILED.replace(compile=True, piece_compiler="eager")
 INPUTS = batch(3, 2)
 
 
-def add(tower: nn.Module, name: str, rank: int = 2) -> None:
+def add(tower: nn.Module, name: str, rank: int = 2, **kind: Any) -> None:
     """Adds an adapter with random weights, which becomes active only if it is the first."""
     torch.manual_seed(len(name) + rank)
     vars(tower).pop("peft_config", None)  # of which the next would warn
-    lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["linear"])
+    lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["linear"], **kind)
     active = layer_of(tower).active_adapters if hasattr(tower.linear, "lora_A") else [name]
     peft.inject_adapter_in_model(lora, tower, adapter_name=name).eval()
     layer_of(tower).set_adapter(active)
@@ -82,6 +84,7 @@ STATES: dict[str, Callable[[Any], None]] = {
     "both": lambda layer: layer.set_adapter(["default", "other"]),
     "disabled": lambda layer: layer.enable_adapters(False),
     "scale": lambda layer: layer.set_scale("default", 3),
+    "scaling": lambda layer: layer.scaling.update(default=7.0),
     "merged": lambda layer: layer.merge(),
 }
 
@@ -99,6 +102,7 @@ def test_a_state_that_came_before_costs_no_capture(state: str) -> None:
     served = Served(tower_with("default", "other"))
     first = served.encode()
     for _ in range(2):
+        served.manager.plan(INPUTS)
         STATES[state](served.layer)
         assert torch.allclose(served.encode()[0], first[0], rtol=1e-3) == (state == "merged")
         reset(served.layer)
@@ -132,6 +136,77 @@ def test_weights_of_an_adapter_are_read_as_they_are() -> None:
             served.layer.lora_A[adapter].weight.data.mul_(1.5)
         assert not torch.allclose(served.encode()[0], before[0], rtol=1e-3)
     assert served.captures == 2
+
+
+@pytest.mark.parametrize(
+    "kind", [{"use_dora": True}, {"use_rslora": True}, {"lora_bias": True}, {"lora_dropout": 0.5}], ids=str
+)
+@pytest.mark.parametrize("config", [UNCOMPILED, COMPILED], ids=["uncompiled", "compiled"])
+def test_kinds_of_lora(config: fx.EncoderConfig, kind: dict[str, Any]) -> None:
+    tower = tower_with("default", kind=SplitModel if config.compile else PackedModel)
+    add(tower, "other", 3, **kind)
+    served = Served(tower, config)
+    for name in ("other", "default", "other"):
+        served.layer.set_adapter(name)
+        served.encode()
+    served.layer.lora_B["other"].weight.data.mul_(3)
+    if "use_dora" in kind:
+        served.layer.lora_magnitude_vector["other"].weight.data.mul_(2)
+    served.encode()
+    assert served.captures == 2
+
+
+def test_dropout_of_an_adapter_in_training_mode_is_not_captured() -> None:
+    tower = tower_with("default")
+    add(tower, "other", lora_dropout=0.5)
+    served = Served(tower)
+    served.layer.set_adapter("other")
+    served.encode()
+    served.layer.lora_dropout.train()
+    with torch.no_grad():
+        served.manager.execute(INPUTS)
+    assert served.manager.stats().misses == {MissReason.TRAINING: len(INPUTS["lengths"])}
+    with pytest.raises(fx.InputError, match="in training mode"):
+        served.manager.capture()
+    served.layer.set_adapter("default")
+    served.manager.execute(INPUTS)
+    assert served.manager.stats().misses == {MissReason.TRAINING: len(INPUTS["lengths"])}
+
+
+@torch.inference_mode()
+def test_adapters_that_were_loaded_in_inference_mode() -> None:
+    served = Served(tower_with("default"))
+    add(served.tower, "other", 3)
+    assert served.layer.lora_A["other"].weight.is_inference()
+    for name in ("other", "default", "other"):
+        served.layer.set_adapter(name, inference_mode=True)
+        before = served.encode()
+    served.layer.lora_B["other"].weight.mul_(3)
+    assert not torch.allclose(served.encode()[0], before[0], rtol=1e-3)
+    assert served.captures == 2
+
+
+def test_other_adapters_are_noticed_between_checks_of_weights() -> None:
+    served = Served(tower_with("default", "other"), UNCOMPILED.replace(weight_check_seconds=1000))
+    for name in ("other", "default", "other"):
+        served.layer.set_adapter(name)
+        served.encode()
+    assert served.captures == 2
+
+
+def test_what_is_kept_of_a_deleted_adapter_is_released() -> None:
+    served = Served(tower_with("default", "other"))
+    served.layer.set_adapter("other")
+    served.encode()
+    served.layer.set_adapter("default")
+    served.encode()
+    weights = weakref.ref(served.layer.lora_A["other"].weight)
+    one = served.manager.num_bytes // 2
+    served.layer.delete_adapter("other")
+    served.encode()
+    assert served.manager.num_bytes == one
+    gc.collect()
+    assert weights() is None
 
 
 def test_adapters_that_are_not_in_use_come_and_go() -> None:

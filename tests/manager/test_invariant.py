@@ -177,7 +177,7 @@ def test_a_plan_for_the_towers_own_forward_runs_the_program(tiny: Any) -> None:
         plan = manager.plan(inputs)
         plan = replace(plan, batches=(plan.batches[0]._replace(paths={"default": planned}),))
         runner, specs = manager._serving.runner, tower.get_encoder_cudagraph_item_specs(inputs)
-        (output,), (done,) = runner.run(plan, inputs, specs, lambda: None, may_replay=True)
+        (output,), (done,) = runner.run(plan, inputs, specs, may_replay=True)
         assert torch.equal(output, expected)
         assert not done.paths["default"].eager
         with pytest.raises(InputError, match="the tower's own forward gives other bits"):

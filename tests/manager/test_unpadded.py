@@ -258,7 +258,7 @@ def timing(monkeypatch: pytest.MonkeyPatch, times: dict[int, float]) -> list[int
     timed: list[int] = []
 
     def milliseconds(runner: BatchRunner, plan: Any, mm_kwargs: dict[str, Any], specs: Any) -> float:
-        runner.run(plan, mm_kwargs, specs, lambda: None, may_replay=True)
+        runner.run(plan, mm_kwargs, specs, may_replay=True)
         timed.append(len(plan.batches))
         return times[len(plan.batches)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import pytest
@@ -28,9 +29,10 @@ class Tower(nn.Module):
 class Captures:
     """Captures of a tower as it is when they are made."""
 
-    tower: Tower
+    tower: nn.Module
     num_bytes: int = 10
     structure: Structure | None = field(init=False)
+    checks: int = 0
 
     def __post_init__(self) -> None:
         self.structure = Structure(self.tower)
@@ -38,6 +40,9 @@ class Captures:
     def may_return(self) -> bool:
         assert self.structure is not None
         return self.structure.may_return()
+
+    def outdate_weights(self) -> None:
+        self.checks += 1
 
 
 def of(tower: Tower, eps: float, num_bytes: int = 10) -> Captures:
@@ -65,6 +70,23 @@ def test_those_of_the_state_that_the_tower_is_in_are_found(released: list[Captur
     assert others.find(second) is None
     others.take(first)
     assert not [*others] and not released
+
+
+def test_merges_outdate_what_was_made_of_the_weights(released: list[Captures]) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["linear"])
+    tower = peft.inject_adapter_in_model(lora, nn.Sequential(OrderedDict(linear=nn.Linear(2, 2)))).eval()
+    others, unmerged = kept(released), Captures(tower)
+    others.put(unmerged)
+    tower.linear.merge()
+    merged = Captures(tower)
+    assert others.find(merged) is merged and not unmerged.checks
+    tower.linear.unmerge()
+    assert others.find(merged) is unmerged
+    others.put(merged, unmerged)
+    assert (merged.checks, unmerged.checks, [*others]) == (1, 1, [merged])
+    others.put(unmerged, merged)
+    assert (merged.checks, unmerged.checks, [*others]) == (1, 1, [unmerged])
 
 
 def test_more_states_than_are_kept(released: list[Captures], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +132,7 @@ def test_what_cannot_come_back_is_released(released: list[Captures]) -> None:
     tower.layer = nn.LayerNorm(2)
     assert others.find(before) is None
     now = of(tower, 1.0)
+    assert others.find(now) is now and released == [before]
     others.put(now)
     others.make_room(CPU)
     assert (released, [*others]) == ([before], [now])
