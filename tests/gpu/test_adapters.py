@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.models.random import random_inputs
+from fxsplit_encoder.models.random import draw_weights, random_inputs
+from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.runtime import states
 from tests.hugging_face.comparisons import assert_close
 from tests.hugging_face.models import MODELS
@@ -28,13 +32,17 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
+def add_adapters(tower: Any, rank: int, names: Sequence[str], layers: Sequence[str]) -> None:
+    for seed, name in enumerate(names):
+        torch.manual_seed(seed)
+        vars(tower).pop("peft_config", None)  # of which the next would warn
+        lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=[*layers])
+        peft.inject_adapter_in_model(lora, tower, adapter_name=name).eval()
+
+
 def tower_with_adapters() -> Any:
     tower = TINY["Qwen3VLVisionModel"].make().requires_grad_(False)
-    for rank, name in enumerate(NAMES, 2):
-        torch.manual_seed(rank)
-        vars(tower).pop("peft_config", None)  # of which the next would warn
-        lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["qkv", "linear_fc1"])
-        peft.inject_adapter_in_model(lora, tower, adapter_name=name).eval()
+    add_adapters(tower, 2, NAMES, ["qkv", "linear_fc1"])
     return tower.cuda()
 
 
@@ -141,3 +149,42 @@ def test_a_model_with_adapters(compile: bool, tmp_path: Path) -> None:
     assert num_traces() == traces
     assert fx.stats(models[0]).misses == misses
     assert fx.stats(models[0]).hits > 0
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@torch.no_grad()
+def test_two_adapters_in_turn_on_a_tower_of_real_widths(compile: bool) -> None:
+    """Of Qwen3-VL-8B with six of its blocks; PEFT's eager model in float32 is the reference."""
+    vision = {**architecture("qwen3-vl-8b").settings(None)["vision_config"], "depth": 6}
+    vision["deepstack_visual_indexes"] = [1, 3, 5]
+    with torch.device("cuda"):
+        tower: Any = transformers.Qwen3VLVisionModel(transformers.Qwen3VLVisionConfig(**vision))
+    draw_weights(tower, 0)
+    add_adapters(
+        tower.bfloat16().requires_grad_(False), 16, NAMES[:2], ["qkv", "proj", "linear_fc1", "linear_fc2"]
+    )
+    use(tower, NAMES[0])
+    wrapped = fx.wrap(tower)
+    config = fx.EncoderConfig(token_budgets=(64, 256), capture_recurring=False, compile=compile)
+    manager = fx.EncoderCudaGraphManager(wrapped, config)
+    manager.capture()
+    use(tower, NAMES[1])
+    manager.capture()
+    reference = copy.deepcopy(tower).float()
+    inputs, traces, captured = random_inputs(wrapped, [256]), num_traces(), manager.num_bytes
+    outputs = {}
+    for name in NAMES[:2] * 3:
+        use(tower, name)
+        use(reference, name)
+        (got,) = manager.execute(inputs)
+        exact = fx.wrap(reference).encoder_eager_forward(inputs).view_as(got)
+        eager = wrapped.encoder_eager_forward(inputs).view_as(got)
+        assert distance(got, exact) <= 1.5 * distance(eager, exact)
+        assert torch.equal(outputs.setdefault(name, got), got)
+    assert distance(*outputs.values()) > 10 * distance(eager, exact)
+    assert (num_traces(), manager.num_bytes) == (traces, captured)
+    assert manager.stats().hits == 6 and not manager.stats().misses
+
+
+def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
