@@ -228,9 +228,11 @@ def _own_error(error: BaseException | None, handled: BaseException | None) -> Fx
     """Returns this library's error inside Dynamo's, which raises some "from None". The caller's handled one
     is no cause, though Python chains it.
     """
-    while error is not handled and error is not None and not isinstance(error, FxSplitError):
+    while error is not None and error is not handled:
+        if isinstance(error, FxSplitError):
+            return error
         error = inner_error(error) or error.__cause__ or error.__context__
-    return None if error is handled else error
+    return None
 
 
 def _first_line(error: BaseException) -> str:
