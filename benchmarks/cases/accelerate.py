@@ -7,6 +7,8 @@ The Qwen3-VL-8B vision tower in a language model of one layer, bf16, seeded rand
 
 * "eager": as transformers runs it; "accelerate" and "accelerate, compile": after `fx.accelerate(model)` and
   `warmup`; "execute": the manager with the tower alone, which makes no output of transformers' class.
+* with `--adapters`, two of PEFT's of rank 16 in all linear layers of the blocks: "a"; "b and a", a call and
+  `set_adapter` of each; "peft": as the model with "a" runs without `accelerate`.
 * "error": relative to eager, the root of the mean square.
 
 Then `generate`, once warm: what a second request still compiled, traced and captured.
@@ -48,6 +50,7 @@ IMAGE, START, END = 60, 62, 63
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
+    parser.add_argument("--adapters", action="store_true", help="PEFT's adapters in the tower, too")
     parser.add_argument("--samples", type=int, default=100, help="timed calls of a row")
 
 
@@ -142,8 +145,43 @@ def run(arguments: argparse.Namespace) -> Result:
     )
     manager.capture()
     add("execute", functools.partial(execute, manager, width))
+    if arguments.adapters:
+        manager.clear()
+        add_adapters(model)
+        expected.update({name: features(model, each) for name, each in inputs.items()})
+        add("peft", functools.partial(features, model))
+        for compile in (False, True):
+            fx.accelerate(model, settings, compile=compile)
+            for adapter in ("b", "a"):
+                model.set_adapter(adapter)
+                fx.warmup(model)
+            way = "accelerate, compile" if compile else "accelerate"
+            add(f"{way}, a", functools.partial(features, model))
+            add(f"{way}, b and a", functools.partial(in_turn, model))
+            fx.restore(model)
     store(arguments.output, result)
     return result
+
+
+def in_turn(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    for adapter in ("b", "a"):
+        model.set_adapter(adapter)
+        found = features(model, inputs)
+    return found
+
+
+def add_adapters(model: Any) -> None:
+    """Two of rank 16 in the linear layers of the tower's blocks; "a" is active."""
+    import peft
+
+    lora = peft.LoraConfig(
+        r=16, init_lora_weights=False, target_modules=r".*visual\.blocks.*\.(qkv|proj|linear_fc\d)"
+    )
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        model.add_adapter(lora, name)
+    model.set_adapter("a")
+    model.requires_grad_(False).eval()
 
 
 def generate_again(model: Any, inputs: dict[str, dict[str, Tensor]]) -> dict[str, int]:

@@ -8,7 +8,7 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -16,6 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fxsplit_encoder._torch.peft import (
+    ACTIVE,
+    MERGED,
+    SWITCHES,
+    is_adapter_layer,
+    modules_out_of_use,
+    values_in_use,
+)
 from fxsplit_encoder._torch.tensors import children_of, forward_hooks_of
 from fxsplit_encoder._torch.transformers import BOOKKEEPING, collects_outputs, device_hook
 
@@ -97,14 +105,46 @@ class Structure:
 
     def is_unchanged(self) -> bool:
         """Whether the modules are the same, but for their modes."""
-        if self._seen.is_current():
-            return True
+        return self._seen.is_current() or (not self.has_other_adapters() and self.of_now([self]) is self)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether layers have adapters, in use or not."""
+        return bool(self._seen.switches)
+
+    def has_other_adapters(self) -> bool:
+        """Whether layers compute with other adapters, merges or scales: found long before all else is."""
+        return self._seen.has_other_adapters()
+
+    @property
+    def has_merged(self) -> bool:
+        """Whether adapters are merged, so that weights have other values than in other states."""
+        return any(value for (_, what), value in self._seen.facts.items() if what == MERGED)
+
+    def is_current(self) -> bool:
+        """Whether nothing at all has changed, which takes the least time to find out."""
+        return self._seen.is_current()
+
+    @staticmethod
+    def of_now(structures: Sequence[Structure]) -> Structure | None:
+        """Returns the structure that its tower has now, of several; None: it has another."""
+        for each in structures:
+            if each._seen.is_current():
+                return each
         # What counts as no change comes and goes, and values may be replaced by equal ones.
-        now = _Seen(self._tower, self._is_around)
-        if now.modules != self._seen.modules or now.facts != self._seen.facts:
-            return False
-        self._seen = now
-        return True
+        seen: dict[tuple[nn.Module, bool], _Seen] = {}
+        for each in structures:
+            tower = each._tower, each._is_around
+            now = seen[tower] = seen.get(tower) or _Seen(*tower)
+            if now.modules == each._seen.modules and now.facts == each._seen.facts:
+                each._seen = now
+                return each
+        return None
+
+    def may_return(self) -> bool:
+        """Whether every module is still there, so that values that were set back would make it unchanged."""
+        there = {id(module) for _, module in _all_modules(self._tower)}
+        return all(id(module) in there for _, module, _ in self._seen.modules)
 
     @property
     def modes(self) -> list[bool]:
@@ -127,6 +167,10 @@ class Structure:
         if self.is_unchanged():
             return ""
         before, now = self._seen, _Seen(self._tower, self._is_around)
+        for fact in before.facts:
+            old, new = (facts.get(fact, _OTHER) for facts in (before.facts, now.facts))
+            if fact[1] == ACTIVE and new not in (old, _OTHER):
+                return f"{fact[0] or 'the tower'}: adapters in use {new!r}, which were {old!r}"
         there, here = before.by_name(), now.by_name()
         for name in dict.fromkeys((*there, *here)):
             module, kind = there.get(name, (None, type(None)))
@@ -152,13 +196,21 @@ class _Seen:
     def __init__(self, tower: nn.Module, is_around: bool) -> None:
         self.modules = [(name, module, type(module)) for name, module in _named_modules(tower)]
         self.facts: dict[Fact, Any] = {}
-        self._reads = {kind: reads_of(kind) for _, _, kind in self.modules}
+        self._reads = {kind: reads_of(kind) for kind in {kind for _, _, kind in self.modules}}
         names = chain.from_iterable(reads.names for reads in self._reads.values())
         self._names = frozenset((FORWARD_OF_CAPTURES, *names))
         inner = {name: module for name, module, _ in self.modules if module is not tower or not is_around}
         self._take_modules()
         self._take_additions(inner)
         self._take_values()
+        self.switches = [
+            (module, fact)
+            for name, module, _ in self.modules
+            if is_adapter_layer(module)
+            for fact in ((name, what) for what in SWITCHES)
+            if fact in self.facts
+        ]
+        self._switched = [copy_of(vars(module)[what]) for module, (_, what) in self.switches]
         self.modal = {
             name: vars(module)
             for name, module, kind in self.modules
@@ -202,21 +254,29 @@ class _Seen:
         groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         configs: dict[int, tuple[str, dict[str, Any], Any]] = {}
 
-        def add(name: str, held: dict[str, Any], is_read: Callable[[str], bool]) -> None:
+        def add(
+            name: str,
+            held: dict[str, Any],
+            is_read: Callable[[str], bool],
+            read: Callable[[str, Any], Any] = lambda key, value: value,
+        ) -> None:
             keys = [key for key, value in held.items() if is_read(key) and _is_plain(value)]
-            self.facts.update(((name, key), _fact_of(held[key])) for key in keys)
+            self.facts.update(((name, key), _fact_of(read(key, held[key]))) for key in keys)
             self._own.append(held)
             keys += [_FORWARD] if _FORWARD in held else []
             # Two look-ups take less than a look-up of two that makes a tuple.
             for together in [tuple(keys)] if len(keys) > _FEW_KEYS else [(key,) for key in keys]:
                 groups.setdefault(together, []).append(held)
 
+        ignored = {
+            kind: _IGNORED | reads.written | _computed_once(kind) for kind, reads in self._reads.items()
+        }
         for name, module, kind in self.modules:
             held = vars(module)
-            ignored = _IGNORED | self._reads[kind].written | _computed_once(kind)
             names = frozenset(held) if self._reads_all(name, module) else self._names
-            names = names.difference(held if _is_adapter(module) else ignored)
-            add(name, held, names.__contains__)
+            names = names.difference(held if _is_adapter(module) else ignored[kind])
+            read = [functools.partial(values_in_use, module)] if is_adapter_layer(module) else []
+            add(name, held, names.__contains__, *read)
             if hasattr(held.get(_CONFIG), "__dict__") and not isinstance(held[_CONFIG], nn.Module):
                 configs.setdefault(id(held[_CONFIG]), (name, held, held[_CONFIG]))
         for name, _, config in configs.values():
@@ -228,6 +288,13 @@ class _Seen:
             (get, holders, [copy_of(get(held)) for held in holders])
             for get, holders in ((itemgetter(*keys), holders) for keys, holders in groups.items())
         ]
+
+    def has_other_adapters(self) -> bool:
+        now = [vars(module).get(what) for module, (_, what) in self.switches]
+        return now != self._switched and any(
+            values_in_use(module, fact[1], value) != self.facts[fact]
+            for (module, fact), value in zip(self.switches, now, strict=True)
+        )
 
     def _reads_all(self, name: str, module: nn.Module) -> bool:
         is_added_to = (name, _HOOK) in self.facts or (name, _FORWARD) in self.facts
@@ -303,7 +370,14 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*_VALUES, *_CALLABLES))
 
 
-def _named_modules(tower: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _named_modules(tower: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As `_all_modules`, without those of adapters that are not in use: they come and go."""
+    found = list(_all_modules(tower))
+    unused = modules_out_of_use(module for _, module in found)
+    return [(name, module) for name, module in found if module not in unused] if unused else found
+
+
+def _all_modules(tower: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules of a tower, and those that the outermost holds without being their parent, without copies."""
     known: set[nn.Module] = set()
     held = {key: value for key, value in list(vars(tower).items()) if isinstance(value, nn.Module)}

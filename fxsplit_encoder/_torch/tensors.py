@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrize import is_parametrized
 
+from fxsplit_encoder._torch.peft import copies_of_values, is_adapter_layer
+
 __all__ = ["FakeTensorMode", "StorageWeakRef", "as_plain_tensors"]
 
 version_of = attrgetter("_version")
@@ -95,6 +97,8 @@ def _linked(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
         twin = known[module] = _copy_of(module)
         own = vars(twin)
         own.pop("forward", None)
+        if is_adapter_layer(module):
+            own.update(copies_of_values(module))
         for name in _HOOKS:
             own[name] = copy.copy(own[name])
         own["_modules"] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -166,11 +167,12 @@ def _trace(
         return forward(inputs)
 
     compiled = torch.compile(with_own_code(call), backend=backend, fullgraph=True)
+    handled = sys.exc_info()[1]
     try:
         with torch.inference_mode(False), torch.no_grad():
             result = compiled(examples)
     except TorchDynamoException as error:
-        own = _own_error(error)
+        own = _own_error(error, handled)
         if own is not None:
             raise own from None
         cause = inner_error(error) or error.__cause__ or error
@@ -222,11 +224,15 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return own
 
 
-def _own_error(error: BaseException | None) -> FxSplitError | None:
-    """Returns this library's error inside Dynamo's, which raises some "from None"."""
-    while error is not None and not isinstance(error, FxSplitError):
+def _own_error(error: BaseException | None, handled: BaseException | None) -> FxSplitError | None:
+    """Returns this library's error inside Dynamo's, which raises some "from None". The caller's handled one
+    is no cause, though Python chains it.
+    """
+    while error is not None and error is not handled:
+        if isinstance(error, FxSplitError):
+            return error
         error = inner_error(error) or error.__cause__ or error.__context__
-    return error
+    return None
 
 
 def _first_line(error: BaseException) -> str:

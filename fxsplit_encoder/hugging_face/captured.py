@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import types
 from collections import deque
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
+from fxsplit_encoder._torch.peft import unmerging_layer
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.backend import warmup
 from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
@@ -75,7 +75,7 @@ class CapturedTower:
         self._parameters, self._first = first_parameter(tower)
         self._placement = self._place() or (torch.device("cpu"), torch.float32)
         # Its own hooks and forward run around a replay too.
-        self._structure = Structure(tower, is_around=True)
+        self.structure = Structure(tower, is_around=True)
         self._served: dict[Hashable, Served] = {}
         self._past: list[ManagerStats] = []
         self._lock = threading.RLock()
@@ -89,7 +89,7 @@ class CapturedTower:
         """Why nothing is captured, as a reason and as text."""
         if not is_in_one_place(tower):
             self.refusal = (MissReason.OFFLOADED, "its parameters are not all on one device")
-        elif (foreign := foreign_code(tower, self._structure)) is not None:
+        elif (foreign := foreign_code(tower, self.structure)) is not None:
             self.refusal = (MissReason.FOREIGN_CODE, foreign)
         else:
             try:
@@ -117,12 +117,23 @@ class CapturedTower:
         return bool(self._served)
 
     def is_current(self) -> bool:
-        """Whether the tower's modules, device and dtype are those captured; replays compare parameters."""
-        return self._place() == self._placement and self._structure.is_unchanged()
+        """Whether nothing of the tower but parameters has changed: replays compare those."""
+        return self._place() == self._placement and self.structure.is_current()
+
+    def may_return(self) -> bool:
+        """Whether there are captures, and the tower may be again what it was."""
+        is_there = self.has_captures and self._place() == self._placement
+        return is_there and self.structure.may_return()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory that all captures take."""
+        stats = [served.runner.stats() for served in self._served.values()]
+        return sum(each.graph_bytes + each.input_bytes for each in stats)
 
     def in_training(self) -> str | None:
         """The first module of the tower in training mode, where that matters."""
-        return "the tower" if self._tower.training else self._structure.in_training()
+        return "the tower" if self._tower.training else self.structure.in_training()
 
     # --- serving
 
@@ -211,7 +222,7 @@ class CapturedTower:
             parts = {key: served.runner.stats() for key, served in self._served.items()}
             return [*self._past, *(part.under(str(key)) if many else part for key, part in parts.items())]
 
-    def refresh(self) -> None:
+    def outdate_weights(self) -> None:
         """`fxsplit_encoder.refresh` of every runner."""
         for served in [*self._served.values()]:
             served.runner.refresh()
@@ -244,11 +255,8 @@ def foreign_code(tower: nn.Module, structure: Structure) -> str | None:
     for name, module in tower.named_modules():
         if is_parametrized(module):
             return f"the parametrization of {name}"
-    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
-    for name, module in tower.named_modules() if tuners is not None else ():
-        if isinstance(module, tuners.BaseTunerLayer):
-            return f"the adapter layer {name}"
-    return None
+    layer = unmerging_layer(tower)
+    return None if layer is None else f"the adapters of {layer}, which are merged and disabled"
 
 
 def is_in_one_place(tower: nn.Module) -> bool:

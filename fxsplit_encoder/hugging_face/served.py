@@ -26,6 +26,7 @@ from fxsplit_encoder.hugging_face.calls import Made, Reads, accepts, asked_for
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning.plan import InvariantPolicy, MissReason
+from fxsplit_encoder.runtime.states import OtherStates
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.towers.base import Options, matters, needs_gradients, settle
 from fxsplit_encoder.towers.inputs import number_of
@@ -93,6 +94,8 @@ class ServedTower:
         self._lock = threading.RLock()
         self._logged: Recent[str, bool] = Recent(_MOST_LOGGED)
         self._captured = CapturedTower(self._module, self._reads, self.settings, found.calls)
+        self._others = OtherStates(self._release, settings.config.max_graph_bytes)
+        """Captures of states that the tower has left."""
         functools.update_wrapper(self, self.own_forward)
         self._by_number[self.number] = self
 
@@ -265,24 +268,47 @@ class ServedTower:
         """The captures, made anew where modules, dtype or device have changed."""
         captured = self._captured
         if not captured.is_current():
-            return self._again(captured, "the tower has changed")
+            captured = self._follow(captured)
         if captured.reads is not self._reads:
             return self._again(captured, f"the model also reads {self._reads - captured.reads}", logging.INFO)
         return captured
 
-    def _again(self, captured: CapturedTower, why: object, level: int = logging.WARNING) -> CapturedTower:
+    def _follow(self, captured: CapturedTower) -> CapturedTower:
+        """The captures of the tower's present state: these, kept ones or new ones."""
+        with self._lock:
+            if self._captured is not captured:  # another thread has done it
+                return self._captured
+            found = self._others.find(captured)
+            if found is None or not found.is_current():  # of another device or dtype
+                return self._again(captured, "the tower has changed", may_return=True)
+            if found is not captured:
+                self._others.put(captured, found)
+                self._captured = found
+            return found
+
+    def _again(
+        self,
+        captured: CapturedTower,
+        why: object,
+        level: int = logging.WARNING,
+        *,
+        may_return: bool = False,
+    ) -> CapturedTower:
+        """New captures in place of these, which are kept if their state `may_return`."""
         with self._lock:
             if self._captured is captured:  # no other thread has done it
-                if captured.has_captures:
-                    logger.log(level, "%s: captures are given up, for new ones: %s", self.name, why)
-                self._release()
+                (self._others.put if may_return else self._release)(captured)
                 seen = captured.seen if captured.is_current() else None
                 self._captured = CapturedTower(self._module, self._reads, self.settings, seen)
+                if self._captured.refusal is None:
+                    if captured.has_captures:
+                        logger.log(level, "%s: captured again: %s", self.name, why)
+                    self._others.make_room(captured.device)
             return self._captured
 
-    def _release(self) -> None:
-        self._captured.clear()
-        self._past = [ManagerStats.total([*self._past, *self._captured.stats()])]
+    def _release(self, captured: CapturedTower) -> None:
+        captured.clear()
+        self._past = [ManagerStats.total([*self._past, *captured.stats()])]
 
     def _refused(self, captured: CapturedTower) -> MissReason | None:
         """Why no call is served while the tower is as it is now; None: calls are served."""
@@ -311,13 +337,15 @@ class ServedTower:
     def refresh(self) -> None:
         """`fxsplit_encoder.refresh` of the captures."""
         with self._lock:
-            self._captured.refresh()
+            for captured in (self._captured, *self._others):
+                captured.outdate_weights()
 
     def close(self) -> None:
         """Releases the captures; further calls go to the previous forward."""
         with self._lock:
             self.active = False
-            self._release()
+            self._others.clear()
+            self._release(self._captured)
 
     # --- statistics
 
@@ -328,8 +356,9 @@ class ServedTower:
 
     def stats(self) -> ManagerStats:
         """The counts of all captures, and of the calls that the tower itself served."""
-        captured = self._captured.stats() if self.active else []
-        return ManagerStats.total([self._statistics.snapshot(), *self._past, *captured])
+        captured = [self._captured, *self._others] if self.active else []
+        own = [part for each in captured for part in each.stats()]
+        return ManagerStats.total([self._statistics.snapshot(), *self._past, *own])
 
     def _warn_once(self, why: str, key: str | None = None) -> None:
         """Logs why calls go to the previous forward, once for each key or reason."""

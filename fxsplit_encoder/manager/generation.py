@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from tabulate import tabulate
 
+from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.capture.buffers import gibibytes, memory_of
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig, Mode, PathConfig
-from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.errors import ConfigError, InputError, TowerChangedError
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.data_parallel import why_not_compiled
 from fxsplit_encoder.manager.path import EncoderPath
@@ -93,7 +94,9 @@ class CapturePlan:
 
 
 class Generation:
-    """The paths of a tower under one configuration, over one pool; other arguments as `CaptureScope`."""
+    """The paths of a tower in one state under one configuration, over one pool; other arguments as
+    `CaptureScope`.
+    """
 
     def __init__(
         self,
@@ -108,6 +111,8 @@ class Generation:
         self.spec = spec
         self.config = config
         self.pool = pool
+        self.structure: Structure | None = None
+        """Of the tower, as it was when it was first compiled or captured."""
         self.weight_checks = WeightChecks(config.weight_check_seconds)
         self.captures = CaptureSet(
             config,
@@ -197,6 +202,23 @@ class Generation:
             self.paths_by_key[key].run_timed()
             pause()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all captures."""
+        return self.captures.num_bytes
+
+    def may_return(self) -> bool:
+        """Whether the tower may be in this state again."""
+        return self.structure is not None and self.structure.may_return()
+
+    def check_tower(self) -> None:
+        """Raises TowerChangedError if the tower is in another state."""
+        if self.structure is not None and (change := self.structure.change()):
+            raise TowerChangedError(
+                f"the tower: expected the modules that were captured; got {change}. Call "
+                "capture() to have the tower captured as it is now"
+            )
+
     def run_in(self, inference_mode: bool) -> None:
         """Sets whether the tower's own code is timed in inference mode."""
         for path in self.paths_by_key.values():
@@ -222,7 +244,11 @@ class Generation:
         for path in self.paths_by_key.values():
             path.forward.forget()
 
-    # --- the first captures
+    # --- others of the same tower
+
+    def again(self) -> Generation:
+        """Returns a generation with the same settings, for another state of the tower."""
+        return self._over_its_own_pool(self.config, agree=self.scope.agree)
 
     def uncompiled(self) -> Generation:
         """Returns a generation of the tower's own forward in mode `breakable`, captured in seconds."""
@@ -231,14 +257,11 @@ class Generation:
             name: PathConfig(token_budgets=path.token_budgets, mode=path.mode and _first_mode(path.mode))
             for name, path in self.config.paths.items()
         }
+        return self._over_its_own_pool(self.config.replace(**first, paths=paths), compares_kernels=False)
+
+    def _over_its_own_pool(self, config: EncoderConfig, **scope: Any) -> Generation:
         pool = GraphPool(self.pool.device, stream=self.pool.stream, priority=self.pool.priority)
-        return Generation(
-            self.spec,
-            self.config.replace(**first, paths=paths),
-            pool,
-            self.runner.statistics,
-            compares_kernels=False,
-        )
+        return Generation(self.spec, config, pool, self.runner.statistics, **scope)
 
 
 def _wanted(planned: CapturePlan) -> list[tuple[_PathKey, int]]:

@@ -15,6 +15,7 @@ import torch
 
 from fxsplit_encoder._torch.device import ALREADY, on_device
 from fxsplit_encoder._torch.modes import foreign_around, without_autograd
+from fxsplit_encoder._torch.peft import unmerging_layer
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.kernels import compile_jobs
@@ -26,6 +27,7 @@ from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning.plan import MissReason, Plan
 from fxsplit_encoder.runtime import Choosers, WeightChecks
+from fxsplit_encoder.runtime.states import OtherStates
 from fxsplit_encoder.runtime.statistics import CaptureProgress
 
 logger = logging.getLogger(__name__)
@@ -36,22 +38,28 @@ Progress = Callable[[int, int], None]
 
 class Lifecycle:
     """Captures a tower's forwards, at once or in steps between requests, and holds the captures that serve,
-    in the end those of `own`. The method `changed`, held weakly, is called with the lock when others serve.
+    in the end those of `own`, and those of other states of the tower. The method `changed`, held weakly, is
+    called with the lock when others serve.
     """
 
     def __init__(self, own: Generation, kernels: Choosers, changed: Callable[[], None]) -> None:
         self.own = own
+        """The generation of the tower's present state."""
+        self.others = OtherStates(Generation.forget_tower, own.config.max_graph_bytes)
+        """Complete generations of states that the tower has left."""
+        others = weakref.ref(self.others)  # without a cycle, which would keep memory
+        own.captures.bytes_elsewhere = lambda: 0 if (kept := others()) is None else kept.num_bytes
         self.serving = own
         """The generation that serves: the first captures, until `own` is captured."""
         self.turns = Turns()
         self.background: BackgroundCapture | None = None
         self.is_captured = False
         """Whether anything was captured since the last `clear`."""
+        self.has_adapters = False
+        """Whether layers of the tower may compute with other adapters from request to request."""
         self.start_refused: str | None = None
         """Why a saved start is not used."""
         self._start_read = False
-        self._structure: Structure | None = None
-        """Of the tower, as it was when it was first compiled or captured."""
         self._looks = WeightChecks(own.config.weight_check_seconds)
         self._said: set[str] = set()
         """Why requests were left to the tower."""
@@ -100,6 +108,7 @@ class Lifecycle:
                 self._read_start()
                 for generation in (first, self.own):
                     generation.run_in(in_inference_mode)
+                first.structure = self.own.structure
                 planned = self.own.planned_captures()
                 first.captures.capture(first.prepare(first_of(first.planned_captures())), progress)
                 self._serve(first)
@@ -125,6 +134,11 @@ class Lifecycle:
     def switch(self) -> None:
         """Makes `own` serve, as far as it is captured, and releases what served before."""
         before = self.serving
+        try:
+            self.own.check_tower()
+        except TowerChangedError:
+            self._forget()  # some of it was captured of another state
+            raise
         self._serve(self.own)
         if before is not self.own:
             before.clear()
@@ -153,6 +167,7 @@ class Lifecycle:
         if self.background is not None:
             self.background.stop()
         with self.turns:
+            self.others.clear()
             for generation in {self.serving, self.own}:
                 generation.clear()
             self.serving, self.is_captured = self.own, False
@@ -162,10 +177,10 @@ class Lifecycle:
 
     def allowed(self, plan: Plan) -> Plan:
         """Returns a request's plan, or one by the tower's own forward where captures may not serve."""
-        found = foreign_around()
+        found, structure = foreign_around(), self.own.structure
         reason, why = MissReason.FOREIGN_CODE, f"there is {found}"
-        if found is None and self._structure is not None:
-            found = self._structure.in_training()
+        if found is None and structure is not None:
+            found = structure.in_training()
             reason, why = MissReason.TRAINING, f"{found} is in training mode"
         if found is None:
             return plan
@@ -176,43 +191,97 @@ class Lifecycle:
 
     def check_tower(self) -> None:
         """Raises TowerChangedError, every `weight_check_seconds`, if the tower's modules have changed."""
-        structure, looks = self._structure, self._looks
-        if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_unchanged():
+        structure, looks = self.own.structure, self._looks
+        if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_current():
             return
-        if not (change := structure.change()):
-            return  # another thread undid it
+        if self.others.find(self.own) is self.own:
+            return
         self.look_again()  # what was found is there until it is mended
-        raise TowerChangedError(
-            f"the tower: expected the modules that were captured; got {change}. Call "
-            "capture() to have the tower captured as it is now"
-        )
+        if self.background is not None and not self.background.progress.is_over:
+            self._forget()  # what is captured in steps may be of either state
+        self.own.check_tower()  # raises, unless another thread undid it
+
+    def follow_adapters(self) -> None:
+        """Makes kept captures serve, if the tower's layers compute with other adapters than before.
+        TowerChangedError: there are none for these, or other ranks may not have them.
+        """
+        structure = self.own.structure
+        if structure is None or not structure.has_other_adapters():
+            return
+        if self.own.scope.agree is not None or not self._take_kept():
+            self.look_again()
+            self.check_tower()
 
     def look_again(self) -> None:
         """Makes the next request check the tower's modules."""
         self._looks.all_are_due()
 
     def take_structure(self) -> None:
-        """Notes the tower's modules, and forgets captures of others. The caller holds the lock."""
-        if self._structure is not None and (change := self._structure.change()):
+        """Notes the tower's modules, and puts captures of others aside. The caller holds the lock."""
+        structure = self.own.structure
+        if structure is not None and not self._take_kept() and (change := structure.change()):
             logger.warning("capturing again: %s", change)
-            for generation in {self.serving, self.own}:
-                generation.forget_tower()
-            self.serving, self.is_captured, self._structure = self.own, False, None
-        if self._structure is None and (part := tower_part(self.own.spec.tower)) is not None:
-            self._structure = Structure(part)
-        if self._structure is not None and (name := self._structure.in_training()) is not None:
+            if self.is_complete and structure.has_other_adapters():
+                left, self.own = self.own, self.own.again()
+                self.own.captures.bytes_elsewhere = left.captures.bytes_elsewhere
+                self.others.put(left)
+                if left.scope.agree is None:  # bytes are not the same on all ranks, which keep the same
+                    self.others.make_room(left.pool.device)
+                self.serving, self.is_captured = self.own, False
+                self._tell()
+            else:
+                self._forget()
+                self.own.structure = None
+        if self.own.structure is None and (part := tower_part(self.own.spec.tower)) is not None:
+            if (layer := unmerging_layer(part)) is not None:
+                raise InputError(
+                    f"the tower: expected adapters that are merged or disabled; got {layer}, which is both: "
+                    "its forward would unmerge them. Call unmerge() first"
+                )
+            self.own.structure = Structure(part)
+            self.has_adapters = self.own.structure.has_adapters
+        structure = self.own.structure
+        if structure is not None and (name := structure.in_training()) is not None:
             raise InputError(
                 f"the tower: expected every module in evaluation mode; got {name} in training mode, which "
                 "captures would compute in. Call eval() first"
             )
 
+    def _forget(self) -> None:
+        """Gives up what the present captures are, or are to be."""
+        if self.background is not None:
+            self.background.stop()
+        for generation in {self.serving, self.own}:
+            generation.forget_tower()
+        self.serving, self.is_captured = self.own, False
+        self._tell()
+
+    def _take_kept(self) -> bool:
+        """Makes kept captures of the tower's state serve; returns whether they did not and do now."""
+        left = self.own
+        if left.structure is None or left.structure.is_current():
+            return False
+        found = self.others.find(left)
+        if found is None or found is left:
+            return False
+        if self.is_complete:
+            self.others.put(left, found)
+        else:
+            self._forget()
+            self.others.take(found)
+        found.runner.in_inference_mode = self.serving.runner.in_inference_mode  # of a request in hand
+        self.own = found
+        self._serve(found)
+        return True
+
     def capture_again(self, error: WeightsMovedError) -> None:
         """Captures again what serves, over the tower's parameters now. The caller holds the lock. InputError:
         the program was compiled for other layouts. WeightsMovedError: ranks share the tower's weights, and
-        may not all have seen the error.
+        may not all have seen the error. TowerChangedError: the modules have changed too.
         """
         if self.own.scope.agree is not None:
             raise error
+        self.own.check_tower()
         for path in self.serving.paths_by_key.values():
             path.forward.current_program()
         logger.warning("capturing again: %s", error)

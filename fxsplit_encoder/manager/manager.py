@@ -274,14 +274,14 @@ class EncoderCudaGraphManager:
         due after writes through `.data` (docs/manager.md).
         """
         with self._lifecycle.turns:
-            for each in {self._serving, self._lifecycle.own}:
+            for each in {self._serving, self._lifecycle.own, *self._lifecycle.others}:
                 each.outdate_weights()
         self._lifecycle.look_again()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all captures: their graphs' pool and their static inputs."""
-        return sum(each.captures.num_bytes for each in {self._serving, self._lifecycle.own})
+        """Bytes of all captures: their graphs' pools and their static inputs."""
+        return sum(each.num_bytes for each in {self._serving, self._lifecycle.own, *self._lifecycle.others})
 
     def supports_modality(self, modality: str) -> bool:
         """Returns whether captures serve "image" or "video" inputs of this tower."""
@@ -333,6 +333,8 @@ class EncoderCudaGraphManager:
             items = self._items.read(mm_kwargs)
         specs = items.specs
         start = time.perf_counter()
+        if self._lifecycle.has_adapters:
+            self._lifecycle.follow_adapters()
         serving = self._lifecycle.serving
         plans, runner = serving.plans, serving.runner
         wanted = plans.of(mm_kwargs, items)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.device import indexed
+from fxsplit_encoder._torch.peft import modules_out_of_use
+from fxsplit_encoder._torch.tensors import tensors_of
 from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.messages import names_of, shown
 from fxsplit_encoder.planning.limits import Limits
@@ -57,13 +59,18 @@ def _tower_names(model: Any) -> set[str]:
 
 
 def tower_tensors(tower: object) -> list[Tensor]:
-    """Returns the parameters and buffers of a model's towers, and those that the model holds itself."""
+    """Returns the parameters and buffers of a model's towers, but for adapters that are not in use,
+    and those that the model holds itself.
+    """
     part = tower_part(tower)
     if part is None:
         return []
     assert isinstance(tower, nn.Module)
     own = [*tower.parameters(recurse=False), *tower.buffers(recurse=False)] if part is not tower else []
-    return [*part.parameters(), *part.buffers(), *own]
+    unused = modules_out_of_use(part.modules())  # adapters that may be deleted
+    held = (tensors_of(module) for module in part.modules() if module not in unused)
+    tensors = (tensor for kinds in zip(*held, strict=True) for kind in kinds for tensor in kind.values())
+    return [*{id(tensor): tensor for tensor in tensors if tensor is not None}.values(), *own]
 
 
 def named_tensors(tower: object) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class MissReason(StrEnum):
     AUTOCAST = "autocast"
     """The call runs under autocast, whose dtypes captures do not have."""
     FOREIGN_CODE = "foreign_code"
-    """The tower runs code that captures would leave out: hooks, adapter layers, another forward, a custom
+    """The tower runs code that captures would leave out: hooks, another forward, a custom
     attention function, a transform of torch.func, or a mode that sees each operation."""
     OFFLOADED = "offloaded"
     """The tower's parameters are not all on one device."""

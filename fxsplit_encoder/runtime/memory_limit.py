@@ -46,6 +46,8 @@ class CaptureSet:
             compares_kernels,
             weight_checks,
         )
+        self.bytes_elsewhere: Callable[[], int] = lambda: 0
+        """Returns bytes of other captures under the same limit."""
         self.spare: Callable[[], None] | None = None
         """Is called once a capture found too little memory; releases captures that matter less."""
 
@@ -58,7 +60,9 @@ class CaptureSet:
     @property
     def remaining_bytes(self) -> int | None:
         """Bytes that the limit leaves for more; None: there is no limit."""
-        return None if self.max_bytes is None else self.max_bytes - self.num_bytes
+        if self.max_bytes is None:
+            return None
+        return self.max_bytes - self.num_bytes - self.bytes_elsewhere()
 
     @property
     def num_captured(self) -> int:
@@ -137,9 +141,10 @@ class CaptureSet:
 
     def _drop_least_useful(self) -> list[tuple[Hashable, int]]:
         """Drops the budgets that gain least for their bytes; releases and returns the rest."""
-        assert self.max_bytes is not None
         # Bytes are not the same on all ranks: there one budget is dropped at a time.
-        excess = self.num_bytes - self.max_bytes if self.scope.agree is None else 1
+        remaining = self.remaining_bytes
+        assert remaining is not None
+        excess = -remaining if self.scope.agree is None else 1
         reason = self._excess()
         # Whether the last one fits by itself, capturing it again tells.
         while excess > 0 and len(self.held()) > 1:

@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dynamo import allow_no_frame, not_traced
 from fxsplit_encoder._torch.modes import foreign_around, without_autograd
+from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import share_names, tensors_of
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.protocol import EncoderCudaGraphCaptureInputs, scatter_output_slices
+
+_MOST_STATES = 16
+"""States of a tower whose traces are told apart, twice as many as Dynamo keeps of a function by default."""
 
 VIDEOS = "pixel_values_videos"
 """The key of videos in `mm_kwargs`."""
@@ -73,11 +78,22 @@ class WrappedTower(nn.Module):
     def _register(self) -> None:
         self.registered_name = f"{type(self).__name__}_{next(self._numbers)}"
         self.registered[self.registered_name] = self
-        self._outdate_traces()
-
-    def _outdate_traces(self) -> None:
-        # Dynamo guards this string, and traces again.
+        self._states: Recent[Structure, str] = Recent(_MOST_STATES)
+        """By the state that blocks were traced in, the string that Dynamo guards of that trace."""
         self.blocks_as_traced = f"blocks_{next(self._numbers)}"
+
+    def note_trace(self) -> None:
+        """Notes that blocks are traced in the state that the tower is in."""
+        state = Structure.of_now([*self._states]) or Structure(self.tower)
+        self._states[state] = self.blocks_as_traced
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _follow_blocks(self) -> None:
+        """Has Dynamo take its trace of the tower's state, or trace again: it guards the string."""
+        state = Structure.of_now([*self._states])
+        name = None if state is None else self._states[state]
+        is_of_no_use = name in (None, self.blocks_as_traced)
+        self.blocks_as_traced = f"blocks_{next(self._numbers)}" if is_of_no_use else str(name)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the tower that the surrounding model reads, such as `config`."""
@@ -87,6 +103,9 @@ class WrappedTower(nn.Module):
             if name == "tower":
                 raise
             return getattr(self.tower, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_states"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -116,7 +135,7 @@ class WrappedTower(nn.Module):
         try:
             return super().__call__(*call.args, **call.kwargs)
         except ChangedBlocksError:
-            self._outdate_traces()
+            self._follow_blocks()
         return super().__call__(*call.args, **call.kwargs)
 
     def traced_inputs(
@@ -345,4 +364,6 @@ def trace_equal_blocks_once(tower_name: str, as_traced: str) -> bool:
     """Replaces equal blocks of a tower by ops in a trace, if it can. Dynamo guards the arguments."""
     from fxsplit_encoder.compile.blocks import begin_blocks
 
-    return begin_blocks(registered_tower(tower_name).tower)
+    tower = registered_tower(tower_name)
+    tower.note_trace()
+    return begin_blocks(tower.tower)

@@ -252,7 +252,7 @@ _WHAT_TO_DO = {
     "gradients": "call it under torch.no_grad() or torch.inference_mode()",
     "training": "call eval() of the tower",
     "autocast": "load the model in the dtype wanted instead of autocast",
-    "foreign_code": "merge adapters, and remove hooks and custom attention from the tower",
+    "foreign_code": "remove hooks and custom attention from the tower",
     "offloaded": "keep the whole tower on one GPU",
     "outer_trace": "let nothing else compile or trace the tower",
     "uncaptured_output": "read what captures make, such as last_hidden_state; all else costs a second run",

@@ -309,19 +309,18 @@ def add_adapters(model: Any, *layers: str) -> Any:
 
 
 @pytest.mark.parametrize("accelerated", ["before", "after"])
-def test_adapter_layers_in_the_tower_run(accelerated: str, case: Case) -> None:
+def test_adapter_layers_in_the_tower_are_captured(accelerated: str, case: Case) -> None:
     if accelerated == "after":
         fx.restore(case.model)
     model, reference = (add_adapters(each, "linear_fc1", "qkv") for each in (case.model, case.reference))
     fx.accelerate(model, UNCAPTURED)
     case.assert_as_reference()
-    assert case.misses() == {MissReason.FOREIGN_CODE: 2}
     with model.disable_adapter(), reference.disable_adapter():
         case.assert_as_reference()
     model.merge_and_unload()
     reference.merge_and_unload()
     case.assert_as_reference()
-    assert MissReason.DISABLED in case.misses()  # the captures' code again
+    assert set(case.misses()) == {MissReason.DISABLED}  # by the captures' code
 
 
 def test_adapters_of_the_language_model_leave_the_tower_captured(case: Case) -> None:
