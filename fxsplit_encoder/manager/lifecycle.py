@@ -140,13 +140,13 @@ class Lifecycle:
             self._forget()  # some of it was captured of another state
             raise
         self._serve(self.own)
+        if self._keeps_costs:
+            keep_costs(self.own, self._kernels.measurements)
         if before is not self.own:
             before.clear()
 
     def _serve(self, generation: Generation) -> None:
         self.serving, self.is_captured = generation, True
-        if generation is self.own and self._keeps_costs:
-            keep_costs(generation, self._kernels.measurements)
         self._tell()
 
     def _tell(self) -> None:
