@@ -98,7 +98,7 @@ def measure(
 
 
 class Unavailable(Exception):
-    """A server that cannot take part."""
+    """A server that cannot take part, or refuses a request."""
 
 
 def make_model(directory: Path, model: str, tiny: bool) -> Path:
@@ -234,7 +234,7 @@ class Connection:
         size = next(int(line.partition(":")[2]) for line in lines if line.startswith("content-length:"))
         body = await reader.readexactly(size)
         if not answer.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(f"{lines[0]}: {body[:300].decode()}")
+            raise Unavailable(f"{lines[0]}: {body[:300].decode()}")
 
     def close(self) -> None:
         if self._streams is not None:
