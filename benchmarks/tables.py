@@ -430,21 +430,24 @@ def map_batches(result: Result) -> str:
 
 
 def serve(result: Result) -> str:
-    """Latency over HTTP by load, of both servers."""
+    """Latency over HTTP by load, of all servers."""
     groups = _grouped(result["rows"], "model")
-    servers = list(dict.fromkeys(row["server"] for row in result["rows"]))
-    lines, capacities = [], []
+    servers = list(dict.fromkeys(row["server"] for row in result["rows"] if "images/s" in row))
+    lines, notes = [], []
     for model, rows in groups.items():
         found = {(row["server"], row["share"]): row for row in rows}
-        rates = ", ".join(f"{name} {shown(found[name, 1.0]['images/s'])}" for name in servers)
-        capacities.append(f"{model}: {rates} images/s.")
+        measured = [name for name in servers if (name, 1.0) in found and "images/s" in found[name, 1.0]]
+        rates = ", ".join(f"{name} {shown(found[name, 1.0]['images/s'])}" for name in measured)
+        notes.append(f"{model}: {rates} images/s.")
+        notes += [f"{row['server']}: not measured, {row['reason']}." for row in rows if "reason" in row]
         for share in sorted({row["share"] for row in rows} - {1.0}):
             times = [found.get((name, share), {}).get(part) for name in servers for part in ("p50", "p99")]
-            lines.append([model, f"{share:.0%}", found[servers[0], share]["rate"], *times])
+            rate = next(found[name, share]["rate"] for name in measured if (name, share) in found)
+            lines.append([model, f"{share:.0%}", rate, *times])
     columns = [f"{name}: {part}" for name in servers for part in ("p50", "p99")]
     table = formatted(["tower", "load", "images/s", *columns], lines)
     note = "Milliseconds; a server that cannot take the load has none. Capacity: "
-    return f"{table}\n\n{note}{' '.join(capacities)} {described(result)}."
+    return f"{table}\n\n{note}{' '.join(notes)} {described(result)}."
 
 
 def accelerate(result: Result) -> str:

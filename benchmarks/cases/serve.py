@@ -1,11 +1,12 @@
-"""JPEG in, vector out, over HTTP on one GPU: `encoder-cg serve` beside a plain Starlette server.
+"""JPEG in, vector out, over HTTP on one GPU: `encoder-cg serve` beside a plain server and vLLM's.
 
     python benchmarks/bench.py serve --output out/serve.json
 
 SigLIP SO400M/14-384 (its pooled vector) and Qwen3-VL-8B's tower (the mean of its rows), seeded weights, bf16.
 The plain server is what one writes first: uvicorn, a thread pool that decodes, and a lock around one request
-at a time through the tower of transformers after `torch.compile`. Both run in a process of their own and
-answer base64.
+at a time through the tower of transformers after `torch.compile`. vLLM's pooling runner (`vllm serve --runner
+pooling`, its caches of prompts and images off) takes SigLIP whole, here with a small text tower. Each runs in
+a process of its own and answers base64. One that cannot take part leaves the reason.
 
 Each server's capacity is measured with many connections that send one request after another. Then requests
 come at random times, at 10 to 90 % of the capacity of `encoder-cg serve`, from new arrivals whatever is still
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import importlib
 import itertools
 import json
 import math
@@ -35,72 +37,141 @@ from typing import Any
 
 import torch
 
-SERVERS = ("encoder-cg serve", "Starlette, torch.compile")
+SERVERS = OURS, PLAIN, VLLM = ("encoder-cg serve", "Starlette, torch.compile", "vLLM, pooling runner")
 MODELS = {"siglip-so400m-384": 384, "qwen3-vl-8b": 448}
 """A published model's tower, and the side of the pictures."""
 SHARES = tuple(share / 10 for share in range(1, 10))
-CLIENTS, HOST, PATH = 64, "127.0.0.1", "/v1/embeddings?encoding_format=base64"
+CLIENTS, HOST = 64, "127.0.0.1"
+_START_S = 600.0
 _TINY_BLOCKS = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each rate, and for the capacity")
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--seconds", type=float, default=3.0, help="to warm up, and as long for the capacity")
+    parser.add_argument("--requests", type=int, default=200, help="at each rate")
     parser.add_argument("--tiny", action="store_true", help="towers of one block, a CPU, and two rates")
 
 
 def run(arguments: argparse.Namespace) -> Any:
-    from models import make_checkpoint, photographs
+    from models import photographs
     from storage import new_result, store
 
     tiny: bool = arguments.tiny
     if not tiny and not torch.cuda.is_available():
         raise SystemExit("serve: needs a CUDA device, or --tiny")
-    seconds = 1.0 if tiny else arguments.seconds
-    shares = SHARES[4::4] if tiny else SHARES
-    result = new_result("serve", seconds=seconds, clients=CLIENTS, sides=MODELS, tiny=tiny)
+    seconds, requests = (0.2, 3) if tiny else (arguments.seconds, arguments.requests)
+    settings = {"seconds": seconds, "requests": requests, "clients": CLIENTS, "sides": MODELS, "tiny": tiny}
+    result = new_result("serve", **settings)
     with tempfile.TemporaryDirectory() as temporary:
         for model in arguments.models:
-            directory = make_checkpoint(Path(temporary) / model, model, blocks=_TINY_BLOCKS if tiny else None)
+            directory = make_model(Path(temporary) / model, model, tiny)
             images = photographs((MODELS[model],) * 2)
             capacity: float | None = None
-            for server in SERVERS:
-                with Server(server, directory, tiny) as running:
-                    own = asyncio.run(measure_capacity(running.port, images, seconds, 4 if tiny else CLIENTS))
-                    capacity = capacity or own
-                    row = {"model": model, "server": server}
-                    result["rows"].append({**row, "share": 1.0, "images/s": own})
-                    for share in shares:
-                        if (rate := share * capacity) < own:
-                            found = asyncio.run(measure_rate(running.port, images, rate, seconds))
-                            result["rows"].append({**row, "share": share, **found})
+            for server in arguments.servers:
+                rows = measure(Server(server, model, directory, tiny), images, capacity, seconds, requests)
+                capacity = capacity or rows[0].get("images/s")
+                result["rows"] += [{"model": model, "server": server, **row} for row in rows]
                 store(arguments.output, result)
     return result
 
 
-class Server:
-    """A server in a process of its own, ready to answer."""
+def measure(
+    server: Server, images: Sequence[bytes], capacity: float | None, seconds: float, requests: int
+) -> list[dict[str, Any]]:
+    """The capacity of a server, and latencies at shares of a capacity, its own where None is given; or the
+    reason why there are none."""
+    bodies = [server.body(image) for image in images]
+    try:
+        with server:
+            clients = 4 if server.tiny else CLIENTS
+            own = asyncio.run(measure_capacity(server, bodies, seconds, clients))
+            rows: list[dict[str, Any]] = [{"share": 1.0, "images/s": own}]
+            for share in SHARES[4::4] if server.tiny else SHARES:
+                if (rate := share * (capacity or own)) < own:
+                    found = asyncio.run(measure_rate(server, bodies, rate, requests))
+                    rows.append({"share": share, **found})
+            return rows
+    except Unavailable as error:
+        return [{"share": 1.0, "reason": str(error)}]
 
-    def __init__(self, name: str, directory: Path, tiny: bool) -> None:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port: int = probe.getsockname()[1]
-        if name == SERVERS[0]:
-            command = ["-m", "fxsplit_encoder.cli.main", "serve", str(directory), "--port", str(self.port)]
-            if tiny:  # nothing is compiled
-                settings = directory / "settings.yaml"
-                settings.write_text("config:\n  enabled: false\n", encoding="utf-8")
-                command += ["--settings", str(settings)]
-        else:
-            command = ["-c", f"from cases.serve import plain; plain({str(directory)!r}, {self.port})"]
+
+class Unavailable(Exception):
+    """A server that cannot take part, or refuses a request."""
+
+
+def make_model(directory: Path, model: str, tiny: bool) -> Path:
+    """A checkpoint of a tower; of SigLIP a whole one, which vLLM asks for, with a small text tower."""
+    from models import make_checkpoint
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, SiglipConfig, SiglipModel
+
+    from fxsplit_encoder.models.random import draw_weights
+    from fxsplit_encoder.models.registry import architecture
+
+    blocks = _TINY_BLOCKS if tiny else None
+    if model != "siglip-so400m-384":
+        return make_checkpoint(directory, model, blocks=blocks)
+    vision = architecture(model).settings(blocks)["vision_config"]
+    width = vision["hidden_size"]
+    text = {"vocab_size": 8, "num_hidden_layers": 1, "intermediate_size": width, "pad_token_id": 1}
+    text |= {"hidden_size": width, "num_attention_heads": vision["num_attention_heads"]}
+    text |= {"bos_token_id": 2, "eos_token_id": 1, "max_position_embeddings": 1024, "projection_size": width}
+    whole = SiglipModel(SiglipConfig(vision_config=vision, text_config=text))
+    draw_weights(whole, 0)
+    whole.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32).save_pretrained(directory)
+    words = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "<s>": 2, "a": 3}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(directory)
+    processor = {"image_processor_type": "SiglipImageProcessor", "processor_class": "SiglipProcessor"}
+    processor |= {"size": dict.fromkeys(("height", "width"), MODELS[model])}
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    return directory
+
+
+class Server:
+    """A server in a process of its own, ready to answer.
+
+    Args:
+        name: of `SERVERS`.
+        model: of `MODELS`.
+        directory: its checkpoint.
+        tiny: nothing is compiled.
+
+    Raises:
+        Unavailable: when it is entered, it cannot be started, or ends before it is ready.
+    """
+
+    def __init__(self, name: str, model: str, directory: Path, tiny: bool) -> None:
+        self.name, self.model, self.tiny = name, model, tiny
+        self._directory = directory
+        self._path = "/v1/embeddings" + ("" if name == VLLM else "?encoding_format=base64")
+        self.port = 0
+
+    def body(self, image: bytes) -> bytes:
+        """The request for the vector of a JPEG file, after its first line."""
+        kind, data = "image/jpeg", image
+        if self.name == VLLM:
+            url = "data:image/jpeg;base64," + base64.b64encode(image).decode()
+            content = [{"type": "image_url", "image_url": {"url": url}}]
+            message = {"messages": [{"role": "user", "content": content}], "encoding_format": "base64"}
+            kind, data = "application/json", json.dumps({"model": str(self._directory), **message}).encode()
+        fields = f"host: x\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}"
+        return f"POST {self._path} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + data
+
+    def __enter__(self) -> Server:
+        command = self._command()
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._process = subprocess.Popen([sys.executable, *command], env=environment)
-
-    def __enter__(self) -> Server:
-        while not _answers(self.port):
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self._process.returncode}")
+        end = time.monotonic() + _START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.__exit__()
+                raise Unavailable(f"it ended with {self._process.returncode} before it was ready")
             time.sleep(0.5)
         return self
 
@@ -108,14 +179,38 @@ class Server:
         self._process.terminate()
         self._process.wait()
 
+    def _command(self) -> list[str]:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = probe.getsockname()[1]
+        directory, port = str(self._directory), str(self.port)
+        if self.name == PLAIN:
+            return ["-c", f"from cases.serve import plain; plain({directory!r}, {port})"]
+        if self.name == OURS:
+            command = ["-m", "fxsplit_encoder.cli.main", "serve", directory, "--port", port]
+            if self.tiny:
+                settings = self._directory / "settings.yaml"
+                settings.write_text("config:\n  enabled: false\n", encoding="utf-8")
+                command += ["--settings", str(settings)]
+            return command
+        if not self.model.startswith("siglip"):
+            raise Unavailable("it pools what the language model makes of an image, not what its tower does")
+        try:
+            importlib.import_module("vllm.entrypoints.cli.main")
+        except ImportError as error:
+            raise Unavailable(f"vLLM cannot be imported: {error}") from error
+        options = ["--runner", "pooling", "--host", HOST, "--port", port, "--no-enable-prefix-caching"]
+        options += ["--mm-processor-cache-gb", "0", "--chat-template", "{{ messages[0]['content'] }}"]
+        return ["-m", "vllm.entrypoints.cli.main", "serve", directory, *options]
 
-def _answers(port: int) -> bool:
-    try:
-        with socket.create_connection((HOST, port), timeout=5) as connection:
-            connection.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            return connection.recv(64).startswith(b"HTTP/1.1 200")
-    except OSError:
-        return False
+    def _answers(self) -> bool:
+        path = b"/health" if self.name == VLLM else b"/ready"
+        try:
+            with socket.create_connection((HOST, self.port), timeout=5) as connection:
+                connection.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                return connection.recv(64).startswith(b"HTTP/1.1 200")
+        except OSError:
+            return False
 
 
 # --- load
@@ -128,33 +223,32 @@ class Connection:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def post(self, image: bytes) -> None:
-        """One image; returns with its vector."""
+    async def post(self, body: bytes) -> None:
+        """Send a request; returns with its answer."""
         if self._streams is None or self._streams[0].at_eof():  # the server closes those that are idle
             self._streams = await asyncio.open_connection(HOST, self._port, limit=1 << 24)
         reader, writer = self._streams
-        fields = f"host: x\r\ncontent-type: image/jpeg\r\ncontent-length: {len(image)}"
-        writer.write(f"POST {PATH} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + image)
+        writer.write(body)
         answer = await reader.readuntil(b"\r\n\r\n")
         lines = answer.decode("latin-1").lower().split("\r\n")
         size = next(int(line.partition(":")[2]) for line in lines if line.startswith("content-length:"))
         body = await reader.readexactly(size)
         if not answer.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(f"{lines[0]}: {body[:300].decode()}")
+            raise Unavailable(f"{lines[0]}: {body[:300].decode()}")
 
     def close(self) -> None:
         if self._streams is not None:
             self._streams[1].close()
 
 
-async def measure_capacity(port: int, images: Sequence[bytes], seconds: float, clients: int) -> float:
+async def measure_capacity(server: Server, bodies: Sequence[bytes], seconds: float, clients: int) -> float:
     """Images a second that many connections get, after as long a time to warm up."""
-    connections = [Connection(port) for _ in range(clients)]
+    connections = [Connection(server.port) for _ in range(clients)]
 
     async def send(connection: Connection, until: float) -> int:
         count = 0
-        for image in itertools.cycle(images):
-            await connection.post(image)
+        for body in itertools.cycle(bodies):
+            await connection.post(body)
             count += 1
             if time.perf_counter() >= until:
                 break
@@ -170,25 +264,20 @@ async def measure_capacity(port: int, images: Sequence[bytes], seconds: float, c
     return rates[-1]
 
 
-async def measure_rate(port: int, images: Sequence[bytes], rate: float, seconds: float) -> dict[str, Any]:
+async def measure_rate(server: Server, bodies: Sequence[bytes], rate: float, count: int) -> dict[str, Any]:
     """Latency where requests come at random times, the same for the same rate."""
-    draw, idle, times = random.Random(0), [Connection(port)], []
+    draw, idle, times = random.Random(0), [Connection(server.port)], []
     start = time.perf_counter()
 
-    async def arrive(at: float, image: bytes) -> None:
+    async def arrive(at: float, body: bytes) -> None:
         await asyncio.sleep(start + at - time.perf_counter())
-        connection = idle.pop() if idle else Connection(port)
-        await connection.post(image)
+        connection = idle.pop() if idle else Connection(server.port)
+        await connection.post(body)
         times.append(1e3 * (time.perf_counter() - start - at))
         idle.append(connection)
 
-    at, arrivals = 0.0, []
-    for image in itertools.cycle(images):
-        at += draw.expovariate(rate)
-        if at > seconds and arrivals:
-            break
-        arrivals.append(arrive(at, image))
-    await asyncio.gather(*arrivals)
+    arrivals = itertools.accumulate(draw.expovariate(rate) for _ in range(count))
+    await asyncio.gather(*map(arrive, arrivals, itertools.cycle(bodies)))
     for connection in idle:
         connection.close()
     times.sort()

@@ -281,6 +281,10 @@ class ServiceMetrics:
         """Count an item that the tower refused."""
         self._items(1, outcome="refused")
 
+    async def exposition(self) -> str:
+        """All counts in Prometheus' text format."""
+        raise NotImplementedError
+
 
 class LocalMetrics(ServiceMetrics):
     """Those of a service in this process, with the statistics of its queue and managers."""

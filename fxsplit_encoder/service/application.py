@@ -12,9 +12,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -23,7 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fxsplit_encoder.errors import FxSplitError, InputError, MediaError
+from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
+from fxsplit_encoder.integrations.prometheus import ServiceMetrics
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.text import Tokenizer
@@ -39,6 +39,7 @@ from fxsplit_encoder.service.encoder import (
 from fxsplit_encoder.service.protocol import (
     EmbeddingRequest,
     RequestError,
+    Source,
     embeddings_response,
     json_response,
     parse_request,
@@ -53,8 +54,12 @@ Outcome = Array | Exception
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+BODY_TIMEOUT_S = 30.0
+"""Within which a request's body has to come."""
+MOST_PENDING_BYTES = 1 << 30
+"""Of all bodies that are in memory together."""
+_RETRY_AFTER = {"Retry-After": "1"}
 _CLOSE = {"Connection": "close"}
-
 _GONE = 499
 """The status of a request whose client has gone; the answer is read by no one."""
 
@@ -75,22 +80,6 @@ class Backend(Protocol):
         ...
 
 
-class Metrics(Protocol):
-    """What counts requests."""
-
-    def add_request(self, status: int, seconds: float) -> None:
-        """Count an answer."""
-        ...
-
-    def add_refused(self) -> None:
-        """Count an item that was refused."""
-        ...
-
-    async def exposition(self) -> str:
-        """All counts in Prometheus' text format."""
-        ...
-
-
 class LocalBackend:
     """Encoders in this process."""
 
@@ -101,29 +90,19 @@ class LocalBackend:
 
     async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
         """As of `Backend`; cancelling it cancels the items that wait."""
-        futures: list[Any] = []
-
-        def submit() -> int:
-            tokens = 0
-            for item in items:
-                future, count = self._encoder.submit(item, tenant, self._timeout_s)
-                futures.append(future)
-                tokens += count
-            return tokens
-
+        submitted = self._threads.submit(self._encoder.submit, items, tenant, self._timeout_s)
         try:
-            tokens = await asyncio.get_running_loop().run_in_executor(self._threads, submit)
+            futures, tokens = await asyncio.wrap_future(submitted)
             waiting = map(asyncio.wrap_future, futures)
             return list(await asyncio.gather(*waiting, return_exceptions=True)), tokens
         except BaseException:
-            for future in futures:
-                future.cancel()
+            submitted.add_done_callback(_cancel_items)
             raise
 
     async def describe(self) -> dict[str, Any]:
         """Device, dtype, batches and counts."""
         if not self._encoder.queue.is_alive:
-            raise InputError("the encoder is lost; see the log")
+            raise EncoderLostError("the encoder is lost; see the log")
         first = self._encoder.first
         return {
             "is_ready": self._encoder.is_ready,
@@ -133,6 +112,12 @@ class LocalBackend:
             "max_batch_tokens": self._encoder.max_batch_tokens,
             "items": self._encoder.queue.stats().encoded,
         }
+
+
+def _cancel_items(submitted: Future[tuple[list[Future[Array]], int]]) -> None:
+    if not submitted.cancelled() and submitted.exception() is None:
+        for future in submitted.result()[0]:
+            future.cancel()
 
 
 class Application:
@@ -151,7 +136,7 @@ class Application:
         settings: ServiceSettings,
         preparer: ImagePreparer,
         backend: Backend,
-        metrics: Metrics,
+        metrics: ServiceMetrics,
         threads: ThreadPoolExecutor,
     ) -> None:
         self.settings = settings
@@ -164,48 +149,43 @@ class Application:
         self.is_draining = False
         """Whether it is about to end, which /ready tells."""
 
-        endpoints: list[tuple[str, str, Endpoint]] = [
-            ("POST", "/v1/embeddings", self._embed),
-            ("GET", "/v1/models", self._models),
-            ("GET", "/health", self._health),
-            ("GET", "/ready", self._ready),
-            ("GET", "/metrics", self._expose),
+        endpoints: dict[str, tuple[str, Endpoint]] = {
+            "/v1/embeddings": ("POST", self._embed),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._expose),
+        }
+        self.paths = ", ".join(endpoints)
+        routes = [
+            Route(path, self._answering(endpoint, path.startswith("/v1/")), methods=[method])
+            for path, (method, endpoint) in endpoints.items()
         ]
-        self.paths = [path for _, path, _ in endpoints]
-        self.app = Starlette(
-            routes=[
-                Route(path, self._answering(own, path.startswith("/v1/")), methods=[method])
-                for method, path, own in endpoints
-            ],
-            exception_handlers={HTTPException: self._refuse_path},
-        )
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse_path})
 
     def _answering(self, endpoint: Endpoint, is_private: bool) -> Endpoint:
         async def answer(request: Request) -> Response:
             begin = time.perf_counter()
-            response = await self._answer(endpoint, request, is_private)
+            try:
+                if is_private and self.settings.api_key is not None:
+                    self._check_key(request, self.settings.api_key)
+                response = await endpoint(request)
+            except RequestError as error:
+                response = error.response()
+            except ClientDisconnect:
+                response = Response(status_code=_GONE)
+            except Exception as error:
+                logger.exception("a request failed")
+                response = RequestError(500, "internal", f"{type(error).__name__}: see the log").response()
             self._metrics.add_request(response.status_code, time.perf_counter() - begin)
             return response
 
         return answer
 
-    async def _answer(self, endpoint: Endpoint, request: Request, is_private: bool) -> Response:
-        try:
-            if is_private and self.settings.api_key is not None:
-                self._check_key(request, self.settings.api_key)
-            return await endpoint(request)
-        except RequestError as error:
-            return error.response()
-        except ClientDisconnect:
-            return Response(status_code=_GONE)
-        except Exception as error:
-            logger.exception("a request failed")
-            return RequestError(500, "internal", f"{type(error).__name__}: see the log").response()
-
     async def _refuse_path(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         kind = "not_found" if error.status_code == 404 else "method_not_allowed"
-        message = f"{error.detail}; there are {', '.join(self.paths)}"
+        message = f"{error.detail}; there are {self.paths}"
         return RequestError(error.status_code, kind, message, headers=error.headers).response()
 
     def _check_key(self, request: Request, key: str) -> None:
@@ -220,24 +200,23 @@ class Application:
         model = {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "fxsplit_encoder"}
         return json_response({"object": "list", "data": [model]})
 
-    async def _health(self, request: Request) -> Response:
+    async def _describe(self) -> dict[str, Any]:
         try:
-            found = await self._backend.describe()
+            return await self._backend.describe()
         except FxSplitError as error:
-            raise self._refusal(str(error), 503) from error
+            raise _unavailable(str(error)) from error
+
+    async def _health(self, request: Request) -> Response:
+        found = await self._describe()
         status = "ok" if found["is_ready"] else "starting"
         running = {"requests": self.num_requests, "pending_bytes": self.pending_bytes}
         return json_response({"status": status, "model": self.settings.name, **running, "encoder": found})
 
     async def _ready(self, request: Request) -> Response:
         if self.is_draining:
-            raise self._refusal("the service ends", 503)
-        try:
-            is_ready = (await self._backend.describe())["is_ready"]
-        except FxSplitError as error:
-            raise self._refusal(str(error), 503) from error
-        if not is_ready:
-            raise self._refusal("the encoder starts", 503)
+            raise _unavailable("the service ends")
+        if not (await self._describe())["is_ready"]:
+            raise _unavailable("the encoder starts")
         return json_response({"status": "ready"})
 
     async def _expose(self, request: Request) -> Response:
@@ -245,65 +224,55 @@ class Application:
         return Response(text, 200, media_type="text/plain; version=0.0.4")
 
     async def _embed(self, request: Request) -> Response:
-        async with self._body(request) as body:
+        body = bytearray()
+        try:
+            await self._read(request, body)
             self._check_load()
             self.num_requests += 1
             try:
-                return await self._while_connected(request, self._embed_body(request, body))
+                return await self._while_connected(request, self._embed_body(request, bytes(body)))
             finally:
                 self.num_requests -= 1
+        finally:
+            self.pending_bytes -= len(body)
 
     def _check_load(self) -> None:
         if self.num_requests >= self.settings.max_requests:
-            raise self._refusal(f"the service is busy; ask again in {self.settings.retry_after_s} s")
-
-    def _refusal(self, message: str, status: int | None = None) -> RequestError:
-        headers = {"Retry-After": str(self.settings.retry_after_s)}
-        return RequestError(status or self.settings.refusal_status, "overloaded", message, headers=headers)
+            raise _busy(f"{self.num_requests} requests are worked on, the limit max_requests")
 
     # --- bodies
 
-    @contextlib.asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
-        """The body, whose bytes count as pending until the request is answered."""
-        body = _Body()
+    async def _read(self, request: Request, body: bytearray) -> None:
+        """Read a request's body, whose bytes count as pending."""
+        chunks = request.stream()
         try:
-            try:
-                async with asyncio.timeout(self.settings.body_timeout_s):
-                    await self._read(request, body)
-            except TimeoutError:
-                limit = f"within {self.settings.body_timeout_s:g} s, the limit body_timeout_s"
-                raise RequestError(
-                    408, "timeout", f"body: expected all of it {limit}", headers=_CLOSE
-                ) from None
-            except RequestError:
-                await self._discard(request, body)
-                raise
-            yield b"".join(body.chunks)
-        finally:
-            self.pending_bytes -= body.size
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                self._check_load()
+                self._check_size(_declared(request))
+                async for chunk in chunks:
+                    self._check_size(len(body) + len(chunk))
+                    if self.pending_bytes + len(chunk) > MOST_PENDING_BYTES:
+                        raise _busy("the bodies that came take all memory for them")
+                    self.pending_bytes += len(chunk)
+                    body += chunk
+        except TimeoutError:
+            message = f"body: expected all of it within {BODY_TIMEOUT_S:g} s"
+            raise RequestError(408, "timeout", message, headers=_CLOSE) from None
+        except RequestError:
+            await self._discard(chunks)
+            raise
 
-    async def _read(self, request: Request, body: _Body) -> None:
-        self._check_load()
-        self._check_size(_declared(request))
-        while not body.is_whole:
-            chunk = await body.receive(request)
-            self._check_size(body.size + len(chunk))
-            if self.pending_bytes + len(chunk) > self.settings.max_pending_bytes:
-                raise self._refusal("the bodies that came take all memory for them")
-            self.pending_bytes += len(chunk)
-            body.size += len(chunk)
-            body.chunks.append(chunk)
-
-    async def _discard(self, request: Request, body: _Body) -> None:
+    async def _discard(self, chunks: AsyncIterator[bytes]) -> None:
         """Read the rest of a body that is refused, if it is not too long: a connection that is closed before
         is reset, and its client does not see the answer.
         """
         left = self.settings.max_request_bytes
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.body_timeout_s):
-                while left >= 0 and not body.is_whole:
-                    left -= len(await body.receive(request))
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in chunks:
+                    left -= len(chunk)
+                    if left < 0:
+                        break
 
     def _check_size(self, size: int) -> None:
         if size > self.settings.max_request_bytes:
@@ -327,30 +296,25 @@ class Application:
     # --- items
 
     async def _embed_body(self, request: Request, body: bytes) -> Response:
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        query = request.url.query
+        headers, query = dict(request.headers), request.url.query
         asked = await self._on_thread(lambda: parse_request(headers, query, body, self.settings))
         await self._on_thread(lambda: self._check_pixels(asked))
-        items = list(
-            await asyncio.gather(
-                *(self._on_thread(self._preparing(index, each)) for index, each in enumerate(asked.items))
-            )
-        )
+        prepared = (self._on_thread(self._preparing(*numbered)) for numbered in enumerate(asked.items))
+        items = list(await asyncio.gather(*prepared))
         tenant = asked.user or (request.client.host if request.client else "")
         try:
             outcomes, tokens = await self._backend.encode(items, tenant)
         except FxSplitError as error:
-            raise self._error_of(error, None) from error
+            raise _answer_to(error, None) from error
         embeddings = []
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, Exception):
                 self._metrics.add_refused()
-                raise self._error_of(outcome, index) from outcome
+                raise _answer_to(outcome, index) from outcome
             embeddings.append(outcome)
+        name, is_normalized = self.settings.name, self._is_normalized
         return await self._on_thread(
-            lambda: embeddings_response(
-                asked, self.settings.name, items, embeddings, tokens, self._is_normalized
-            )
+            lambda: embeddings_response(asked, name, items, embeddings, tokens, is_normalized)
         )
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
@@ -360,16 +324,18 @@ class Application:
         pixels = 0
         for index, source in enumerate(asked.items):
             if isinstance(source, bytes):
-                pixels += _or_refused(index, lambda source=source: self._preparer.measure(source))  # type: ignore[misc]
+                with _refusing(index):
+                    pixels += self._preparer.measure(source)
             if pixels > self.settings.max_request_pixels:
                 most = self.settings.max_request_pixels
                 limit = f"expected at most {most} pixels together, the limit max_request_pixels"
                 raise RequestError(413, "too_large", f"images: {limit}; got {pixels} or more", index)
 
-    def _preparing(self, index: int, source: bytes | str) -> Callable[[], Item]:
+    def _preparing(self, index: int, source: Source) -> Callable[[], Item]:
         def prepare() -> Item:
             if isinstance(source, bytes):
-                return _or_refused(index, lambda: self._preparer.load(source))
+                with _refusing(index):
+                    return self._preparer.load(source)
             if self._tokenizer is None:
                 message = f"input: {self.settings.name} takes images alone; got a text"
                 raise RequestError(400, "invalid_request", message, index)
@@ -377,41 +343,30 @@ class Application:
 
         return prepare
 
-    def _error_of(self, error: Exception, index: int | None) -> Exception:
-        if isinstance(error, InputError):
-            return RequestError(422, "unencodable_image", str(error), index)
-        if isinstance(error, FxSplitError) and error.retryable:
-            return self._refusal(f"{error}; ask again in {self.settings.retry_after_s} s")
-        return error
+
+def _busy(message: str) -> RequestError:
+    return RequestError(429, "overloaded", f"{message}; ask again", headers=_RETRY_AFTER)
 
 
-def _or_refused(index: int, load: Callable[[], T]) -> T:
+def _unavailable(message: str) -> RequestError:
+    return RequestError(503, "unavailable", message, headers=_RETRY_AFTER)
+
+
+def _answer_to(error: Exception, index: int | None) -> Exception:
+    """What answers a request whose item was not encoded."""
+    if isinstance(error, InputError):
+        return RequestError(422, "unencodable_image", str(error), index)
+    if isinstance(error, FxSplitError) and error.retryable:
+        return _unavailable(f"{error}; ask again")
+    return error
+
+
+@contextlib.contextmanager
+def _refusing(index: int) -> Iterator[None]:
     try:
-        return load()
+        yield
     except MediaError as error:
         raise RequestError(422, "undecodable_image", str(error), index) from None
-
-
-@dataclass
-class _Body:
-    """A body as it arrives."""
-
-    chunks: list[bytes] = field(default_factory=list)
-    size: int = 0
-    is_whole: bool = False
-
-    async def receive(self, request: Request) -> bytes:
-        """The next bytes of it.
-
-        Raises:
-            ClientDisconnect: there will be none.
-        """
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        self.is_whole = not message.get("more_body", False)
-        chunk: bytes = message.get("body", b"")
-        return chunk
 
 
 def _declared(request: Request) -> int:

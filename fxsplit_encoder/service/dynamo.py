@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.service.encoder import ImageEncoder, PreparedImage
+from fxsplit_encoder.service.encoder import ImagePreparer, PreparedImage, QueuedEncoder
 from fxsplit_encoder.service.settings import ServingSettings
 
 _GRID = "image_grid_thw"
@@ -47,7 +47,7 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
     """Threads that decode and prepare images."""
 
     def __init__(self) -> None:
-        self._encoder: ImageEncoder | None = None
+        self._encoder: QueuedEncoder | None = None
         self._takes_grids = False
         self._resolved = self._settings_for("served")  # wrong ones are refused before anything is loaded
 
@@ -59,11 +59,11 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         if self._encoder is None:
             config = self._resolved.config
             return (config and config.token_budgets) or None
-        ladders = list(self._encoder.manager.budget_graphs.values())
+        ladders = list(self._encoder.first.manager.budget_graphs.values())
         return (sorted(ladders[0]) or None) if len(ladders) == 1 else None
 
     def build(self, model_id: str) -> None:
-        """Loads the tower, compiles and captures, on the thread that will encode.
+        """Loads the tower, compiles and captures, on the queue's thread, which will encode.
 
         Raises:
             InputError: the checkpoint or the device is not usable, or the tower has not the grids it needs.
@@ -71,11 +71,13 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         served = Checkpoint.locate(model_id).read_json("config.json") or {}
         self._takes_grids = bool(_TAKE_GRIDS.intersection(served.get("architectures") or ()))
         self._resolved = self._settings_for(model_id)
-        encoder = ImageEncoder(self._resolved)
-        if self._takes_grids and _GRID not in encoder.preparer.prepare(Image.new("RGB", (448, 448))).inputs:
+        probe = ImagePreparer(self._resolved).prepare(Image.new("RGB", (448, 448)))
+        if self._takes_grids and _GRID not in probe.inputs:
             raise InputError(
                 f"model: expected a tower with grids, as {model_id} has; got {self._resolved.model}"
             )
+        encoder = QueuedEncoder(self._resolved)
+        encoder.wait_started()
         self._encoder = encoder
 
     def fetch(self, url: str) -> bytes:
@@ -102,13 +104,13 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
             InputError: this image cannot be encoded, which Dynamo tells its sender.
         """
         image = self._built().preparer.load(self.fetch(raw))
-        return Preprocessed(item=image, cost=self._built().count_tokens(image))
+        return Preprocessed(item=image, cost=self._built().first.count_tokens(image))
 
     def forward_batch(
         self, items: Sequence[PreparedImage], target_bucket: int | None = None
     ) -> list[Tensor | Qwen3VLImageEncoding]:
-        """Encodes what `preprocess` made, on the thread that built. `target_bucket` is one of `buckets`, or
-        None; either way the manager chooses among its captures.
+        """Encodes what `preprocess` made. `target_bucket` is one of `buckets`, or None; either way the
+        manager chooses among its captures.
 
         Returns:
             For every item (output tokens, hidden) on the host, in the tower's dtype; grids where they belong.
@@ -123,13 +125,13 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         for item, result in zip(items, encoder.encode(items), strict=True):
             if isinstance(result, InputError):  # a ValueError would blame the senders of all the others too
                 raise RuntimeError(f"an image of the batch was not encoded: {result}") from result
-            artifacts.append(self._artifact(item, torch.from_numpy(result).to(encoder.dtype)))
+            artifacts.append(self._artifact(item, torch.from_numpy(result).to(encoder.first.dtype)))
         return artifacts
 
     def close(self) -> None:
-        """Releases captures and weights, on the thread that built."""
+        """Releases captures and weights."""
         if self._encoder is not None:
-            self._encoder.manager.clear()
+            self._encoder.close()
             self._encoder = None
 
     def _artifact(self, item: PreparedImage, rows: Tensor) -> Tensor | Qwen3VLImageEncoding:
@@ -137,7 +139,7 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
             return rows
         return Qwen3VLImageEncoding(embeddings=rows, grid_thw=tuple(item.inputs[_GRID][0].tolist()))
 
-    def _built(self) -> ImageEncoder:
+    def _built(self) -> QueuedEncoder:
         if self._encoder is None:
             raise RuntimeError("the encoder is not built, or closed")
         return self._encoder

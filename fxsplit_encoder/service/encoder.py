@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.encode_queue import EncodeQueue
-from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
+from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
 from fxsplit_encoder.media import MediaSettings, load_image, measure_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import load_tower, read_family
@@ -79,9 +79,7 @@ class ImagePreparer:
     """
 
     def __init__(self, settings: ImageEncoderSettings) -> None:
-        self._limits = MediaSettings(
-            max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels, background=settings.background
-        )
+        self._limits = MediaSettings(max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels)
         checkpoint = Checkpoint.locate(settings.model)
         family, config = read_family(checkpoint)
         processors = checkpoint.processors()
@@ -210,7 +208,6 @@ class ImageEncoder:
     Args:
         settings: checkpoint, device, captures, and the form of embeddings.
         preparer: of the same checkpoint, where the caller has one.
-        captures: whether captures are made now, or by `start`.
         observe: called with the embeddings of each batch and its seconds.
 
     Raises:
@@ -221,8 +218,6 @@ class ImageEncoder:
         self,
         settings: ImageEncoderSettings,
         preparer: ImagePreparer | None = None,
-        *,
-        captures: bool = True,
         observe: Observe = lambda embeddings, seconds: None,
     ) -> None:
         self.settings = settings
@@ -248,8 +243,6 @@ class ImageEncoder:
         planned = [each.key.budget for each in all_planned if each.pruned is None]
         self.max_batch_tokens = max(planned, default=_IMAGES_WITHOUT_BUDGET * self.count_tokens(probe))
         """Output tokens of the largest capture, or without captures of some images."""
-        if captures:
-            self.start()
 
     def start(self) -> None:
         """Capture, on the thread that will encode."""
@@ -268,24 +261,6 @@ class ImageEncoder:
             return max(1, self.max_batch_tokens // _MOST_TEXTS)
         specs = self.manager.tower.get_encoder_cudagraph_item_specs(_host_inputs(item))
         return sum(spec.output_tokens for spec in specs)
-
-    def encode(self, items: Sequence[Item]) -> list[Result]:
-        """The embedding of every item, in order; for one that the tower refuses, or that alone does not fit
-        in memory, the error.
-
-        Raises:
-            Exception: what else goes wrong concerns all of them.
-        """
-        if not items:
-            return []
-        try:
-            return [*self.launch(items).wait()]  # type: ignore[list-item]  # errors are raised
-        except (InputError, torch.OutOfMemoryError) as error:
-            if len(items) > 1:
-                half = len(items) // 2
-                return self.encode(items[:half]) + self.encode(items[half:])
-            assert isinstance(error, InputError)
-            return [error]
 
     def launch(self, items: Sequence[Item]) -> Launched:
         """Begin to encode a batch; on a GPU it returns before the device is done.
@@ -354,12 +329,12 @@ def resolved_form(settings: ImageEncoderSettings) -> tuple[Pooling, bool]:
         InputError: the model has no vector of its own.
     """
     family, _ = read_family(Checkpoint.locate(settings.model))
-    pooling: Pooling | None = settings.pooling
-    if pooling == "model" and family.pooled is None:
+    if settings.pooling == "model" and family.pooled is None:
         raise InputError(f"pooling: {settings.model} has no vector of its own; use mean or none")
-    pooling = pooling or ("mean" if family.pooled is None else "model")
-    normalizes: bool | None = settings.normalize
-    return pooling, pooling != "none" if normalizes is None else normalizes
+    default: Pooling = "mean" if family.pooled is None else "model"
+    pooling = settings.pooling or (default if settings.pools_by_default else "none")
+    normalizes = settings.normalize
+    return pooling, settings.pools_by_default and pooling != "none" if normalizes is None else normalizes
 
 
 def has_tokenizer(checkpoint: Checkpoint) -> bool:
@@ -383,7 +358,7 @@ class QueuedEncoder:
     Args:
         settings: of the encoders.
         devices: where they encode; None: that of the settings.
-        max_batch_tokens: output tokens of a batch; None: `budgets_per_batch` times the largest capture's.
+        budgets_per_batch: output tokens of a batch, in those of the largest capture.
         observe: called with the embeddings of each batch and its seconds, on a thread of an encoder.
 
     Raises:
@@ -395,7 +370,6 @@ class QueuedEncoder:
         settings: ImageEncoderSettings,
         devices: Sequence[str] | None = None,
         *,
-        max_batch_tokens: int | None = None,
         budgets_per_batch: int = 1,
         observe: Observe = lambda embeddings, seconds: None,
     ) -> None:
@@ -403,9 +377,10 @@ class QueuedEncoder:
         for device in devices or [settings.device]:
             own = settings.model_copy(update={"device": device})
             preparer = self.encoders[0].preparer if self.encoders else None
-            self.encoders.append(ImageEncoder(own, preparer, captures=False, observe=observe))
+            self.encoders.append(ImageEncoder(own, preparer, observe))
         self.first = self.encoders[0]
-        self.max_batch_tokens = max_batch_tokens or budgets_per_batch * self.first.max_batch_tokens
+        self.preparer = self.first.preparer
+        self.max_batch_tokens = budgets_per_batch * self.first.max_batch_tokens
         self.queue: EncodeQueue[Item, Array] = EncodeQueue(self.max_batch_tokens)
         self.started = [self.queue.add_worker(each.launch, each.start, each.close) for each in self.encoders]
 
@@ -420,17 +395,25 @@ class QueuedEncoder:
         return self.queue.is_alive and any(started.done() for started in self.started)
 
     def submit(
-        self, item: Item, tenant: str = "", timeout_s: float | None = None
-    ) -> tuple[Future[Array], int]:
-        """The future embedding of an item, and its output tokens before pooling.
+        self, items: Sequence[Item], tenant: str = "", timeout_s: float | None = None
+    ) -> tuple[list[Future[Array]], int]:
+        """The future embeddings of items, and their output tokens before pooling.
 
         Raises:
-            InputError: the tower does not take it.
+            InputError: the tower does not take one of them; none is submitted.
             QueueFullError, QueueClosedError, EncoderLostError: as `EncodeQueue.submit`.
         """
-        tokens = self.first.count_tokens(item)
-        cost = min(tokens, self.max_batch_tokens)
-        return self.queue.submit(item, cost, tenant=tenant, timeout_s=timeout_s), tokens
+        counts = [self.first.count_tokens(item) for item in items]
+        futures = []
+        try:
+            for item, tokens in zip(items, counts, strict=True):
+                cost = min(tokens, self.max_batch_tokens)
+                futures.append(self.queue.submit(item, cost, tenant=tenant, timeout_s=timeout_s))
+        except FxSplitError:
+            for future in futures:
+                future.cancel()
+            raise
+        return futures, sum(counts)
 
     def encode(self, items: Sequence[Item]) -> list[Result]:
         """The embedding of every item, in order, or the InputError that concerns it alone.
@@ -438,8 +421,7 @@ class QueuedEncoder:
         Raises:
             Exception: what else goes wrong.
         """
-        futures = [self.submit(item)[0] for item in items]
-        return [_result(future) for future in futures]
+        return [_result(future) for future in self.submit(items)[0]]
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the encoders once all that was submitted is encoded."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import Field, File, FormParser, parse_options_header
 from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
@@ -22,17 +21,17 @@ from fxsplit_encoder.messages import names_of, shown
 from fxsplit_encoder.service.encoder import Array, Item, PreparedImage
 from fxsplit_encoder.service.settings import ServiceSettings
 
-Encoding = Literal["float", "base64", "npy"]
+Encoding = Literal["float", "base64"]
 Source = bytes | str
 """An encoded image, or a text."""
 
-_NPY = "application/x-npy"
-_ITEMS = ("image", "images", "input")
 _OPTIONS = ("dimensions", "encoding_format", "modality", "model", "user")
 
 # Of one JSON body: a value takes up to a hundred times its bytes.
 _MOST_VALUES = 1 << 20
 _MOST_FIELD_BYTES = 1 << 10
+# Of a text; of what is longer than the model takes, the beginning is encoded.
+MOST_CHARACTERS = 1 << 15
 
 
 class RequestError(Exception):
@@ -96,7 +95,7 @@ def parse_request(
         fields |= own
     elif kind == b"application/json":
         own = _read_json(body)
-        _check_names(own, (*_ITEMS, *_OPTIONS))
+        _check_names(own, ("input", *_OPTIONS))
         items = _items_of(own, settings)
         fields |= own
     elif kind.startswith(b"image/") or kind == b"application/octet-stream":
@@ -106,37 +105,23 @@ def parse_request(
         given = kind.decode("latin-1")
         raise RequestError(415, "unsupported_media_type", f"expected {expected}; got {given or 'nothing'}")
     if not 1 <= len(items) <= settings.max_items_per_request:
-        most = settings.max_items_per_request
-        raise _invalid(f"items: expected 1 to {most} of them; got {len(items)}")
-    _check_model(fields.get("model"), settings)
-    user = fields.get("user", "")
+        raise _wrong_number(len(items), settings)
+    model, user = fields.get("model"), fields.get("user", "")
+    if model is not None and model != settings.name:
+        message = f"model: expected {settings.name}; got {shown(model)}"
+        raise RequestError(404, "model_not_found", message)
     if not isinstance(user, str):
         raise _invalid(f"user: expected a text; got {shown(user)}")
-    encoding = _encoding_of(fields.get("encoding_format"), headers, items)
+    encoding: Any = fields.get("encoding_format") or "float"
+    if encoding not in get_args(Encoding):
+        expected = " or ".join(get_args(Encoding))
+        raise _invalid(f"encoding_format: expected {expected}; got {shown(encoding)}")
     return EmbeddingRequest(items, encoding, _dimensions_of(fields.get("dimensions")), user)
 
 
 def _check_names(fields: Mapping[str, Any], allowed: Sequence[str]) -> None:
     if unknown := sorted(fields.keys() - {*allowed}):
         raise _invalid(f"expected {', '.join(sorted(allowed))}; got {names_of(unknown)}")
-
-
-def _check_model(model: object, settings: ServiceSettings) -> None:
-    if model is not None and model != settings.name:
-        message = f"model: expected {settings.name}; got {shown(model)}"
-        raise RequestError(404, "model_not_found", message)
-
-
-def _encoding_of(named: object, headers: Mapping[str, str], items: Sequence[Source]) -> Encoding:
-    if named is None:
-        named = "npy" if _NPY in headers.get("accept", "") else "float"
-    for known in get_args(Encoding):
-        if named == known:
-            if known == "npy" and len(items) > 1:
-                raise _invalid(f"npy holds one embedding; got {len(items)} items")
-            encoding: Encoding = known
-            return encoding
-    raise _invalid(f"encoding_format: expected one of {', '.join(get_args(Encoding))}; got {shown(named)}")
 
 
 def _dimensions_of(given: object) -> int | None:
@@ -167,25 +152,20 @@ def _refuse_constant(name: str) -> None:
 
 
 def _items_of(fields: Mapping[str, Any], settings: ServiceSettings) -> list[Source]:
-    given = [name for name in _ITEMS if name in fields]
-    if len(given) > 1:
-        raise _invalid(f"expected {' or '.join(given)}; got {'both' if len(given) == 2 else 'all'}")
-    if not given:
-        return []
-    name, value = given[0], fields[given[0]]
-    if name == "images" and not isinstance(value, list):
-        raise _invalid(f"images: expected a list; got {shown(value)}")
-    modality = fields.get("modality", "text" if name == "input" else "image")
+    modality, given = fields.get("modality", "text"), fields.get("input", [])
     if modality not in ("text", "image"):
         raise _invalid(f"modality: expected text or image; got {shown(modality)}")
-    values = value if isinstance(value, list) else [value]
-    if len(values) > settings.max_items_per_request:
-        most = settings.max_items_per_request
-        raise _invalid(f"{name}: expected 1 to {most} of them; got {len(values)}")
-    return [_item_of(index, each, modality, settings) for index, each in enumerate(values)]
+    values = given if isinstance(given, list) else [given]
+    if len(values) > settings.max_items_per_request:  # before any is decoded
+        raise _wrong_number(len(values), settings)
+    return [_item_of(index, each, modality) for index, each in enumerate(values)]
 
 
-def _item_of(index: int, value: object, modality: str, settings: ServiceSettings) -> Source:
+def _wrong_number(count: int, settings: ServiceSettings) -> RequestError:
+    return _invalid(f"items: expected 1 to {settings.max_items_per_request} of them; got {count}")
+
+
+def _item_of(index: int, value: object, modality: str) -> Source:
     if isinstance(value, dict):
         names = sorted(map(str, value))
         if names not in (["image"], ["text"]):
@@ -197,14 +177,12 @@ def _item_of(index: int, value: object, modality: str, settings: ServiceSettings
         return _from_base64(index, value)
     if not isinstance(value, str):
         raise _invalid(f"input: expected a text, a data URL or an object; got {shown(value)}", index)
-    if len(value) > settings.max_text_characters:
-        most = settings.max_text_characters
-        raise _invalid(f"input: expected at most {most} characters; got {len(value)}", index)
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise _invalid("input: expected a text of Unicode; got half a surrogate pair", index) from None
+    if len(value) > MOST_CHARACTERS:
+        raise _invalid(f"input: expected at most {MOST_CHARACTERS} characters; got {len(value)}", index)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _invalid("input: expected a text of Unicode; got half a surrogate pair", index) from None
     return value
 
 
@@ -224,66 +202,35 @@ def _from_base64(index: int, text: object) -> bytes:
 
 def _read_form(body: bytes, boundary: bytes, settings: ServiceSettings) -> tuple[list[bytes], dict[str, str]]:
     """The files of a form, and its fields."""
+    files: list[bytes] = []
+    fields: dict[str, str] = {}
+    ends: list[None] = []  # the parser does not mind a form that is cut off
+
+    def add_file(file: File) -> None:
+        if len(files) >= settings.max_items_per_request:
+            raise _invalid(f"multipart: Too many files; expected at most {settings.max_items_per_request}")
+        file.file_object.seek(0)
+        files.append(file.file_object.read())
+
+    def add_field(field: Field) -> None:
+        value = field.value or b""
+        if len(value) > _MOST_FIELD_BYTES or len(fields) > len(_OPTIONS):
+            raise _invalid("multipart: expected few and short fields beside the files")
+        fields[(field.field_name or b"").decode("utf-8", "replace")] = value.decode("utf-8", "replace")
+
     if not boundary:
         raise _invalid("multipart: Content-Type: expected a boundary")
-    form = _Form(settings.max_items_per_request)
+    in_memory = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
     try:
-        parser = MultipartParser(boundary, form.callbacks())  # type: ignore[arg-type]
+        parser = FormParser(
+            "multipart/form-data", add_field, add_file, lambda: ends.append(None), boundary, config=in_memory
+        )
         parser.write(body)
-    except RequestError:
-        raise
     except ValueError as error:
         raise _invalid(f"multipart: {error}") from None
-    if not form.is_ended:
+    if not ends:
         raise _invalid("multipart: expected the boundary of its end; it was cut off")
-    return form.files, form.fields
-
-
-class _Form:
-    """The parts of a form, as the parser finds them."""
-
-    def __init__(self, most_files: int) -> None:
-        self.files: list[bytes] = []
-        self.fields: dict[str, str] = {}
-        self.is_ended = False
-        self._most_files = most_files
-        self._data, self._name, self._value = bytearray(), bytearray(), bytearray()
-        self._disposition = b""
-
-    def callbacks(self) -> dict[str, Any]:
-        """By the parser's names."""
-        return {
-            "on_part_begin": self._begin,
-            "on_part_data": lambda data, start, end: self._data.extend(data[start:end]),
-            "on_part_end": self._end,
-            "on_header_field": lambda data, start, end: self._name.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
-            "on_header_end": self._end_header,
-            "on_end": self._finish,
-        }
-
-    def _begin(self) -> None:
-        self._data, self._disposition = bytearray(), b""
-
-    def _end_header(self) -> None:
-        if self._name.lower() == b"content-disposition":
-            self._disposition = bytes(self._value)
-        self._name, self._value = bytearray(), bytearray()
-
-    def _end(self) -> None:
-        options = parse_options_header(self._disposition)[1]
-        if b"filename" in options:
-            if len(self.files) >= self._most_files:
-                raise _invalid(f"multipart: Too many files; expected at most {self._most_files}")
-            self.files.append(bytes(self._data))
-            return
-        if len(self._data) > _MOST_FIELD_BYTES or len(self.fields) > len(_OPTIONS):
-            raise _invalid("multipart: expected few and short fields beside the files")
-        name = options.get(b"name", b"").decode("utf-8", "replace")
-        self.fields[name] = self._data.decode("utf-8", "replace")
-
-    def _finish(self) -> None:
-        self.is_ended = True
+    return files, fields
 
 
 # --- answers
@@ -311,7 +258,7 @@ def embeddings_response(
         asked: encoding and dimensions.
         model: that made them.
         items: what was encoded.
-        embeddings: (rows, width), row by row; base64 of the little-endian values, npy the array alone.
+        embeddings: (rows, width), row by row; base64 of the little-endian values.
         tokens: output tokens of all items before pooling.
         is_normalized: whether a shortened vector is normalized again.
 
@@ -319,10 +266,6 @@ def embeddings_response(
         RequestError: more dimensions than there are, or of embeddings of several rows.
     """
     embeddings = [_shortened(each, asked.dimensions, is_normalized) for each in embeddings]
-    if asked.encoding == "npy":
-        stream = io.BytesIO()
-        np.save(stream, embeddings[0])
-        return Response(stream.getvalue(), 200, media_type=_NPY)
     data = [
         {
             "object": "embedding",

@@ -1,6 +1,7 @@
 """The application on a Ray cluster: front ends that decode, and encoders with a GPU each.
 
-`serve run fxsplit_encoder.service.ray_serve:app model=NAME` starts it, `import_path` in a YAML file too.
+`serve run fxsplit_encoder.service.ray_serve:app model=NAME` starts it, `import_path` in a YAML file too. How
+many there are of each is up to Serve's own options of the deployments `Encoder` and `Frontend`.
 """
 
 from __future__ import annotations
@@ -43,29 +44,21 @@ def app(args: dict[str, Any]) -> serve.Application:
         ConfigError: an argument is unknown or not allowed.
     """
     settings = ServiceSettings(**args)
-    encoder = serve.deployment(
-        EncoderReplica,
-        name="Encoder",
-        num_replicas=settings.encoders,
-        max_ongoing_requests=_UNLIMITED,
-        graceful_shutdown_timeout_s=float(settings.drain_timeout_s),
-        ray_actor_options={"num_cpus": 1, "num_gpus": _num_gpus(settings)},
-    )
-    frontend = serve.deployment(
-        Frontend,
-        name="Frontend",
-        num_replicas=settings.frontends,
-        max_ongoing_requests=_UNLIMITED,
-        graceful_shutdown_timeout_s=float(settings.drain_timeout_s),
-        ray_actor_options={"num_cpus": 1},
-    )
+    options = {
+        "max_ongoing_requests": _UNLIMITED,
+        "graceful_shutdown_timeout_s": settings.request_timeout_s,
+    }
+    resources = {"num_cpus": 1, "num_gpus": _num_gpus(settings)}
+    encoder = serve.deployment(EncoderReplica, name="Encoder", ray_actor_options=resources, **options)
+    frontend = serve.deployment(Frontend, name="Frontend", **options)
     application: serve.Application = frontend.bind(settings, encoder.bind(settings))
     return application
 
 
 def _num_gpus(settings: ServiceSettings) -> float:
-    if settings.gpus_per_encoder is not None or settings.device == "cpu":
-        return settings.gpus_per_encoder or 0.0
+    """Of an encoder: one, if the cluster has any and `device` is not cpu."""
+    if settings.device == "cpu":
+        return 0.0
     if not ray.is_initialized():  # `serve run` calls `app` before it connects, and then uses this connection
         ray.init(namespace="serve")
     return float(ray.cluster_resources().get("GPU", 0) > 0)
@@ -117,9 +110,7 @@ class EncoderReplica:
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._metrics = RayMetrics()
-        self._encoder = QueuedEncoder(
-            settings, max_batch_tokens=settings.max_batch_tokens, observe=self._observe
-        )
+        self._encoder = QueuedEncoder(settings, observe=self._observe)
         self._encoder.wait_started()
         self._backend = LocalBackend(self._encoder, settings.request_timeout_s, thread_pool())
 

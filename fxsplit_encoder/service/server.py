@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -17,7 +18,10 @@ from fxsplit_encoder.service.application import Application, LocalBackend, threa
 from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.settings import ServiceSettings
 
+HEADER_TIMEOUT_S = 10.0
+"""Within which a connection has to send a request's headers."""
 _MOST_HEADER_BYTES = 1 << 16
+_MOST_CONNECTIONS = 1024
 _LAST_REQUESTS_S = 1.0
 
 
@@ -42,12 +46,7 @@ class Service:
         self.settings = settings
         threads = thread_pool()
         metrics = LocalMetrics()
-        self.encoder = QueuedEncoder(
-            settings,
-            devices or devices_of(settings),
-            max_batch_tokens=settings.max_batch_tokens,
-            observe=metrics.add_batch,
-        )
+        self.encoder = QueuedEncoder(settings, devices or devices_of(settings), observe=metrics.add_batch)
         metrics.watch(self.encoder.queue, [encoder.manager for encoder in self.encoder.encoders])
         backend = LocalBackend(self.encoder, settings.request_timeout_s, threads)
         self.application = Application(settings, self.encoder.first.preparer, backend, metrics, threads)
@@ -58,13 +57,13 @@ class Service:
             self.application.app,
             host=host,
             port=port,
-            http=type("Limited", (_Limited,), {"settings": self.settings}),
+            http=_Limited,
             ws="none",
             lifespan="off",
             access_log=False,
             server_header=False,
             log_level="warning",
-            timeout_graceful_shutdown=self.settings.drain_timeout_s,
+            timeout_graceful_shutdown=math.ceil(self.settings.request_timeout_s),
         )
         return _Server(config, self.application)
 
@@ -84,7 +83,7 @@ class Service:
             started.add_done_callback(stop_if_failed)
         server.run()
         is_alive = self.encoder.queue.is_alive
-        self.encoder.close(timeout_s=float(self.settings.drain_timeout_s))
+        self.encoder.close(timeout_s=self.settings.request_timeout_s)
         if not is_alive:
             raise EncoderLostError("the encoders could not start, or were lost; see the log")
 
@@ -106,13 +105,12 @@ class _Server(uvicorn.Server):
 class _Limited(HttpToolsProtocol):
     """A connection that is closed where headers do not come in time or are too long, or among too many."""
 
-    settings: ServiceSettings
     _deadline: asyncio.TimerHandle | None = None
     _num_idle_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.settings.max_connections:
+        if len(self.connections) > _MOST_CONNECTIONS:
             transport.close()
         self._watch()
 
@@ -142,7 +140,7 @@ class _Limited(HttpToolsProtocol):
         if not self._is_idle:
             self._disarm()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.settings.header_timeout_s, self.transport.close)
+            self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
 
     def _disarm(self) -> None:
         if self._deadline is not None:

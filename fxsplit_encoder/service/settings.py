@@ -14,11 +14,7 @@ from fxsplit_encoder.settings_model import Bytes, Settings, parse_bytes
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Pooling = Literal["none", "mean", "model"]
 
-_Color = Annotated[int, Field(strict=True, ge=0, le=255)]
-_Size = Annotated[Bytes, BeforeValidator(parse_bytes)]
-# A command line gives numbers as text.
-_Number = Annotated[int, Field(ge=1)]
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Number = Annotated[int, Field(ge=1)]  # not strict: a command line gives text
 
 
 class ImageEncoderSettings(Settings):
@@ -33,6 +29,7 @@ class ImageEncoderSettings(Settings):
 
     default_config: ClassVar[EncoderConfig] = EncoderConfig()
     """That of a GPU where `config` is None."""
+    pools_by_default: ClassVar[bool] = False
 
     config: EncoderConfig | None = None
     """How the tower is captured. None: inferred budgets; on a CPU no captures."""
@@ -43,12 +40,13 @@ class ImageEncoderSettings(Settings):
     dtype: DtypeName = "auto"
     """Of the tower. auto: bfloat16 on CUDA, else float32."""
 
-    pooling: Pooling = "none"
+    pooling: Pooling | None = None
     """What an embedding is. none: one row per output token; mean: the mean of these rows, in float32; model:
-    the model's own pooled and projected vector."""
+    the model's own pooled and projected vector. None: none; of a service model where there is such a vector,
+    else mean."""
 
-    normalize: bool = False
-    """Whether every row of an embedding is divided by its length."""
+    normalize: bool | None = None
+    """Whether every row of an embedding is divided by its length. None: only vectors of a service."""
 
     output_dtype: Literal["float32", "float16"] = "float32"
     """Of embeddings as they are handed out. float16 rounds."""
@@ -56,11 +54,10 @@ class ImageEncoderSettings(Settings):
     max_pixels: Annotated[int, Field(strict=True, ge=1)] = 1 << 26
     """Of an image; a larger one is refused by its header, before it is decoded."""
 
-    max_image_bytes: _Size = 1 << 26
-    """Of an image as it is given, as an integer or a size such as 20MiB."""
-
-    background: tuple[_Color, _Color, _Color] = (255, 255, 255)
-    """Red, green and blue, 0 to 255, over which transparent images are composited."""
+    @property
+    def max_image_bytes(self) -> int:
+        """The most that an encoded image may have: pixels as they are, and room for metadata."""
+        return 4 * self.max_pixels + (1 << 20)
 
     def resolved_device(self) -> torch.device:
         """The device on this machine.
@@ -109,11 +106,7 @@ class ServiceSettings(ServingSettings):
         ConfigError: a key is unknown, or a value is not allowed.
     """
 
-    pooling: Pooling | None = None  # type: ignore[assignment]
-    """As of `ImageEncoderSettings`. None: model where the model has a vector of its own, else mean."""
-
-    normalize: bool | None = None  # type: ignore[assignment]
-    """Whether embeddings have length 1. None: yes, but not rows (`pooling: none`)."""
+    pools_by_default: ClassVar[bool] = True
 
     served_name: str | None = None
     """The model's name in requests and answers. None: `model`."""
@@ -121,11 +114,8 @@ class ServiceSettings(ServingSettings):
     api_key: Annotated[str, Field(min_length=1)] | None = None
     """What clients send as `Authorization: Bearer KEY`. None: anybody may ask."""
 
-    max_request_bytes: _Size = 1 << 25
+    max_request_bytes: Annotated[Bytes, BeforeValidator(parse_bytes), Field(le=1 << 30)] = 1 << 25
     """Of a request's body. A larger one is refused as it arrives."""
-
-    max_pending_bytes: _Size = 1 << 30
-    """Of all bodies that are in memory together."""
 
     max_request_pixels: _Number = 1 << 26
     """Of all images of a request together, by their headers."""
@@ -133,45 +123,12 @@ class ServiceSettings(ServingSettings):
     max_items_per_request: _Number = 128
     """Images and texts of a request."""
 
-    max_text_characters: _Number = 1 << 15
-    """Of a text. Of what is longer than the model takes, the beginning is encoded."""
-
     max_requests: _Number = 256
     """Requests that a process works on at once; others are refused."""
 
-    max_connections: _Number = 1024
-    """Connections to a process at once; further ones are closed."""
-
-    max_batch_tokens: _Number | None = None
-    """Output tokens of the items that are encoded together. None: the largest budget of the encoder, or
-    without captures 16 images."""
-
-    header_timeout_s: _Seconds = 10.0
-    """Within which a connection has to send a request's headers."""
-
-    body_timeout_s: _Seconds = 30.0
-    """Within which it has to send the body."""
-
-    request_timeout_s: _Seconds = 60.0
-    """Within which an encoder has to take an item, or it is refused."""
-
-    drain_timeout_s: _Number = 60
-    """How long requests in flight are worked on after the order to stop."""
-
-    refusal_status: Literal[429, 503] = 503
-    """The status of a refusal under overload."""
-
-    retry_after_s: _Number = 1
-    """Seconds after which who is refused shall ask again."""
-
-    encoders: _Number = 1
-    """On Ray: processes that hold the tower."""
-
-    gpus_per_encoder: Annotated[float, Field(ge=0)] | None = None
-    """On Ray. None: one, if the cluster has any and `device` is not cpu."""
-
-    frontends: _Number = 1
-    """On Ray: processes that take requests, decode and prepare: about a CPU each."""
+    request_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """Within which an encoder has to take an item, or it is refused. After the order to stop, requests in
+    flight are worked on for as long."""
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ import ray
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector import ConnectorConfig, EncodeRequest, MediaItem
 from fxsplit_encoder.models.connectors import checkpoint_encoder
-from fxsplit_encoder.service.encoder import ImageEncoder
+from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.ray import RayOptions, encode_images
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
@@ -67,7 +67,7 @@ def test_the_connectors_workers_share_a_gpu(cluster: None, model: Path, workers:
 
 def test_map_batches_encodes_on_the_gpu(cluster: None, model: Path) -> None:
     settings: dict[str, Any] = {"model": str(model), "config": CONFIG}
-    encoder = ImageEncoder(ImageEncoderSettings(**settings))
+    encoder = QueuedEncoder(ImageEncoderSettings(**settings))
     paths = sorted(EXAMPLES.iterdir())
     results = encoder.encode([encoder.preparer.load(path.read_bytes()) for path in paths])
     expected = {path.name: result for path, result in zip(paths, results, strict=True)}

@@ -83,7 +83,7 @@ def test_the_ladder_is_dynamos_buckets_and_the_manager_its_forward(dynamo: Any, 
     for size, each, result in zip(SIZES, ready, rows, strict=True):
         assert each.cost == len(result)
         torch.testing.assert_close(result, eager_rows(qwen, url_of(size)), rtol=0, atol=1e-5)
-    assert backend._encoder.manager.stats().hits == len(SIZES)
+    assert backend._encoder.first.manager.stats().hits == len(SIZES)
     with pytest.raises(RuntimeError, match=r"expected one of \[16, 32\]; got 24"):
         backend.forward_batch([ready[0].item], target_bucket=24)
     backend.close()
@@ -130,14 +130,14 @@ def test_a_tower_without_grids_is_refused_for_a_model_that_needs_them(
         ("https://example.com/cat.png", "expected a data URL"),
         ("data:image/png,abc", "expected a data URL"),
         ("data:image/png;base64,%%%", "does not hold base64"),
-        ("data:image/png;base64," + "A" * 4000, "at most 1000 bytes"),
+        ("data:image/png;base64," + "A" * (3 << 19), "at most 1048976 bytes"),
         ("data:image/png;base64,AAAA", "cannot be read"),
     ],
 )
 def test_a_bad_image_is_refused_by_itself_and_is_its_senders(
     dynamo: Any, url: str, message: str, qwen: Path
 ) -> None:
-    backend = backend_of(dynamo, settings={**UNCAPTURED, "max_image_bytes": 1000})
+    backend = backend_of(dynamo, settings={**UNCAPTURED, "max_pixels": 100})
     backend.build(str(qwen))
     with pytest.raises(MediaError, match=message) as caught:
         backend.preprocess(url)
@@ -154,7 +154,7 @@ def test_what_fails_a_batch_is_no_senders_fault(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("of the test")
 
-    monkeypatch.setattr(type(backend._encoder.manager), "execute", full)
+    monkeypatch.setattr(type(backend._encoder.first.manager), "execute", full)
     with pytest.raises(RuntimeError, match="not encoded: out of memory") as caught:
         backend.forward_batch([item])
     assert not isinstance(caught.value, ValueError | TypeError)

@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import read_family
-from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer
+from fxsplit_encoder.service.encoder import ImagePreparer, QueuedEncoder
 from fxsplit_encoder.service.settings import ImageEncoderSettings, ServingSettings
 from fxsplit_encoder.towers.inputs import PixelValues
 
@@ -28,18 +28,18 @@ FAMILIES = ("siglip", "clip_vision_model", "dinov2", "qwen2_5_vl", "internvl")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_embeddings_are_those_of_the_manager(name: str, tmp_path: Path) -> None:
     _, directory = save(tmp_path / "checkpoint", name)
-    encoder = ImageEncoder(settings_of(directory))
+    encoder = QueuedEncoder(settings_of(directory))
     images = [photograph(size=(60 + 14 * i, 90)) for i in range(5)]
     prepared = [encoder.preparer.prepare(image) for image in images]
     embeddings = encoder.encode(prepared)
     family, config = read_family(Checkpoint.locate(directory))
     plain = family.prepare(config, Checkpoint.locate(directory).processors())
     for image, ready, embedding in zip(images, prepared, embeddings, strict=True):
-        (expected,) = encoder.manager.execute(dict(plain.image(image).tensors))
+        (expected,) = encoder.first.manager.execute(dict(plain.image(image).tensors))
         assert isinstance(embedding, np.ndarray)
         assert embedding.dtype == np.float32
         np.testing.assert_allclose(embedding, expected.numpy(), rtol=0, atol=1e-5)
-        assert encoder.count_tokens(ready) == len(embedding)
+        assert encoder.first.count_tokens(ready) == len(embedding)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_embedding_may_be_the_mean_of_its_rows_and_of_half_the_bits(siglip: Path) -> None:
-    rows = ImageEncoder(settings_of(siglip))
-    pooled = ImageEncoder(settings_of(siglip, pooling="mean", output_dtype="float16"))
+    rows = QueuedEncoder(settings_of(siglip))
+    pooled = QueuedEncoder(settings_of(siglip, pooling="mean", output_dtype="float16"))
     prepared = [rows.preparer.prepare(photograph())]
     (whole,), (mean,) = rows.encode(prepared), pooled.encode(prepared)
     assert isinstance(whole, np.ndarray) and isinstance(mean, np.ndarray)
@@ -60,14 +60,12 @@ def test_an_embedding_may_be_the_mean_of_its_rows_and_of_half_the_bits(siglip: P
 def test_one_that_the_tower_refuses_costs_the_others_nothing(
     siglip: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = ImageEncoder(settings_of(siglip))
+    encoder = QueuedEncoder(settings_of(siglip))
     prepared = [encoder.preparer.prepare(photograph(size=(40 + i, 50))) for i in range(5)]
     expected = encoder.encode(prepared)
     execute = fx.EncoderCudaGraphManager.execute
-    largest: list[int] = []
 
     def refusing(self: fx.EncoderCudaGraphManager, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        largest.append(len(inputs["pixel_values"]))
         if any(torch.equal(tile, bad) for tile in inputs["pixel_values"]):
             raise (
                 torch.OutOfMemoryError("of the test") if len(inputs["pixel_values"]) > 1 else InputError("no")
@@ -81,11 +79,11 @@ def test_one_that_the_tower_refuses_costs_the_others_nothing(
     assert isinstance(results[2], InputError)
     for index in (0, 1, 3, 4):
         np.testing.assert_allclose(results[index], expected[index], rtol=0, atol=1e-5)
-    assert largest == [5, 2, 3, 1, 2]
+    assert (encoder.queue.stats().failed, encoder.queue.stats().lost_workers) == (1, 0)
 
 
 def test_an_error_of_the_device_is_everybodys(siglip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = ImageEncoder(settings_of(siglip))
+    encoder = QueuedEncoder(settings_of(siglip))
 
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -110,9 +108,7 @@ def test_settings_are_checked() -> None:
 
 
 def test_settings_are_sent_to_other_processes() -> None:
-    settings = ImageEncoderSettings(
-        model="m", config={"mode": "full", "token_budgets": [4]}, max_image_bytes="1MiB"
-    )
+    settings = ImageEncoderSettings(model="m", config={"mode": "full", "token_budgets": [4]}, max_pixels=1000)
     sent = pickle.loads(pickle.dumps(settings))
     assert sent == settings
     assert hash(sent) == hash(settings)
@@ -150,12 +146,12 @@ def test_pixels_normalized_later_are_those_of_the_processor(name: str, tmp_path:
 
 
 def test_what_is_not_an_image_or_too_large_is_refused(siglip: Path) -> None:
-    preparer = ImagePreparer(settings_of(siglip, max_pixels=1200, max_image_bytes="100KiB"))
+    preparer = ImagePreparer(settings_of(siglip, max_pixels=1200))
     image = photograph(size=(40, 30))
     for media, message in (
         (encoded(image)[:400], "cannot be read as an image"),
         (encoded(image.resize((40, 31))), "limit max_pixels"),
-        (bytes(102_401), "limit max_bytes"),
+        (bytes(4 * 1200 + (1 << 20) + 1), "limit max_bytes"),
         (np.zeros((40, 31), np.uint8), "limit max_pixels"),
     ):
         with pytest.raises(MediaError, match=message):

@@ -204,7 +204,7 @@ def test_a_crowd_is_answered_and_leaves_nothing(
     loop = CountingLoop()
     limits = {"max_request_bytes": MOST_BYTES, "max_request_pixels": 1 << 20, "max_requests": 32}
     work = requests_of(random.Random(count), count)
-    with serving(directory, loop, refusal_status=429, request_timeout_s=600, **limits) as running:
+    with serving(directory, loop, request_timeout_s=600, **limits) as running:
         turns = count_health_turns(running, loop)
         crowd = Crowd(running)
         asyncio.run(crowd.run(work[: count // 10], clients))  # until all threads and pools are there

@@ -12,7 +12,7 @@ import pytest
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, PreparedImage
+from fxsplit_encoder.service.encoder import ImagePreparer, PreparedImage, QueuedEncoder
 from fxsplit_encoder.service.ray import EncodeImages, encode_images
 from fxsplit_encoder.service.ray.encode_images import (
     buffers,
@@ -126,7 +126,7 @@ def test_values_are_found_in_slices_and_chunks() -> None:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, np.ndarray]:
-    encoder = ImageEncoder(settings_of(model))
+    encoder = QueuedEncoder(settings_of(model))
     paths = sorted(EXAMPLES.iterdir())
     results = encoder.encode([encoder.preparer.load(path.read_bytes()) for path in paths])
     return {path.name: result for path, result in zip(paths, results, strict=True)}

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.service.encoder import ImageEncoder
+from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.ray import EncodeJob
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
@@ -111,7 +111,7 @@ def test_every_image_is_there_once_and_in_order(whole: Path, photographs: Path, 
 
 
 def test_embeddings_are_the_managers(whole: Path, photographs: Path, model: Path) -> None:
-    encoder = ImageEncoder(settings_of(model))
+    encoder = QueuedEncoder(settings_of(model))
     for row in pq.read_table(whole).slice(SHARD * 3, SHARD).to_pylist():
         if row["error"]:
             assert row["embedding"] is None

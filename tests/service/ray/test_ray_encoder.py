@@ -127,6 +127,7 @@ def test_errors_keep_their_class_and_hung_actors_are_ended(make: Callable[..., R
     telling = make(Telling)
     telling.start()
     assert telling.encode([item])[0][0, :2].tolist() == [telling.pid, 1.0]  # on the thread that started
+    telling.close()
     encoder.close()
     encoder.close()
     with pytest.raises(EncoderLostError, match="call start"):

@@ -27,7 +27,7 @@ import yaml
 from numpy.typing import NDArray
 from PIL import Image
 
-from fxsplit_encoder.service.encoder import ImageEncoder
+from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.ray_serve import joined
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 from fxsplit_encoder.towers.inputs import PixelValues
@@ -85,7 +85,7 @@ def url(model: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def photographs(model: Path) -> Photographs:
-    encoder = ImageEncoder(ImageEncoderSettings(model=str(model), config={"enabled": False}))
+    encoder = QueuedEncoder(ImageEncoderSettings(model=str(model), config={"enabled": False}))
     values = PixelValues(encoder.preparer.values, torch.float32, torch.device("cpu"))
     draw, made = random.Random(1), []
     for path in sorted(EXAMPLES.iterdir()):
@@ -94,7 +94,7 @@ def photographs(model: Path) -> Photographs:
             data = encoded(image, "JPEG")
             inputs = encoder.preparer.load(data).inputs
             pixels = values(torch.from_numpy(inputs["pixel_values"]))
-            (expected,) = encoder.manager.execute({"pixel_values": pixels})
+            (expected,) = encoder.first.manager.execute({"pixel_values": pixels})
             made.append((data, expected.numpy()))
     return made
 
@@ -112,7 +112,7 @@ def arguments_of(data: bytes, form: int) -> dict[str, Any]:
     if form == 0:
         return {"files": {"image": ("a.jpg", data, "image/jpeg")}, "data": {"encoding_format": "base64"}}
     if form == 1:
-        return {"json": {"image": base64.b64encode(data).decode()}}
+        return {"json": {"input": {"image": base64.b64encode(data).decode()}}}
     return {"content": data, "headers": {"content-type": "image/jpeg"}}
 
 
@@ -187,7 +187,7 @@ def test_every_request_of_a_crowd_is_answered(url: str, photographs: Photographs
     median = statistics.median(client.seconds)
     print(f"{whole:.0f} s, {client.statuses}, answered after {median:.2f} s, at most {slowest:.2f} s")
     assert answered == REQUESTS
-    refused = client.statuses.pop(503)
+    refused = client.statuses.pop(429)
     assert refused > 0, "nobody was refused: this was no overload"
     assert client.statuses.keys() == {200, 413, 422}
     assert client.statuses.total() == REQUESTS
@@ -204,10 +204,6 @@ def test_several_images_are_one_answer_in_order(url: str, photographs: Photograp
     files.insert(2, ("image", ("bad.jpg", b"no image")))
     error = httpx.post(f"{url}/v1/embeddings", files=files, timeout=60)
     assert (error.status_code, error.json()["error"]["index"]) == (422, 2)
-    data, expected = chosen[0]
-    headers = {"content-type": "image/jpeg", "accept": "application/x-npy"}
-    array = np.load(io.BytesIO(httpx.post(f"{url}/v1/embeddings", content=data, headers=headers).content))
-    np.testing.assert_allclose(array, expected, rtol=0, atol=1e-5)
 
 
 def test_health_and_other_paths(url: str) -> None:
