@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +32,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("untimed")
+
+# pytest adds handlers to loggers that do not propagate, and where this one has any, torch writes down each
+# graph that it compiles: a fifth of the time of a test that compiles.
+logging.getLogger("torch.__trace").handlers.clear()
+logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector, which captures run too, from the million objects that imports made."""
+    gc.collect()
+    gc.freeze()
 
 
 class TinyTowers(NamedTuple):

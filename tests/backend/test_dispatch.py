@@ -21,8 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def compile_it(module: Any, **settings: Any) -> Any:
-    dynamic = settings.pop("dynamic", None)
-    return torch.compile(module, backend="encoder_cg", dynamic=dynamic, options=settings)
+    return torch.compile(module, backend="encoder_cg", options=settings)
 
 
 def assert_equal(got: Any, expected: Any) -> None:
@@ -81,7 +80,14 @@ class InPlace(nn.Module):
 
 
 def images(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(count, 3, 8, 8, dtype=dtype)
+    """Their count alone is dynamic: a trace of dynamic heights and widths takes three times as long."""
+    return dynamic(torch.randn(count, 3, 8, 8, dtype=dtype))
+
+
+def dynamic(x: Tensor, *dims: int) -> Tensor:
+    for dim in dims or (0,):
+        torch._dynamo.maybe_mark_dynamic(x, dim)
+    return x
 
 
 def rows(count: int) -> Tensor:
@@ -104,7 +110,7 @@ def test_results_and_written_inputs_have_eagers_structure_and_strides(make: Call
 @pytest.mark.slow
 def test_inference_mode_and_no_grad_take_turns() -> None:
     module = ClipLike()
-    compiled = compile_it(module, dynamic=True, token_budgets=[4])
+    compiled = compile_it(module, token_budgets=[4])
     kept = []
     for turn in range(6):
         with torch.inference_mode() if turn % 2 else torch.no_grad():
@@ -132,7 +138,7 @@ def test_only_parameters_with_versions_are_kept_in_another_form(
 ) -> None:
     with mode():
         module = WithMlp().eval()
-        compiled = compile_it(module, dynamic=True, token_budgets=[4], passes=["pad_mlp_width"])
+        compiled = compile_it(module, token_budgets=[4], passes=["pad_mlp_width"])
         for scale in (1.0, 0.5):
             for parameter in module.parameters():
                 parameter.mul_(scale)
@@ -147,7 +153,7 @@ def test_only_parameters_with_versions_are_kept_in_another_form(
 @torch.no_grad()
 def test_inputs_of_other_layouts_and_dtypes() -> None:
     module = ClipLike()
-    compiled = compile_it(module, dynamic=True, token_budgets=[4, 8])
+    compiled = compile_it(module, token_budgets=[4, 8])
     x = images(3)
     for y in (
         x.to(memory_format=torch.channels_last),
@@ -158,7 +164,7 @@ def test_inputs_of_other_layouts_and_dtypes() -> None:
         torch.testing.assert_close(compiled(y), module(y))
     double = ClipLike().double()
     y = images(3, torch.float64)
-    torch.testing.assert_close(compile_it(double, dynamic=True)(y), double(y), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(compile_it(double)(y), double(y), rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
@@ -166,7 +172,7 @@ def test_inputs_of_other_layouts_and_dtypes() -> None:
 def clip(made: Made) -> Any:
     torch.manual_seed(1)
     module = ClipLike().requires_grad_(False)
-    compiled = compile_it(module, dynamic=True, token_budgets=[2, 4, 8], debug=True)
+    compiled = compile_it(module, token_budgets=[2, 4, 8], debug=True)
     compiled(images(5))
     (dispatcher,) = made()
     return module, compiled, dispatcher
@@ -216,7 +222,7 @@ def test_budgets_are_captured_on_first_use_and_released_by_clear(clip: Any) -> N
 @torch.no_grad()
 def test_every_miss_has_its_reason(made: Made, settings_: dict[str, Any], reason: fx.MissReason) -> None:
     module = ClipLike()
-    compiled = compile_it(module, dynamic=True, **settings_)
+    compiled = compile_it(module, **settings_)
     x = images(5)
     for _ in range(2):
         torch.testing.assert_close(compiled(x), module(x))
@@ -239,7 +245,7 @@ class SortsColumns(ClipLike):
 
 def compiled_with_dispatcher(made: Made, module: nn.Module, **settings: Any) -> tuple[Any, Any]:
     """The compiled module, traced by a first call of five images, and its dispatcher."""
-    compiled = compile_it(module, dynamic=True, **settings)
+    compiled = compile_it(module, **settings)
     assert_equal_batches(compiled, module, (5,))
     (dispatcher,) = made()
     return compiled, dispatcher
@@ -309,9 +315,9 @@ def test_the_number_of_segments_is_exact_where_the_code_reads_it(made: Made) -> 
             return y * cu_seqlens.diff().float().mean()
 
     module = MeanOfLengths()
-    compiled = compile_it(module, dynamic=True, mode="exact", exact_min_hits=1)
+    compiled = compile_it(module, mode="exact", exact_min_hits=1)
     for ends in ([5, 12], [3, 7, 12], [4, 12], [2, 6, 12], [6, 12], [1, 3, 7, 9, 12]):
-        x, cu_seqlens = torch.randn(12, 8), torch.tensor([0, *ends], dtype=torch.int32)
+        x, cu_seqlens = dynamic(torch.randn(12, 8)), dynamic(torch.tensor([0, *ends], dtype=torch.int32))
         assert_equal(compiled(x, cu_seqlens), module(x, cu_seqlens))
     assert not any(dispatcher.program.padding.segments_may_grow for dispatcher in made())
     assert sum(dispatcher.hits for dispatcher in made()) == 6
@@ -348,14 +354,14 @@ class AttendsOverRepeatedRows(nn.Module):
 
 
 def repeated_rows() -> tuple[Tensor, ...]:
-    return torch.randn(16, 8), torch.randn(4, 8), torch.tensor([0, 4, 16], dtype=torch.int32)
+    return torch.randn(16, 8), torch.randn(4, 8)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["auto", pytest.param("exact", marks=pytest.mark.exhaustive)])
 def test_random_numbers_are_never_captured(made: Made, mode: str) -> None:
     module = AddsNoise()
-    compiled = compile_it(module, dynamic=True, token_budgets=[4], mode=mode, exact_min_hits=1)
+    compiled = compile_it(module, token_budgets=[4], mode=mode, exact_min_hits=1)
     for _ in range(3):
         batch = images(4)
         torch.manual_seed(0)
@@ -371,10 +377,9 @@ def test_random_numbers_are_never_captured(made: Made, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
 def test_attention_over_other_rows_than_tokens_is_captured_at_all_sizes(made: Made, mode: str) -> None:
     module = AttendsOverRepeatedRows()
-    compiled = compile_it(module, dynamic=True, mode=mode, debug=True)
+    compiled = compile_it(module, mode=mode, debug=True)
     for ends in ([4, 16], [2, 16], [1, 8, 16], [4, 16], [3, 9, 16]):
-        x, quarter, _ = repeated_rows()
-        inputs = x, quarter, torch.tensor([0, *ends], dtype=torch.int32)
+        inputs = tuple(map(dynamic, (*repeated_rows(), torch.tensor([0, *ends], dtype=torch.int32))))
         assert_equal(compiled(*inputs), module(*inputs))
     (dispatcher,) = made()
     assert "which are not the" in dispatcher.program.padding.other_rows
@@ -410,11 +415,11 @@ class Tokens(nn.Module):
 def test_sizes_beside_the_token_count_select_their_own_captures(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = compile_it(Tokens(), dynamic=True, token_budgets=[4])
+    compiled = compile_it(Tokens(), token_budgets=[4])
 
     def assert_served(*shapes: tuple[int, ...]) -> None:
         for shape in shapes:
-            x = torch.randn(shape)
+            x = dynamic(torch.randn(shape), 0, 2)
             torch.testing.assert_close(compiled(x), Tokens()(x))
 
     assert_served((3, 2, 5, 8), (4, 2, 7, 8), (2, 2, 5, 8), (2, 2, 7, 8))
