@@ -142,7 +142,7 @@ class BudgetLadder:
         self._bound_by_host: tuple[int, MeasuredRun] | None = None
         """The largest budget at which the host bounds a tower's own code, and its run."""
         self._known: dict[int, KnownBudget] = {}
-        self._request = request
+        self.request = request
         self._attention_ms = attention_ms
         self._agree = agree
         self._compared = TimeSpent()
@@ -186,7 +186,7 @@ class BudgetLadder:
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:
-            self._request(budget).run()
+            self.request(budget).run()
         except (CaptureError, torch.OutOfMemoryError) as error:  # `capture` will say it
             logger.info("budget %s cannot be run ahead: %s", budget, error)
 
@@ -277,7 +277,7 @@ class BudgetLadder:
     def _agreed_request(self, budget: int) -> CaptureRequest:
         """Makes the request, by a vote: inside the forward other ranks would wait for one that has none."""
         try:
-            request = self._request(budget)
+            request = self.request(budget)
         except (CaptureError, torch.OutOfMemoryError):
             self._agree(False)
             raise

@@ -78,7 +78,7 @@ class UnpaddedCaptures:
         """As for `BudgetLadder`."""
         self.num_evicted = 0
         """Captures that were evicted for others."""
-        self._request = request
+        self.request = request
         self._prepared: dict[CaptureSize, CaptureRequest] = {}
         self._agreed = scope.agree or bool
         self._measured = scope.agree is None  # times differ between ranks
@@ -239,7 +239,7 @@ class UnpaddedCaptures:
         if not self._free_memory_for(size):
             return None  # memory may be free when the size has come as often again
         ladder = self._open_generation()
-        request = self._attempt(size, lambda each: self._request(each, self.inputs))
+        request = self._attempt(size, lambda each: self.request(each, self.inputs))
         # What one rank alone cannot do must show before its forward runs: inside, others would wait for it.
         if not self._agreed(request is not None):
             self._refuse(ladder, size, "another rank has no inputs of this size")

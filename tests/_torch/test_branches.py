@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder._torch import device as devices
 from fxsplit_encoder._torch.device import Branch
 
 GPU = torch.device("cuda", 0)
@@ -46,18 +45,16 @@ class FakeStream:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStreams]:
+def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
     fakes = FakeStreams()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fakes.current)
     monkeypatch.setattr(torch.cuda, "Stream", fakes.make)
     monkeypatch.setattr(torch.cuda, "stream", fakes.entered)
-    devices._sibling.cache_clear()
-    yield fakes
-    devices._sibling.cache_clear()
+    return fakes
 
 
 def test_a_branch_waits_at_its_fork_and_is_waited_for_at_its_join(streams: FakeStreams) -> None:
-    branch = Branch(GPU, "test")
+    branch = Branch(GPU, "waits")
     assert streams.waits == []
     branch.fork()
     assert streams.waits == [(7, 0)]
@@ -79,7 +76,7 @@ def test_a_branch_is_left_where_work_on_it_fails(
             left.append(kind)
 
     left: list[Any] = []
-    branch = Branch(GPU, "test")
+    branch = Branch(GPU, "fails")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: Entered())
     with pytest.raises(RuntimeError), branch:
         raise RuntimeError
@@ -87,17 +84,16 @@ def test_a_branch_is_left_where_work_on_it_fails(
 
 
 def test_each_stream_has_one_sibling_a_purpose_as_urgent_as_itself(streams: FakeStreams) -> None:
-    first, again = Branch(GPU, "attention"), Branch(GPU, "attention")
-    other = Branch(GPU, "steps")
-    assert first._sibling is again._sibling
-    assert first._sibling is not other._sibling
+    for purpose in ("attention", "attention", "steps"):
+        Branch(GPU, purpose).fork()
     # The first that was made was the main stream itself, and was not taken.
     assert [stream.cuda_stream for stream in streams.made] == [0, 7, 8]
+    assert streams.waits == [(7, 0), (7, 0), (8, 0)]
     assert {stream.priority for stream in streams.made} == {-1}
     streams.current = FakeStream(streams, 3, priority=0)
-    of_other_stream = Branch(GPU, "attention")
-    assert of_other_stream._sibling is not first._sibling
-    assert of_other_stream._sibling.priority == 0
+    Branch(GPU, "attention").fork()
+    assert streams.waits[3:] == [(9, 3)]
+    assert streams.made[-1].priority == 0
 
 
 def test_on_a_cpu_there_is_nothing_to_fork() -> None:

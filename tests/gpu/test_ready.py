@@ -143,7 +143,7 @@ def test_what_it_takes_is_given_back(towers: Any) -> None:
         progress = manager.stats().progress
         assert progress is not None and progress.phase == ("done" if to_the_end else "stopped"), progress
         assert manager.num_bytes == 0
-        manager._lifecycle.background._thread.join(60)
+        manager.lifecycle.background._thread.join(60)
         held.append((settled()[0], blocks()))
     for later, now in held[1:]:
         assert later <= held[0][0] + 2**20, f"blocks that the first round did not leave: {now - held[0][1]}"

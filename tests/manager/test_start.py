@@ -200,7 +200,7 @@ def test_what_matters_not_is_no_part_of_the_key(tmp_path: Path) -> None:
     one = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
     served = EAGER.replace(capture_recurring=False, weight_check_seconds=1.0)
     other = fx.EncoderCudaGraphManager(SplitModel(), served.replace(debug=True, start_file=tmp_path))
-    assert tower_key(one._lifecycle.own) == tower_key(other._lifecycle.own)
+    assert tower_key(one.lifecycle.own) == tower_key(other.lifecycle.own)
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -118,7 +118,7 @@ def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: py
 
     with monkeypatch.context() as patch:
         if where == "request":
-            patch.setattr(shapes, "_request", fail)
+            patch.setattr(shapes, "request", fail)
         else:
             patch.setattr(unpadded.BudgetLadder, "capture", fail)
         for _ in range(3):

@@ -88,7 +88,7 @@ def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale
     return out_THD.view(batch, tokens, heads, head_dim).transpose(1, 2)
 
 
-class _EqualLengths:
+class EqualLengths:
     """Cumulative lengths 0, tokens, 2 * tokens, ..., parts of tensors whose addresses graphs may hold."""
 
     def __init__(self) -> None:
@@ -96,6 +96,7 @@ class _EqualLengths:
         self._lock = threading.Lock()
 
     def of(self, batch: int, tokens: int, device: torch.device) -> Tensor:
+        """Returns the cumulative lengths of `batch` segments of so many tokens."""
         made = self._made.get((tokens, device))
         if made is None or made[-1].shape[0] <= batch:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -110,7 +111,7 @@ class _EqualLengths:
         return made[-1][: batch + 1]
 
 
-_equal_lengths = _EqualLengths()
+_equal_lengths = EqualLengths()
 
 
 # --- their registration

@@ -125,7 +125,7 @@ def test_a_kernel_of_a_batch_may_be_pinned() -> None:
 
 
 def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:
-    lengths, device = op._EqualLengths(), torch.device("cpu")
+    lengths, device = op.EqualLengths(), torch.device("cpu")
     first = lengths.of(3, 4, device)
     assert first.tolist() == [0, 4, 8, 12]
     assert lengths.of(2, 4, device).data_ptr() == first.data_ptr()
