@@ -195,7 +195,7 @@ def fresh_dynamo() -> Iterator[None]:
 def _forget() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    entry._warn_once.cache_clear()
+    entry.warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ class BudgetLadder:
         """The largest budget at which the host bounds a tower's own code, and its run."""
         self._known: dict[int, KnownBudget] = {}
         self.request = request
-        self._attention_ms = attention_ms
+        self.attention_ms = attention_ms
         self._agree = agree
         self._compared = TimeSpent()
         self._comparing = partial(measuring, self._compared) if compares_kernels else contextlib.nullcontext
@@ -288,7 +288,7 @@ class BudgetLadder:
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
         exact = self._exact_run(budget, request)
         pause()
-        costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
+        costs = MeasuredCosts({}, *exact, self.attention_ms(budget))
         exact_may_win = self.mode == "auto" and self.exact_may_win
         if exact_may_win and costs.hides_host:
             logger.info("budget %s: exact shape %.3f ms, of the host %.3f", budget, *exact)

@@ -124,7 +124,7 @@ def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: py
         for _ in range(3):
             assert shapes.of_size(5) is None
     assert shapes.refused == {5: "nobody expected this"}
-    assert shapes.sizes == [] and shapes._generations == []
+    assert shapes.sizes == [] and shapes.generations == []
     assert shapes.of_size(5) is None, "not tried again"
     assert replayed(shapes, 6) is not None
 

@@ -134,5 +134,5 @@ def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:
     assert lengths.of(3, 4, device).data_ptr() == larger.data_ptr() != first.data_ptr()
     assert first.tolist() == [0, 4, 8, 12]
     assert lengths.of(3, 5, device).tolist() == [0, 5, 10, 15]
-    made = lengths._made[4, device]
+    made = lengths.made[4, device]
     assert sum(each.shape[0] for each in made) <= 2 * made[-1].shape[0]
