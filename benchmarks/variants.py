@@ -186,10 +186,10 @@ class ExactGraph(_OnPrepared):
     needs_cuda = True
 
     def start(self) -> None:
-        self._graphs = EagerGraphs(self.model.adapter)
+        self.graphs = EagerGraphs(self.model.adapter)
 
     def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
-        return self._graphs(path, values)
+        return self.graphs(path, values)
 
 
 class Managed(Variant):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,15 @@ settings.load_profile("untimed")
 # graph that it compiles: a fifth of the time of a test that compiles.
 logging.getLogger("torch.__trace").handlers.clear()
 logging.getLogger("torch.__trace").propagate = True
+
+# After each compilation Dynamo flushes the caches and times the guards, for a log.
+torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with more slow tests come first, so that no process is left with a long one at the end."""
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -num_slow[item.path])
 
 
 def pytest_collection_finish() -> None:
@@ -185,7 +195,7 @@ def fresh_dynamo() -> Iterator[None]:
 def _forget() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    entry._warn_once.cache_clear()
+    entry.warn_once.cache_clear()
 
 
 @pytest.fixture

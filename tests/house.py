@@ -117,7 +117,7 @@ def _sizes(sources: Mapping[str, str]) -> dict[str, Figure | int]:
 
 def _syntax(sources: Mapping[str, str]) -> dict[str, Figure | int]:
     trees = {path: ast.parse(text) for path, text in sources.items()}
-    own = {name for tree in trees.values() for node in ast.walk(tree) for name in _private_names(node)}
+    own = {name for tree in trees.values() for node in _walked(tree) for name in _private_names(node)}
     tests = {path: ast.parse(text) for path, text in _sources(ROOT / "tests").items()}
     names = Counter(Path(path).name for path in sources)
     twice = [name for name, count in names.items() if count > 1 and not name.startswith("__")]
@@ -137,11 +137,17 @@ def _syntax(sources: Mapping[str, str]) -> dict[str, Figure | int]:
     }
 
 
+@functools.cache
+def _walked(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a file's tree, which most figures look at."""
+    return tuple(ast.walk(tree))
+
+
 def _found(trees: Mapping[str, ast.AST], counts: Callable[[ast.AST], bool]) -> Figure:
     items = [
         f"{path}:{getattr(node, 'lineno', 0)}"
         for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in _walked(tree)
         if counts(node)
     ]
     return Figure(len(items), tuple(items))
@@ -164,7 +170,7 @@ def _is_long(node: ast.AST) -> bool:
 
 def _functions(trees: Mapping[str, ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for tree in trees.values():
-        for node in ast.walk(tree):
+        for node in _walked(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel_or_command(node):
                 yield node
 
@@ -200,7 +206,7 @@ def _banned(trees: Mapping[str, ast.AST]) -> Figure:
     items = [
         f"{path}:{getattr(node, 'lineno', 1)} {match[0]}"
         for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in _walked(tree)
         if isinstance(node, documented) and (match := words.search(ast.get_docstring(node) or ""))
     ]
     return Figure(len(items), tuple(items))
@@ -217,7 +223,7 @@ def _changing_globals(trees: Mapping[str, ast.Module]) -> Figure:
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
             if isinstance(target, ast.Name)
         }
-        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [n for n in _walked(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         changed = {name for each in functions for node in ast.walk(each) for name in _changed_by(node)}
         items += [f"{path}: {name}" for name in sorted(at_top & changed)]
     return Figure(len(items), tuple(items))
@@ -236,7 +242,7 @@ def _changed_by(node: ast.AST) -> Iterable[str]:
 
 def _settings(trees: Mapping[str, ast.Module]) -> Figure:
     """Fields of the models that derive from `Settings`."""
-    nodes = (node for tree in trees.values() for node in ast.walk(tree))
+    nodes = (node for tree in trees.values() for node in _walked(tree))
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
     def derives(node: ast.ClassDef) -> bool:
@@ -269,8 +275,8 @@ def _private_names(node: ast.AST) -> Iterable[str]:
 
 def _touches_private(node: ast.AST, own: set[str]) -> bool:
     match node:
-        case ast.Attribute(value=ast.Name(id="self" | "cls")):
-            return False
+        case ast.Attribute(value=ast.Name(id="self" | "cls" | "torch")) | ast.Attribute(attr="_replace"):
+            return False  # `_replace` is the public method of a NamedTuple
         case ast.Attribute(attr=name):
             return name in own
         case ast.ImportFrom(module=str(module), names=names) if module.startswith(PACKAGE):

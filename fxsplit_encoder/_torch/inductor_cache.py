@@ -98,7 +98,7 @@ def _found(key: str, guards: str) -> Any:
     if content is not None:  # whoever saves artifacts saves this one again
         CacheArtifactManager.record_artifact(InductorCacheArtifact.type(), key, content)
     if compiled._triton_bundle:
-        _name_sources(compiled._triton_bundle)
+        name_sources(compiled._triton_bundle)
         TritonBundler.read_and_emit(compiled._triton_bundle)
     source = import_lightly(compiled.source_code)
     if source != compiled.source_code:
@@ -107,7 +107,7 @@ def _found(key: str, guards: str) -> Any:
     return compiled
 
 
-def _name_sources(bundle: Any) -> None:
+def name_sources(bundle: Any) -> None:
     """Names the kernels' sources by this process's cache, where Inductor looks for their configurations."""
     for each in bundle.static_autotuners:
         source = Path(each.kernel.filename or "")

@@ -110,7 +110,7 @@ class BudgetDispatcher:
         self._derived_stamp: object = None
         self._has_warned = False
         self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
-        self._known_budgets: ProgramBudgets | None = None
+        self.known_budgets: ProgramBudgets | None = None
         self._plans: Recent[tuple[Any, ...], PathPlan] = Recent(_KEPT_PLANS)
         self._lock = threading.RLock()
         self.alive.add(self)
@@ -194,9 +194,9 @@ class BudgetDispatcher:
         return MissReason.UNSUPPORTED_GRAPH
 
     def _budgets(self, bindings: Bindings) -> ProgramBudgets:
-        if self._known_budgets is None:
-            self._known_budgets = ProgramBudgets.of(self.program, self.config, bindings)
-        return self._known_budgets
+        if self.known_budgets is None:
+            self.known_budgets = ProgramBudgets.of(self.program, self.config, bindings)
+        return self.known_budgets
 
     def _sized_program(self) -> SizedProgram:
         if () not in self.programs:

@@ -76,7 +76,7 @@ def _compiled(
                 "invariant: a call with gradients enabled runs the module's own code, whose bits depend on "
                 "the batch; call under torch.no_grad() or torch.inference_mode()"
             )
-        _warn_once(
+        warn_once(
             "encoder_cg: called with gradients enabled, so it runs eagerly, without compiled pieces or CUDA "
             "graphs; call under torch.no_grad() or torch.inference_mode()"
         )
@@ -92,7 +92,7 @@ def _compiled(
     except (ConfigError, RestartAnalysis):
         raise  # the second is how AOT asks Dynamo to trace again
     except Exception as error:  # what Dynamo hands over must give eager's results, whatever fails here
-        _warn_once(f"encoder_cg: a graph runs eagerly because {_why_eager(policy, error)}")
+        warn_once(f"encoder_cg: a graph runs eagerly because {_why_eager(policy, error)}")
     return module.forward
 
 
@@ -157,5 +157,6 @@ def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warns of each message once a process."""
     warnings.warn(message, stacklevel=2)

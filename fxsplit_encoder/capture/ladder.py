@@ -142,8 +142,8 @@ class BudgetLadder:
         self._bound_by_host: tuple[int, MeasuredRun] | None = None
         """The largest budget at which the host bounds a tower's own code, and its run."""
         self._known: dict[int, KnownBudget] = {}
-        self._request = request
-        self._attention_ms = attention_ms
+        self.request = request
+        self.attention_ms = attention_ms
         self._agree = agree
         self._compared = TimeSpent()
         self._comparing = partial(measuring, self._compared) if compares_kernels else contextlib.nullcontext
@@ -186,7 +186,7 @@ class BudgetLadder:
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:
-            self._request(budget).run()
+            self.request(budget).run()
         except (CaptureError, torch.OutOfMemoryError) as error:  # `capture` will say it
             logger.info("budget %s cannot be run ahead: %s", budget, error)
 
@@ -277,7 +277,7 @@ class BudgetLadder:
     def _agreed_request(self, budget: int) -> CaptureRequest:
         """Makes the request, by a vote: inside the forward other ranks would wait for one that has none."""
         try:
-            request = self._request(budget)
+            request = self.request(budget)
         except (CaptureError, torch.OutOfMemoryError):
             self._agree(False)
             raise
@@ -288,7 +288,7 @@ class BudgetLadder:
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
         exact = self._exact_run(budget, request)
         pause()
-        costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
+        costs = MeasuredCosts({}, *exact, self.attention_ms(budget))
         exact_may_win = self.mode == "auto" and self.exact_may_win
         if exact_may_win and costs.hides_host:
             logger.info("budget %s: exact shape %.3f ms, of the host %.3f", budget, *exact)

@@ -273,8 +273,8 @@ class Chooser(Generic[ShapeT, KernelT]):
         self.pins = tuple(pins)
         self.measurements = measurements
         self._operation = measurements.shape.operation
-        self._by_call: dict[tuple[object, ...], KernelT] = {}
-        self._version = 0
+        self.by_call: dict[tuple[object, ...], KernelT] = {}
+        self._known_version = 0
         self._warned: set[str] = set()
 
     def check(self, device: torch.device) -> None:
@@ -294,12 +294,12 @@ class Chooser(Generic[ShapeT, KernelT]):
         if _unmeasured.get() is not None:
             return self._ready(shape())
         call = (*call, is_measuring())  # what was chosen without measuring does not count inside
-        if self._version != self.measurements.version or len(self._by_call) >= MOST_CALLS:
-            self._by_call.clear()
-            self._version = self.measurements.version
-        kernel = self._by_call.get(call)
+        if self._known_version != self.measurements.version or len(self.by_call) >= MOST_CALLS:
+            self.by_call.clear()
+            self._known_version = self.measurements.version
+        kernel = self.by_call.get(call)
         if kernel is None:
-            kernel = self._by_call[call] = self._ready(shape())
+            kernel = self.by_call[call] = self._ready(shape())
         return kernel
 
     def _ready(self, shape: ShapeT) -> KernelT:

@@ -67,7 +67,7 @@ class _State:
     """Abandoned processes that have not ended."""
 
 
-_state = _State()
+state = _State()
 
 
 # --- where the packages keep what they compile
@@ -130,9 +130,9 @@ def warm_up(number: int, device: torch.device) -> None:
     """Starts this many processes, which import the package and wait for jobs of `start`."""
     if why_not(device):
         return
-    with _state.lock:
-        while len(_state.processes) < number:
-            _state.processes.append(_launch(device))
+    with state.lock:
+        while len(state.processes) < number:
+            state.processes.append(_launch(device))
 
 
 def jobs_of(names: Iterable[str], variant: Variant, dtype: torch.dtype) -> list[Job]:
@@ -148,18 +148,18 @@ def start(
     if reason := why_not(device):
         logger.debug("kernels are compiled when they are called: %s", reason)
         return begun
-    with _state.lock:
+    with state.lock:
         process: _Process | None = None
         for job in jobs_of(names, variant, dtype):
-            if job in _state.asked:
+            if job in state.asked:
                 continue
-            _state.asked.add(job)
+            state.asked.add(job)
             try:
                 if apart or process is None:
-                    idle = (e for e in _state.processes if not e.jobs and e.child.is_asked)
+                    idle = (e for e in state.processes if not e.jobs and e.child.is_asked)
                     process = next(idle, None)
                 if process is None:
-                    _state.processes.append(process := _launch(device))
+                    state.processes.append(process := _launch(device))
                 process.jobs.append(job)
                 process.child.ask(json.dumps(job))
                 begun.append(job)
@@ -173,13 +173,13 @@ def leave(jobs: Collection[Job]) -> None:
     if not jobs:
         return
     logger.warning("compiled ahead in vain, since the graph has other heads: %s", sorted(jobs))
-    with _state.lock:
-        _state.asked.difference_update(jobs)
-        _state.left[:] = [child for child in _state.left if child.status is None]
-        for each in [each for each in _state.processes if each.jobs and {*each.jobs} <= {*jobs}]:
-            _state.processes.remove(each)
+    with state.lock:
+        state.asked.difference_update(jobs)
+        state.left[:] = [child for child in state.left if child.status is None]
+        for each in [each for each in state.processes if each.jobs and {*each.jobs} <= {*jobs}]:
+            state.processes.remove(each)
             each.child.close()
-            _state.left.append(each.child)
+            state.left.append(each.child)
 
 
 def _launch(device: torch.device) -> _Process:
@@ -196,42 +196,43 @@ def _launch(device: torch.device) -> _Process:
 
 def is_running() -> bool:
     """Whether there are processes that `wait` has not waited for."""
-    return bool(_state.processes)
+    return bool(state.processes)
 
 
 def begin_no_more() -> None:
     """Lets the processes end after their jobs; later jobs get other ones."""
-    with _state.lock:
-        for each in _state.processes:
+    with state.lock:
+        for each in state.processes:
             each.child.ask_no_more()
 
 
 def is_compiling() -> bool:
     """Whether a process runs, as one does some time after `begin_no_more`."""
-    with _state.lock:
-        return any(each.child.status is None for each in _state.processes)
+    with state.lock:
+        return any(each.child.status is None for each in state.processes)
 
 
 def dismiss() -> None:
     """Ends the processes without jobs."""
-    with _state.lock:
-        for each in [each for each in _state.processes if not each.jobs]:
+    with state.lock:
+        for each in [each for each in state.processes if not each.jobs]:
             each.end(0)
-            _state.processes.remove(each)
+            state.processes.remove(each)
 
 
 def wait() -> None:
     """Waits until all jobs are done. A kernel whose job fails is compiled when it is called."""
-    with _state.lock:
+    with state.lock:
         begin = time.monotonic()
-        while _state.processes:
-            _state.processes[0].end(max(0.0, begin + _LONGEST_WAIT - time.monotonic()))
-            _state.processes.pop(0)
+        while state.processes:
+            state.processes[0].end(max(0.0, begin + _LONGEST_WAIT - time.monotonic()))
+            state.processes.pop(0)
 
 
-def _end_all() -> None:
-    for child in (*(each.child for each in _state.processes), *_state.left):
+def end_all() -> None:
+    """Kills all processes, at the interpreter's exit."""
+    for child in (*(each.child for each in state.processes), *state.left):
         child.kill()
 
 
-atexit.register(_end_all)
+atexit.register(end_all)

@@ -85,7 +85,7 @@ class BatchRunner:
                     if done is not planned:
                         changed[name] = done
                     replayed = name if done.reason is None else None
-                self._collect(batch, outputs, tokens, results, selected)
+                self.collect(batch, outputs, tokens, results, selected)
             finally:  # what failed half-way may have enqueued work too
                 self.pool.end_replays(stream)
             if changed:
@@ -119,7 +119,7 @@ class BatchRunner:
         output = self.tower.encoder_eager_forward(selected, path=name)
         return output, PathPlan(planned.tokens, None, MissReason.NOT_CAPTURED, eager=True)
 
-    def _collect(
+    def collect(
         self,
         batch: PlannedBatch,
         outputs: dict[str, Tensor],

@@ -33,50 +33,50 @@ class Turns:
         self._seconds = seconds
         self._quiet = quiet
         self._lock = threading.Lock()
-        self._owner: int | None = None
+        self.owner: int | None = None
         """The thread that holds the lock, which alone sets it."""
         self._depth = 0
         self._passed = 0
         """Number of requests; guarded by the lock."""
         self._last_end = 0.0
-        self._lent: tuple[Future[Any], Callable[[], Any]] | None = None
+        self.lent: tuple[Future[Any], Callable[[], Any]] | None = None
         """Set in `lend`, taken by a thread with the lock."""
         self._changed = threading.Condition()
         # Guarded by `_changed`:
-        self._waiting = 0
+        self.num_waiting = 0
         self._due: int | None = None
         """The thread whose step comes before later requests."""
 
     def __enter__(self) -> Turns:
         me = threading.get_ident()
-        if self._owner == me:
+        if self.owner == me:
             self._depth += 1
             return self
         # Of a manager without such work, and of most requests with it, this is all that it costs.
         if self._due is not None or not self._lock.acquire(blocking=False):
             self._wait()
-        self._owner, self._depth = me, 1
+        self.owner, self._depth = me, 1
         self._passed += 1
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         try:
-            if self._lent is not None and kind is None and self._depth == 1:
+            if self.lent is not None and kind is None and self._depth == 1:
                 self._do_lent()
         finally:
             self._depth -= 1
             if not self._depth:
                 self._last_end = time.perf_counter()
-                self._owner = None
+                self.owner = None
                 self._lock.release()
 
     def _wait(self) -> None:
         with self._changed:
-            self._waiting += 1
+            self.num_waiting += 1
             self._changed.wait_for(lambda: self._due is None)
         self._lock.acquire()
         with self._changed:
-            self._waiting -= 1
+            self.num_waiting -= 1
             self._changed.notify_all()
 
     @contextmanager
@@ -85,17 +85,17 @@ class Turns:
     ) -> Iterator[None]:
         """Holds the lock for one step, with `at_once` without waiting for quiet; StoppedError: canceled."""
         me = threading.get_ident()
-        assert self._owner != me, "a step is begun by whoever serves nobody"
+        assert self.owner != me, "a step is begun by whoever serves nobody"
         self._await_turn(me, is_stopped, at_once=at_once)
         try:
             self._lock.acquire()
-            self._owner, self._depth = me, 1
+            self.owner, self._depth = me, 1
             try:
                 if is_stopped():
                     raise StoppedError
                 yield
             finally:
-                self._owner = None
+                self.owner = None
                 self._lock.release()
         finally:
             with self._changed:
@@ -106,12 +106,12 @@ class Turns:
         """Runs work on a thread that has just served a request or calls `assist`; returns its result or
         raises its error. One thread may call it at a time. StoppedError: canceled before it started.
         """
-        assert self._lent is None, "one thread lends work"
+        assert self.lent is None, "one thread lends work"
         future: Future[_Result] = Future()
-        self._lent = future, work
+        self.lent = future, work
         while not future.done():
             if is_stopped() and future.cancel():
-                self._lent = None
+                self.lent = None
                 raise StoppedError
             with contextlib.suppress(TimeoutError):
                 future.exception(_POLL_SECONDS)
@@ -119,12 +119,12 @@ class Turns:
 
     def assist(self) -> None:
         """Runs the work that waits in `lend`, if any."""
-        if self._lent is not None:
+        if self.lent is not None:
             with self:
                 pass
 
     def _do_lent(self) -> None:
-        lent, self._lent = self._lent, None
+        lent, self.lent = self.lent, None
         if lent is None:
             return
         future, work = lent
@@ -148,10 +148,10 @@ class Turns:
                     raise StoppedError
                 if self._due is None:
                     now = time.perf_counter()
-                    busy = self._owner is not None or bool(self._waiting)
+                    busy = self.owner is not None or bool(self.num_waiting)
                     is_quiet = not busy and now - self._last_end >= self._quiet
                     share = self._passed - passed >= self._requests or now - begin >= self._seconds
-                    if is_quiet or share or (at_once and not self._waiting):
+                    if is_quiet or share or (at_once and not self.num_waiting):
                         self._due = me
                         return
                 self._changed.wait(min(self._quiet or _POLL_SECONDS, _POLL_SECONDS))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fxsplit_encoder.compile.program import BoundProgram
 
 # Equal segments that a full budget is cut into to find what attention costs.
-_MEASURED_SEGMENTS = 8
+MEASURED_SEGMENTS = 8
 
 # Attention in a tower's own code is timed at a quarter of the largest budget, or at more of it where the
 # device keeps up with the host: there a run takes as long as the host needs, whatever attention takes.
@@ -177,7 +177,7 @@ def run_timed(forward: TimedForward, budgets: Sequence[int]) -> None:
                 forward(values)
             pause()
     with contextlib.suppress(InputError, torch.OutOfMemoryError):  # which measuring says
-        run = _attention_run(forward, forward.capture_values(budgets[-1]), _MEASURED_SEGMENTS)
+        run = _attention_run(forward, forward.capture_values(budgets[-1]), MEASURED_SEGMENTS)
         if run is not None:
             pause()
             with torch.no_grad():
@@ -210,7 +210,7 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Measured
         pause()
     for budget, _ in reversed(eager):
         try:
-            attention = _attention_cost(forward, forward.capture_values(budget))
+            attention = attention_cost(forward, forward.capture_values(budget))
             break
         except torch.OutOfMemoryError:
             out_of_memory = budget
@@ -269,9 +269,9 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
     return MeasuredForward((), attention, rows / budget, share, share)
 
 
-def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> float:
+def attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> float:
     """Milliseconds of an attended pair; 0 where the host bounds the runs, whose difference is noise."""
-    one, several = (_attention_run(forward, values, segments) for segments in (1, _MEASURED_SEGMENTS))
+    one, several = (_attention_run(forward, values, segments) for segments in (1, MEASURED_SEGMENTS))
     if forward.program is None or one is None or several is None:
         return 0.0
     rows = forward.program.tokens(values)
@@ -281,7 +281,7 @@ def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> floa
     apart = measure_run(several, forward.device)
     if as_one.host >= _BOUND_BY_HOST * as_one.wall:
         return 0.0
-    pairs = rows**2 * (1 - 1 / _MEASURED_SEGMENTS)
+    pairs = rows**2 * (1 - 1 / MEASURED_SEGMENTS)
     return max(0.0, (as_one.wall - apart.wall) / pairs)
 
 
@@ -292,7 +292,7 @@ def _attention_run(
     program = forward.program
     frames = program.region.frame_lengths if program is not None else None
     rows = program.tokens(values) if program is not None else None
-    if program is None or frames is None or rows is None or rows < _MEASURED_SEGMENTS:
+    if program is None or frames is None or rows is None or rows < MEASURED_SEGMENTS:
         return None
     cu_seqlens = (torch.arange(segments + 1, device="cpu") * rows // segments).to(torch.int32)
     on_device = cu_seqlens.to(forward.device)

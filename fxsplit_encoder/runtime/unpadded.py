@@ -78,7 +78,7 @@ class UnpaddedCaptures:
         """As for `BudgetLadder`."""
         self.num_evicted = 0
         """Captures that were evicted for others."""
-        self._request = request
+        self.request = request
         self._prepared: dict[CaptureSize, CaptureRequest] = {}
         self._agreed = scope.agree or bool
         self._measured = scope.agree is None  # times differ between ranks
@@ -86,7 +86,7 @@ class UnpaddedCaptures:
         self._pool = scope.pool
         """Gives the device and the record of what callers hold; generations have memory of their own."""
         self._attention_ms = attention_ms
-        self._generations: list[BudgetLadder] = []
+        self.generations: list[BudgetLadder] = []
         self._last_use: dict[BudgetLadder, int] = {}
         self._stream: torch.cuda.Stream | None = None  # for all generations, which never capture at once
         self._held: dict[CaptureSize, BudgetLadder] = {}
@@ -183,7 +183,7 @@ class UnpaddedCaptures:
     @property
     def graph_bytes(self) -> int:
         """Bytes of the captures without their inputs."""
-        return sum(ladder.pool.used_bytes for ladder in self._generations)
+        return sum(ladder.pool.used_bytes for ladder in self.generations)
 
     @property
     def num_bytes(self) -> int:
@@ -192,8 +192,8 @@ class UnpaddedCaptures:
 
     def clear(self) -> None:
         """Releases every capture and forgets what was counted."""
-        while self._generations:
-            self._release(self._generations[-1])
+        while self.generations:
+            self._release(self.generations[-1])
         self.refused.clear()
         self.not_faster.clear()
         self._uses.clear()
@@ -239,7 +239,7 @@ class UnpaddedCaptures:
         if not self._free_memory_for(size):
             return None  # memory may be free when the size has come as often again
         ladder = self._open_generation()
-        request = self._attempt(size, lambda each: self._request(each, self.inputs))
+        request = self._attempt(size, lambda each: self.request(each, self.inputs))
         # What one rank alone cannot do must show before its forward runs: inside, others would wait for it.
         if not self._agreed(request is not None):
             self._refuse(ladder, size, "another rank has no inputs of this size")
@@ -282,7 +282,7 @@ class UnpaddedCaptures:
             self._release(ladder)
 
     def _open_generation(self) -> BudgetLadder:
-        newest = self._generations[-1] if self._generations else None
+        newest = self.generations[-1] if self.generations else None
         if newest is None or len(newest.captured) >= max(1, self.max_captures // _GENERATIONS):
             base = self._pool
             pool = GraphPool(
@@ -297,7 +297,7 @@ class UnpaddedCaptures:
                 attention_ms=lambda size: self._attention_ms(rows_of(size)),
             )
             self._last_use[newest] = self._clock
-            self._generations.append(newest)
+            self.generations.append(newest)
         return newest
 
     # --- limits
@@ -307,7 +307,7 @@ class UnpaddedCaptures:
         if len(self._held) >= self.max_captures:
             self._evict()
         while not self._agreed(self._has_memory(size)):
-            if not self._generations:
+            if not self.generations:
                 logger.warning("%s are not captured: too little device memory is free", _shown(size))
                 return False
             self._evict()
@@ -321,8 +321,8 @@ class UnpaddedCaptures:
         self._bytes_per_row = max(self._bytes_per_row, ladder.num_bytes(size) / rows_of(size))
         remaining = self._remaining_bytes()
         limit = None if remaining is None else remaining + self.graph_bytes
-        while self._generations and not self._agreed(limit is None or self.graph_bytes <= limit):
-            if len(self._generations) > 1:
+        while self.generations and not self._agreed(limit is None or self.graph_bytes <= limit):
+            if len(self.generations) > 1:
                 self._evict(but=ladder)
                 continue
             reason = f"captures take {self.graph_bytes} bytes, max_graph_bytes leaves {limit} for them"
@@ -330,20 +330,20 @@ class UnpaddedCaptures:
             self._release(ladder)
 
     def _evict(self, but: BudgetLadder | None = None) -> None:
-        oldest = min((each for each in self._generations if each is not but), key=self._last_use.__getitem__)
+        oldest = min((each for each in self.generations if each is not but), key=self._last_use.__getitem__)
         self.num_evicted += len(oldest.captured)
         logger.info("the captures of %s are evicted", ", ".join(map(_shown, oldest.captured)))
         self._release(oldest)
 
     def _release(self, ladder: BudgetLadder) -> None:
-        if ladder not in self._generations:
+        if ladder not in self.generations:
             return
         for size in ladder.captured:
             self._held.pop(size, None)
             self.on_trial.discard(size)
         ladder.clear()
         ladder.pool.retire()
-        self._generations.remove(ladder)
+        self.generations.remove(ladder)
         del self._last_use[ladder]
 
 

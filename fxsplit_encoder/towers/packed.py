@@ -408,7 +408,7 @@ _PATCHES, _GRIDS = Marks("dynamic"), Marks("unbacked")
 
 # Requests that are kept, and the most items and tensors of patches of one. Choices: a service sees few sizes.
 _KEPT = 1024
-_MOST_ITEMS = 64
+MOST_ITEMS = 64
 
 _ONLY_INTEGERS = {int}
 
@@ -468,7 +468,7 @@ def _look(mm_kwargs: dict[str, Any], input_keys: Sequence[tuple[str, str]]) -> _
                 return None
             entries.append((grid_key, numbers))
             kept[grid_key] = numbers
-    if seen != len(mm_kwargs) or not kept or len(patches) > _MOST_ITEMS:
+    if seen != len(mm_kwargs) or not kept or len(patches) > MOST_ITEMS:
         return None
     return _Look(tuple(entries), patches, kept)
 
@@ -479,8 +479,8 @@ def _numbers_of(grids: Any) -> tuple[tuple[int, ...], ...] | None:
         is_plain = grids.dtype in inputs.INTEGERS and not (grids.is_nested or grids.is_meta)
         if not is_plain or grids.layout != torch.strided or grids.dim() != 2:
             return None
-        return tuple(map(tuple, grids.tolist())) if 0 < grids.numel() <= 3 * _MOST_ITEMS else None
-    if type(grids) is not list or not 0 < len(grids) <= _MOST_ITEMS:
+        return tuple(map(tuple, grids.tolist())) if 0 < grids.numel() <= 3 * MOST_ITEMS else None
+    if type(grids) is not list or not 0 < len(grids) <= MOST_ITEMS:
         return None
     for row in grids:
         # True and 1.0 are equal to 1, and no integers.

@@ -50,7 +50,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
 
 
 def test_a_branch_waits_at_its_fork_and_is_waited_for_at_its_join(streams: FakeStreams) -> None:
-    branch = Branch(GPU, "test")
+    branch = Branch(GPU, "waits")
     assert streams.waits == []
     branch.fork()
     assert streams.waits == [(7, 0)]
@@ -72,7 +72,7 @@ def test_a_branch_is_left_where_work_on_it_fails(
             left.append(kind)
 
     left: list[Any] = []
-    branch = Branch(GPU, "test")
+    branch = Branch(GPU, "fails")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: Entered())
     with pytest.raises(RuntimeError), branch:
         raise RuntimeError

@@ -59,7 +59,7 @@ def test_sources_are_named_by_the_cache_of_this_process(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     bundle = bundle_of("/tmp/torchinductor_other/3u/c3un3uyed5.py", str(tmp_path / "ab" / "cab.py"), None)
-    inductor_cache._name_sources(bundle)
+    inductor_cache.name_sources(bundle)
     assert [each.kernel.filename for each in bundle.static_autotuners] == [
         str(tmp_path / "3u" / "c3un3uyed5.py"),
         str(tmp_path / "ab" / "cab.py"),

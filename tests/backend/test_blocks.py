@@ -93,7 +93,7 @@ def test_weights_are_looked_up_at_every_call(inner: Any, pixels: Tensor, inlined
         after = features(module, pixels)
         torch.testing.assert_close(after, features(inner, pixels), rtol=1e-4, atol=1e-5)
         assert (after - before).abs().max() > 0.01
-    del block.mlp.linear_fc1._parameters["weight"]
+    del block.mlp.linear_fc1.weight
     with pytest.raises(InputError, match="parameters: 'weight' of a compiled block was removed"):
         features(module, pixels)
     assert len(inlined) == 1
@@ -125,11 +125,12 @@ def test_weights_of_another_layout_are_refused(inner: Any, pixels: Tensor) -> No
         (square, transpose_data, layout),
     ]
     for linear, change, message in changes:
-        weights = copy.deepcopy(linear._parameters)
+        weights = copy.deepcopy(dict(linear.named_parameters()))
         change(linear)
         with pytest.raises(WeightsLayoutError, match=message):
             features(module, pixels)
-        linear._parameters.update(weights)
+        for name, weight in weights.items():
+            setattr(linear, name, weight)
     torch.testing.assert_close(features(module, pixels), expected)
 
 

@@ -336,7 +336,7 @@ def test_a_budget_that_the_trace_does_not_hold_for_is_dropped(made: Made) -> Non
     assert (dispatcher.hits, dispatcher.misses) == (4, {})
     (ladder,) = [program.ladder for program in dispatcher.programs.values()]
     with pytest.raises(fx.CaptureError, match="the trace does not hold for 16 tokens"):
-        ladder._request(16)
+        ladder.request(16)
     assert_equal_batches(compiled, module, (9,))
 
 

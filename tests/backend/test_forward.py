@@ -58,5 +58,5 @@ def test_a_towers_default_ladder_is_the_managers(
     batch = inputs.make(items("image", inputs.images)[:1])
     compiled(*list(batch.values())[:num_arguments])
     (dispatcher,) = made()
-    assert dispatcher._known_budgets is not None
-    assert dispatcher._known_budgets.tokens == listed
+    assert dispatcher.known_budgets is not None
+    assert dispatcher.known_budgets.tokens == listed

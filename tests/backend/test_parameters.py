@@ -193,13 +193,15 @@ def test_tensors_are_compared_with_those_of_the_call_before(seconds: float) -> N
 
 
 @pytest.mark.slow
-def test_a_look_that_raised_is_made_again(inner: Any, pixels: Tensor, made: Any) -> None:
-    module = compiled(fx.wrap(inner), weight_check_seconds=1e-9)
+def test_a_look_that_raised_is_made_again(
+    inner: Any, pixels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(parameters.time, "monotonic", lambda: now)
+    module = compiled(fx.wrap(inner), weight_check_seconds=5)
     features(module, pixels)
-    (dispatcher,) = made()
     inner.blocks[1].attn.proj.double()
-    dispatcher._parameters._seconds = 1e9
-    dispatcher._parameters._last_look = -1e9
+    now = 106.0
     for _ in range(2):
         with pytest.raises(WeightsLayoutError):
             features(module, pixels)

@@ -147,13 +147,10 @@ def test_batches_that_recur_are_captured_and_weights_followed(
     weight.mul_(1.5)  # in place
     assert_served(compiled, module, images(1))
     assert counts(made)[:2] == (hits + 1, misses)
-    owner = next(
-        each
-        for each in module.modules()
-        if each._parameters and next(iter(each._parameters.values())) is weight
+    owner, _, name = next(name for name, value in module.named_parameters() if value is weight).rpartition(
+        "."
     )
-    name = next(name for name, value in owner._parameters.items() if value is weight)
-    setattr(owner, name, nn.Parameter(weight * 0.5, requires_grad=False))
+    setattr(module.get_submodule(owner), name, nn.Parameter(weight * 0.5, requires_grad=False))
     for batch in (1, 1, 2, 2):
         assert_served(compiled, module, images(batch))
     assert counts(made)[0] > hits + 1

@@ -94,8 +94,8 @@ def test_a_graph_of_a_layout_keeps_all_that_it_reads(
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     variant: Any = check("graph-exact", make_model())
-    assert len(variant._graphs.captured) == len(REQUESTS)
-    for captured in variant._graphs.captured.values():
+    assert len(variant.graphs.captured) == len(REQUESTS)
+    for captured in variant.graphs.captured.values():
         assert set(captured.sources) == {"pixel_values"}
         assert {"pixel_values", "position_ids", "cu_seqlens"} <= set(captured.static)
 

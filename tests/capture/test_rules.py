@@ -109,7 +109,7 @@ class LeakyAttention:
 @pytest.fixture
 def leaky(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> LeakyAttention:
     kernel = LeakyAttention()
-    monkeypatch.setattr(builtin, "_attend_by_segment", kernel)
+    monkeypatch.setattr(builtin, "attend_by_segment", kernel)
     return kernel
 
 
@@ -233,7 +233,7 @@ def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int,
     """(cumulative lengths, bound, rows) of every attention."""
     seen: list[tuple[list[int], int, int]] = []
     attend_out = breakable.attend_out
-    by_segment = builtin._attend_by_segment
+    by_segment = builtin.attend_by_segment
 
     def spy_out(
         q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, scale: float, out: Tensor
@@ -246,7 +246,7 @@ def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int,
         return by_segment(q, k, v, lengths, scale)
 
     monkeypatch.setattr(breakable, "attend_out", spy_out)
-    monkeypatch.setattr(builtin, "_attend_by_segment", spy)
+    monkeypatch.setattr(builtin, "attend_by_segment", spy)
     return seen
 
 
@@ -356,7 +356,7 @@ def test_rule_3_the_manager_falls_back_whole_and_counts_it(
     before = snapshot(manager.paths["default"].captured[16])
     inputs = make_batch([(1, 2, 2)] * 2, [(14, 2, 2)])
     manager.limits = fx.planning.limits.Limits(manager.limits.path_budgets, 4, 99)
-    manager._use_captures()
+    manager.lifecycle.serving.plans.use_captures(manager.limits, captured=True)
     assert_eager(manager, inputs)
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 3}
     assert_unchanged(manager.paths["default"].captured[16], before)
@@ -669,14 +669,16 @@ def test_rule_7_results_survive_later_replays(mode: str, managers: Any, make_bat
     assert all(torch.equal(item, kept) for item, kept in zip(again, copies, strict=True))
 
 
-def views_without_a_copy(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def views_without_a_copy(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, postprocess = manager.lifecycle.serving.runner, manager.tower.postprocess_encoder_output
+
     def collect(batch: Any, outputs: Any, tokens: Any, results: Any, selected: Any) -> None:
         indices = list(batch.indices)
-        runner._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
+        postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
         if runner.scope.config.debug:
             runner.pool.handed_out.add(results[index] for index in indices)
 
-    monkeypatch.setattr(runner, "_collect", collect)
+    monkeypatch.setattr(runner, "collect", collect)
 
 
 def test_rule_7_a_view_of_the_output_would_not_survive(
@@ -685,7 +687,7 @@ def test_rule_7_a_view_of_the_output_would_not_survive(
     for debug in (False, True):
         manager = make_manager(mode="full", debug=debug)
         manager.capture()
-        views_without_a_copy(manager._serving.runner, monkeypatch)
+        views_without_a_copy(manager, monkeypatch)
         (item,) = manager.execute(make_batch([(1, 4, 4)]))
         kept = item.clone()
         if debug:
@@ -815,7 +817,7 @@ def test_rule_9_a_failed_budget_is_dropped_and_the_others_serve(
 ) -> None:
     manager = make_manager(mode="full")
     path = manager.paths["default"]
-    make_request = path.ladder._request
+    make_request = path.ladder.request
 
     def failing_request(budget: int) -> CaptureRequest:
         request = make_request(budget)
@@ -827,7 +829,7 @@ def test_rule_9_a_failed_budget_is_dropped_and_the_others_serve(
 
         return replace(request, body=body_calling(fail))
 
-    monkeypatch.setattr(path.ladder, "_request", failing_request)
+    monkeypatch.setattr(path.ladder, "request", failing_request)
     manager.capture()
     assert sorted(manager.budget_graphs["default"]) == [4, 32]
     assert len(manager.reports) == 2
@@ -937,7 +939,7 @@ def test_rule_10_every_path_shares_the_order(pool_events: list[Any], make_manage
     twin = path_module.EncoderPath.__new__(path_module.EncoderPath)
     twin.__dict__.update(manager.paths["default"].__dict__)
     twin.name, twin.budgets = "other", (8, 40)
-    twin.ladder = BudgetLadder(manager.paths["default"].ladder._request, "full", manager.pool)
+    twin.ladder = BudgetLadder(manager.paths["default"].ladder.request, "full", manager.pool)
     manager.paths_by_key["other", ()] = twin
     manager.capture()
     assert [rows // 4 for _, rows in pool_events] == [64, 40, 32, 16, 8, 4]

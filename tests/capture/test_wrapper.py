@@ -288,5 +288,5 @@ def test_a_hugging_face_tower_that_nobody_wrapped(make_tower: Any, tiny_towers: 
     assert not wrapper.misses
     assert wrapper.hits == 4
     assert wrapper.captures == 3  # the first two differ in their values only
-    for entry in wrapper._entries.values():
+    for entry in wrapper.entries.values():
         assert entry.forward.capture.num_eager_breaks == len(tower.blocks)

@@ -383,7 +383,7 @@ def test_an_unwrapped_hugging_face_tower(towers: Any) -> None:
             torch.testing.assert_close(got.pooler_output, expected.pooler_output, rtol=0.05, atol=0.05)
         assert not wrapper.misses
         assert wrapper.captures == 2
-        for entry in wrapper._entries.values():
+        for entry in wrapper.entries.values():
             assert entry.forward.capture.num_eager_breaks == len(tower.blocks)
     finally:
         for module, config in previous.items():

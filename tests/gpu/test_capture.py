@@ -340,7 +340,7 @@ def test_running_out_of_memory_for_static_inputs_drops_the_budget_alone(
     manager.compile()
     planned = manager.planned_captures()  # which would find out too
     monkeypatch.setattr(type(towers[2]), "prepare_encoder_cudagraph_capture_inputs", greedy)
-    monkeypatch.setattr(manager._lifecycle.own, "planned_captures", lambda: planned)
+    monkeypatch.setattr(manager.lifecycle.own, "planned_captures", lambda: planned)
     manager.capture()
     assert list(manager.budget_graphs["default"]) == [64]
     assert "memory" in manager.reports[0]

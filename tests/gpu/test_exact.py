@@ -79,7 +79,7 @@ def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 def pools(manager: fx.EncoderCudaGraphManager) -> list[GraphPool]:
     """Those that captures are made in."""
     exact = manager.paths["default"].unpadded
-    generations = exact._generations
+    generations = exact.generations
     return [manager.pool, *(generation.pool for generation in generations)]
 
 
@@ -161,7 +161,7 @@ def test_evicting_frees_what_was_promised(family: Any) -> None:
     before = reserved()  # libraries' workspace for the stream of captures and the images' metadata stay
     manager.capture()
     serve()
-    held, promised = reserved(), shapes._generations[0].pool.used_bytes
+    held, promised = reserved(), shapes.generations[0].pool.used_bytes
     assert promised > 0
     shapes._evict()
     assert held - reserved() >= 0.95 * promised

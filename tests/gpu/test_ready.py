@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -143,7 +144,9 @@ def test_what_it_takes_is_given_back(towers: Any) -> None:
         progress = manager.stats().progress
         assert progress is not None and progress.phase == ("done" if to_the_end else "stopped"), progress
         assert manager.num_bytes == 0
-        manager._lifecycle.background._thread.join(60)
+        for thread in threading.enumerate():
+            if thread.name == "fxsplit-capture":
+                thread.join(60)
         held.append((settled()[0], blocks()))
     for later, now in held[1:]:
         assert later <= held[0][0] + 2**20, f"blocks that the first round did not leave: {now - held[0][1]}"

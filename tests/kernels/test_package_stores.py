@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fxsplit_encoder.kernels import compile_jobs, store
-from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4, _ignore_warning
+from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4, ignore_warning
 from fxsplit_encoder.kernels.compile_jobs import (
     FLASH_CACHE,
     keep_flash_attention,
@@ -44,7 +44,7 @@ def test_a_warning_of_the_compiler_for_every_variant_is_not_shown(recwarn: pytes
         where = {"filename": "dsl.py", "lineno": 1, "module": "cutlass.base_dsl.dsl"}
         warnings.warn_explicit(message, UserWarning, **where)
 
-    _ignore_warning.cache_clear()  # pytest forgets filters after each test
+    ignore_warning.cache_clear()  # pytest forgets filters after each test
     FlashAttention4().package_problem(torch.device("cpu"))
     warn("Argument aux_data (position 17) cannot be converted to a JitArgument for function 'f'")
     assert recwarn.list == []

@@ -92,14 +92,14 @@ def _report(manager: fx.EncoderCudaGraphManager, whole: Any, batches: list[dict[
 def _refuse(path: Any, tokens: int) -> None:
     """Makes the capture of one size fail, as it does where memory runs out on this rank alone."""
     assert path.recurring_counts is not None
-    request = path.unpadded._request
+    request = path.unpadded.request
 
     def refusing(size: int, inputs: Any) -> Any:
         if size == tokens:
             raise CaptureError(REFUSED)
         return request(size, inputs)
 
-    path.unpadded._request = refusing
+    path.unpadded.request = refusing
 
 
 # --- plain modules that call collectives, as an engine's own layers do
@@ -217,7 +217,7 @@ def _with_less_memory(rank: int) -> fx.EncoderCudaGraphManager:
     """On one rank less is left than captures take."""
     manager = _manager(ParallelPacked(), mode="full", max_graph_bytes="1GiB")
     if rank == 1:
-        manager._lifecycle.own.captures.max_bytes = 1400
+        manager.lifecycle.own.captures.max_bytes = 1400
     manager.capture()
     return manager
 

@@ -237,7 +237,7 @@ def test_an_adapter_that_was_replaced_is_captured_again() -> None:
     served.layer.set_adapter("default")
     assert not torch.allclose(served.encode()[0], before[0], rtol=1e-3)
     assert served.captures == 3
-    assert len([*served.manager._lifecycle.others]) == 1, "of the adapter that was deleted, none is kept"
+    assert len([*served.manager.lifecycle.others]) == 1, "of the adapter that was deleted, none is kept"
 
 
 def test_the_least_recently_used_state_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_bytes_of_all_states_are_counted_and_released() -> None:
     assert served.manager.num_bytes == 2 * one
     served.manager.clear()
     assert served.manager.num_bytes == 0
-    assert not list(served.manager._lifecycle.others)
+    assert not list(served.manager.lifecycle.others)
 
 
 def test_captures_of_all_states_share_the_limit() -> None:

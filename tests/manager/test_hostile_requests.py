@@ -393,7 +393,7 @@ def test_it_is_refused_by_name_and_the_manager_goes_on(label: str) -> None:
 def test_who_sends_bad_inputs_waits_for_nobody_and_holds_up_nobody() -> None:
     manager = manager_of(QWEN)
     request = hostile(good_request(QWEN), QWEN, replacing(image_grid_thw=[[FAR, 2, 2]]))
-    with manager._lifecycle.turns:
+    with manager.lifecycle.turns:
         refused = []
 
         def send() -> None:

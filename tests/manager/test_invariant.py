@@ -127,18 +127,18 @@ def test_the_public_check_finds_nothing_and_finds_what_differs(encoders: Encoder
     inputs = encoders.inputs.make(batch)
     assert manager.check_invariance(inputs, packings=4) == []
     assert manager.check_invariance(encoders.inputs.make([]), packings=4) == []
-    encode = manager._serving.runner._collect
+    encode = manager.lifecycle.serving.runner.collect
 
     def differs_in_company(batch: Any, outputs: Any, *rest: Any) -> None:
         if len(batch.indices) > 1:
             outputs = {name: output + 1 for name, output in outputs.items()}
         encode(batch, outputs, *rest)
 
-    manager._serving.runner._collect = differs_in_company
+    manager.lifecycle.serving.runner.collect = differs_in_company
     try:
         assert manager.check_invariance(inputs, packings=8) != []
     finally:
-        manager._serving.runner._collect = encode
+        manager.lifecycle.serving.runner.collect = encode
 
 
 def test_reports_name_the_kernel_that_attends(encoders: Encoders) -> None:
@@ -176,7 +176,7 @@ def test_a_plan_for_the_towers_own_forward_runs_the_program(tiny: Any) -> None:
         planned = PathPlan(6, None, fx.MissReason.EAGER_IS_FASTER, eager=True)
         plan = manager.plan(inputs)
         plan = replace(plan, batches=(plan.batches[0]._replace(paths={"default": planned}),))
-        runner, specs = manager._serving.runner, tower.get_encoder_cudagraph_item_specs(inputs)
+        runner, specs = manager.lifecycle.serving.runner, tower.get_encoder_cudagraph_item_specs(inputs)
         (output,), (done,) = runner.run(plan, inputs, specs, may_replay=True)
         assert torch.equal(output, expected)
         assert not done.paths["default"].eager
@@ -287,8 +287,8 @@ def test_compiled_loops_are_refused_on_a_cpu(tiny: Any) -> None:
 def test_it_is_part_of_what_a_saved_start_holds_for(tiny: Any) -> None:
     from fxsplit_encoder.manager.start import tower_key
 
-    with_it = tower_key(tiny[0]._lifecycle.own)
-    without = tower_key(make_manager(tiny[1], tiny_towers.QWEN, mode="none", invariant=False)._lifecycle.own)
+    with_it = tower_key(tiny[0].lifecycle.own)
+    without = tower_key(make_manager(tiny[1], tiny_towers.QWEN, mode="none", invariant=False).lifecycle.own)
     assert with_it != without
 
 

@@ -160,7 +160,7 @@ def test_what_is_captured_is_measured_first_and_nothing_else(monkeypatch: pytest
 def test_captures_are_judged_by_the_attention_that_was_measured() -> None:
     path = captured(PathsModel()).paths["global"]
     path.measured = MeasuredForward(attention=0.5, rows_per_token=4.0)
-    assert path.ladder._attention_ms(2) == 0.5 * 8**2
+    assert path.ladder.attention_ms(2) == 0.5 * 8**2
     assert path.measured.rows_per_token == 4.0
 
 

@@ -60,7 +60,7 @@ def test_vllm_57136_unwritten_pad_rows_of_nine_budgets_reach_nobody(
     poisoned_memory: None,
     assert_as_eager: Any,
 ) -> None:
-    monkeypatch.setattr(builtin, "_attend_by_segment", leaky_attention)
+    monkeypatch.setattr(builtin, "attend_by_segment", leaky_attention)
     manager = make_captured(mode="full", token_budgets=NINE_BUDGETS, max_items_per_batch=1)
     assert len(manager.budget_graphs["default"]) == 9
     for grid in ((1, 6, 6), (1, 2, 2), (1, 10, 10), (1, 2, 6)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import gc
@@ -18,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from torch import nn
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager import compile_process
@@ -75,20 +78,25 @@ def begun(tower: Any = None, config: fx.EncoderConfig = CONFIG) -> fx.EncoderCud
 
 def do_work(manager: fx.EncoderCudaGraphManager, between: Callable[[], object]) -> None:
     """The work on this thread; what comes in between is done whenever it gives up the turn."""
-    background, errors = manager._lifecycle.background, list[Exception]()
-    give, had = background.work._give, lambda: background.work._has_turn
+    turns, errors = manager.lifecycle.turns, list[Exception]()
+    step = turns.step
 
-    def give_up() -> None:
-        is_given = had()
-        give()
-        if is_given:
-            try:
-                contextvars.Context().run(between)  # as on a thread of its own
-            except Exception as error:
-                errors.append(error)
+    @contextlib.contextmanager
+    def step_and_between(*args: Any, **kwargs: Any) -> Iterator[None]:
+        has_begun = False
+        try:
+            with step(*args, **kwargs):
+                has_begun = True
+                yield
+        finally:
+            if has_begun:
+                try:
+                    contextvars.Context().run(between)  # as on a thread of its own
+                except Exception as error:
+                    errors.append(error)
 
-    background.work._give = give_up
-    background.run()
+    with mock.patch.object(turns, "step", step_and_between):
+        manager.lifecycle.background.run()
     for error in errors:
         raise error
 
@@ -241,7 +249,7 @@ def test_a_start_from_a_file(tmp_path: Any, by_hand: None) -> None:
     captured().save_start(path)
     manager = begun(config=CONFIG.replace(start_file=path))
     assert manager.paths["default"].expected is None, "what serves first was never measured"
-    manager._lifecycle.background.run()
+    manager.lifecycle.background.run()
     assert manager.paths["default"].expected is not None
 
 
@@ -252,13 +260,13 @@ def test_what_a_restored_program_builds_at_its_first_run_holds_up_nobody(
     tower = SplitModel()
     program = captured(tower).paths["default"].program
     manager = begun(tower)
-    for path in manager._lifecycle.background._target.compiled_paths:
+    for path in manager.lifecycle.own.compiled_paths:
         path.forward.saved = cast("Any", "a program")
     monkeypatch.setattr("fxsplit_encoder.compile.saved.restore_program", lambda *_: program)
     own, in_a_step = BoundProgram.__call__, list[bool]()
 
     def watched(bound: BoundProgram, *given: Any) -> Any:
-        in_a_step.append(manager._lifecycle.turns._owner is not None)
+        in_a_step.append(manager.lifecycle.turns.owner is not None)
         if not is_right and len(in_a_step) == 1:
             raise RuntimeError("it cannot run")
         return own(bound, *given)
@@ -287,7 +295,7 @@ def test_first_captures_give_way_where_memory_is_short(
     by_hand: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = begun()
-    first, request = manager._serving, PathForward.request
+    first, request = manager.lifecycle.serving, PathForward.request
     released = []
     monkeypatch.setattr(first, "clear", lambda: released.append(True))
 
@@ -328,7 +336,7 @@ def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: p
     assert "go on serving: RuntimeError: no more" in manager.reports[-1]
     assert modes(manager) == before
     assert_right(manager, 3, 5)
-    manager._lifecycle.background._over.set()
+    manager.lifecycle.background.stop()
     manager.capture()
     assert state(manager) == usual_state()
 
@@ -336,7 +344,7 @@ def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: p
 def test_clear_in_the_middle(by_hand: None) -> None:
     manager = begun()
     for number in range(8):
-        background, left = manager._lifecycle.background, iter(range(number))
+        background, left = manager.lifecycle.background, iter(range(number))
 
         def clear(left: Iterator[int] = left) -> None:
             if next(left, None) is None:
@@ -347,7 +355,7 @@ def test_clear_in_the_middle(by_hand: None) -> None:
         assert phase(manager) == "stopped" and not manager.is_captured() and manager.num_bytes == 0
         assert_right(manager, 3, 5)
         manager.capture(wait=False)
-        assert manager._lifecycle.background is not background
+        assert manager.lifecycle.background is not background
     finish(manager)
     assert state(manager) == usual_state()
 
@@ -384,32 +392,32 @@ def lending(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_device_who_asks_captures(lending: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other thread may wait for the device while a graph is captured, as whoever asks does some time."""
     by_thread: dict[str, set[int]] = {"warm up": set(), "capture": set()}
-    record, capture = CapturedForward.record, CapturedForward._record
+    record, capturing = CapturedForward.record, GraphPool.capturing
 
     def spied(self: CapturedForward, warmups: int = 2) -> None:
         by_thread["warm up"].add(threading.get_ident())
         record(self, warmups)
 
-    def spied_capture(self: CapturedForward, what: str) -> None:
+    def spied_capture(self: GraphPool, *args: Any) -> Any:
         by_thread["capture"].add(threading.get_ident())
-        capture(self, what)
+        return capturing(self, *args)
 
     begin = BackgroundCapture.start
 
     def start(self: BackgroundCapture) -> None:
         monkeypatch.setattr(CapturedForward, "record", spied)
-        monkeypatch.setattr(CapturedForward, "_record", spied_capture)
+        monkeypatch.setattr(GraphPool, "capturing", spied_capture)
         begin(self)
 
     monkeypatch.setattr(BackgroundCapture, "start", start)
     manager = begun()
-    waits = manager._lifecycle.turns
-    while not (lent := waits._lent) or phase(manager) != "capturing":
+    waits = manager.lifecycle.turns
+    while not (lent := waits.lent) or phase(manager) != "capturing":
         time.sleep(0.002)
         if lent:
             assert_right(manager, 3, 5)
     time.sleep(0.1)
-    assert waits._lent is lent, "nobody asks"
+    assert waits.lent is lent, "nobody asks"
     while phase(manager) == "capturing":
         assert_right(manager, 3, 5)
         time.sleep(0.002)
@@ -426,10 +434,10 @@ def test_captures_that_nobody_asks_for(by_waiting: bool, lending: None) -> None:
         assert not manager.wait_captured(0)
         assert wait_for_end(manager).phase == "done" and state(manager) == usual_state()
         return
-    while manager._lifecycle.turns._lent is None:
+    while manager.lifecycle.turns.lent is None:
         time.sleep(0.002)
     manager.clear()
-    manager._lifecycle.background._thread.join(60)
+    manager.lifecycle.background.end()
     assert phase(manager) == "stopped" and not threads()
     assert_right(manager, 3, 5)
 
@@ -477,7 +485,8 @@ def test_garbage_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PathForward, "trace", slow)
     manager = begun()
     assert tracing.wait(60)
-    thread, background = manager._lifecycle.background._thread, manager._lifecycle.background
+    background = manager.lifecycle.background
+    (thread,) = [each for each in threading.enumerate() if each.name == "fxsplit-capture"]
     gone = weakref.ref(manager)
     del manager
     gc.collect()
@@ -507,14 +516,14 @@ class Raises(SplitModel):
 def elsewhere(by_hand: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CompileWorker]]:
     """The processes that were started, though nothing is for Inductor."""
     started: list[CompileWorker] = []
-    launch = CompileWorker._launch
+    start = CompileWorker.__init__
 
-    def remember(self: CompileWorker) -> Any:
+    def remember(self: CompileWorker, generation: Any) -> None:
+        start(self, generation)
         started.append(self)
-        return launch(self)
 
     monkeypatch.setattr(background_module, "why_not_elsewhere", lambda generation: "")
-    monkeypatch.setattr(CompileWorker, "_launch", remember)
+    monkeypatch.setattr(CompileWorker, "__init__", remember)
     yield started
     for worker in started:
         assert not worker.path.exists()
@@ -558,7 +567,7 @@ _PARENT = """
 import time
 from fxsplit_encoder.manager.compile_process import CompileWorker
 from tests.manager.test_ready import Sleeps, manager_of
-worker = CompileWorker(manager_of(Sleeps())._lifecycle.own)
+worker = CompileWorker(manager_of(Sleeps()).lifecycle.own)
 print(worker.pid, worker.path, flush=True)
 time.sleep(600)
 """

@@ -105,7 +105,7 @@ def test_little_is_kept(manager: Any, make_batch: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr("fxsplit_encoder.manager.request_plans._KEPT_PLANS", kept)
     for height in (2, 4, 6, 8, 4, 2):
         assert_right(manager, make_batch([(1, height, 2)]))
-        plans = manager._serving.plans
+        plans = manager.lifecycle.serving.plans
         assert max(len(manager._items._known), len(plans._described), len(plans._kept)) <= kept
 
 

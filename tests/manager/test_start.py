@@ -200,7 +200,7 @@ def test_what_matters_not_is_no_part_of_the_key(tmp_path: Path) -> None:
     one = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
     served = EAGER.replace(capture_recurring=False, weight_check_seconds=1.0)
     other = fx.EncoderCudaGraphManager(SplitModel(), served.replace(debug=True, start_file=tmp_path))
-    assert tower_key(one._lifecycle.own) == tower_key(other._lifecycle.own)
+    assert tower_key(one.lifecycle.own) == tower_key(other.lifecycle.own)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -251,7 +251,7 @@ def test_costs_stay_on_the_machine_for_the_same_tower_and_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     managers = [captured(), captured(), captured(config=EAGER.replace(token_budgets=(4, 8))), captured()]
-    first, second, for_others, third = (manager._serving for manager in managers)
+    first, second, for_others, third = (manager.lifecycle.serving for manager in managers)
     forward = MeasuredForward(((4, 1.0), (16, 2.0)), 0.5)
     known = KnownCosts(forward, {4: KnownBudget(MeasuredCosts({"full": 1.0}, 2.0), "full")}, 3.0)
     monkeypatch.setattr(managers[0].paths["default"], "known", lambda: known)

@@ -93,7 +93,7 @@ def test_requests_that_wait_go_before_a_step() -> None:
 
     with turns:
         waiting = started(lambda: serve(0), lambda: serve(1))
-        while turns._waiting < 2:
+        while turns.num_waiting < 2:
             time.sleep(0)
         waiting += started(step)
         time.sleep(0.02)
@@ -130,7 +130,7 @@ def lend_in_thread(
             found.append(error)
 
     (thread,) = started(lend)
-    while turns._lent is None:
+    while turns.lent is None:
         time.sleep(0)
     return thread, found
 
@@ -217,14 +217,14 @@ def test_it_is_all_four_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [chooser.current.get(None) for chooser in kernels.all]
     with pytest.raises(KeyError), torch.inference_mode():
         with serving_scope(turns, kernels, torch.device("cpu")):
-            assert turns._owner is not None
+            assert turns.owner is not None
             assert [chooser.current.get(None) for chooser in kernels.all] == list(kernels.all)
             assert not torch.is_inference_mode_enabled()
             with serving_scope(turns, kernels, torch.device("cpu")):
                 pass
-            assert turns._owner is not None
+            assert turns.owner is not None
             raise KeyError
-    assert turns._owner is None
+    assert turns.owner is None
     assert [chooser.current.get(None) for chooser in kernels.all] == before
 
 
@@ -237,5 +237,5 @@ def test_a_device_that_cannot_be_entered_gives_the_turn_back(monkeypatch: pytest
     with pytest.raises(RuntimeError, match="no such device"):
         with serving_scope(turns, kernels, torch.device("cpu")):
             raise AssertionError
-    assert turns._owner is None
+    assert turns.owner is None
     assert torch.is_grad_enabled()

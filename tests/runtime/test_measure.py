@@ -176,7 +176,7 @@ def test_attention_is_timed_at_the_largest_size_that_memory_holds(
             raise torch.OutOfMemoryError
         return 0.25
 
-    monkeypatch.setattr("fxsplit_encoder.runtime.measure._attention_cost", attention_cost)
+    monkeypatch.setattr("fxsplit_encoder.runtime.measure.attention_cost", attention_cost)
     found = measure_forward(Forward(), (10, 20, 30, 40, 50))
     assert tried == timed
     assert (found.attention, found.out_of_memory) == (0.25, ran_out)
@@ -188,7 +188,7 @@ def test_attention_between_runs_that_the_host_bounds_is_not_told(
     host: float, attention: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their difference is noise, which would be taken off every replay."""
-    walls = {1: 2.0, measure._MEASURED_SEGMENTS: 1.0}
+    walls = {1: 2.0, measure.MEASURED_SEGMENTS: 1.0}
 
     def timed(run: Any, device: Any) -> MeasuredRun:
         return MeasuredRun(walls[run], host)
@@ -196,8 +196,8 @@ def test_attention_between_runs_that_the_host_bounds_is_not_told(
     monkeypatch.setattr(measure, "_attention_run", lambda forward, values, segments: segments)
     monkeypatch.setattr(measure, "measure_run", timed)
     forward: Any = SimpleNamespace(program=SimpleNamespace(tokens=lambda values: 10), device=None)
-    found = measure._attention_cost(forward, {})
-    assert found == pytest.approx(attention / (1 - 1 / measure._MEASURED_SEGMENTS))
+    found = measure.attention_cost(forward, {})
+    assert found == pytest.approx(attention / (1 - 1 / measure.MEASURED_SEGMENTS))
 
 
 def test_unmeasured_captures_are_only_preferred_to_one_another() -> None:

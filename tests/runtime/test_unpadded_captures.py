@@ -118,13 +118,13 @@ def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: py
 
     with monkeypatch.context() as patch:
         if where == "request":
-            patch.setattr(shapes, "_request", fail)
+            patch.setattr(shapes, "request", fail)
         else:
             patch.setattr(unpadded.BudgetLadder, "capture", fail)
         for _ in range(3):
             assert shapes.of_size(5) is None
     assert shapes.refused == {5: "nobody expected this"}
-    assert shapes.sizes == [] and shapes._generations == []
+    assert shapes.sizes == [] and shapes.generations == []
     assert shapes.of_size(5) is None, "not tried again"
     assert replayed(shapes, 6) is not None
 

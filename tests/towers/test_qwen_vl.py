@@ -120,7 +120,7 @@ class TestQwen25VL(PackedModuleTests):
         program = manager.programs["default"]
         assert program.region.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
         assert program.region.frame_lengths == "cu_seqlens"
-        request = manager.paths["default"].ladder._request(16)
+        request = manager.paths["default"].ladder.request(16)
         single = request.single_segment()
         before, after = (
             {name: buffer.tensor.shape[0] for name, buffer in r.inputs.buffers.items()}

@@ -123,10 +123,11 @@ class PerSegment(AttentionKernel):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
-        return _attend_by_segment(q, k, v, cu_seqlens, scale)
+        return attend_by_segment(q, k, v, cu_seqlens, scale)
 
 
-def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+def attend_by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Attends within each segment, one call a segment."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
         if end > start:

@@ -28,14 +28,16 @@ _HOPPER = 9
 
 
 @functools.cache
-def _ignores_bounds(device: torch.device) -> bool:
+def ignores_bounds(device: torch.device) -> bool:
+    """Whether FlashAttention 4 computes the same without the bound of the queries."""
     # On Hopper the bound of the queries decides only the name in the package's cache, by which each variant
     # would be compiled twice (`is_static_persistent` of 4.0.0b36).
     return device.type == "cuda" and torch.cuda.is_available() and capability(device)[0] == _HOPPER
 
 
 @functools.cache
-def _ignore_warning() -> None:
+def ignore_warning() -> None:
+    """Filters the warning of CuTe DSL's compiler, once a process."""
     # CuTe DSL's compiler gives it for every variant. Filters that change in a call change for other threads.
     message = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
     warnings.filterwarnings("ignore", message, UserWarning, r"cutlass\.base_dsl")
@@ -79,7 +81,7 @@ class FlashAttention4(HalfPrecisionKernel):
     def package_problem(self, device: torch.device) -> str | None:
         """Why its package cannot be used; switches on its cache before it is imported."""
         compile_jobs.keep_flash_attention()
-        _ignore_warning()
+        ignore_warning()
         return super().package_problem(device)
 
     def is_invariant_on(self, device: torch.device) -> bool:
@@ -117,7 +119,7 @@ class FlashAttention4(HalfPrecisionKernel):
             v,
             cu_seqlens_q=cu_queries,
             cu_seqlens_k=cu_keys,
-            max_seqlen_q=None if _ignores_bounds(q.device) else max_seqlen,
+            max_seqlen_q=None if ignores_bounds(q.device) else max_seqlen,
             max_seqlen_k=max_seqlen,
             softmax_scale=scale,
             out=into,
@@ -223,7 +225,7 @@ class WholeWaves(FlashAttention4):
 
 # --- vLLM's build: generation 3 on Hopper, 2 elsewhere
 
-_VLLM_ALIAS = "fxsplit_encoder_vllm_flash_attn"
+VLLM_ALIAS = "fxsplit_encoder_vllm_flash_attn"
 
 
 class VllmFlashAttention(HalfPrecisionKernel):
@@ -234,13 +236,13 @@ class VllmFlashAttention(HalfPrecisionKernel):
 
     def package_problem(self, device: torch.device) -> str | None:
         """Why vLLM's extension for this device is missing."""
-        return _vllm_function(_vllm_version(device))[1]
+        return vllm_function(_vllm_version(device))[1]
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
         version = _vllm_version(q.device)
-        result: Tensor = _vllm_function(version)[0](
+        result: Tensor = vllm_function(version)[0](
             q,
             k,
             v,
@@ -260,7 +262,8 @@ def _vllm_version(device: torch.device) -> int:
 
 
 @functools.cache
-def _vllm_function(version: int) -> tuple[Any, str | None]:
+def vllm_function(version: int) -> tuple[Any, str | None]:
+    """Returns FlashAttention as vLLM compiled it, or None and why there is none."""
     package = "vllm.vllm_flash_attn" if "vllm" in sys.modules else _vllm_alias()
     if package is None:
         return None, "vllm is not installed"
@@ -277,7 +280,7 @@ def _vllm_alias() -> str | None:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None
-    package = types.ModuleType(_VLLM_ALIAS)
+    package = types.ModuleType(VLLM_ALIAS)
     package.__path__ = [str(Path(spec.submodule_search_locations[0]) / "vllm_flash_attn")]
-    sys.modules[_VLLM_ALIAS] = package
-    return _VLLM_ALIAS
+    sys.modules[VLLM_ALIAS] = package
+    return VLLM_ALIAS

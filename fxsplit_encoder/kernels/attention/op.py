@@ -88,21 +88,22 @@ def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale
     return out_THD.view(batch, tokens, heads, head_dim).transpose(1, 2)
 
 
-class _EqualLengths:
+class EqualLengths:
     """Cumulative lengths 0, tokens, 2 * tokens, ..., parts of tensors whose addresses graphs may hold."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self.made: dict[tuple[int, torch.device], list[Tensor]] = {}
         self._lock = threading.Lock()
 
     def of(self, batch: int, tokens: int, device: torch.device) -> Tensor:
-        made = self._made.get((tokens, device))
+        """Returns the cumulative lengths of `batch` segments of so many tokens."""
+        made = self.made.get((tokens, device))
         if made is None or made[-1].shape[0] <= batch:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 # The memory belongs to that graph, which makes them at every replay.
                 return torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
             with self._lock:
-                made = self._made.setdefault((tokens, device), [])
+                made = self.made.setdefault((tokens, device), [])
                 if not made or made[-1].shape[0] <= batch:
                     entries = torch.arange((1 << batch.bit_length()) + 1, dtype=torch.int32, device="cpu")
                     # From the host, which waits: other streams may read it at once.
@@ -110,7 +111,7 @@ class _EqualLengths:
         return made[-1][: batch + 1]
 
 
-_equal_lengths = _EqualLengths()
+_equal_lengths = EqualLengths()
 
 
 # --- their registration

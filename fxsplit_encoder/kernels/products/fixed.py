@@ -120,25 +120,25 @@ COUNTS = (16, *itertools.chain.from_iterable((3 * 2**n, 4 * 2**n) for n in range
 REFERENCE_ROWS = 128
 
 # Different rows in a trial. A prime number: each comes at every place of a tile.
-_DISTINCT = 1021
+DISTINCT = 1021
 
 
 def same_bits(product: Product, layer: Layer, counts: Sequence[int], *, reference_rows: int) -> bool:
     """Whether every row gets the same bits among each of these counts of rows as among `reference_rows`."""
-    rows, matrix, bias = layer.sample(_DISTINCT)
+    rows, matrix, bias = layer.sample(DISTINCT)
 
     def computed(count: int, first: int) -> tuple[Tensor, Tensor]:
         """The product of `count` rows from row `first` on, and their numbers."""
-        chosen = (torch.arange(count, device=layer.device) + first) % _DISTINCT
+        chosen = (torch.arange(count, device=layer.device) + first) % DISTINCT
         return product(rows[chosen], matrix, bias, layer.activation), chosen
 
-    reference = rows.new_empty(_DISTINCT, layer.out_features)
-    for first in range(0, _DISTINCT, reference_rows):
+    reference = rows.new_empty(DISTINCT, layer.out_features)
+    for first in range(0, DISTINCT, reference_rows):
         result, chosen = computed(reference_rows, first)
         reference[chosen] = result
     for count in (reference_rows, *counts):
         differs = torch.zeros((), dtype=torch.bool, device=layer.device)
-        for first in {1, count % _DISTINCT, _DISTINCT // 2, *range(0, _DISTINCT, count)}:
+        for first in {1, count % DISTINCT, DISTINCT // 2, *range(0, DISTINCT, count)}:
             result, chosen = computed(count, first)
             differs |= (result != reference[chosen]).any()
         if differs:
@@ -263,7 +263,8 @@ PRODUCTS = VerifiedProducts(library_product, _own_kernel)
 
 
 @functools.cache
-def _block_rows(layer: Layer) -> int:
+def block_rows(layer: Layer) -> int:
+    """Rows of a block on a CPU: 1 where blocks of more have other bits."""
     verified = same_bits(cpu_product, layer, [BLOCK_ROWS], reference_rows=BLOCK_ROWS)
     return BLOCK_ROWS if verified else 1
 
@@ -271,7 +272,7 @@ def _block_rows(layer: Layer) -> int:
 def blockwise_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """A linear layer on a CPU, in blocks of the same number of rows."""
     layer = Layer.of(rows, matrix, bias, activation)
-    size = _block_rows(layer)
+    size = block_rows(layer)
     out = rows.new_empty(rows.shape[0], layer.out_features)
     for start in range(0, rows.shape[0], size):
         part = rows[start : start + size]

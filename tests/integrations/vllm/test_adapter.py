@@ -187,7 +187,7 @@ def test_new_weights_are_looked_at_by_the_next_batch(
     model = tiny_towers.wrapped
     monkeypatch.setattr(model, "load_weights", lambda weights: set(), raising=False)
     manager = make(model)
-    checks = manager.manager._serving.weight_checks
+    checks = manager.manager.lifecycle.serving.weight_checks
     assert [checks.is_due("path") for _ in range(2)] == [True, False]
     model.load_weights([])
     assert checks.is_due("path")

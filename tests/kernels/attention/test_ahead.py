@@ -46,11 +46,11 @@ def possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(processes, "package_version", lambda package: "4.0")
     monkeypatch.setattr(processes, "_MODULE", "tests.kernels.attention.ahead_jobs")
-    monkeypatch.setattr(processes._state, "asked", set())
+    monkeypatch.setattr(processes.state, "asked", set())
     yield tmp_path
-    for each in [*processes._state.processes]:
+    for each in [*processes.state.processes]:
         each.end(0)
-    processes._state.processes.clear()
+    processes.state.processes.clear()
 
 
 def done(possible: Path) -> list[str]:
@@ -80,7 +80,7 @@ def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> Non
     assert processes.start(["one"], 72, torch.bfloat16, HOPPER) == [("one", 72, "bfloat16")]
     assert processes.start(["one", "two"], 72, torch.bfloat16, HOPPER) == [("two", 72, "bfloat16")]
     assert processes.start(["one"], 72, torch.bfloat16, torch.device("cpu")) == []
-    assert len(processes._state.processes) == 2
+    assert len(processes.state.processes) == 2
     processes.wait()
     assert not processes.is_running() and done(possible) == ["one-72", "two-72"]
     assert (possible / "one-72").read_text() == "132"
@@ -94,10 +94,10 @@ def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> Non
 def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path) -> None:
     processes.warm_up(2, HOPPER)
     processes.warm_up(2, HOPPER)
-    first, second = (each.child for each in processes._state.processes)
+    first, second = (each.child for each in processes.state.processes)
     processes.start(["one"], 72, torch.bfloat16, HOPPER)
     processes.dismiss()
-    assert [each.child for each in processes._state.processes] == [first]
+    assert [each.child for each in processes.state.processes] == [first]
     assert second.status is not None
     processes.wait()
     assert done(possible) == ["one-72"] and first.status == 0
@@ -116,7 +116,7 @@ def test_processes_that_get_no_more_are_over_once_all_is_compiled(possible: Path
         time.sleep(0.01)
     assert processes.is_running() and done(possible) == ["one-72", "two-72"]
     processes.start(["three"], 72, torch.bfloat16, HOPPER)  # another process: those take no more
-    assert len(processes._state.processes) == 3 and processes.is_compiling()
+    assert len(processes.state.processes) == 3 and processes.is_compiling()
     processes.dismiss()
     processes.wait()
     assert not processes.is_running() and not processes.is_compiling()
@@ -166,13 +166,13 @@ def test_segments_of_one_tile_call_the_variant_of_longer_ones(monkeypatch: pytes
     kernel = flash_attn.FlashAttention4()
     monkeypatch.setattr(type(kernel), "function", property(lambda self: attend))
     for is_hopper in (True, False):
-        monkeypatch.setattr(flash_attn, "_ignores_bounds", lambda device, is_hopper=is_hopper: is_hopper)
+        monkeypatch.setattr(flash_attn, "ignores_bounds", lambda device, is_hopper=is_hopper: is_hopper)
         kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
     assert bounds == [(None, 6), (6, 6)]  # others choose tiles by it
 
 
 def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    decide = flash_attn._ignores_bounds.__wrapped__
+    decide = flash_attn.ignores_bounds.__wrapped__
     assert not decide(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not decide(HOPPER)
@@ -185,7 +185,7 @@ def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_what_was_begun_in_vain_is_said_and_not_waited_for(
     possible: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes._state, "left", [])
+    monkeypatch.setattr(processes.state, "left", [])
     processes.leave([])
     assert caplog.text == ""
     vain = processes.start(["sleeps"], 80, torch.bfloat16, HOPPER)
@@ -194,16 +194,16 @@ def test_what_was_begun_in_vain_is_said_and_not_waited_for(
     assert "compiled ahead in vain, since the graph has other heads: [('sleeps', 80" in caplog.text
     processes.wait()
     assert not processes.is_running() and done(possible) == ["one-72"]
-    (sleeping,) = processes._state.left
+    (sleeping,) = processes.state.left
     assert sleeping.status is None
-    processes._end_all()
+    processes.end_all()
     assert sleeping.end() != 0
     assert processes.start(["sleeps"], 80, torch.bfloat16, HOPPER) == vain  # it may be asked for after all
     processes.leave(vain)
-    processes._end_all()
-    assert [each.end() != 0 for each in processes._state.left] == [True]
+    processes.end_all()
+    assert [each.end() != 0 for each in processes.state.left] == [True]
     processes.leave(processes.start(["one"], 80, torch.bfloat16, HOPPER))
-    assert processes._state.left[-1].end(60) == 0 and done(possible) == ["one-72", "one-80"]
+    assert processes.state.left[-1].end(60) == 0 and done(possible) == ["one-72", "one-80"]
 
 
 # --- which

@@ -308,7 +308,7 @@ def test_a_call_is_looked_up_once_until_something_new_is_measured(monkeypatch: p
     monkeypatch.setattr(choice, "MOST_CALLS", 3)
     for rows in range(1, 20):
         chooser.of(query[:rows], cu, rows)
-    assert len(chooser._by_call) <= 3
+    assert len(chooser.by_call) <= 3
 
 
 def test_what_plans_each_shape_is_for_captures() -> None:

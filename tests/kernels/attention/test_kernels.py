@@ -111,7 +111,7 @@ def test_a_missing_package_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(kernel_module, "find", kernel_module.find.__wrapped__)
     monkeypatch.setattr(flash_attn, "find", kernel_module.find)
-    monkeypatch.setattr(flash_attn, "_vllm_function", flash_attn._vllm_function.__wrapped__)
+    monkeypatch.setattr(flash_attn, "vllm_function", flash_attn.vllm_function.__wrapped__)
     monkeypatch.setattr(kernel_module, "capability", lambda device: (9, 0))
     monkeypatch.setattr(flash_attn, "capability", lambda device: (9, 0))
     reason = BY_NAME[name].unavailable_reason(torch.device("cuda", 0)) or ""
@@ -206,7 +206,7 @@ def test_packages_get_what_their_functions_take(
 ) -> None:
     assert inspect.isfunction(function)
     monkeypatch.setattr(kernel_module, "find", lambda module, attribute: (function, None))
-    monkeypatch.setattr(flash_attn, "_vllm_function", lambda version: (function, None))
+    monkeypatch.setattr(flash_attn, "vllm_function", lambda version: (function, None))
     monkeypatch.setattr(flash_attn, "capability", lambda device: (9, 0))
     lengths: Sequence[int] = [4, 4] if kernel.needs_equal_segments else [3, 0, 4]
     assert_attends(kernel, fused_qkv(sum(lengths)), lengths, 4, 0.3)
@@ -224,14 +224,14 @@ def test_vllms_extension_is_found_without_importing_vllm(
     )
     (directory / "extension.py").write_text("number = 3")
     monkeypatch.syspath_prepend(str(tmp_path))
-    flash_attn._vllm_function.cache_clear()
+    flash_attn.vllm_function.cache_clear()
     try:
-        function, problem = flash_attn._vllm_function(3)
+        function, problem = flash_attn.vllm_function(3)
         assert problem is None
         assert function() == 3
-        assert flash_attn._vllm_function(2)[1] == "vllm has no FlashAttention 2: no such file"
+        assert flash_attn.vllm_function(2)[1] == "vllm has no FlashAttention 2: no such file"
     finally:
-        flash_attn._vllm_function.cache_clear()
+        flash_attn.vllm_function.cache_clear()
         kernel_module.find.cache_clear()
-        for name in [name for name in sys.modules if name.startswith(flash_attn._VLLM_ALIAS)]:
+        for name in [name for name in sys.modules if name.startswith(flash_attn.VLLM_ALIAS)]:
             monkeypatch.delitem(sys.modules, name)

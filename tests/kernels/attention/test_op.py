@@ -125,7 +125,7 @@ def test_a_kernel_of_a_batch_may_be_pinned() -> None:
 
 
 def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:
-    lengths, device = op._EqualLengths(), torch.device("cpu")
+    lengths, device = op.EqualLengths(), torch.device("cpu")
     first = lengths.of(3, 4, device)
     assert first.tolist() == [0, 4, 8, 12]
     assert lengths.of(2, 4, device).data_ptr() == first.data_ptr()
@@ -134,5 +134,5 @@ def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:
     assert lengths.of(3, 4, device).data_ptr() == larger.data_ptr() != first.data_ptr()
     assert first.tolist() == [0, 4, 8, 12]
     assert lengths.of(3, 5, device).tolist() == [0, 5, 10, 15]
-    made = lengths._made[4, device]
+    made = lengths.made[4, device]
     assert sum(each.shape[0] for each in made) <= 2 * made[-1].shape[0]

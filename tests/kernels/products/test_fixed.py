@@ -75,7 +75,7 @@ def test_where_a_place_in_a_block_shows_rows_go_one_by_one(monkeypatch: pytest.M
         return product
 
     monkeypatch.setattr(fixed, "cpu_product", worse_at_the_end)
-    monkeypatch.setattr(fixed, "_block_rows", fixed._block_rows.__wrapped__)
+    monkeypatch.setattr(fixed, "block_rows", fixed.block_rows.__wrapped__)
     weight, bias = layer(24, 40, torch.float32)
     rows = torch.randn(70, 24)
     together = fixed_linear(rows, weight.t(), bias, NOTHING)
@@ -85,7 +85,7 @@ def test_where_a_place_in_a_block_shows_rows_go_one_by_one(monkeypatch: pytest.M
 
 def test_a_block_that_shows_no_place_is_taken_whole() -> None:
     weight, bias = layer(24, 40, torch.float32)
-    assert fixed._block_rows(Layer.of(torch.randn(70, 24), weight.t(), bias, NOTHING)) == BLOCK_ROWS
+    assert fixed.block_rows(Layer.of(torch.randn(70, 24), weight.t(), bias, NOTHING)) == BLOCK_ROWS
 
 
 def test_it_is_an_operator_as_torch_expects_it() -> None:

@@ -78,7 +78,7 @@ def test_a_difference_that_few_rows_show_is_found() -> None:
             result[(rows == rare).all(1)] += 1e-5
         return result
 
-    rare = LAYER.sample(fixed._DISTINCT)[0][700]
+    rare = LAYER.sample(fixed.DISTINCT)[0][700]
     assert not same_bits(worse_at_one_row, LAYER, [16], reference_rows=128)
     assert same_bits(worse_at_one_row, LAYER, [64], reference_rows=128)
 
