@@ -24,17 +24,14 @@ from starlette.routing import Route
 
 from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
 from fxsplit_encoder.integrations.prometheus import ServiceMetrics
-from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.load import read_family
-from fxsplit_encoder.models.text import Tokenizer
 from fxsplit_encoder.service.encoder import (
     Array,
     ImagePreparer,
     Item,
     PreparedText,
     QueuedEncoder,
-    has_tokenizer,
     resolved_form,
+    tokenizer_of,
 )
 from fxsplit_encoder.service.protocol import (
     EmbeddingRequest,
@@ -141,10 +138,8 @@ class Application:
     ) -> None:
         self.settings = settings
         self._preparer, self._backend, self._metrics, self._threads = preparer, backend, metrics, threads
-        pooling, self._is_normalized = resolved_form(settings)
-        checkpoint = Checkpoint.locate(settings.model)
-        takes_text = read_family(checkpoint)[0].text is not None and pooling == "model"
-        self._tokenizer = Tokenizer(checkpoint) if takes_text and has_tokenizer(checkpoint) else None
+        self._is_normalized = resolved_form(settings)[1]
+        self._tokenizer = tokenizer_of(settings)
         self.num_requests = self.pending_bytes = 0
         self.is_draining = False
         """Whether it is about to end, which /ready tells."""

@@ -5,8 +5,6 @@ Imported where the worker runs, which has `dynamo` and vLLM; elsewhere the impor
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.service.encoder import ImagePreparer, PreparedImage, QueuedEncoder
+from fxsplit_encoder.service.encoder import MANY_BUDGETS, ImagePreparer, PreparedImage, QueuedEncoder, decoded
 from fxsplit_encoder.service.settings import ServingSettings
 
 _GRID = "image_grid_thw"
@@ -76,7 +74,7 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
             raise InputError(
                 f"model: expected a tower with grids, as {model_id} has; got {self._resolved.model}"
             )
-        encoder = QueuedEncoder(self._resolved)
+        encoder = QueuedEncoder(self._resolved, budgets_per_batch=MANY_BUDGETS)
         encoder.wait_started()
         self._encoder = encoder
 
@@ -86,16 +84,9 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         Raises:
             MediaError: another URL, or no base64 within the limit of bytes.
         """
-        scheme, _, rest = url.partition(":")
-        header, comma, data = rest.partition(",")
-        if scheme != "data" or not comma or not header.endswith(";base64"):
-            raise MediaError("image: expected a data URL of base64, data:image/...;base64,...")
-        if len(data) // 4 * 3 > self._resolved.max_image_bytes + 2:
+        if len(url) // 4 * 3 > self._resolved.max_image_bytes + 2:
             raise MediaError(f"image: expected at most {self._resolved.max_image_bytes} bytes")
-        try:
-            return base64.b64decode(data, validate=True)
-        except (binascii.Error, ValueError):
-            raise MediaError("image: its data URL does not hold base64") from None
+        return decoded(url)
 
     def preprocess(self, raw: str) -> Preprocessed:
         """One image's URL to the tower's inputs on the host, and its output tokens; on any thread.

@@ -6,6 +6,8 @@ ways go through pinned memory. So the device has the next batch before the last 
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,9 @@ Array = NDArray[Any]
 Result = Array | InputError
 """An embedding, (rows, width), or why an item has none."""
 
+MANY_BUDGETS = 4
+"""Budgets of a batch of items that are there anyway: a manager packs several better than one by one."""
+
 _PROBE = (448, 448)
 _IMAGES_WITHOUT_BUDGET = 16
 _MOST_TEXTS = 64
@@ -46,15 +51,13 @@ _MOST_TEXTS = 64
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """One image as the tower takes it, on the host.
-
-    ``inputs`` are the tower's keyword arguments for this image alone. Those of uint8 are pixels, which the
-    encoder normalizes by ``ImagePreparer.values``; floats are pixels that are normalized already; integers
-    are grids and counts. ``layout`` says how the image was cut: "grid", "tiles" or "crops".
-    """
+    """One image as the tower takes it, on the host."""
 
     inputs: Mapping[str, Array]
+    """The tower's arguments: pixels of uint8, which `ImagePreparer.values` normalizes, or of floats, which
+    are normalized already; grids and counts as integers."""
     layout: Mapping[str, Any]
+    """How the image was cut: "grid", "tiles" or "crops"."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,6 @@ Observe = Callable[[Sequence[Array], float], None]
 
 class ImagePreparer:
     """Decodes images and prepares them for the tower of a checkpoint, whose weights it does not read.
-
-    Args:
-        settings: the checkpoint, and the limits of an image.
 
     Raises:
         InputError: the checkpoint has no tower that is known.
@@ -92,11 +92,7 @@ class ImagePreparer:
         """(channels, 256): what the encoder makes of each value of each channel."""
 
     def measure(self, media: bytes) -> int:
-        """The pixels of an encoded image, by its header.
-
-        Raises:
-            MediaError: it has none, or is beyond a limit.
-        """
+        """The pixels of an encoded image, by its header; MediaError: it has none, or is beyond a limit."""
         width, height = measure_image(media, self._limits)
         return width * height
 
@@ -110,11 +106,7 @@ class ImagePreparer:
         return self.prepare(load_image(media, self._limits))
 
     def prepare(self, image: Image.Image) -> PreparedImage:
-        """An upright RGB image.
-
-        Raises:
-            MediaError: it cannot be prepared, such as one that is too elongated.
-        """
+        """An upright RGB image; MediaError: it cannot be prepared, such as one that is too elongated."""
         try:
             if not self.normalizes_later:
                 return _as_arrays(self._whole.image(image))
@@ -124,6 +116,16 @@ class ImagePreparer:
         # Some processors lay whole numbers out as floats.
         inputs = {name: a.astype(np.uint8) if a.dtype.kind == "f" else a for name, a in made.inputs.items()}
         return PreparedImage(inputs, made.layout)
+
+
+def decoded(text: object) -> bytes:
+    """The bytes of base64, or of a `data:` URL of it; MediaError: it is something else."""
+    if isinstance(text, str):
+        header, comma, data = text.partition(",") if text.startswith("data:") else (";base64", ",", text)
+        with contextlib.suppress(ValueError):
+            if comma and header.endswith(";base64"):
+                return base64.b64decode(data, validate=True)
+    raise MediaError("image: expected base64, or a data URL of it; fetch what a URL names, and send it")
 
 
 def _as_arrays(prepared: Prepared) -> PreparedImage:
@@ -153,12 +155,9 @@ def _upload(arrays: Sequence[Array], values: PixelValues, device: torch.device) 
 class Download:
     """Embeddings that are being copied to the host."""
 
-    rows: Tensor
-    """(rows of all images, width), on the host."""
-    counts: Sequence[int]
-    """Rows of every image."""
-    done: torch.cuda.Event | None
-    """None: they are there."""
+    rows: Tensor  # (rows of all images, width), on the host
+    counts: Sequence[int]  # rows of every image
+    done: torch.cuda.Event | None  # None: they are there
 
     @classmethod
     def start(cls, joined: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Download:
@@ -185,10 +184,9 @@ class Download:
 
 @dataclass(frozen=True)
 class Launched:
-    """A batch that the device works on."""
+    """A batch that the device works on: places of items in it, and their embeddings."""
 
     parts: Sequence[tuple[Sequence[int], Download]]
-    """Places of items in the batch, and their embeddings."""
     observe: Observe
     begin: float = field(default_factory=time.perf_counter)
 
@@ -206,7 +204,6 @@ class ImageEncoder:
     """Loads a tower; then captures and encodes, on one thread.
 
     Args:
-        settings: checkpoint, device, captures, and the form of embeddings.
         preparer: of the same checkpoint, where the caller has one.
         observe: called with the embeddings of each batch and its seconds.
 
@@ -236,9 +233,10 @@ class ImageEncoder:
         side = None if own.spec is None else probe.inputs["pixel_values"].shape[-1]
         tower = own.wrap(load_tower(checkpoint, self.dtype, self.device, own), side)
         self.manager = fx.EncoderCudaGraphManager(tower, settings.resolved_config(self.device))
+        tokenizer = tokenizer_of(settings)
         self.texts: TextEncoder | None = None
-        if family.text is not None and self.pooling == "model" and has_tokenizer(checkpoint):
-            self.texts = TextEncoder(checkpoint, self.dtype, self.device, Tokenizer(checkpoint).padding_id)
+        if tokenizer is not None:
+            self.texts = TextEncoder(checkpoint, self.dtype, self.device, tokenizer.padding_id)
         all_planned = self.manager.planned_captures().captures
         planned = [each.key.budget for each in all_planned if each.pruned is None]
         self.max_batch_tokens = max(planned, default=_IMAGES_WITHOUT_BUDGET * self.count_tokens(probe))
@@ -252,10 +250,8 @@ class ImageEncoder:
             logger.warning("%s: %s", self.settings.model, report)
 
     def count_tokens(self, item: Item) -> int:
-        """Rows of an item's output before pooling; nothing is encoded. From any thread.
-
-        Raises:
-            InputError: the tower does not take these inputs.
+        """Rows of an item's output before pooling, by its inputs' shapes; from any thread. InputError: the
+        tower does not take these.
         """
         if isinstance(item, PreparedText):
             return max(1, self.max_batch_tokens // _MOST_TEXTS)
@@ -314,7 +310,6 @@ class ImageEncoder:
         return Download.start(joined, counts, getattr(torch, self.settings.output_dtype))
 
     def _check_device(self, error: RuntimeError) -> None:
-        """Raise EncoderLostError if an error of the device has made it unusable."""
         if self.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.device)
@@ -337,9 +332,12 @@ def resolved_form(settings: ImageEncoderSettings) -> tuple[Pooling, bool]:
     return pooling, settings.pools_by_default and pooling != "none" if normalizes is None else normalizes
 
 
-def has_tokenizer(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint has the files of a tokenizer, without which its text tower is of no use."""
-    return any(checkpoint.find(name) is not None for name in ("tokenizer.json", "tokenizer_config.json"))
+def tokenizer_of(settings: ImageEncoderSettings) -> Tokenizer | None:
+    """The tokenizer of a checkpoint; None: it has none, no text tower, or another pooling than its own."""
+    checkpoint = Checkpoint.locate(settings.model)
+    files = (checkpoint.find(name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    takes_text = read_family(checkpoint)[0].text is not None and resolved_form(settings)[0] == "model"
+    return Tokenizer(checkpoint) if takes_text and any(files) else None
 
 
 def _host_inputs(image: PreparedImage) -> dict[str, Any]:
@@ -356,7 +354,6 @@ class QueuedEncoder:
     """Encoders, one a device, behind one `EncodeQueue`.
 
     Args:
-        settings: of the encoders.
         devices: where they encode; None: that of the settings.
         budgets_per_batch: output tokens of a batch, in those of the largest capture.
         observe: called with the embeddings of each batch and its seconds, on a thread of an encoder.
@@ -397,11 +394,8 @@ class QueuedEncoder:
     def submit(
         self, items: Sequence[Item], tenant: str = "", timeout_s: float | None = None
     ) -> tuple[list[Future[Array]], int]:
-        """The future embeddings of items, and their output tokens before pooling.
-
-        Raises:
-            InputError: the tower does not take one of them; none is submitted.
-            QueueFullError, QueueClosedError, EncoderLostError: as `EncodeQueue.submit`.
+        """The future embeddings of items, and their output tokens before pooling. InputError: the tower does
+        not take one of them; other errors as of `EncodeQueue.submit`. None is left in the queue then.
         """
         counts = [self.first.count_tokens(item) for item in items]
         futures = []
@@ -416,11 +410,7 @@ class QueuedEncoder:
         return futures, sum(counts)
 
     def encode(self, items: Sequence[Item]) -> list[Result]:
-        """The embedding of every item, in order, or the InputError that concerns it alone.
-
-        Raises:
-            Exception: what else goes wrong.
-        """
+        """The embedding of every item, in order, or the InputError that concerns it alone."""
         return [_result(future) for future in self.submit(items)[0]]
 
     def close(self, timeout_s: float | None = None) -> None:

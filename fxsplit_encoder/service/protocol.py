@@ -6,7 +6,6 @@ Everything here is a function of bytes, so that it runs on any thread.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from python_multipart.multipart import Field, File, FormParser, parse_options_he
 from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
+from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import names_of, shown
-from fxsplit_encoder.service.encoder import Array, Item, PreparedImage
+from fxsplit_encoder.service.encoder import Array, Item, PreparedImage, decoded
 from fxsplit_encoder.service.settings import ServiceSettings
 
 Encoding = Literal["float", "base64"]
@@ -174,7 +174,10 @@ def _item_of(index: int, value: object, modality: str) -> Source:
     elif isinstance(value, str) and value.startswith("data:image/"):
         modality = "image"
     if modality == "image":
-        return _from_base64(index, value)
+        try:
+            return decoded(value)
+        except MediaError as error:
+            raise _invalid(str(error), index) from None
     if not isinstance(value, str):
         raise _invalid(f"input: expected a text, a data URL or an object; got {shown(value)}", index)
     if len(value) > MOST_CHARACTERS:
@@ -184,17 +187,6 @@ def _item_of(index: int, value: object, modality: str) -> Source:
     except UnicodeEncodeError:
         raise _invalid("input: expected a text of Unicode; got half a surrogate pair", index) from None
     return value
-
-
-def _from_base64(index: int, text: object) -> bytes:
-    if isinstance(text, str):
-        header, comma, data = text.partition(",") if text.startswith("data:") else (";base64", ",", text)
-        try:
-            if comma and header.endswith(";base64"):
-                return base64.b64decode(data, validate=True)
-        except (binascii.Error, ValueError):
-            pass
-    raise _invalid("image: expected base64, or a data URL of it; fetch what a URL names, and send it", index)
 
 
 # --- forms

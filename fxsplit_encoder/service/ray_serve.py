@@ -105,22 +105,14 @@ class _RemoteBackend:
         return found
 
 
-class EncoderReplica:
+class EncoderReplica(LocalBackend):
     """One tower, one GPU, one queue."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._metrics = RayMetrics()
-        self._encoder = QueuedEncoder(settings, observe=self._observe)
-        self._encoder.wait_started()
-        self._backend = LocalBackend(self._encoder, settings.request_timeout_s, thread_pool())
-
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
-        """The embeddings of a request's items, and their output tokens."""
-        return await self._backend.encode(items, tenant)
-
-    async def describe(self) -> dict[str, Any]:
-        """What encodes here."""
-        return await self._backend.describe()
+        encoder = QueuedEncoder(settings, observe=self._observe)
+        encoder.wait_started()
+        super().__init__(encoder, settings.request_timeout_s, thread_pool())
 
     def check_health(self) -> None:
         """Raise if the encoder is lost; Serve calls it, and replaces the replica."""

@@ -127,9 +127,9 @@ def test_a_tower_without_grids_is_refused_for_a_model_that_needs_them(
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("https://example.com/cat.png", "expected a data URL"),
-        ("data:image/png,abc", "expected a data URL"),
-        ("data:image/png;base64,%%%", "does not hold base64"),
+        ("https://example.com/cat.png", "or a data URL of it"),
+        ("data:image/png,abc", "or a data URL of it"),
+        ("data:image/png;base64,%%%", "expected base64"),
         ("data:image/png;base64," + "A" * (3 << 19), "at most 1048976 bytes"),
         ("data:image/png;base64,AAAA", "cannot be read"),
     ],

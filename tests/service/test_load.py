@@ -31,6 +31,9 @@ MOST_BYTES = 100_000
 JSON = {"content-type": "application/json"}
 JPEG = {"content-type": "image/jpeg"}
 
+LIMITS = httpx.Limits(keepalive_expiry=1.0)
+"""Long before the service closes a connection, as it may just when the next request is sent."""
+
 MOST_TURNS = 3
 """Of the event loop, from a request for /health to its answer."""
 ON_THREADS = {
@@ -145,7 +148,7 @@ class Crowd:
         await watching
 
     async def _client(self, pending: Any, number: int) -> None:
-        async with httpx.AsyncClient(timeout=600) as client:
+        async with httpx.AsyncClient(timeout=600, limits=LIMITS) as client:
             for expected, arguments in pending:
                 while True:
                     try:
@@ -177,7 +180,7 @@ class Crowd:
         writer.close()
 
     async def _watch(self, done: asyncio.Event) -> None:
-        async with httpx.AsyncClient(timeout=600) as client:
+        async with httpx.AsyncClient(timeout=600, limits=LIMITS) as client:
             while not done.is_set():
                 answer = await client.get(f"{self.url}/health")
                 assert (answer.status_code, answer.json()["status"]) == (200, "ok")

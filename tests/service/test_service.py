@@ -21,8 +21,10 @@ import openai
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from fxsplit_encoder.service import application, server
 from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, QueuedEncoder
@@ -91,6 +93,14 @@ def test_openais_client_gets_the_models_own_vectors(running: Running, siglip: tu
     cut = np.array([texts.data[0].embedding[:4]])
     np.testing.assert_allclose([short.data[0].embedding], unit(cut), atol=1e-5)
     assert texts.usage.total_tokens >= 3
+
+
+def test_vectors_may_keep_their_length(siglip: tuple[Any, Path]) -> None:
+    model, directory = siglip
+    with serving(directory, normalize=False) as running:
+        found = httpx.post(f"{running.url}/v1/embeddings", json={"input": TEXTS}).json()["data"]
+    expected = text_vectors(model, directory, TEXTS)
+    np.testing.assert_allclose([each["embedding"] for each in found], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_images_come_in_every_form(running: Running) -> None:
@@ -371,6 +381,25 @@ def test_requests_in_flight_are_answered_at_the_end(held: Held, siglip: tuple[An
         for thread, results in asked:
             thread.join()
             assert results[0].status_code == 200
+
+
+def test_the_command_binds_this_machine_alone_and_warns_where_others_reach_it(
+    siglip: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[str] = []
+    monkeypatch.setattr(server.Service, "run", lambda self, host, port: bound.append(host))
+    monkeypatch.setattr("fxsplit_encoder.cli.serve.freeze_objects", lambda: None)
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("config:\n  enabled: false\n", encoding="utf-8")
+    command = ["serve", str(siglip[1]), "--settings", str(settings), "--device", "cpu"]
+    warning = "may be reached by others, and no --api-key is set"
+    for options, host, is_warned in (
+        ([], "127.0.0.1", False),
+        (["--host", "0.0.0.0"], "0.0.0.0", True),
+        (["--host", "0.0.0.0", "--api-key", "secret"], "0.0.0.0", False),
+    ):
+        done = CliRunner().invoke(app, [*command, *options])
+        assert (bound.pop(), warning in done.stderr) == (host, is_warned), done.output
 
 
 @pytest.mark.slow

@@ -28,55 +28,38 @@ from safetensors.numpy import save
 
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.messages import names_of, shown
-from fxsplit_encoder.service.encoder import Array, ImagePreparer, PreparedImage, QueuedEncoder, Result
+from fxsplit_encoder.service.encoder import (
+    MANY_BUDGETS,
+    Array,
+    ImagePreparer,
+    PreparedImage,
+    QueuedEncoder,
+    Result,
+)
 from fxsplit_encoder.service.settings import ImageEncoderSettings
-
-Prepare = Callable[[ImagePreparer], PreparedImage]
-
-# Of rows that are there anyway, a manager packs several budgets better than one by one.
-_BUDGETS_PER_BATCH = 4
 
 _SOURCES = ("bytes", "image", "path")
 _DTYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64, "I32": np.int32}
 
 
 def read_file(path: str) -> bytes:
-    """The contents of a file; raises OSError where it cannot be read."""
-    if "://" not in path:
-        return Path(path).read_bytes()
-    filesystem, inside = fs.FileSystem.from_uri(path)
-    with filesystem.open_input_stream(inside) as stream:
-        data: bytes = stream.read()
-    return data
+    """The contents of a file, or of a URI; raises MediaError where it cannot be read."""
+    try:
+        if "://" not in path:
+            return Path(path).read_bytes()
+        filesystem, inside = fs.FileSystem.from_uri(path)
+        with filesystem.open_input_stream(inside) as stream:
+            data: bytes = stream.read()
+        return data
+    except OSError as error:
+        raise MediaError(f"cannot be read: {error}") from None
 
 
-def check_table(batch: object) -> None:
-    """Raises InputError for a batch of another format."""
+def _check_table(batch: object) -> None:
     if not isinstance(batch, pa.Table):
         raise InputError(
             f'batch_format: expected "pyarrow", whose batches are tables; got {shown(type(batch))}'
         )
-
-
-def sources(table: pa.Table, read: Callable[[str], bytes]) -> list[Prepare | str]:
-    """What prepares the image of every row; of a row with an error, the error.
-
-    Raises:
-        InputError: the table has none of these columns.
-    """
-    name = next((name for name in _SOURCES if name in table.column_names), None)
-    if name is None:
-        columns = f"one of the columns {', '.join(_SOURCES)}"
-        raise InputError(f"images: expected {columns}; got {names_of(table.column_names)}")
-    errors = errors_of(table)
-    values = _values(table[name])
-    makers: dict[str, Callable[[Any], Prepare | str]] = {
-        "bytes": _from_bytes,
-        "image": _from_pixels,
-        "path": _from_path(read),
-    }
-    make = makers[name]
-    return [error or make(value) for error, value in zip(errors, values, strict=True)]
 
 
 def errors_of(table: pa.Table) -> list[str | None]:
@@ -137,7 +120,6 @@ def _replaced(table: pa.Table, old: Sequence[str], new: dict[str, pa.Array]) -> 
 
 
 def _lists(arrays: Sequence[Array | None], dtype: np.dtype[Any]) -> pa.Array:
-    """A list per array, null for None."""
     sizes = [0 if array is None else array.size for array in arrays]
     flat = [array.reshape(-1) for array in arrays if array is not None]
     values = pa.array(np.concatenate(flat) if flat else np.zeros(0, dtype))
@@ -147,7 +129,6 @@ def _lists(arrays: Sequence[Array | None], dtype: np.dtype[Any]) -> pa.Array:
 
 
 def _values(column: pa.ChunkedArray) -> Iterator[Any]:
-    """The values of a column: buffers of binary ones, arrays of tensors."""
     for chunk in column.chunks:
         if pa.types.is_binary(chunk.type) or pa.types.is_large_binary(chunk.type):
             yield from buffers(chunk)
@@ -168,7 +149,7 @@ def buffers(chunk: pa.Array) -> Iterator[pa.Buffer | None]:
 
 
 def _unpacked(data: memoryview) -> dict[str, Array]:
-    """Arrays of safetensors, as views."""
+    # Arrays of safetensors, as views.
     size = int.from_bytes(data[:8], "little")
     start = 8 + size
     return {
@@ -180,35 +161,18 @@ def _unpacked(data: memoryview) -> dict[str, Array]:
     }
 
 
-def _from_bytes(data: pa.Buffer | None) -> Prepare | str:
-    return "no bytes" if data is None else lambda preparer: preparer.load(memoryview(data))
-
-
-def _from_pixels(pixels: Array | None) -> Prepare | str:
-    return "no pixels" if pixels is None else lambda preparer: preparer.load(np.asarray(pixels))
-
-
-def _from_path(read: Callable[[str], bytes]) -> Callable[[str | None], Prepare | str]:
-    def prepare(preparer: ImagePreparer, path: str) -> PreparedImage:
-        try:
-            data = read(path)
-        except OSError as error:
-            raise MediaError(f"cannot be read: {error}") from None
-        return preparer.load(data)
-
-    return lambda path: "no path" if path is None else lambda preparer: prepare(preparer, path)
-
-
-Map = Callable[[Callable[[Prepare | str], PreparedImage | str], Iterable[Prepare | str]], Iterable[Any]]
+Row = tuple[str | None, Any]
+"""The error of a row, and what its image is made of."""
+Map = Callable[[Callable[[Row], PreparedImage | str], Iterable[Row]], Iterable[PreparedImage | str]]
 
 
 def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
-    """A function for `Dataset.map_batches`, with `batch_format="pyarrow"` and the settings as `fn_kwargs`.
+    """A function for `Dataset.map_batches`, with `batch_format="pyarrow"` and, as `fn_kwargs`, settings of
+    `ImageEncoderSettings`.
 
     Args:
         table: rows with one of the columns `bytes` (encoded images, as `ray.data.read_binary_files` reads
             them), `image` (height, width, channels; as `read_images` does) and `path`.
-        settings: those of `ImageEncoderSettings`.
 
     Returns:
         The rows, in order, with `inputs` and `layout` in place of `bytes` or `image`, pixels as uint8; those
@@ -217,22 +181,30 @@ def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
     Raises:
         InputError: the table has no such column, or the checkpoint is not usable.
     """
-    check_table(table)
+    _check_table(table)
     return prepare_table(table, preparer_of(ImageEncoderSettings(**settings)))
 
 
 def prepare_table(table: pa.Table, preparer: ImagePreparer, each: Map = map) -> pa.Table:
     """As `prepare_images`; `each` may be the `map` of an executor."""
+    name = next((name for name in _SOURCES if name in table.column_names), None)
+    if name is None:
+        columns = f"one of the columns {', '.join(_SOURCES)}"
+        raise InputError(f"images: expected {columns}; got {names_of(table.column_names)}")
 
-    def prepare(source: Prepare | str) -> PreparedImage | str:
-        if isinstance(source, str):
-            return source
+    def prepare(row: Row) -> PreparedImage | str:
+        error, source = row
+        if error is not None or source is None:
+            return error or f"no {name}"
         try:
-            return source(preparer)
-        except MediaError as error:
-            return str(error)
+            if name == "path":
+                return preparer.load(read_file(source))
+            return preparer.load(memoryview(source) if name == "bytes" else np.asarray(source))
+        except MediaError as refused:
+            return str(refused)
 
-    return with_inputs(table, list(each(prepare, sources(table, read_file))))
+    rows = zip(errors_of(table), _values(table[name]), strict=True)
+    return with_inputs(table, list(each(prepare, rows)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -251,32 +223,21 @@ class EncodeImages:
 
     Ray makes actors on one thread and calls them on others; the queue has a thread of its own that captures
     and encodes. Calls may overlap: while one is encoded, the next is unpacked and the last packed.
-
-    Args:
-        settings: those of `ImageEncoderSettings`.
-
-    Raises:
-        InputError: the checkpoint or the device is not usable.
     """
 
     def __init__(self, **settings: Any) -> None:
         self._settings = ImageEncoderSettings(**settings)
         self._decoders = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")
-        self.encoder = QueuedEncoder(self._settings, budgets_per_batch=_BUDGETS_PER_BATCH)
+        self.encoder = QueuedEncoder(self._settings, budgets_per_batch=MANY_BUDGETS)
         self.encoder.wait_started()
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows, in order, with `embedding`, `tokens`, `width` and `error`.
-
-        Args:
-            table: what `prepare_images` returns; or what it takes, which is then prepared here.
-
-        Raises:
-            InputError: the table has no column of images.
+        """Encode what `prepare_images` returns, or takes: it is then prepared here. The rows, in order, have
+        `embedding`, `tokens`, `width` and `error`.
         """
-        check_table(table)
+        _check_table(table)
         if "inputs" not in table.column_names:
-            table = prepare_table(table, self.encoder.first.preparer, self._decoders.map)
+            table = prepare_table(table, self.encoder.preparer, self._decoders.map)
         rows = inputs_of(table)
         embeddings = iter(self.encoder.encode([row for row in rows if isinstance(row, PreparedImage)]))
         results = [next(embeddings) if isinstance(row, PreparedImage) else row for row in rows]
@@ -303,22 +264,41 @@ def encode_images(
         settings: those of `ImageEncoderSettings`.
 
     Raises:
-        ConfigError: a setting is wrong.
         InputError: the cluster has not the GPUs of one actor, for which Ray would wait for ever.
     """
     checked = ImageEncoderSettings(**settings)  # here, before actors are started
-    available = float(ray.cluster_resources().get("GPU", 0))
-    if num_gpus is None:
-        num_gpus = float(available > 0 and checked.device != "cpu")
-    if num_gpus > available:
-        raise InputError(f"num_gpus: {num_gpus:g}, and the cluster has {available:g} GPUs; 0 encodes on CPUs")
+    gpus = gpus_of(checked, num_gpus)
     if prepare_apart:
         dataset = dataset.map_batches(
             prepare_images, fn_kwargs=settings, batch_size=32, batch_format="pyarrow", **PREPARING
         )
-    encoded = dataset.map_batches(
-        EncodeImages,
-        fn_constructor_kwargs={name: getattr(checked, name) for name in checked.model_fields_set},
+    encoded = encode_batches(dataset, EncodeImages, checked, workers, gpus, batch_size)
+    encoded.context.execution_options.preserve_order = True
+    return encoded
+
+
+def gpus_of(settings: ImageEncoderSettings, asked: float | None = None) -> float:
+    """GPUs of an actor: as asked, else one if the cluster has any and `device` is not cpu."""
+    available = float(ray.cluster_resources().get("GPU", 0))
+    if asked is None:
+        return float(available > 0 and settings.device != "cpu")
+    if asked > available:
+        raise InputError(f"num_gpus: {asked:g}, and the cluster has {available:g} GPUs; 0 encodes on CPUs")
+    return asked
+
+
+def encode_batches(
+    dataset: ray.data.Dataset,
+    encoder: type[EncodeImages],
+    settings: ImageEncoderSettings,
+    workers: int | tuple[int, int],
+    num_gpus: float,
+    batch_size: int | None,
+) -> ray.data.Dataset:
+    """A dataset of images as `encoder` encodes them, in batches; None: each block is one."""
+    return dataset.map_batches(
+        encoder,
+        fn_constructor_kwargs={name: getattr(settings, name) for name in settings.model_fields_set},
         compute=pool(workers),
         batch_size=batch_size,
         batch_format="pyarrow",
@@ -326,8 +306,6 @@ def encode_images(
         num_cpus=1,
         udf_modifying_row_count=False,
     )
-    encoded.context.execution_options.preserve_order = True
-    return encoded
 
 
 def pool(workers: int | tuple[int, int]) -> ray.data.ActorPoolStrategy:

@@ -19,7 +19,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,14 @@ import ray.data
 from pyarrow import fs
 
 from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.kernels.store import write_atomic
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.service.ray.encode_images import (
     PREPARING,
     EncodeImages,
-    buffers,
+    encode_batches,
     errors_of,
-    pool,
+    gpus_of,
     prepare_images,
     preparer_of,
 )
@@ -48,60 +49,30 @@ EXTENSIONS = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".png", ".ppm", 
 
 
 def list_files(paths: Sequence[str]) -> list[str]:
-    """The files among the paths as they are given, and the images in directories, at any depth and in order
-    of name.
-
-    Raises:
-        InputError: a path does not exist, or a directory holds no image.
+    """The files among paths and URIs as they are given, and the images in directories, at any depth and in
+    order of name; InputError: one does not exist, or holds no image.
     """
     found: list[str] = []
     for path in paths:
-        inside = list(_in_uri(path) if "://" in path else _in_directory(path))
-        if not inside:
+        scheme, mark, _ = path.rpartition("://")
+        try:
+            filesystem, inside = fs.FileSystem.from_uri(path) if mark else (fs.LocalFileSystem(), path)
+            (info,) = filesystem.get_file_info([inside])
+            if info.type == fs.FileType.File:
+                found.append(path)
+                continue
+            below = filesystem.get_file_info(fs.FileSelector(inside, recursive=True))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: cannot be listed: {error}") from None
+        names = [file.path for file in below if file.type == fs.FileType.File]
+        images = sorted(name for name in names if name.lower().endswith(EXTENSIONS))
+        if not images:
             raise InputError(f"{path}: no image in this directory; expected {', '.join(EXTENSIONS)}")
-        found += inside
+        found += [f"{scheme}{mark}{name}" for name in images]
     return found
 
 
-def _in_directory(path: str) -> Iterator[str]:
-    if os.path.isfile(path):
-        yield path
-        return
-    if not os.path.isdir(path):
-        raise InputError(f"{path}: no such file or directory")
-    for directory, below, names in os.walk(path):
-        below.sort()
-        yield from (os.path.join(directory, name) for name in sorted(names) if _is_image(name))
-
-
-def _in_uri(uri: str) -> Iterator[str]:
-    try:
-        filesystem, inside = fs.FileSystem.from_uri(uri)
-        (info,) = filesystem.get_file_info([inside])
-        if info.type == fs.FileType.File:
-            yield uri
-            return
-        below = filesystem.get_file_info(fs.FileSelector(inside, recursive=True))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{uri}: cannot be listed: {error}") from None
-    scheme = uri.partition("://")[0]
-    names = sorted(file.path for file in below if file.type == fs.FileType.File and _is_image(file.path))
-    yield from (f"{scheme}://{name}" for name in names)
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(EXTENSIONS)
-
-
 _SETTINGS = ("config.json", "processor_config.json", "preprocessor_config.json")
-
-
-def paths_digest(paths: Iterable[str]) -> str:
-    """Of a list of files, by their names."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.encode("utf-8", "surrogateescape") + b"\0")
-    return digest.hexdigest()
 
 
 def checkpoint_digest(model: str) -> str:
@@ -132,13 +103,7 @@ _KEY = b"fxsplit_encoder.run"
 
 
 class Parts:
-    """The files of a run.
-
-    Args:
-        output: the Parquet file to make; or a directory, which exists or whose name has no suffix.
-        run: what is encoded and how.
-        num_shards: that it consists of.
-    """
+    """The files of a run, whose output is a Parquet file; or a directory, which exists or has no suffix."""
 
     def __init__(self, output: Path, run: Run, num_shards: int) -> None:
         self.output = output
@@ -149,7 +114,7 @@ class Parts:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is there; raises InputError where it is there, and of another run."""
+        """Whether the output is there; InputError: that of another run is."""
         if self._is_dataset:
             return self._is_described() and not self.missing()
         if not self.output.exists():
@@ -159,10 +124,8 @@ class Parts:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Makes the directory of parts, or takes up the one of the same run.
-
-        Raises:
-            InputError: it holds parts of another run, or another process writes them now.
+        """Makes the directory of parts, or takes up the one of the same run; InputError: it holds parts of
+        another, or another process writes them now.
         """
         if not self.output.parent.is_dir():
             raise InputError(f"{self.output}: no such directory: {self.output.parent}")
@@ -205,9 +168,8 @@ class Parts:
         if not self._is_described():
             if any(self.directory.glob("*.parquet")):
                 raise InputError(f"{self.directory}: holds Parquet files that no run describes")
-            text = json.dumps(self._run, indent=1)
-            _write(self.directory / _DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))
-        for left_over in self.directory.glob("*.partial-*"):
+            write_atomic(self.directory / _DESCRIPTION, json.dumps(self._run, indent=1).encode())
+        for left_over in self.directory.glob(".*.parquet"):
             left_over.unlink(missing_ok=True)
 
     def _is_described(self) -> bool:
@@ -232,13 +194,9 @@ def part_path(directory: Path, shard: int) -> Path:
 
 def write_part(directory: Path, shard: int, table: pa.Table) -> None:
     """Write a shard at once; two processes may write the same."""
-    _write(part_path(directory, shard), lambda path: pq.write_table(table, path, **_FORMAT))
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(f"{path.name}.partial-{os.uname().nodename}-{os.getpid()}")
-    write(partial)
-    partial.replace(path)
+    whole = pa.BufferOutputStream()
+    pq.write_table(table, whole, **_FORMAT)
+    write_atomic(part_path(directory, shard), whole.getvalue())
 
 
 def _run_in(path: Path) -> Run:
@@ -258,20 +216,17 @@ _FORMAT: dict[str, Any] = {
 }
 
 
-Span = tuple[float, float]
-"""When a stage began and ended to work on a shard, in seconds of `time.time`."""
-
 STAGES = ("prepare", "encode", "write")
+"""Of a shard, a block of Ray's. When each began and ended, in seconds of `time.time`, is a column of it."""
 
 
-def prepare_shard(row: pa.Table, root: str, **settings: Any) -> pa.Table:
+def prepare_shard(shard: pa.Table, root: str, **settings: Any) -> pa.Table:
     """Prepare the images of a shard, whose paths are relative to `root`."""
-    begin = time.time()
-    shard, paths = row["shard"][0].as_py(), row["paths"][0].as_py()
-    read_from = [path if "://" in path else os.path.join(root, path) for path in paths]
-    prepared = prepare_images(pa.table({"path": read_from}), **settings)
-    table = prepared.set_column(0, "path", pa.array(paths))
-    return packed(shard, table, {"prepare": (begin, time.time())})
+    begin, given = time.time(), shard["path"]
+    read_from = [path if "://" in path else os.path.join(root, path) for path in given.to_pylist()]
+    place = shard.column_names.index("path")
+    prepared = prepare_images(shard.set_column(place, "path", pa.array(read_from)), **settings)
+    return _timed(prepared.set_column(place, "path", given), "prepare", begin, time.time())
 
 
 class EncodeShard(EncodeImages):
@@ -282,69 +237,28 @@ class EncodeShard(EncodeImages):
         self._lock = threading.Lock()
         self._last = 0.0
 
-    def __call__(self, row: pa.Table) -> pa.Table:
+    def __call__(self, shard: pa.Table) -> pa.Table:
         """The same shard."""
         begin = time.time()
-        shard, table = unpacked(row)
-        encoded = super().__call__(table)
+        encoded = super().__call__(shard)
         with self._lock:  # of calls that overlap, the later one waited for the other
-            span = max(begin, self._last), time.time()
-            self._last = span[1]
-        return packed(shard, encoded, {**spans_of(row), "encode": span})
+            begin, self._last = max(begin, self._last), time.time()
+            return _timed(encoded, "encode", begin, self._last)
 
 
-def write_shard(row: pa.Table, directory: str) -> pa.Table:
+def write_shard(shard: pa.Table, directory: str) -> pa.Table:
     """Write embeddings to a file; return counts of the shard's images and of those without an embedding."""
     begin = time.time()
-    shard, table = unpacked(row)
-    write_part(Path(directory), shard, table)
-    failed = sum(error is not None for error in errors_of(table))
-    counts = {"shard": [shard], "images": [table.num_rows], "failed": [failed]}
-    spans = {**spans_of(row), "write": (begin, time.time())}
-    return pa.table({**counts, **{stage: [span] for stage, span in spans.items()}})
+    (number,) = shard["shard"].unique().to_pylist()
+    *passed, last = STAGES
+    write_part(Path(directory), number, shard.drop_columns(["shard", *passed]))
+    failed = sum(error is not None for error in errors_of(shard))
+    counts = {"shard": [number], "images": [shard.num_rows], "failed": [failed]}
+    return pa.table({**counts, **{stage: shard[stage][:1] for stage in passed}, last: [[begin, time.time()]]})
 
 
-def packed(shard: int, table: pa.Table, spans: Mapping[str, Span]) -> pa.Table:
-    """A table as a row, with the spans of the stages that it has passed."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    buffer = sink.getvalue()
-    offsets = pa.py_buffer(b"".join(n.to_bytes(8, "little") for n in (0, buffer.size)))
-    data = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, buffer])
-    columns = {"shard": pa.array([shard], pa.int64()), "rows": data}
-    return pa.table({**columns, **{stage: [span] for stage, span in spans.items()}})
-
-
-def unpacked(row: pa.Table) -> tuple[int, pa.Table]:
-    """The number of a shard, and its table, a view of the row's memory."""
-    assert row.num_rows == 1
-    (stream,) = buffers(row["rows"].chunk(0))
-    with pa.ipc.open_stream(stream) as reader:
-        return row["shard"][0].as_py(), reader.read_all()
-
-
-def spans_of(row: pa.Table) -> dict[str, Span]:
-    """By the stages that a shard has passed."""
-    return {stage: tuple(row[stage][0].as_py()) for stage in STAGES if stage in row.column_names}
-
-
-@dataclass(frozen=True)
-class ShardReport:
-    """One shard of a run."""
-
-    shard: int
-    images: int
-    failed: int
-    """Images that have an error in place of an embedding."""
-    spans: Mapping[str, Span]
-    """By stage: "prepare", "encode", "write"."""
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> ShardReport:
-        """From what `write_shard` returns."""
-        spans = {stage: (row[stage][0], row[stage][1]) for stage in STAGES}
-        return cls(row["shard"], row["images"], row["failed"], spans)
+def _timed(shard: pa.Table, stage: str, begin: float, end: float) -> pa.Table:
+    return shard.append_column(stage, pa.array([[begin, end]] * shard.num_rows))
 
 
 @dataclass(frozen=True)
@@ -352,43 +266,36 @@ class Outcome:
     """What a run came to."""
 
     images: int
-    """All of the output's."""
     written_before: int
-    """Of these, by runs before this one."""
-    shards: tuple[ShardReport, ...]
-    """Of this run, in the order in which they were done."""
+    """Of all images, by runs before this one."""
+    shards: tuple[Mapping[str, Any], ...]
+    """Of this run, in the order in which they were done: what `write_shard` returns of each."""
     workers: int
-    """That encoded."""
 
     @property
     def failed(self) -> int:
         """Images of this run that have an error in place of an embedding."""
-        return sum(shard.failed for shard in self.shards)
+        return sum(shard["failed"] for shard in self.shards)
 
     @property
     def seconds(self) -> dict[str, float]:
         """What each stage took for all shards together."""
-        return {stage: sum(_length(shard.spans[stage]) for shard in self.shards) for stage in STAGES}
+        return {stage: sum(shard[stage][1] - shard[stage][0] for shard in self.shards) for stage in STAGES}
 
     @property
     def encoding_share(self) -> float:
-        """The part of the time from the first shard encoded to the last in which a worker was encoding, on
-        average; 0.0 before the first."""
-        spans = [shard.spans["encode"] for shard in self.shards]
-        if not spans:
+        """The part of the time, from the first shard to the last, in which a worker was encoding."""
+        if not self.shards:
             return 0.0
-        whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
-        return sum(map(_length, spans)) / (whole * self.workers) if whole else 1.0
+        begins, ends = zip(*(shard["encode"] for shard in self.shards), strict=True)
+        whole = max(ends) - min(begins)
+        return self.seconds["encode"] / (whole * self.workers) if whole else 1.0
 
     @property
     def cpus_per_worker(self) -> float:
         """CPUs that would have to prepare and write for one worker to encode all the time."""
         seconds = self.seconds
         return (seconds["prepare"] + seconds["write"]) / seconds["encode"] if seconds["encode"] else 0.0
-
-
-def _length(span: Span) -> float:
-    return span[1] - span[0]
 
 
 # --- the run
@@ -433,8 +340,9 @@ class EncodeJob:
         if not self.files:
             raise InputError("images: expected at least one path")
         preparer_of(settings)  # raises here what it would raise in every task
+        digest = hashlib.sha256("\0".join(self.files).encode("utf-8", "surrogateescape"))
         run = {
-            "images": {"count": len(self.files), "sha256": paths_digest(self.files)},
+            "images": {"count": len(self.files), "sha256": digest.hexdigest()},
             "model": {"name": settings.model, "sha256": checkpoint_digest(settings.model)},
             "settings": settings.model_dump(mode="json", exclude={"model"}),
             "shard_size": shard_size,
@@ -448,7 +356,7 @@ class EncodeJob:
             InputError: the output is of other images, settings or another checkpoint, or is being written.
         """
         total, workers = len(self.files), self._resources()[0]
-        shards: list[ShardReport] = []
+        shards: list[Mapping[str, Any]] = []
         if self.parts.is_complete:
             self.parts.finish()
             progress(total, total)
@@ -458,8 +366,8 @@ class EncodeJob:
             before = total - sum(len(self._paths(shard)) for shard in missing)
             progress(before, total)
             for row in self._dataset(missing).iter_rows() if missing else ():
-                shards.append(ShardReport.of(row))
-                progress(before + sum(shard.images for shard in shards), total)
+                shards.append(row)
+                progress(before + sum(shard["images"] for shard in shards), total)
             if left := self.parts.missing():
                 raise InputError(
                     f"{self.parts.directory}: shards {left[:8]} are not there; is it on every node?"
@@ -468,40 +376,31 @@ class EncodeJob:
         return Outcome(total, before, tuple(shards), workers)
 
     def _dataset(self, shards: Sequence[int]) -> ray.data.Dataset:
-        """The run as a dataset: reading and preparing, encoding, writing."""
-        workers, num_gpus = self._resources()
         settings = {name: getattr(self.settings, name) for name in self.settings.model_fields_set}
-        stage = {"batch_size": 1, "batch_format": "pyarrow", "udf_modifying_row_count": False}
-        described = [{"shard": shard, "paths": self._paths(shard)} for shard in shards]
-        own = {"root": os.getcwd(), **settings}
-        return (
-            ray.data.from_items(described, override_num_blocks=len(described))
-            .map_batches(prepare_shard, fn_kwargs=own, **PREPARING, **stage)
-            .map_batches(
-                EncodeShard,
-                fn_constructor_kwargs=settings,
-                compute=pool(workers),
-                num_gpus=num_gpus,
-                num_cpus=1,
-                **stage,
-            )
-            .map_batches(write_shard, fn_kwargs={"directory": str(self.parts.directory.resolve())}, **stage)
+        stage = {"batch_size": None, "batch_format": "pyarrow"}
+        tables = [{"shard": [each] * len(self._paths(each)), "path": self._paths(each)} for each in shards]
+        prepared = ray.data.from_arrow([*map(pa.table, tables)]).map_batches(
+            prepare_shard, fn_kwargs={"root": os.getcwd(), **settings}, **PREPARING, **stage
         )
+        encoded = encode_batches(prepared, EncodeShard, self.settings, *self._resources(), None)
+        directory = str(self.parts.directory.resolve())
+        written = encoded.map_batches(write_shard, fn_kwargs={"directory": directory}, **stage)
+        written.context.target_max_block_size = None  # a block is a shard, however large
+        return written
 
     def _paths(self, shard: int) -> list[str]:
         return self.files[shard * self._shard_size : (shard + 1) * self._shard_size]
 
     def _resources(self) -> tuple[int, float]:
-        """Actors, and the GPUs of each."""
         has: dict[str, float] = ray.cluster_resources()
         gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 0))
-        on_gpus = gpus > 0 and self.settings.device != "cpu"
-        workers = self._workers or (gpus if on_gpus else max(1, cpus // 2))
-        if on_gpus and workers > gpus:
+        num_gpus = gpus_of(self.settings)
+        workers = self._workers or (gpus if num_gpus else max(1, cpus // 2))
+        if num_gpus and workers > gpus:
             raise InputError(f"workers: {workers}, and the cluster has {gpus} GPUs")
         if workers >= cpus:
             have = f"{cpus} CPUs"
             raise InputError(
                 f"workers: {workers} take a CPU each, one more prepares, and the cluster has {have}"
             )
-        return workers, float(on_gpus)
+        return workers, num_gpus

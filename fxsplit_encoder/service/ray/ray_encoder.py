@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,7 @@ from fxsplit_encoder.service.encoder import Download
 
 @dataclass(frozen=True, eq=False)
 class HostTensor:
-    """A tensor's dtype, shape and bytes. What comes out of the object store is read-only, and lies there for
-    as long as it is referred to.
-    """
+    """A tensor's dtype, shape and bytes. Out of the object store they are read-only, and held there."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,12 +39,12 @@ class HostTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> HostTensor:
-        """Of a tensor on any device; of one in host memory that is contiguous, a view."""
+        """Of a tensor on any device; of a contiguous one in host memory, a view."""
         host = tensor.detach().cpu().contiguous()
         return cls(host.dtype, tuple(host.shape), host.reshape(-1).view(torch.uint8).numpy())
 
     def copy(self) -> Tensor:
-        """The tensor in memory of its own, which may be written to and keeps nothing in the store."""
+        """The tensor in memory of its own, which keeps nothing in the store."""
         made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         np.copyto(made.reshape(-1).view(torch.uint8).numpy(), self.data)
         return made
@@ -65,8 +63,8 @@ _LOST = (
     WorkerCrashedError,
 )
 
-SentItem = tuple[Modality, bytes, dict[str, HostTensor], int, Mapping[str, object]]
-"""A `PreparedItem`'s fields, its inputs as Ray stores them."""
+Sent = tuple[PreparedItem, Mapping[str, HostTensor]]
+"""An item without its inputs, and these as Ray stores them."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class RayEncoder(FeatureEncoder):
             raise
 
     def row_bytes(self, modality: Modality) -> int | None:
-        """Bytes of one row of a feature, as declared; None: the encoder does not encode these."""
+        """See `FeatureEncoder`; as declared."""
         return self._row_bytes.get(modality)
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
@@ -153,13 +151,10 @@ class RayEncoder(FeatureEncoder):
         actor = self._actor  # which another thread may close
         if actor is None:
             raise EncoderLostError("no actor was started; call start")
-        sent: list[SentItem] = [
+        sent: list[Sent] = [
             (
-                item.modality,
-                item.digest,
+                replace(item, inputs={}, metadata=dict(item.metadata)),
                 {name: HostTensor.of(tensor) for name, tensor in item.inputs.items()},
-                item.num_tokens,
-                dict(item.metadata),
             )
             for item in items
         ]
@@ -180,7 +175,6 @@ class RayEncoder(FeatureEncoder):
     # --- the actor
 
     def _ask(self, actor: Any, method: str, timeout: float | None, *arguments: object) -> Any:
-        """Ask an actor; one that is lost is ended."""
         try:
             return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout)
         except GetTimeoutError:
@@ -227,7 +221,6 @@ class _Actor:
         self._encoder: FeatureEncoder | None = None
 
     def start(self) -> int:
-        """Makes the encoder ready; the id of this process."""
         self._encoder = encoder = self._make()
         encoder.start()
         found = {modality: encoder.row_bytes(modality) for modality in self._row_bytes}
@@ -235,17 +228,15 @@ class _Actor:
             raise InputError(f"row_bytes: expected the encoder's {found}; got {dict(self._row_bytes)}")
         return os.getpid()
 
-    def encode(self, sent: Sequence[SentItem]) -> list[HostTensor]:
-        """The features of a batch."""
+    def encode(self, sent: Sequence[Sent]) -> list[HostTensor]:
         assert self._encoder is not None
         items = [
-            PreparedItem(modality, digest, {n: t.copy() for n, t in inputs.items()}, tokens, metadata)
-            for modality, digest, inputs, tokens, metadata in sent
+            replace(item, inputs={name: tensor.copy() for name, tensor in inputs.items()})
+            for item, inputs in sent
         ]
         return [HostTensor.of(feature) for feature in _on_host(self._encoder.encode(items))]
 
     def close(self) -> None:
-        """Before the end."""
         if self._encoder is not None:
             self._encoder.close()
 

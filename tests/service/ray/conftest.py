@@ -18,7 +18,7 @@ pytest.importorskip("ray", reason="has an environment of its own: make test-ray"
 TILE = {**checkpoints.TILE, "image_size": 224}
 """Tiles as large as real ones under a tower that is not."""
 
-STORE_BYTES = 100 << 20
+STORE_BYTES = 112 << 20
 """Of Ray's shared memory: a third of the pixels of the photographs."""
 
 

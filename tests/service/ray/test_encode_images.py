@@ -22,7 +22,7 @@ from fxsplit_encoder.service.ray.encode_images import (
     with_embeddings,
     with_inputs,
 )
-from fxsplit_encoder.service.ray.job import packed, unpacked
+from fxsplit_encoder.service.ray.job import prepare_shard, write_shard
 
 from ...models.checkpoints import save
 from ..photographs import EXAMPLES, encoded, photograph, settings_of
@@ -39,27 +39,37 @@ def test_inputs_come_back_as_they_were(model: Path) -> None:
     table = pa.table({"bytes": [b"a", b"b", b"c", b"d"], "name": list("abcd")})
     table = with_inputs(table, [*images[:2], "no image", images[2]])
     assert table.column_names == ["name", "inputs", "layout", "error"]
-    for sent in (table, unpacked(packed(7, table, {}))[1]):
-        rows = inputs_of(sent)
-        assert rows[2] == "no image"
-        for row, image in zip([rows[0], rows[1], rows[3]], images, strict=True):
-            assert isinstance(row, PreparedImage)
-            assert row.layout == {"grid": list(image.layout["grid"])}
-            assert row.inputs.keys() == image.inputs.keys()
-            for name, array in row.inputs.items():
-                assert array.dtype == image.inputs[name].dtype
-                np.testing.assert_array_equal(array, image.inputs[name])
+    rows = inputs_of(table)
+    assert rows[2] == "no image"
+    for row, image in zip([rows[0], rows[1], rows[3]], images, strict=True):
+        assert isinstance(row, PreparedImage)
+        assert row.layout == {"grid": list(image.layout["grid"])}
+        assert row.inputs.keys() == image.inputs.keys()
+        for name, array in row.inputs.items():
+            assert array.dtype == image.inputs[name].dtype
+            np.testing.assert_array_equal(array, image.inputs[name])
 
 
-def test_a_shard_is_read_where_it_lies(model: Path) -> None:
+def test_inputs_are_read_where_they_lie(model: Path) -> None:
     image = ImagePreparer(settings_of(model)).prepare(photograph())
-    row = packed(7, with_inputs(pa.table({"bytes": [b"a"]}), [image]), {})
-    assert (row.num_rows, row["shard"].to_pylist()) == (1, [7])
-    (found,) = inputs_of(unpacked(row)[1])
+    table = with_inputs(pa.table({"bytes": [b"a"]}), [image])
+    (found,) = inputs_of(table)
     assert isinstance(found, PreparedImage)
     address = found.inputs["pixel_values"].ctypes.data
-    memory = row["rows"].chunk(0).buffers()[2]
+    memory = table["inputs"].chunk(0).buffers()[2]
     assert memory.address <= address < memory.address + memory.size
+
+
+def test_two_shards_are_not_written_as_one(tmp_path: Path) -> None:
+    shard = pa.table({"shard": [1, 2], "path": ["a", "b"]})
+    with pytest.raises(ValueError, match="too many values"):
+        write_shard(shard, str(tmp_path))
+
+
+def test_a_shards_paths_stay_as_they_were_given(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(encoded(photograph()))
+    made = prepare_shard(pa.table({"shard": [3], "path": ["0.png"]}), str(tmp_path), model=str(model))
+    assert (made["path"].to_pylist(), errors_of(made)) == (["0.png"], [None])
 
 
 def test_embeddings_take_the_place_of_inputs() -> None:

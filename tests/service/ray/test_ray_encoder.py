@@ -30,16 +30,24 @@ from fxsplit_encoder.service.ray import RayEncoder, RayOptions
 from fxsplit_encoder.service.ray.connector import ray_connector
 from fxsplit_encoder.service.ray.ray_encoder import HostTensor
 
-from ...connector.scenes import PATIENCE_S, image, request, rows_of, wait, wait_until
+from ...connector import scenes
+from ...connector.scenes import image, request, rows_of, wait, wait_until
 from ...models.checkpoints import save
 from ..photographs import EXAMPLES, photograph
 from .processes import named
 from .remote_encoders import Telling, hanging_encoder, no_encoder, slow_encoder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+PATIENCE_S = 300.0
+"""How long an actor is waited for, which imports torch first, with others of a busy machine."""
 ROWS = {"image": 32}
 ON_CPU = RayOptions(num_gpus=0, num_cpus=1)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenes, "PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -62,8 +70,12 @@ def item_of(name: str = "a", tokens: int = 2) -> PreparedItem:
 
 def connector(factory: Callable[[], FeatureEncoder] = slow_encoder, **settings: Any) -> Connector:
     encoders = [partial(RayEncoder, factory, ROWS, ON_CPU)] * 2
-    each = Connector(FakeProcessor(), encoders, ConnectorConfig(**settings))
-    wait_until(lambda: set(each.workers().values()) == {WorkerStatus.RUNNING})
+    each = Connector(FakeProcessor(), encoders, ConnectorConfig(timeout_s=PATIENCE_S, **settings))
+    try:
+        wait_until(lambda: set(each.workers().values()) == {WorkerStatus.RUNNING})
+    except BaseException:
+        each.close()  # or its actors are those of the next test
+        raise
     return each
 
 
