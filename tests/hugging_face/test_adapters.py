@@ -29,7 +29,8 @@ class Pair:
         self.tiny = MODELS[name]
         self.layers = "|".join(LAYERS[name])
         self.model, self.plain = (self._with_adapters(self.tiny.load(directory)) for _ in range(2))
-        fx.accelerate(self.model, {"compile": False} if not how else {"piece_compiler": "eager"}, **how)
+        settings = {"piece_compiler": "eager"} if how else {"compile": False}
+        fx.accelerate(self.model, {"token_budgets": [64, 128], **settings}, **how)
 
     def _with_adapters(self, model: Any) -> Any:
         model = peft.get_peft_model(model, self._lora(2), adapter_name="one")
