@@ -13,7 +13,6 @@ import torch
 
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch, WorkerStatus
-from fxsplit_encoder.connector.books.parts import FairQueue
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.threads.copies import Copies
@@ -293,21 +292,3 @@ def test_tenants_get_memory_in_turn() -> None:
         bench.books.settle()
     assert "few" in order
     assert audit(bench.books) == []
-
-
-def test_a_queue_serves_tenants_alike_whatever_their_number_of_flows() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for number in range(6):
-        queue.push(f"m{number}", flow=number, cost=1.0, tenant="many")
-    queue.push("f0", 0, 2.0, "few")
-    queue.push("f1", 0, 1.0, "few")
-    queue.push("again", 7, 9.0, "few", first=True)
-    served = []
-    while len(queue):
-        due = list(queue)
-        assert len(due) == len(queue)
-        queue.take(due[0])
-        served.append(due[0])
-    assert served[0] == "again"
-    assert [name for name in served if name[0] == "m"] == [f"m{number}" for number in range(6)]
-    assert served.index("f0") <= 2 and served.index("f1") <= 5

@@ -92,16 +92,14 @@ class Preparation:
         return None
 
     def _count_job(self) -> CountJob | None:
-        if not self._parts.to_count:
+        if (ticket := self._parts.to_count.first()) is None:
             return None
-        ticket = next(iter(self._parts.to_count))
         self._parts.to_count.take(ticket)
         return CountJob(ticket)
 
     def _digest_job(self) -> DigestJob | None:
-        if not self._parts.to_digest:
+        if (item := self._parts.to_digest.first()) is None:
             return None
-        item = next(iter(self._parts.to_digest))
         self._parts.to_digest.take(item)
         ticket = self._parts.tickets[item.ticket]
         return DigestJob(
@@ -109,9 +107,8 @@ class Preparation:
         )
 
     def _prepare_job(self) -> PrepareJob | None:
-        if not self._parts.to_prepare or not self._has_room:
+        if (entry := self._parts.to_prepare.first()) is None or not self._has_room:
             return None
-        entry = next(iter(self._parts.to_prepare))
         self._parts.to_prepare.take(entry)
         entry.is_preparing = True
         assert entry.media is not None

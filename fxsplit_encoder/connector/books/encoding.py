@@ -13,7 +13,7 @@ from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature
 from fxsplit_encoder.connector.states import Residence, State
-from fxsplit_encoder.encode_queue import MOST_LOSSES
+from fxsplit_encoder.encode_queue.queue import MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -155,8 +155,7 @@ class Encoding:
             return
         serving = {m for worker in self.workers.values() if worker not in lost for m in worker.modalities}
         for entry in [entry for entry in self._parts.to_encode if entry.modality not in serving]:
-            if entry in self._parts.to_encode:
-                self._parts.to_encode.remove(entry)
+            if self._parts.to_encode.discard(entry):
                 error = ConnectorError("every worker that encodes it was lost", "worker_lost", retryable=True)
                 self._holdings.fail(entry, error, may_retry=False)
 

@@ -10,6 +10,7 @@ from fxsplit_encoder.connector.books.parts import INPUTS, MEDIA, Parts
 from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
 from fxsplit_encoder.connector.states import GONE, WAITING, State
+from fxsplit_encoder.encode_queue.fair_queue import FIRST
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -116,11 +117,11 @@ class Holdings:
         assert entry.feature is None
         if entry.prepared is None:
             assert entry.state is State.NEW
-            parts.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, first=True)
+            parts.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, priority=FIRST)
         else:
             if entry.state is not State.QUEUED:
                 self.move(entry, State.QUEUED)
-            parts.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, first=True)
+            parts.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, priority=FIRST)
 
     def fail_item(self, item: Occurrence, error: ConnectorError, *, may_go_on: bool = True) -> None:
         """An item fails, and its request goes on as text or not, as it asked, if it may."""
@@ -167,7 +168,7 @@ class Holdings:
         if item.state is not State.NEW:
             item.move(State.NEW)
         self._ticket(item).num_undigested += 1
-        self._parts.to_digest.push(item, item.ticket, 1.0, self._ticket(item).request.tenant, first=True)
+        self._parts.to_digest.push(item, item.ticket, 1.0, self._ticket(item).request.tenant, priority=FIRST)
         self.touch([item])
 
     def _free_reserved(self, item: Occurrence) -> None:

@@ -13,7 +13,7 @@ from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.encoding import Worker
 from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.tickets import wake
-from fxsplit_encoder.encode_queue import Clock
+from fxsplit_encoder.encode_queue.batch_thread import Clock
 
 logger = logging.getLogger(__name__)
 

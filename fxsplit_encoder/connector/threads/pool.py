@@ -18,7 +18,7 @@ from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, Prepa
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
-from fxsplit_encoder.encode_queue import BatchThread
+from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import ConnectorError, EncoderLostError, InputError
 from fxsplit_encoder.messages import names_of, shown
 

@@ -1,4 +1,4 @@
-"""The ledger and fair queues."""
+"""The ledger, and batches that end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch
-from fxsplit_encoder.connector.books.parts import FairQueue
 from fxsplit_encoder.connector.books.storage import Ledger, capacity_of
 from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.request import EncodeRequest
@@ -56,57 +55,6 @@ def test_a_buffer_is_a_power_of_two_and_no_more_than_twice_as_large(num_bytes: i
     assert capacity.bit_count() == 1
     assert num_bytes <= capacity
     assert capacity == PAGE or capacity < 2 * num_bytes
-
-
-def served(queue: FairQueue[str]) -> list[str]:
-    order = []
-    while len(queue):
-        first = next(iter(queue))
-        queue.take(first)
-        order.append(first)
-    return order
-
-
-def test_what_was_served_in_vain_comes_first_and_costs_nothing_again() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.push("a", flow="a", cost=5.0)
-    queue.push("again", flow="b", cost=50.0, first=True)
-    assert next(iter(queue)) == "again"
-    queue.take("again")
-    queue.push("c", flow="b", cost=1.0)
-    assert served(queue) == ["c", "a"]
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.01, 100.0), st.sampled_from("ptr")), max_size=60))
-def test_it_holds_what_was_pushed_and_not_taken(moves: list[tuple[int, float, str]]) -> None:
-    queue: FairQueue[int] = FairQueue()
-    held: dict[int, float] = {}
-    for number, (flow, cost, move) in enumerate(moves):
-        if move == "p" or not held:
-            queue.push(number, flow, cost)
-            held[number] = cost
-        else:
-            thing = next(iter(queue))
-            (queue.take if move == "t" else queue.discard)(thing)
-            queue.discard(thing)
-            del held[thing]
-        assert set(queue) == held.keys() and len(queue) == len(held)
-        assert queue.cost == (pytest.approx(sum(held.values())) if held else 0.0)
-
-
-@given(st.lists(st.floats(0.5, 8.0), min_size=2, max_size=40))
-def test_flows_that_always_wait_are_served_alike(costs: list[float]) -> None:
-    queue: FairQueue[tuple[str, int]] = FairQueue()
-    for number, cost in enumerate(costs):
-        for flow in ("x", "y"):
-            queue.push((flow, number), flow, cost if flow == "x" else 1.0)
-    work = {"x": 0.0, "y": 0.0}
-    longest = max(max(costs), 1.0)
-    while len({flow for flow, _ in queue}) == 2:
-        thing = next(iter(queue))
-        queue.take(thing)
-        work[thing[0]] += costs[thing[1]] if thing[0] == "x" else 1.0
-        assert abs(work["x"] - work["y"]) <= 2 * longest
 
 
 def launched(bench: Bench, name: str) -> Batch:
