@@ -152,12 +152,13 @@ class Shares:
     """
 
     def __init__(self) -> None:
-        self.used = 0
+        self.used = self.peak = 0
         self._own: dict[str, int] = {}
 
     def change(self, tenant: str, amount: int) -> None:
         """Give a tenant so much more, or less."""
         self.used += amount
+        self.peak = max(self.peak, self.used)
         self._own[tenant] = self._own.get(tenant, 0) + amount
         if not self._own[tenant]:
             del self._own[tenant]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.books.storage import HOST
-from fxsplit_encoder.connector.books.tickets import Entry, Event
+from fxsplit_encoder.connector.books.memory import Event
+from fxsplit_encoder.connector.books.tickets import Entry
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 EncoderFactory = Callable[[], FeatureEncoder]
 
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
+
+
+MOST_RESTARTS = 3
+"""How often in a row a worker that was lost is started again before it is given up."""
 
 
 class Pool:
@@ -47,9 +51,8 @@ class Pool:
         self._given_up: list[_WorkerThread] = []
         """Threads that may still run, though others have taken their place."""
         for number, (factory, encoder) in enumerate(zip(factories, encoders, strict=True)):
-            worker = Worker(f"worker {number}", modalities_of(encoder))
+            worker = core.books.encoding.add_worker(f"worker {number}", modalities_of(encoder))
             self._factories[worker.name], self._encoders[worker.name] = factory, encoder
-            core.books.encoding.add_worker(worker)
             self._threads[worker.name] = self._thread(worker)
 
     @property
@@ -112,9 +115,9 @@ class Pool:
         with self._core.change() as books:
             was_serving = worker.status in LIVE
             books.encoding.lose_worker(worker, is_running=is_running)
-            successor, most = None, books.parts.config.max_worker_restarts
+            successor = None
             is_current = self._workers[worker.name] is worker
-            if is_current and was_serving and not books.is_closed and worker.num_losses < most:
+            if is_current and was_serving and not books.is_closed and worker.num_losses < MOST_RESTARTS:
                 if is_running:
                     self._leave_alone(worker.name)
                 successor = self._succeed(worker)
@@ -130,10 +133,8 @@ class Pool:
 
     def _succeed(self, worker: Worker) -> Worker:
         """The record of a worker in place of another; called with the lock."""
-        successor = Worker(worker.name, worker.modalities)
-        self._core.books.encoding.add_worker(successor)
-        self._core.books.parts.stats.worker_restarts += 1
-        return successor
+        self._core.books.holdings.stats.worker_restarts += 1
+        return self._core.books.encoding.add_worker(worker.name, worker.modalities)
 
     def _start(self, worker: Worker) -> None:
         try:
@@ -282,7 +283,7 @@ class _WorkerThread(BatchThread[Batch]):
             books.encoding.publish(batch)
 
     def _outputs(self, batch: Batch) -> Sequence[Any]:
-        most_cost = self._core.books.parts.config.max_slice_cost
+        most_cost = self._core.config.max_slice_cost
         items = [entry.prepared for entry in batch.entries if entry.prepared is not None]
         if most_cost is None or batch.cost <= most_cost:
             return self._encode(items)
@@ -325,7 +326,7 @@ class _WorkerThread(BatchThread[Batch]):
             arrivals = books.encoding.place(batch, checked)
         batch.events += map(self._copies.mark, {each.rows.device for each in arrivals})
         for arrival in arrivals:
-            if arrival.is_copied:
+            if arrival.capacity:
                 self._copy(batch, arrival)
 
     def _copy(self, batch: Batch, arrival: Arrival) -> None:
@@ -339,9 +340,8 @@ class _WorkerThread(BatchThread[Batch]):
     def _allocate(self, num_bytes: int) -> Any:
         """A host buffer. The allocator keeps those that were let go; they count as free memory, too."""
         with self._core.lock:
-            storage = self._core.books.parts.storage
-            used = storage.ledger.used(HOST) + storage.idle_bytes
-            is_too_much = used > self._core.books.parts.config.host_bytes
+            storage = self._core.books.holdings.storage
+            is_too_much = storage.host.used + storage.idle_bytes > self._core.config.host_bytes
             storage.idle_bytes = 0 if is_too_much else max(0, storage.idle_bytes - num_bytes)
         if is_too_much:
             self._copies.give_back()
@@ -359,7 +359,7 @@ class _WorkerThread(BatchThread[Batch]):
         rows: dict[PreparedItem, list[Tensor]] = {item: [] for item, _ in slices}
         events: list[Event] = []
         for number, (item, part) in enumerate(slices):
-            begin = self._core.books.parts.clock()
+            begin = self._core.now()
             rows[item] += self._encode([part])
             if number + 1 < len(slices):
                 events.append(self._copies.mark(rows[item][-1].device))
@@ -369,13 +369,13 @@ class _WorkerThread(BatchThread[Batch]):
 
     def _between_slices(self, batch: Batch, events: list[Event], begin: float) -> None:
         """Wait until the device has few slices, rest as settings say, and let another batch pass."""
-        config = self._core.books.parts.config
+        config = self._core.config
         try:
             while len(events) >= (_QUEUED if config.max_busy_share == 1 else 1):
                 events.pop(0).synchronize()
             if config.max_busy_share < 1:
                 self._rest(batch, begin)
-            batch.progressed_at = self._core.books.parts.clock()
+            batch.progressed_at = self._core.now()
             with self._core.lock:
                 other = self._core.books.encoding.take(self.worker, config.max_slice_cost).batch
             if other is not None:
@@ -387,9 +387,9 @@ class _WorkerThread(BatchThread[Batch]):
 
     def _rest(self, batch: Batch, begin: float) -> None:
         """Rest for as long as a slice asks for, or until the worker has to end."""
-        core, clock = self._core, self._core.books.parts.clock
+        core, clock = self._core, self._core.now
         with core.lock:
-            self.worker.finish_slice(batch, begin, clock(), core.books.parts.config.max_busy_share)
+            self.worker.finish_slice(batch, begin, clock(), core.config.max_busy_share)
             while self.worker.status is WorkerStatus.RUNNING:
                 if (left := self.worker.rests_until - clock()) <= 0:
                     break

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxsplit_encoder.connector.books.books import CountJob, Digested, DigestJob, PrepareJob, Problem
-from fxsplit_encoder.connector.books.storage import capacity_of
+from fxsplit_encoder.connector.books.memory import capacity_of
+from fxsplit_encoder.connector.books.preparation import CountJob, Digested, DigestJob, PrepareJob, Problem
 from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.request import EncodeRequest
@@ -70,21 +70,21 @@ class Preparers:
 
     def _read_headers(self, request: EncodeRequest, counts: list[int]) -> Problem | None:
         """Fill in the tokens of each item; why the request cannot be served, if it cannot."""
-        parts = self._core.books.parts
+        config = self._core.config
         sizes: dict[int, int] = {}
         for index, item in enumerate(request.items):
             try:
-                if (row_bytes := parts.row_bytes(item.modality)) is None:
+                if (row_bytes := self._core.books.holdings.row_bytes(item.modality)) is None:
                     raise MediaError(f"no encoder takes {shown(item.modality)}")
                 counts[index] = checked_count(self._processor.count_tokens(item))
             except BaseException as error:  # a decoder that ends its thread must not end this one
                 return Problem(index, failure_of(error, "media"))
-            if (size := counts[index] * row_bytes) > parts.config.staging_bytes:
-                message = f"its feature has {size} bytes, and staging_bytes is {parts.config.staging_bytes}"
+            if (size := counts[index] * row_bytes) > config.staging_bytes:
+                message = f"its feature has {size} bytes, and staging_bytes is {config.staging_bytes}"
                 return Problem(index, ConnectorError(message, "too_large", retryable=False))
             sizes[id(item)] = capacity_of(size)
-        if (total := sum(sizes.values())) > parts.config.host_bytes:
-            message = f"its request takes {total} bytes, and host_bytes is {parts.config.host_bytes}"
+        if (total := sum(sizes.values())) > config.host_bytes:
+            message = f"its request takes {total} bytes, and host_bytes is {config.host_bytes}"
             return Problem(0, ConnectorError(message, "too_large", retryable=False))
         return _prompt_problem(request, counts)
 
@@ -135,7 +135,7 @@ class Preparers:
             except BaseException as error:
                 result = failure_of(error, "encoder")
         with self._core.change() as books:
-            books.parts.stats.prepare.add(time.monotonic() - started)
+            books.holdings.stats.prepare.add(time.monotonic() - started)
             books.preparation.prepared(job, result, cost)
 
 

@@ -1,4 +1,4 @@
-"""The ledger, and batches that end."""
+"""Accounts of bytes, and batches that end."""
 
 from __future__ import annotations
 
@@ -8,42 +8,39 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch
-from fxsplit_encoder.connector.books.storage import Ledger, capacity_of
+from fxsplit_encoder.connector.books.memory import Account, capacity_of
 from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.request import EncodeRequest
 
 from .test_any_history import MEDIA, AnyHistory, Bench
 
 
-@pytest.fixture
-def ledger() -> Ledger:
-    ledger = Ledger()
-    ledger.open("host", 100)
-    return ledger
+def test_bytes_are_reserved_within_a_limit_and_freed_once() -> None:
+    account = Account("host", 100)
+    memory = account.take(60)
+    assert (account.free, account.used, account.peak) == (40, 60, 60)
+    with pytest.raises(AssertionError, match="host: 41 bytes of 40"):
+        account.take(41)
+    memory.free()
+    with pytest.raises(AssertionError, match="60 bytes of host are freed twice"):
+        memory.free()
+    assert (account.used, account.peak) == (0, 60)
+    assert Account("inputs", None).take(1 << 50).num_bytes == 1 << 50
 
 
-def test_nobody_gives_back_what_he_has_not(ledger: Ledger) -> None:
-    ledger.reserve("host", "a", 10)
-    with pytest.raises(AssertionError, match="has 10 bytes, not 11"):
-        ledger.release("host", "a", 11)
-
-
-def test_an_account_without_a_limit_takes_all(ledger: Ledger) -> None:
-    ledger.open("inputs", None)
-    assert ledger.reserve("inputs", "a", 1 << 50)
-    ledger.open("inputs", 1)  # it is open already
-    assert ledger.limit("inputs") is None
-    assert ledger.accounts() == ["host", "inputs"]
-
-
-def test_books_that_were_tampered_with_do_not_add_up(ledger: Ledger) -> None:
-    ledger.reserve("host", "a", 10)
-    ledger._owned["host"]["b"] = 5
-    assert ledger.problems() == ["host: owners have 15, used are 10"]
-    ledger._owned["host"]["b"] = 0
-    assert ledger.problems() == ["host: an owner has no bytes"]
-    ledger.peaks["host"] = 101
-    assert "host: 101 of 100 bytes were reserved" in ledger.problems()
+def test_books_that_were_tampered_with_do_not_add_up() -> None:
+    bench = Bench.make()
+    batch, storage = launched(bench, "a"), bench.books.holdings.storage
+    (entry,) = storage.entries
+    assert audit(bench.books) == []
+    entry.inputs, inputs = entry.memory, entry.inputs
+    assert "host: 4096 bytes are held 2 times" in audit(bench.books)
+    assert "inputs: 0 bytes are held, 100 reserved" in audit(bench.books)
+    entry.inputs, storage.host.peak = inputs, 9 * PAGE
+    assert audit(bench.books) == [f"host: {9 * PAGE} of {8 * PAGE} bytes were reserved"]
+    storage.host.peak = PAGE
+    del batch.worker.batches[batch]
+    assert "1 features are encoded, batches have 0" in audit(bench.books)
 
 
 PAGE = 4096
@@ -85,4 +82,4 @@ def test_a_step_sees_a_finished_batch_before_its_thread_does() -> None:
             event.passed = True  # type: ignore[attr-defined]
         assert ready(bench) == [name]
         bench.books.encoding.publish(batch)  # as the thread does later
-        assert (ready(bench), bench.workers[0].num_batches) == ([], 0)
+        assert (ready(bench), bench.workers[0].batches) == ([], {})
