@@ -14,11 +14,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.admission import Admission
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Books, Step
 from fxsplit_encoder.connector.books.encoding import WorkerStatus
-from fxsplit_encoder.connector.books.holdings import Holdings
+from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.interfaces import (
     MediaItem,
@@ -88,7 +87,7 @@ class Connector:
         self._core = Core(lock, Books(holdings, Admission(holdings, self._key_of)))
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
-        self._core.on_hang = self._pool.give_up
+        self._core.on_hang = self._pool.lost
         self._threads = [*preparers.threads, self._core.clock.thread]
         for thread in (*self._threads, self._core.warden):
             thread.start()

@@ -107,13 +107,9 @@ class BatchThread(ABC, Generic[BatchT]):
     def split(self, batch: BatchT, error: Exception) -> Sequence[BatchT]:
         """The halves of a batch whose launch failed, to be launched; none: its only item has failed."""
 
-    @abstractmethod
-    def is_over(self, batch: BatchT) -> bool:
-        """Whether landing a launched batch would not wait."""
-
-    @abstractmethod
-    def launched(self, batch: BatchT) -> None:
-        """Called before a batch that is not over is handed to the landing thread."""
+    def launched(self, batch: BatchT) -> bool:
+        """Called once a batch is launched; whether landing it would not wait."""
+        return False
 
     @abstractmethod
     def land(self, batch: BatchT) -> None:
@@ -141,11 +137,14 @@ class BatchThread(ABC, Generic[BatchT]):
             for half in self.split(batch, error):
                 self.run(half)
             return
-        if self._landing.is_empty and self.is_over(batch):
+        try:
+            is_over = self.launched(batch)
+        except Exception as error:  # no item is to blame
+            raise EncoderLostError(f"{self.name} cannot go on: {error}") from error
+        if is_over and self._landing.is_empty:
             self.land(batch)
-            return
-        self.launched(batch)
-        self._landing.add(batch)
+        else:
+            self._landing.add(batch)
 
     def check(self) -> None:
         """Raise the fault that ended the landing thread, if one did."""

@@ -500,11 +500,6 @@ class _QueueWorker(BatchThread[_Batch]):
                 self.begin(half, self._source.clock())
         return halves
 
-    def is_over(self, batch: _Batch) -> bool:
-        return False
-
-    def launched(self, batch: _Batch) -> None: ...
-
     def land(self, batch: _Batch) -> None:
         assert batch.handle is not None
         handle, batch.handle = batch.handle, None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.encoding import Batch, Worker
-from fxsplit_encoder.connector.books.memory import Account
+from fxsplit_encoder.connector.books.tickets import Account
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fxsplit_encoder.connector.books.books import Books
-from fxsplit_encoder.connector.books.memory import Memory, capacity_of
-from fxsplit_encoder.connector.books.tickets import Occurrence, Ticket
+from fxsplit_encoder.connector.books.tickets import Memory, Occurrence, Ticket, capacity_of
 from fxsplit_encoder.connector.states import GONE, WAITING, State
 
 

@@ -7,12 +7,10 @@ import heapq
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fxsplit_encoder.connector.books.admission import Admission
 from fxsplit_encoder.connector.books.encoding import Encoding
-from fxsplit_encoder.connector.books.holdings import Holdings
-from fxsplit_encoder.connector.books.memory import Account, Event, Feature
+from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.preparation import Preparation
-from fxsplit_encoder.connector.books.tickets import Occurrence, Ticket
+from fxsplit_encoder.connector.books.tickets import Account, Event, Feature, Occurrence, Ticket
 from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
 from fxsplit_encoder.connector.states import GONE, WAITING, Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats

@@ -8,8 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from fxsplit_encoder.connector.books.holdings import Holdings
-from fxsplit_encoder.connector.books.memory import Account, Event, Feature
-from fxsplit_encoder.connector.books.tickets import Entry
+from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.encode_queue.queue import MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError

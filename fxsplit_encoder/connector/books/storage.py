@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from fxsplit_encoder.connector.books.memory import Account, Feature, Memory, capacity_of
-from fxsplit_encoder.connector.books.tickets import Entry
+from fxsplit_encoder.connector.books.tickets import Account, Entry, Feature, Memory, capacity_of
 from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.connector.statistics import ConnectorStats

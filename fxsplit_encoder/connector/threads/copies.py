@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.memory import PASSED, Event
+from fxsplit_encoder.connector.books.tickets import PASSED, Event
 
 
 class _CudaEvent:

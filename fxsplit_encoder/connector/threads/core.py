@@ -32,8 +32,8 @@ class Core:
         """Whether threads are to end once they have nothing to do."""
         self.dtypes: dict[str, torch.dtype] = {}
         """Of rows, by modality, once some were encoded."""
-        self.on_hang: Callable[[Worker], None] = lambda worker: None
-        """Called with a worker that hangs, to give it up."""
+        self.on_hang: Callable[[Worker, bool], None] = lambda worker, is_running: None
+        """Called with a worker that hangs and still runs, to give it up."""
         self.clock = Clock(
             threading.Condition(lock), self.books.next_deadline, self._expire, self.now, "connector-clock"
         )
@@ -83,7 +83,7 @@ class Core:
             books.expire()
             hung = books.encoding.hung_workers()
         for worker in hung:
-            self.on_hang(worker)
+            self.on_hang(worker, True)
 
     def _watch_devices(self) -> None:
         """Free memory that was let go of while a device used it, once the device is through with it."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.books.memory import Event
-from fxsplit_encoder.connector.books.tickets import Entry
+from fxsplit_encoder.connector.books.tickets import Entry, Event
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
@@ -46,21 +45,14 @@ class Pool:
         self._core = core
         self._copies = copies
         self._factories: dict[str, EncoderFactory] = {}
-        self._encoders: dict[str, FeatureEncoder] = {}
         self._threads: dict[str, _WorkerThread] = {}
         self._given_up: list[_WorkerThread] = []
         """Threads that may still run, though others have taken their place."""
         for number, (factory, encoder) in enumerate(zip(factories, encoders, strict=True)):
             worker = core.books.encoding.add_worker(f"worker {number}", modalities_of(encoder))
-            self._factories[worker.name], self._encoders[worker.name] = factory, encoder
-            self._threads[worker.name] = self._thread(worker)
-
-    @property
-    def _workers(self) -> Mapping[str, Worker]:
-        return self._core.books.encoding.workers
-
-    def _thread(self, worker: Worker) -> _WorkerThread:
-        return _WorkerThread(self._core, worker, self._encoders[worker.name], self._copies, self._lost)
+            self._factories[worker.name] = factory
+            self._threads[worker.name] = _WorkerThread(core, worker, encoder, copies, self.lost)
+        self._workers = core.books.encoding.workers
 
     def start(self) -> None:
         """Start every worker; they take batches as soon as their encoders are ready."""
@@ -69,14 +61,11 @@ class Pool:
 
     def stage(self, item: PreparedItem) -> tuple[PreparedItem, float]:
         """An item as encoders read it soonest, and its cost, as the first worker of its modality says."""
-        encoder = self._encoder_of(item)
-        item = encoder.stage(item)
-        return item, encoder.predict_cost(item)
-
-    def _encoder_of(self, item: PreparedItem) -> FeatureEncoder:
         serving = [worker for worker in self._workers.values() if item.modality in worker.modalities]
         live = [worker for worker in serving if worker.status in LIVE]
-        return self._encoders[(live or serving)[0].name]
+        encoder = self._threads[(live or serving)[0].name].encoder
+        item = encoder.stage(item)
+        return item, encoder.predict_cost(item)
 
     # --- one worker
 
@@ -106,12 +95,10 @@ class Pool:
             raise InputError(f"worker: expected one of {names_of(self._workers)}; got {shown(name)}")
         return self._workers[name]
 
-    def give_up(self, worker: Worker) -> None:
-        """Leave the thread of a worker that hangs to itself; another takes its place."""
-        self._lost(worker, is_running=True)
-
-    def _lost(self, worker: Worker, is_running: bool = False) -> None:
-        """At the end of a thread that a fault has ended, or while one runs that is given up."""
+    def lost(self, worker: Worker, is_running: bool) -> None:
+        """Another worker takes its place, at the end of a thread that a fault has ended, or while one runs
+        that hangs, which is left to itself.
+        """
         with self._core.change() as books:
             was_serving = worker.status in LIVE
             books.encoding.lose_worker(worker, is_running=is_running)
@@ -138,14 +125,15 @@ class Pool:
 
     def _start(self, worker: Worker) -> None:
         try:
-            self._encoders[worker.name] = self._factories[worker.name]()
+            encoder = self._factories[worker.name]()
         except Exception:
             logger.warning("%s: no encoder could be made", worker.name, exc_info=True)
-            self._lost(worker)
+            self.lost(worker, False)
             return
         with self._core.lock:  # so that whoever waits for all threads sees none that has not begun
-            thread = self._threads[worker.name] = self._thread(worker)
-            thread.thread.start()
+            started = _WorkerThread(self._core, worker, encoder, self._copies, self.lost)
+            self._threads[worker.name] = started
+            started.thread.start()
 
     # --- the end
 
@@ -164,14 +152,11 @@ def modalities_of(encoder: FeatureEncoder) -> frozenset[str]:
 def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
     """The first encoder of each worker; those that were made are closed if another cannot be."""
     made: list[FeatureEncoder] = []
-    try:
+    with contextlib.ExitStack() as closing:
         for make in factories:
             made.append(make())
-    except BaseException:
-        for encoder in made:
-            with contextlib.suppress(Exception):
-                encoder.close()
-        raise
+            closing.callback(made[-1].close)
+        closing.pop_all()
     return made
 
 
@@ -203,31 +188,31 @@ class _WorkerThread(BatchThread[Batch]):
         worker: Worker,
         encoder: FeatureEncoder,
         copies: Copies,
-        on_lost: Callable[[Worker], None],
+        on_lost: Callable[[Worker, bool], None],
     ) -> None:
         super().__init__(f"connector-{worker.name}")
         self._core = core
         self.worker = worker
-        self._encoder = encoder
+        self.encoder = encoder
         self._copies = copies
         self._on_lost = on_lost
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        self._encoder.start()
-        device = self._encoder.device
+        self.encoder.start()
+        device = self.encoder.device
         device = torch.device(device) if device is not None else None
-        with self._copies.own_stream(device, self._encoder.stream_priority):
+        with self._copies.own_stream(device, self.encoder.stream_priority):
             self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
             yield
         self._set_status(WorkerStatus.DRAINING, WorkerStatus.STOPPED)
 
     def lost(self, error: BaseException) -> None:
-        self._on_lost(self.worker)
+        self._on_lost(self.worker, False)
 
     def close(self) -> None:
         try:
-            self._encoder.close()
+            self.encoder.close()
         except Exception:
             logger.warning("%s: its encoder could not be closed", self.worker.name, exc_info=True)
 
@@ -258,23 +243,19 @@ class _WorkerThread(BatchThread[Batch]):
                 core.encode_work.wait(taken.wait_s)
 
     def launch(self, batch: Batch) -> None:
-        outputs = self._outputs(batch)
-        try:
-            pairs = zip(batch.entries, outputs, strict=True)
-            self._place(batch, [self._checked(entry, rows) for entry, rows in pairs])
-        except Exception as error:  # no item is to blame
-            raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
+        batch.outputs = self._outputs(batch)
 
     def split(self, batch: Batch, error: Exception) -> Sequence[Batch]:
         with self._core.change() as books:
             return books.encoding.split(batch, failure_of(error, "encoder"))
 
-    def is_over(self, batch: Batch) -> bool:
-        return all(event.query() for event in batch.events)
-
-    def launched(self, batch: Batch) -> None:
+    def launched(self, batch: Batch) -> bool:
+        """Have rows checked and copied; what fails here is no item's fault, and ends the worker."""
+        pairs = zip(batch.entries, batch.outputs, strict=True)
+        self._place(batch, [self._checked(entry, rows) for entry, rows in pairs])
         with self._core.change() as books:
             books.encoding.launched(batch)
+        return all(event.query() for event in batch.events)
 
     def land(self, batch: Batch) -> None:
         for event in batch.events:
@@ -288,11 +269,11 @@ class _WorkerThread(BatchThread[Batch]):
         if most_cost is None or batch.cost <= most_cost:
             return self._encode(items)
         return self._encode_slices(
-            batch, items, {item: self._encoder.slices(item, most_cost) for item in items}
+            batch, items, {item: self.encoder.slices(item, most_cost) for item in items}
         )
 
     def _encode(self, items: Sequence[PreparedItem]) -> Sequence[Any]:
-        outputs = self._encoder.encode(items)
+        outputs = self.encoder.encode(items)
         if len(outputs) != len(items):
             raise RuntimeError(f"the encoder returned {len(outputs)} features for {len(items)} items")
         return outputs
@@ -308,7 +289,7 @@ class _WorkerThread(BatchThread[Batch]):
                 "mismatch",
                 retryable=False,
             )
-        declared = self._encoder.dtype or rows.dtype
+        declared = self.encoder.dtype or rows.dtype
         expected = self._core.dtypes.setdefault(entry.modality, declared)
         if rows.dtype != expected:
             message = f"expected rows of {expected}; the encoder returned {rows.dtype}"
@@ -334,7 +315,7 @@ class _WorkerThread(BatchThread[Batch]):
             buffer = self._allocate(arrival.capacity)
             arrival.feature.rows, event = self._copies.to_host(arrival.rows, buffer)
             batch.events.append(event)
-        except Exception as error:
+        except (MemoryError, RuntimeError) as error:
             batch.failures[arrival.entry] = failure_of(error, "encoder")
 
     def _allocate(self, num_bytes: int) -> Any:
@@ -380,9 +361,7 @@ class _WorkerThread(BatchThread[Batch]):
                 other = self._core.books.encoding.take(self.worker, config.max_slice_cost).batch
             if other is not None:
                 self.run(other)
-        except EncoderLostError:
-            raise
-        except Exception as error:  # no item is to blame
+        except RuntimeError as error:  # of the device: no item is to blame
             raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
 
     def _rest(self, batch: Batch, begin: float) -> None:

@@ -13,14 +13,12 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fxsplit_encoder.connector.books.admission import Admission
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.encoding import Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.books.holdings import Holdings
-from fxsplit_encoder.connector.books.memory import Feature
+from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.preparation import CountJob, Digested, DigestJob, PrepareJob, Problem
-from fxsplit_encoder.connector.books.tickets import Ticket
+from fxsplit_encoder.connector.books.tickets import Feature, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.states import WAITING, State

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch
-from fxsplit_encoder.connector.books.memory import Account, capacity_of
+from fxsplit_encoder.connector.books.tickets import Account, capacity_of
 from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.request import EncodeRequest
 
