@@ -194,11 +194,6 @@ class Entry:
         return f"Entry({self.modality}, {self.num_tokens} tokens, {self.state})"
 
     @property
-    def residence(self) -> Residence:
-        """Where its rows lie."""
-        return self.feature.residence if self.feature and self.state is State.READY else Residence.NONE
-
-    @property
     def is_wanted(self) -> bool:
         """Whether its rows are of use to anybody, now or later."""
         return bool(self.holders) or self.keep
@@ -313,7 +308,9 @@ class Ticket:
     def residence(self, item: int) -> Residence:
         """Where the rows of one item lie now."""
         entry = self.items[item].entry
-        return entry.residence if entry is not None else Residence.NONE
+        if entry is None or entry.feature is None or entry.state is not State.READY:
+            return Residence.NONE
+        return entry.feature.residence
 
     def metadata(self, item: int) -> Mapping[str, object]:
         """What travels with the rows of one item, such as its grid; empty before it is preprocessed."""

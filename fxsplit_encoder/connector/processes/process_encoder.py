@@ -73,7 +73,7 @@ class EncoderProcess:
         resources.callback(os.close, pidfd)
         self._poll = select.poll()
         self._poll.register(pidfd, select.POLLIN)
-        self._channel: Channel[FromEncoder] = Channel(connection, pidfd, FromEncoder, self.memory, half=0)
+        self.channel: Channel[FromEncoder] = Channel(connection, pidfd, FromEncoder, self.memory, half=0)
 
     @property
     def pid(self) -> int:
@@ -101,10 +101,6 @@ class EncoderProcess:
                 self._send(More())
             self._receive(self._options.encode_timeout)
 
-    def pack(self, items: Sequence[PreparedItem]) -> list[PreparedItem]:
-        """As many items as there is memory for, as `Encode` takes them. Raises as `Channel.pack`."""
-        return self._channel.pack(items)
-
     def ask(self, message: Message, timeout: float | None) -> Started | Encoded:
         """The answer to a message; raises the error of the process, of its own class.
 
@@ -119,10 +115,10 @@ class EncoderProcess:
         return reply
 
     def _send(self, message: Message) -> None:
-        data = self._channel.encode(message)
+        data = self.channel.encode(message)
         self._open = "answer"
         try:
-            self._channel.send(data)
+            self.channel.send(data)
         except OSError as error:
             if not self._has_ended(_END_SECONDS):
                 reason = f"the encoder process {self.pid} does not read what it is sent: {error}"
@@ -131,7 +127,7 @@ class EncoderProcess:
 
     def _receive(self, timeout: float | None) -> FromEncoder:
         try:
-            reply = self._channel.receive(timeout)
+            reply = self.channel.receive(timeout)
         except TimeoutError:
             raise self.lose(f"the encoder process {self.pid} did not answer within {timeout:g} s") from None
         except TransportError as error:
@@ -146,7 +142,7 @@ class EncoderProcess:
 
     def lose(self, reason: str = "") -> EncoderLostError:
         """End the process, which is of no use any more; the error that says why."""
-        if not reason:
+        if not (reason or self._reason):
             self._has_ended(_END_SECONDS)  # by itself, with a status of its own
         with self._lock:
             self._process.kill()
@@ -170,7 +166,7 @@ class EncoderProcess:
                 return
             self._is_closed = True
             self._reason = self._reason or f"the encoder process {self.pid} was closed"
-        self._channel.hang_up()
+        self.channel.hang_up()
         if not self._has_ended(self._options.close_timeout):
             self._process.kill()
         with self.turn:  # once who waits for an answer has seen the end
@@ -241,13 +237,15 @@ class ProcessEncoder(FeatureEncoder):
                 return
             self.close()
             self._process = process = EncoderProcess(self.options, lambda: self._counts.update(losses=1))
-            try:
+            with contextlib.ExitStack() as undoing:
+                undoing.callback(self._forget, process)
                 self._row_bytes = self._begin(process)
-            except BaseException:
-                process.close()
-                self._process = None
-                raise
+                undoing.pop_all()
             self._counts["starts"] += 1
+
+    def _forget(self, process: EncoderProcess) -> None:
+        process.close()
+        self._process = None
 
     def _begin(self, process: EncoderProcess) -> dict[Modality, int]:
         message = Start(self.program.factory, dict(self.program.arguments))
@@ -301,7 +299,7 @@ class ProcessEncoder(FeatureEncoder):
 
     def _encode_batch(self, process: EncoderProcess, items: Sequence[PreparedItem]) -> list[Tensor]:
         """The features of the first items, as many as there is memory for."""
-        packed, timeout = process.pack(items), self.options.encode_timeout
+        packed, timeout = process.channel.pack(items), self.options.encode_timeout
         features: list[Tensor] = []
         reply = process.ask(Encode(packed), timeout)
         while isinstance(reply, Encoded):

@@ -15,6 +15,7 @@ it has an answer. The file is anonymous: descriptors are its only names, and it 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import fcntl
 import inspect
 import math
@@ -341,10 +342,8 @@ class Channel(Generic[T]):
 
     def hang_up(self) -> None:
         """Send nothing any more, which ends an encoder process after the batch that it has."""
-        try:
+        with contextlib.suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass  # the other end is gone
 
     def close(self) -> None:
         """Close the socket; idempotent."""

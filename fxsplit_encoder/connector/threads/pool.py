@@ -46,8 +46,8 @@ class Pool:
         self._copies = copies
         self._factories: dict[str, EncoderFactory] = {}
         self._threads: dict[str, _WorkerThread] = {}
-        self._given_up: list[_WorkerThread] = []
-        """Threads that may still run, though others have taken their place."""
+        self._started: list[threading.Thread] = []
+        """Threads that may still run, also those whose places others have taken."""
         for number, (factory, encoder) in enumerate(zip(factories, encoders, strict=True)):
             worker = core.books.encoding.add_worker(f"worker {number}", modalities_of(encoder))
             self._factories[worker.name] = factory
@@ -56,8 +56,9 @@ class Pool:
 
     def start(self) -> None:
         """Start every worker; they take batches as soon as their encoders are ready."""
-        for thread in self._threads.values():
-            thread.thread.start()
+        for each in self._threads.values():
+            each.thread.start()
+            self._started.append(each.thread)
 
     def stage(self, item: PreparedItem) -> tuple[PreparedItem, float]:
         """An item as encoders read it soonest, and its cost, as the first worker of its modality says."""
@@ -85,7 +86,6 @@ class Pool:
                 raise InputError(f"{name}: expected an open connector; it is closed")
             if self._threads[name].thread.is_alive():
                 books.encoding.lose_worker(worker, is_running=True)
-                self._leave_alone(name)
             successor = self._succeed(worker)
             self._core.wake_all()
         self._start(successor)
@@ -105,18 +105,11 @@ class Pool:
             successor = None
             is_current = self._workers[worker.name] is worker
             if is_current and was_serving and not books.is_closed and worker.num_losses < MOST_RESTARTS:
-                if is_running:
-                    self._leave_alone(worker.name)
                 successor = self._succeed(worker)
                 successor.num_losses = worker.num_losses + 1
             self._core.wake_all()
         if successor is not None:
             self._start(successor)
-
-    def _leave_alone(self, name: str) -> None:
-        """The thread of a worker goes on while another takes its place; called with the lock."""
-        left = [each for each in self._given_up if each.thread.is_alive()]
-        self._given_up = [*left, self._threads[name]]
 
     def _succeed(self, worker: Worker) -> Worker:
         """The record of a worker in place of another; called with the lock."""
@@ -134,14 +127,15 @@ class Pool:
             started = _WorkerThread(self._core, worker, encoder, self._copies, self.lost)
             self._threads[worker.name] = started
             started.thread.start()
+            self._started.append(started.thread)
 
     # --- the end
 
     def threads(self) -> list[threading.Thread]:
         """All that may still run. One that ends by a fault may add another before it has ended."""
         with self._core.lock:
-            self._given_up = [each for each in self._given_up if each.thread.is_alive()]
-            return [each.thread for each in (*self._threads.values(), *self._given_up)]
+            self._started = [thread for thread in self._started if thread.is_alive()]
+            return list(self._started)
 
 
 def modalities_of(encoder: FeatureEncoder) -> frozenset[str]:
