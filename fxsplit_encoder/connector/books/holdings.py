@@ -1,4 +1,4 @@
-"""Who holds which feature, and what tickets are told; memory for all items of a request at once, or for none.
+"""Which item holds which feature, and news of tickets; memory for all items of a request at once or for none.
 
 All of it changes under the connector's lock.
 """
@@ -28,8 +28,8 @@ class Holdings:
 
     Args:
         config: sizes and limits.
-        row_bytes: of a feature's rows; None: nobody encodes the modality.
-        settled: over the lock; told whenever a ticket has settled.
+        row_bytes: of a feature's rows; None: no encoder takes the modality.
+        settled: over the lock; notified whenever a ticket has settled.
         clock: seconds.
         can_reduce: whether the processor can ask less of an item.
     """

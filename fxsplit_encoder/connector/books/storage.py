@@ -51,7 +51,7 @@ class Storage:
             self.by_key[entry.key] = entry
 
     def remove(self, entry: Entry) -> None:
-        """Free what an entry has; nobody finds it any more."""
+        """Take an entry out of the cache, and free what it has."""
         del self.entries[entry]
         self.resting.pop(entry, None)
         if entry.key is not None:

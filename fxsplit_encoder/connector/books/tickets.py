@@ -17,7 +17,7 @@ from fxsplit_encoder.errors import ConnectorError
 
 
 class Memory:
-    """Bytes of an account, which whoever has this object holds until it is freed."""
+    """Bytes of an account, reserved until this object is freed."""
 
     def __init__(self, account: Account, num_bytes: int) -> None:
         self.account = account
