@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.audit import audit
-from fxsplit_encoder.connector.books.books import Step
+from fxsplit_encoder.connector.books.books import Books, Step
 from fxsplit_encoder.connector.books.encoding import WorkerStatus
-from fxsplit_encoder.connector.books.parts import Parts
+from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.interfaces import (
     MediaItem,
@@ -78,17 +78,16 @@ class Connector:
         first = make_encoders(encoders)
         self._row_bytes = row_bytes_of(first)
         lock = threading.Lock()
-        parts = Parts(
+        holdings = Holdings(
             self.config,
             self._row_bytes.get,
-            self._key_of,
             threading.Condition(lock),
             can_reduce=type(processor).reduce is not MediaProcessor.reduce,
         )
-        self._core = Core(lock, parts)
+        self._core = Core(lock, Books(holdings, Admission(holdings, self._key_of)))
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
-        self._core.on_hang = self._pool.give_up
+        self._core.on_hang = self._pool.lost
         self._threads = [*preparers.threads, self._core.clock.thread]
         for thread in (*self._threads, self._core.warden):
             thread.start()
@@ -113,7 +112,7 @@ class Connector:
             InputError: the request asks for a reduction, and the processor cannot reduce; or it has no media,
                 and its prompt has placeholders.
         """
-        if request.failure.reduce is not None and not self._core.books.parts.can_reduce:
+        if request.failure.reduce is not None and not self._core.books.holdings.can_reduce:
             raise InputError(
                 f"reduce: {type(self.processor).__name__} cannot ask less of an item; leave it out"
             )

@@ -15,7 +15,6 @@ from fxsplit_encoder.messages import shown
 from fxsplit_encoder.settings_model import Settings, parse_bytes
 
 _Bytes = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1), BeforeValidator(parse_bytes)]
-_Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 _Number = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -56,19 +55,13 @@ class ConnectorConfig(Settings):
     max_batch_items: _Number = 32
     """Items that a worker encodes together at most."""
 
-    max_batch_cost: _Positive | None = None
-    """Predicted cost of a batch, in the encoder's unit, above which no further item joins it."""
-
     max_slice_cost: _Positive | None = None
-    """Predicted cost of what a worker gives its device at once of an item that can be encoded in
-    `FeatureEncoder.slices`. Between slices it rests as `max_busy_share` says, and lets batches of no more
-    than that cost pass. None: items are not cut."""
+    """Predicted cost, in the encoder's unit, of what a worker gives its device at once of an item that can be
+    encoded in `FeatureEncoder.slices`. Between slices it rests as `max_busy_share` says, and lets batches of
+    no more than that cost pass. None: items are not cut."""
 
     flush_delay_s: _Seconds = 0.0
     """Seconds that an item waits for others while its batch is not full."""
-
-    max_batches_in_flight: _Number = 2
-    """Batches that one worker gives its device before the first of them is done."""
 
     max_busy_share: _Share = 1.0
     """Share of time in which a worker may have batches in hand; after each it rests and leaves the device to
@@ -80,9 +73,6 @@ class ConnectorConfig(Settings):
     hang_timeout_s: _Positive | None = 300.0
     """Seconds without progress on a batch after which a worker is given up like one that was lost. None:
     never. A batch for which a worker compiles and captures takes as long as that does."""
-
-    max_worker_restarts: _Count = 3
-    """How often in a row a worker that was lost is started again before it is given up."""
 
 
 Retention = Literal["discard", "keep"]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.encode_queue import EncodeQueue
+from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
 from fxsplit_encoder.media import MediaSettings, load_image, measure_image
 from fxsplit_encoder.models.checkpoint import Checkpoint

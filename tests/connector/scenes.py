@@ -77,7 +77,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def queued(each: Connector) -> int:
     """Items that wait for a worker."""
     with each._core.lock:
-        return len(each._core.books.parts.to_encode)
+        return len(each._core.books.holdings.to_encode)
 
 
 def encode_behind(each: Connector, stage: Stage, *requests: EncodeRequest) -> list[Availability]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from fxsplit_encoder.connector.books import encoding
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch, WorkerStatus
-from fxsplit_encoder.connector.books.parts import FairQueue
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.threads.copies import Copies
@@ -57,9 +57,10 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     assert (seen, inside) == ([[(torch.device("cpu"), 0)], [(torch.device("cpu"), -2)]], [])
 
 
-def test_batches_of_eight_or_of_five_milliseconds() -> None:
+def test_batches_of_eight_or_of_five_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The specification's."""
-    with staged(max_batches_in_flight=1, max_batch_items=8, flush_delay_s=0.005) as (each, stage):
+    monkeypatch.setattr(encoding, "BATCHES_IN_FLIGHT", 1)
+    with staged(max_batch_items=8, flush_delay_s=0.005) as (each, stage):
         alone = each.submit(request("alone"))
         assert stage.wait_for_batch() == ["alone"], "after 5 ms, though nobody joined it"
         tickets = [each.submit(request(f"image {number}")) for number in range(20)]
@@ -93,8 +94,9 @@ def test_a_long_video_lets_images_that_come_later_pass_but_not_all_of_them() -> 
         assert order.index("video") == 10, "after as many tokens of the other request as it has itself"
 
 
-def test_images_do_not_wait_for_a_video_that_came_with_them() -> None:
-    with staged(max_batches_in_flight=1, cpu_workers=1) as (each, stage):
+def test_images_do_not_wait_for_a_video_that_came_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BATCHES_IN_FLIGHT", 1)
+    with staged(cpu_workers=1) as (each, stage):
         items = [image("video", 100), *(image(name, 4) for name in "abc"), image("large", 20)]
         encode_behind(each, stage, *map(request, items))
         assert stage.batches[1:] == [["a", "b", "c", "large"], ["video"]]
@@ -106,16 +108,8 @@ def test_a_request_of_many_images_does_not_hold_up_one_of_a_single() -> None:
         assert [names[0] for names in stage.batches].index("one") == 2
 
 
-def test_a_batch_ends_where_its_cost_would_be_more_than_allowed() -> None:
-    bench = Bench.make(max_batch_cost=10.0, host_bytes=1 << 20)
-    for name, cost in zip("abcd", (4.0, 6.0, 2.0, 99.0), strict=True):
-        _queue(bench, name, cost)
-    sizes = [len(_batch(bench.books.encoding.take(bench.workers[0])).entries) for _ in range(2)]
-    assert sizes == [2, 1]  # in order of the ends of their turns: 2, 4 | 6
-
-
 def test_workers_take_shares_of_equal_cost_and_the_least_loaded_goes_first() -> None:
-    bench = Bench.make(2, host_bytes=1 << 20, max_batches_in_flight=3)
+    bench = Bench.make(2, host_bytes=1 << 20)
     for number in range(8):
         _queue(bench, str(number), 1.0)
     first, second = bench.workers
@@ -293,21 +287,3 @@ def test_tenants_get_memory_in_turn() -> None:
         bench.books.settle()
     assert "few" in order
     assert audit(bench.books) == []
-
-
-def test_a_queue_serves_tenants_alike_whatever_their_number_of_flows() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for number in range(6):
-        queue.push(f"m{number}", flow=number, cost=1.0, tenant="many")
-    queue.push("f0", 0, 2.0, "few")
-    queue.push("f1", 0, 1.0, "few")
-    queue.push("again", 7, 9.0, "few", first=True)
-    served = []
-    while len(queue):
-        due = list(queue)
-        assert len(due) == len(queue)
-        queue.take(due[0])
-        served.append(due[0])
-    assert served[0] == "again"
-    assert [name for name in served if name[0] == "m"] == [f"m{number}" for number in range(6)]
-    assert served.index("f0") <= 2 and served.index("f1") <= 5

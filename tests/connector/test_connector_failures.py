@@ -22,6 +22,7 @@ from fxsplit_encoder.connector.interfaces import (
 )
 from fxsplit_encoder.connector.request import RETRY, TEXT_ONLY, FailurePolicy
 from fxsplit_encoder.connector.states import State
+from fxsplit_encoder.connector.threads import pool
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
 from .scenes import (
@@ -330,9 +331,10 @@ def test_the_work_of_a_worker_that_dies_goes_to_another() -> None:
     assert not any(each.stats().bytes_used.values())
 
 
-def test_an_item_that_kills_workers_takes_nobody_along() -> None:
+def test_an_item_that_kills_workers_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MOST_RESTARTS", 5)
     stage = Stage(faults={"poison": lambda: EncoderLostError("its process is gone")})
-    with connector(stage=stage, max_worker_restarts=5) as each:
+    with connector(stage=stage) as each:
         poison, others = each.submit(request("poison")), [each.submit(request(name)) for name in "abc"]
         assert [wait(ticket) for ticket in others] == ["ready"] * 3
         assert wait(poison) == "unavailable"
@@ -340,8 +342,9 @@ def test_an_item_that_kills_workers_takes_nobody_along() -> None:
         assert each.stats().lost_workers == 2
 
 
-def test_when_every_worker_is_lost_nothing_hangs() -> None:
-    with staged(max_worker_restarts=0) as (each, stage):
+def test_when_every_worker_is_lost_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MOST_RESTARTS", 0)
+    with staged() as (each, stage):
         first = each.submit(request("a"))
         stage.wait_for_batch()
         stage.faults["a"] = Killed
@@ -365,10 +368,10 @@ def test_an_encoder_that_does_not_start_is_given_up_after_some_tries() -> None:
             made.append(self)
             raise RuntimeError("no such device")
 
-    with connector([Unable], max_worker_restarts=2) as each:
+    with connector([Unable]) as each:
         ticket = each.submit(request("a"))
         assert (wait(ticket), kind_of(ticket)) == ("unavailable", ("worker_lost", True))
-        assert len(made) == 3
+        assert len(made) == 1 + pool.MOST_RESTARTS
 
 
 def test_a_worker_that_hangs_can_be_replaced_and_its_memory_waits_for_it() -> None:
@@ -409,8 +412,9 @@ def test_a_worker_that_hangs_is_given_up_by_itself() -> None:
         assert each.audit() == []
 
 
-def test_a_worker_that_hangs_too_often_is_lost_for_good() -> None:
-    with staged(hang_timeout_s=0.05, max_worker_restarts=0) as (each, stage):
+def test_a_worker_that_hangs_too_often_is_lost_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MOST_RESTARTS", 0)
+    with staged(hang_timeout_s=0.05) as (each, stage):
         ticket, other = each.submit(request("a")), each.submit(request("b"))
         assert (wait(ticket), wait(other)) == ("unavailable", "unavailable")
         assert kind_of(other) == ("worker_lost", True)

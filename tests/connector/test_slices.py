@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.encoding import Batch, Worker
+from fxsplit_encoder.connector.books.tickets import Account
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
@@ -176,7 +177,7 @@ def test_a_device_that_is_lost_between_slices_is_no_items_fault() -> None:
 
 
 def test_a_worker_rests_after_every_slice_and_not_again_at_the_end() -> None:
-    worker = Worker("w", frozenset())
+    worker = Worker("w", frozenset(), Account("staging", 0))
     batch = Batch(worker, [], 0.0)
     batch.cost = 3.0
     worker.finish_slice(batch, 0.0, 1.0, 0.25)

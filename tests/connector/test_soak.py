@@ -30,6 +30,7 @@ from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.states import State
+from fxsplit_encoder.connector.threads import pool
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
@@ -37,8 +38,14 @@ from . import tiny_vision
 from .resources import nothing_left
 from .scenes import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("restarts_without_end")
 TOKENS = {"image": 9, "video": 8}
 PAGE = 4096
+
+
+@pytest.fixture
+def restarts_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MOST_RESTARTS", 1 << 20)
 
 
 class Killed(BaseException):
@@ -298,7 +305,6 @@ def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = (), **se
         "max_batch_items": 8,
         "max_waiting_items": 64,
         "timeout_s": PATIENCE_S,
-        "max_worker_restarts": 1 << 20,
     }
     return Connector(
         tiny_vision.processor(),

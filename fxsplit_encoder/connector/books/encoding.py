@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from fxsplit_encoder.connector.books.holdings import Holdings
-from fxsplit_encoder.connector.books.parts import Parts
-from fxsplit_encoder.connector.books.storage import HOST
-from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature
+from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature
 from fxsplit_encoder.connector.states import Residence, State
-from fxsplit_encoder.encode_queue import MOST_LOSSES
+from fxsplit_encoder.encode_queue.queue import MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
 
 
-@dataclass(eq=False)
-class Arrival:
-    """Rows that were encoded, and what has to be done with them."""
+class Arrival(NamedTuple):
+    """Rows that were encoded, and where they will lie."""
 
     entry: Entry
     feature: Feature
     rows: Any
     """As the encoder returned them."""
-    is_copied: bool
-    """Whether they have to be copied to the host; if not, they stay where they are."""
-    capacity: int = 0
-    """Bytes of the host buffer that takes the copy."""
+    capacity: int
+    """Bytes of the host buffer that they have to be copied to; 0: they stay where they are."""
 
 
 class WorkerStatus(StrEnum):
@@ -43,26 +37,45 @@ class WorkerStatus(StrEnum):
     """Its thread or its encoder ended by a fault, and is not started again."""
 
 
+BATCHES_IN_FLIGHT = 2
+"""Batches that a worker has in hand: its device computes one while the host launches the next."""
+
 LIVE = frozenset({WorkerStatus.STARTING, WorkerStatus.RUNNING})
 """Those of a worker that encodes, or will soon."""
 
 
 class Worker:
-    """One worker, as the books see it."""
+    """One worker, as the books see it.
 
-    def __init__(self, name: str, modalities: frozenset[str]) -> None:
+    Args:
+        name: that its successors have, too.
+        modalities: that it encodes.
+        staging: memory of the batches that it has in hand.
+    """
+
+    def __init__(self, name: str, modalities: frozenset[str], staging: Account) -> None:
         self.name = name
         self.modalities = modalities
         self.status = WorkerStatus.STARTING
-        self.account = f"staging {name}"
-        """The ledger's account of the batches that it has in hand."""
-        self.load = 0.0
-        """Predicted cost of these."""
-        self.num_batches = 0
+        self.staging = staging
+        self.batches: dict[Batch, None] = {}
+        """Those that it has in hand, unless it was given up."""
+        self.leftovers: dict[Batch, list[Feature]] = {}
+        """What batches may still write to, if it was given up while they ran."""
         self.was_busy_until = self.rests_until = 0.0
         """When its last batch was over, and until when it takes none."""
         self.num_losses = 0
         """How many workers of this name were lost, one after another, before this one."""
+
+    @property
+    def load(self) -> float:
+        """Predicted cost of what it has in hand."""
+        return sum(batch.cost for batch in self.batches)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it may be given another batch."""
+        return self.status is WorkerStatus.RUNNING and len(self.batches) < BATCHES_IN_FLIGHT
 
     def finish(self, batch: Batch, now: float, busy_share: float) -> None:
         """One of its batches is over; it takes no other before it was busy for no more than this share."""
@@ -94,10 +107,10 @@ class Batch:
 
     def __init__(self, worker: Worker, entries: list[Entry], now: float) -> None:
         self.worker = worker
+        self.memory = worker.staging.take(sum(entry.num_bytes for entry in entries))
         self.entries = entries
         self.inputs = [entry.prepared for entry in entries]
         """Kept for as long as a device may read them."""
-        self.num_bytes = sum(entry.num_bytes for entry in entries)
         self.cost = sum(entry.cost for entry in entries)
         self.taken_at = now
         self.progressed_at = now
@@ -132,21 +145,19 @@ class Taken(NamedTuple):
 class Encoding:
     """Hands out batches, and takes what becomes of them."""
 
-    def __init__(self, parts: Parts, holdings: Holdings) -> None:
-        self._parts = parts
+    def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
+        self._config, self._stats, self._storage = holdings.config, holdings.stats, holdings.storage
+        self._clock = holdings.clock
         self.workers: dict[str, Worker] = {}
-        self.batches: dict[Batch, None] = {}
-        """Those in hand, of workers that were not given up."""
-        self.leftovers: dict[Batch, list[Feature]] = {}
-        """What batches may still write to whose worker was given up while it ran."""
 
     # --- workers
 
-    def add_worker(self, worker: Worker) -> None:
+    def add_worker(self, name: str, modalities: frozenset[str]) -> Worker:
         """A worker that is about to start, in place of one of the same name."""
-        self.workers[worker.name] = worker
-        self._parts.ledger.open(worker.account, self._parts.config.staging_bytes)
+        staging = self._storage.open(f"staging {name}", self._config.staging_bytes)
+        self.workers[name] = Worker(name, modalities, staging)
+        return self.workers[name]
 
     def fail_unserved(self) -> None:
         """Fails what waits for workers all of which were lost."""
@@ -154,48 +165,47 @@ class Encoding:
         if not lost:
             return
         serving = {m for worker in self.workers.values() if worker not in lost for m in worker.modalities}
-        for entry in [entry for entry in self._parts.to_encode if entry.modality not in serving]:
-            if entry in self._parts.to_encode:
-                self._parts.to_encode.remove(entry)
+        for entry in [entry for entry in self._holdings.to_encode if entry.modality not in serving]:
+            if self._holdings.to_encode.discard(entry):
                 error = ConnectorError("every worker that encodes it was lost", "worker_lost", retryable=True)
                 self._holdings.fail(entry, error, may_retry=False)
 
     def lose_worker(self, worker: Worker, *, is_running: bool) -> None:
         """A worker's thread has ended by a fault, or is given up while it runs: others get its batches."""
         if worker.status is not WorkerStatus.LOST:
-            self._parts.stats.lost_workers += 1
+            self._stats.lost_workers += 1
         worker.status = WorkerStatus.LOST
         self._publish_over(worker)
-        for batch in [batch for batch in self.batches if batch.worker is worker]:
-            self.lose(batch, is_running=is_running)
+        for batch in list(worker.batches):
+            self._lose(batch, is_running=is_running)
         if not is_running:
-            for batch in [batch for batch in self.leftovers if batch.worker is worker]:
+            for batch in list(worker.leftovers):
                 self._returned(batch)
 
     # --- batches
 
     def take(self, worker: Worker, most_cost: float | None = None) -> Taken:
         """The next batch of a worker, if there is one and no other worker has less in hand."""
-        config, waiting = self._parts.config, self._parts.to_encode
-        if worker.status is not WorkerStatus.RUNNING or worker.num_batches >= config.max_batches_in_flight:
+        config, waiting = self._config, self._holdings.to_encode
+        if not waiting or not worker.is_free:
             return Taken()
         peers = [
             each
             for each in self.workers.values()
             if each.status is WorkerStatus.RUNNING and each.modalities & worker.modalities
         ]
-        is_free = [each for each in peers if each.num_batches < config.max_batches_in_flight]
-        if not waiting or any(each.load < worker.load for each in is_free):
+        load = worker.load
+        if any(each.is_free and each.load < load for each in peers):
             return Taken()
-        if (rest := worker.rests_until - self._parts.clock()) > 0:
+        if (rest := worker.rests_until - self._clock()) > 0:
             return Taken(wait_s=rest)
         # So much that all workers of the same kind come to have the same in hand.
-        share = (waiting.cost + sum(each.load for each in peers)) / len(peers) - worker.load
+        share = (waiting.cost + sum(each.load for each in peers)) / len(peers) - load
         share = share if len(peers) > 1 else math.inf
         chosen = self._choose(worker, share, most_cost)
         if not chosen:
             return Taken()
-        delay = min(entry.queued_at for entry in chosen) + config.flush_delay_s - self._parts.clock()
+        delay = min(entry.queued_at for entry in chosen) + config.flush_delay_s - self._clock()
         if delay > 0 and len(chosen) == len(waiting) and len(chosen) < config.max_batch_items:
             return Taken(wait_s=delay)
         return Taken(self._start(worker, chosen))
@@ -205,48 +215,43 @@ class Encoding:
 
         Above the cost `share` further entries are left to other workers; `most_cost` bounds the first too.
         """
-        config = self._parts.config
-        free_bytes = self._parts.ledger.free(worker.account)
+        free_bytes = worker.staging.free
         chosen: list[Entry] = []
-        cost, most = 0.0, min(share, config.max_batch_cost or share)
-        for entry in self._parts.to_encode:
+        cost = 0.0
+        for entry in self._holdings.to_encode:
             if entry.modality not in worker.modalities:
                 continue
             free_bytes -= entry.num_bytes
             cost += entry.cost
             if most_cost is not None and cost > most_cost:
                 break
-            if free_bytes < 0 or (chosen and (cost > most or entry.num_losses)):
+            if free_bytes < 0 or (chosen and (cost > share or entry.num_losses)):
                 break
             if chosen and entry.cost > _OUT_OF_PROPORTION * (cost - entry.cost):
                 break  # images are ready together, and not as late as a video that came with them
             chosen.append(entry)
-            if len(chosen) == config.max_batch_items or entry.num_losses:
+            if len(chosen) == self._config.max_batch_items or entry.num_losses:
                 break  # one that was in hand when a worker was lost goes alone, and loses nobody else
         return chosen
 
     def _start(self, worker: Worker, chosen: list[Entry]) -> Batch:
-        parts, now = self._parts, self._parts.clock()
+        now = self._clock()
         batch = self._open(worker, chosen, now)
         for entry in chosen:
-            parts.to_encode.take(entry)
+            self._holdings.to_encode.take(entry)
             self._holdings.move(entry, State.ENCODING)
             waited = now - entry.queued_at
-            parts.stats.queue.add(waited)
-            for ticket in self._tickets_of(entry):
-                ticket.queue_seconds = max(ticket.queue_seconds, waited)
-        parts.stats.batches += 1
-        parts.stats.batch_items += len(chosen)
-        parts.stats.batch_tokens += sum(entry.num_tokens for entry in chosen)
+            self._stats.queue.add(waited)
+            for item in entry.holders:
+                item.ticket.queue_seconds = max(item.ticket.queue_seconds, waited)
+        self._stats.batches += 1
+        self._stats.batch_items += len(chosen)
+        self._stats.batch_tokens += sum(entry.num_tokens for entry in chosen)
         return batch
 
     def _open(self, worker: Worker, entries: list[Entry], taken_at: float) -> Batch:
         batch = Batch(worker, entries, taken_at)
-        reserved = self._parts.ledger.reserve(worker.account, batch, batch.num_bytes)
-        assert reserved
-        worker.load += batch.cost
-        worker.num_batches += 1
-        self.batches[batch] = None
+        worker.batches[batch] = None
         return batch
 
     def split(self, batch: Batch, error: ConnectorError) -> list[Batch]:
@@ -255,35 +260,33 @@ class Encoding:
             batch.failures = dict.fromkeys(batch.entries, error)
             self.publish(batch)
             return []
-        self._parts.stats.split_batches += 1
+        self._stats.split_batches += 1
         self._close(batch)
         middle = len(batch.entries) // 2
         halves = (batch.entries[:middle], batch.entries[middle:])
         return [self._open(batch.worker, entries, batch.taken_at) for entries in halves]
 
     def _close(self, batch: Batch) -> None:
-        worker = batch.worker
-        del self.batches[batch]
-        self._parts.ledger.release(worker.account, batch)
-        worker.num_batches -= 1
-        worker.load = worker.load - batch.cost if worker.num_batches else 0.0
+        del batch.worker.batches[batch]
+        batch.memory.free()
 
     # --- workers that hang
 
     def next_hang(self) -> float | None:
         """When a worker will have hung for too long, unless it goes on before; None: none has a batch."""
-        longest = self._parts.config.hang_timeout_s
-        if longest is None or not self.batches:
-            return None
-        return min(batch.progressed_at for batch in self.batches) + longest
+        begins = [batch.progressed_at for worker in self.workers.values() for batch in worker.batches]
+        longest = self._config.hang_timeout_s
+        return None if longest is None or not begins else min(begins) + longest
 
     def hung_workers(self) -> list[Worker]:
         """The workers that have made no progress with a batch for too long."""
-        longest, now = self._parts.config.hang_timeout_s, self._parts.clock()
-        if longest is None:
+        if (longest := self._config.hang_timeout_s) is None:
             return []
-        late = {batch.worker: None for batch in self.batches if batch.progressed_at + longest <= now}
-        return list(late)
+        late = self._clock() - longest
+        workers = self.workers.values()
+        return [each for each in workers if any(batch.progressed_at <= late for batch in each.batches)]
+
+    # --- rows
 
     def place(self, batch: Batch, outputs: Sequence[Any]) -> list[Arrival]:
         """Where the rows of a batch will lie: each stays where it is, or has to be copied to the host."""
@@ -300,13 +303,12 @@ class Encoding:
         """Decide where the rows of an entry will lie. Its memory on the host stays reserved until they are
         there: whatever goes wrong before, it can be encoded again.
         """
-        storage = self._parts.storage
-        feature = Feature(rows, Residence.DEVICE, "")
-        if storage.claim_device(str(rows.device), feature, rows.nbytes):
-            entry.feature = feature
-            return Arrival(entry, feature, rows, is_copied=False)
-        entry.feature = feature = Feature(None, Residence.HOST, HOST)
-        return Arrival(entry, feature, rows, True, self._parts.ledger.owned(HOST, entry))
+        assert entry.memory is not None
+        if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
+            entry.feature = feature = Feature(rows, Residence.DEVICE, memory)
+            return Arrival(entry, feature, rows, 0)
+        entry.feature = feature = Feature(None, Residence.HOST, None)
+        return Arrival(entry, feature, rows, entry.memory.num_bytes)
 
     def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
         """Take rows that will not arrive from their entry, and the buffer that they may be copied to."""
@@ -314,7 +316,7 @@ class Encoding:
         assert feature is not None
         feature.read_events = list(events)
         if feature.residence is Residence.HOST:
-            self._parts.ledger.move(HOST, entry, feature)
+            feature.memory, entry.memory = entry.memory, None
         return feature
 
     def launched(self, batch: Batch) -> None:
@@ -328,58 +330,54 @@ class Encoding:
             self._publish_over(worker)
 
     def _publish_over(self, worker: Worker) -> None:
-        launched = [batch for batch in self.batches if batch.worker is worker and batch.is_launched]
-        for batch in launched:
+        for batch in [batch for batch in worker.batches if batch.is_launched]:
             if all(event.has_succeeded() for event in batch.events):
                 self.publish(batch)
 
     def publish(self, batch: Batch) -> None:
         """Every row of a batch is where it will lie, but for those of entries that failed."""
+        worker = batch.worker
         if batch.is_lost:
             self._returned(batch)
             return
-        if batch not in self.batches:
+        if batch not in worker.batches:
             return  # somebody saw it before
-        batch.worker.finish(batch, self._parts.clock(), self._parts.config.max_busy_share)
-        batch.worker.num_losses = 0
+        worker.finish(batch, self._clock(), self._config.max_busy_share)
+        worker.num_losses = 0
         for entry in batch.entries:
+            seconds = self._clock() - batch.taken_at
+            for item in entry.holders:
+                item.ticket.encode_seconds = max(item.ticket.encode_seconds, seconds)
             if (error := batch.failures.get(entry) or _not_finite(batch, entry)) is not None:
-                self._note_encoding(batch, entry)
                 self._fail(entry, error, batch)
             else:
-                self._arrive(batch, entry)
-                self._holdings.drop_inputs(entry)
+                self._stats.encode.add(seconds)
+                self._arrive(entry)
         self._close(batch)
 
-    def _note_encoding(self, batch: Batch, entry: Entry) -> float:
-        """Seconds that an entry was in a batch, noted on its tickets."""
-        seconds = self._parts.clock() - batch.taken_at
-        for ticket in self._tickets_of(entry):
-            ticket.encode_seconds = max(ticket.encode_seconds, seconds)
-        return seconds
-
-    def _arrive(self, batch: Batch, entry: Entry) -> None:
-        self._parts.stats.encode.add(self._note_encoding(batch, entry))
-        assert entry.feature is not None
+    def _arrive(self, entry: Entry) -> None:
+        memory, entry.memory = entry.memory, None
+        assert entry.feature is not None and memory is not None
         if entry.feature.residence is Residence.HOST:  # its memory becomes theirs, or is free
-            self._parts.ledger.move(HOST, entry, entry.feature)
+            entry.feature.memory = memory
         else:
-            self._parts.ledger.release(HOST, entry)
+            memory.free()
         entry.media = None
+        entry.drop_inputs()
+        self._storage.was_freed = True
         if not entry.is_wanted:
-            self._parts.stats.discarded += 1
+            self._stats.discarded += 1
             self._holdings.drop(entry, State.CANCELLED)
             return
         self._holdings.move(entry, State.READY)
         for item in entry.holders:
             item.metadata = entry.metadata
         if not entry.holders:
-            self._parts.cache.rest(entry)
-        self._parts.storage.was_freed = True
+            self._storage.rest(entry)
 
     def _fail(self, entry: Entry, error: ConnectorError, batch: Batch) -> None:
         if entry.feature is not None:
-            self._parts.storage.free(self._orphan(entry, batch.events))
+            self._storage.free(self._orphan(entry, batch.events))
         if not entry.is_wanted:
             self._holdings.drop(entry, State.CANCELLED)
             return
@@ -387,30 +385,28 @@ class Encoding:
 
     def _has_memory(self, entry: Entry) -> bool:
         """Whether an entry has memory to be encoded again. What it had may be lost to a copy under way."""
-        if self._parts.ledger.owned(HOST, entry):
-            return True
-        return self._parts.storage.reserve([(entry, entry.num_bytes)])
+        if entry.memory is None and (reserved := self._storage.reserve([entry.num_bytes])) is not None:
+            (entry.memory,) = reserved
+        return entry.memory is not None
 
     # --- lost workers
 
-    def lose(self, batch: Batch, *, is_running: bool) -> None:
+    def _lose(self, batch: Batch, *, is_running: bool) -> None:
         """A batch's worker is gone: its entries go to another, and each of them alone.
 
         Its memory is kept until its thread has returned, where that may still go on and write.
         """
-        parts = self._parts
         batch.is_lost = True
-        rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.worker.account)
+        del batch.worker.batches[batch]
+        rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.memory)
         rest.read_events = list(batch.events)
-        parts.ledger.move(rest.account, batch, rest)
-        self._close(batch)
         placed = [entry for entry in batch.entries if entry.feature is not None]
         left = [rest, *(self._orphan(entry, batch.events) for entry in placed)]
         for feature in left:
             feature.num_reads = int(is_running)
-            parts.storage.free(feature)
+            self._storage.free(feature)
         if is_running:
-            self.leftovers[batch] = left
+            batch.worker.leftovers[batch] = left
         for entry in batch.entries:
             self._pass_on(entry)
 
@@ -430,14 +426,10 @@ class Encoding:
 
     def _returned(self, batch: Batch) -> None:
         """The thread of a batch that was given up has come to its end."""
-        for feature in self.leftovers.pop(batch, []):
+        for feature in batch.worker.leftovers.pop(batch, []):
             feature.num_reads = 0
             feature.read_events = list(batch.events)
-        self._parts.storage.settle()
-
-    def _tickets_of(self, entry: Entry) -> list[Any]:
-        numbers = {item.ticket for item in entry.holders}
-        return [self._parts.tickets[number] for number in numbers]
+        self._storage.settle()
 
 
 def _not_finite(batch: Batch, entry: Entry) -> ConnectorError | None:

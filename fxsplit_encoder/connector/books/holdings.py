@@ -1,23 +1,74 @@
-"""Who holds which feature, and memory for all items of a request at once or for none."""
+"""Which item holds which feature, and news of tickets; memory for all items of a request at once or for none.
+
+All of it changes under the connector's lock.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
-from fxsplit_encoder.connector.books.parts import INPUTS, MEDIA, Parts
-from fxsplit_encoder.connector.books.storage import HOST
+from fxsplit_encoder.connector.books.storage import Storage
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
+from fxsplit_encoder.connector.interfaces import Modality
+from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.connector.states import GONE, WAITING, State
+from fxsplit_encoder.connector.statistics import ConnectorStats
+from fxsplit_encoder.encode_queue.fair_queue import FIRST, FairQueue, Shares
 from fxsplit_encoder.errors import ConnectorError
 
 
 class Holdings:
-    """Ties items to entries and unties them; tells tickets what became of them."""
+    """Tickets, features and the queues that they wait in; ties items to entries and unties them.
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    Args:
+        config: sizes and limits.
+        row_bytes: of a feature's rows; None: no encoder takes the modality.
+        settled: over the lock; notified whenever a ticket has settled.
+        clock: seconds.
+        can_reduce: whether the processor can ask less of an item.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        row_bytes: Callable[[Modality], int | None],
+        settled: threading.Condition,
+        clock: Callable[[], float] = time.monotonic,
+        can_reduce: bool = False,
+    ) -> None:
+        self.config, self.row_bytes, self.settled = config, row_bytes, settled
+        self.clock, self.can_reduce = clock, can_reduce
+        self.stats = ConnectorStats(max_batch_items=config.max_batch_items)
+        self.storage = Storage(config, self.stats)
+        self.tickets: dict[int, Ticket] = {}
+        """Those that wait for something or hold something, by number."""
+        self.unsettled: dict[Ticket, None] = {}
+        """Those of them that are not ready yet, as a step was told."""
+        self.to_count: FairQueue[Ticket] = FairQueue()
+        """Those whose media's headers are to be read."""
+        self.to_digest: FairQueue[Occurrence] = FairQueue()
+        """Also items of which less is to be asked, which are hashed again."""
+        self.to_prepare: FairQueue[Entry] = FairQueue()
+        self.to_encode: FairQueue[Entry] = FairQueue()
+        self.to_admit: dict[Ticket, None] = {}
+        """Tickets that wait for memory, in order."""
+        self.news: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
+        """Tickets that have settled or ended, or whose token counts are new, since a step last told of them,
+        by number. Weak: whoever awaits tickets and never asks for a step does not keep them alive."""
+        self.woken: list[Future[None]] = []
+        """Of those that await tickets which have settled."""
+        self.waiting = Shares()
+        """Items that are not ready yet."""
+        self.media = Shares()
+        """Bytes of their raw media."""
+        self._changed: dict[Ticket, None] = {}
+        """Tickets whose items have changed since `settle`."""
 
     # --- entries
 
@@ -26,66 +77,63 @@ class Holdings:
         assert item.entry is None
         item.entry = entry
         entry.holders[item] = None
-        self._parts.cache.wake(entry)
+        self.storage.resting.pop(entry, None)
         if item.state is not entry.state:
             item.move(entry.state)
         if entry.state is State.READY:
             item.metadata = entry.metadata
-        if self._ticket(item).request.retention == "keep" and entry.key is not None:
+        if item.ticket.request.retention == "keep" and entry.key is not None:
             entry.keep = True
-        self.touch([item])
+        self.touch(item.ticket)
 
     def detach(self, item: Occurrence, state: State) -> None:
         """The item lets go of its feature, if it has one, and is in this state from now on."""
         entry, item.entry = item.entry, None
+        ticket = item.ticket
         item.num_holds = 0
         if item.digest is None and item.state is State.NEW:
-            self.count_digested(self._ticket(item))
+            self.count_digested(ticket)
         item.move(state)
-        self._parts.to_digest.discard(item)
-        self._free_reserved(item)
+        self.to_digest.discard(item)
+        self.drop_memory(item)
         if entry is not None:
             del entry.holders[item]
             if not entry.holders:
                 self._abandon(entry)
-        if (ticket := self._parts.tickets.get(item.ticket)) is not None and not ticket.without_memory:
-            self._parts.to_admit.pop(ticket.number, None)
-        self.touch([item])
+        if not ticket.without_memory:
+            self.to_admit.pop(ticket, None)
+        self.touch(ticket)
 
     def _abandon(self, entry: Entry) -> None:
         """Nobody waits for or holds the entry any more. What is in a batch finishes."""
-        if entry.state is State.READY:
-            if entry.keep:
-                self._parts.cache.rest(entry)
-                self._parts.storage.was_freed = True
-            else:
-                self.drop(entry, State.RELEASED)
-        elif entry.state is not State.ENCODING:
-            self.drop(entry, State.CANCELLED)
+        if entry.state is not State.READY:
+            if entry.state is not State.ENCODING:
+                self.drop(entry, State.CANCELLED)
+        elif entry.keep:
+            self.storage.rest(entry)
+        else:
+            self.drop(entry, State.RELEASED)
 
     def move(self, entry: Entry, state: State) -> None:
         """An entry and all its items change their state."""
         entry.move(state)
-        self.touch(entry.holders)
+        for item in entry.holders:
+            self.touch(item.ticket)
 
     def drop(self, entry: Entry, state: State) -> None:
         """Remove an entry without holders and free its memory."""
         assert not entry.holders
         entry.move(state)
-        parts = self._parts
-        parts.cache.remove(entry)
-        parts.to_prepare.discard(entry)
-        parts.to_encode.discard(entry)
-        self.drop_inputs(entry)
-        parts.storage.drop_feature(entry)
-        parts.ledger.release(HOST, entry)
-        parts.storage.was_freed = True
+        self.to_prepare.discard(entry)
+        self.to_encode.discard(entry)
+        self.storage.remove(entry)
 
-    def drop_inputs(self, entry: Entry) -> None:
-        """Free what was preprocessed, if it is still there."""
-        if entry.prepared is not None:
-            entry.prepared = None
-            self._parts.ledger.release(INPUTS, entry)
+    def drop_memory(self, item: Occurrence) -> None:
+        """Free what an item has of its own."""
+        if item.memory is not None:
+            item.memory.free()
+            item.memory = None
+            self.storage.was_freed = True
 
     # --- failures
 
@@ -100,7 +148,7 @@ class Holdings:
         if entry.holders:
             for item in entry.holders:
                 item.retries_left -= 1
-            self._parts.stats.retries += 1
+            self.stats.retries += 1
             self.requeue(entry)
         else:
             self.drop(entry, State.FAILED)
@@ -112,136 +160,113 @@ class Holdings:
 
     def requeue(self, entry: Entry) -> None:
         """An entry goes back to where its work begins, ahead of others."""
-        parts = self._parts
         assert entry.feature is None
         if entry.prepared is None:
             assert entry.state is State.NEW
-            parts.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, first=True)
+            self.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, priority=FIRST)
         else:
             if entry.state is not State.QUEUED:
                 self.move(entry, State.QUEUED)
-            parts.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, first=True)
+            self.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, priority=FIRST)
 
     def fail_item(self, item: Occurrence, error: ConnectorError, *, may_go_on: bool = True) -> None:
         """An item fails, and its request goes on as text or not, as it asked, if it may."""
-        ticket = self._ticket(item)
-        failure = type(error)(f"{self._name(item)}: {error}", error.kind, error.retryable)
+        ticket = item.ticket
+        request = ticket.request
+        name = f"item {item.index} of request {request.id} ({item.media.modality}, {item.num_tokens} tokens)"
+        failure = type(error)(f"{name}: {error}", error.kind, error.retryable)
         item.error = failure
-        self._parts.stats.failures[error.kind] += 1
-        if may_go_on and ticket.request.failure.then == "text_only" and ticket.ready_at is None:
+        self.stats.failures[error.kind] += 1
+        if may_go_on and request.failure.then == "text_only" and ticket.ready_at is None:
             ticket.text_only = True
             ticket.epoch += 1
-            self._parts.stats.text_only += 1
+            self.stats.text_only += 1
         else:
             ticket.error = failure
         self.detach(item, State.FAILED)
-        self.give_up(ticket)
-
-    def give_up(self, ticket: Ticket) -> None:
-        """Every item that its ticket waits for or holds lets go."""
-        for item in ticket.items:
-            if item.state in WAITING or item.state is State.READY:
-                self.detach(item, State.CANCELLED)
-        self._parts.changed[ticket.number] = ticket
+        for other in ticket.items:
+            if other.is_live:
+                self.detach(other, State.CANCELLED)
 
     # --- asking less of an item
 
     def _may_reduce(self, item: Occurrence, error: ConnectorError) -> bool:
-        ticket = self._ticket(item)
-        asked = ticket.request.failure.reduce is not None and self._parts.can_reduce
-        return asked and error.kind == "out_of_memory" and ticket.ready_at is None
+        asked = item.ticket.request.failure.reduce is not None and self.can_reduce
+        return asked and error.kind == "out_of_memory" and item.ticket.ready_at is None
 
     def _inherit(self, item: Occurrence, entry: Entry) -> bool:
         """Memory of its own for an item that leaves its entry. It must not wait for any, since other items of
         its ticket may hold some.
         """
-        storage = self._parts.storage
-        if not entry.holders and self._parts.ledger.owned(HOST, entry):
-            self._parts.ledger.move(HOST, entry, item)
-            return True
-        return storage.reserve([(item, entry.num_bytes)])
+        if not entry.holders and entry.memory is not None:
+            item.memory, entry.memory = entry.memory, None
+        elif (reserved := self.storage.reserve([entry.num_bytes])) is not None:
+            (item.memory,) = reserved
+        return item.memory is not None
 
     def _reduce(self, item: Occurrence) -> None:
         item.digest = None
         item.is_reducing = True
         if item.state is not State.NEW:
             item.move(State.NEW)
-        self._ticket(item).num_undigested += 1
-        self._parts.to_digest.push(item, item.ticket, 1.0, self._ticket(item).request.tenant, first=True)
-        self.touch([item])
-
-    def _free_reserved(self, item: Occurrence) -> None:
-        if self._parts.ledger.release(HOST, item):
-            self._parts.storage.was_freed = True
+        item.ticket.num_undigested += 1
+        tenant = item.ticket.request.tenant
+        self.to_digest.push(item, item.ticket.number, 1.0, tenant, priority=FIRST)
+        self.touch(item.ticket)
 
     # --- tickets
 
-    def touch(self, items: Iterable[Occurrence]) -> None:
-        """Note that some items have changed, and with them their tickets."""
-        for item in items:
-            if (ticket := self._parts.tickets.get(item.ticket)) is not None:
-                self._parts.changed[ticket.number] = ticket
+    def touch(self, ticket: Ticket) -> None:
+        """Note that a ticket has changed, which is known or is from now on."""
+        self.tickets[ticket.number] = ticket
+        self._changed[ticket] = None
 
     def count_digested(self, ticket: Ticket) -> None:
         """One item less of a ticket is to be hashed before memory is reserved."""
         ticket.num_undigested -= 1
         if not ticket.num_undigested:
-            self._parts.to_admit[ticket.number] = ticket
-            self._parts.storage.was_freed = True
+            self.to_admit[ticket] = None
+            self.storage.was_freed = True
 
     def settle(self) -> None:
         """At the end of every change: tell what became of the tickets that it concerns."""
-        parts = self._parts
-        for ticket in parts.changed.values():
+        for ticket in self._changed:
             self._count_waiting(ticket)
-            if ticket.is_settled and not ticket.was_settled:
+            if not ticket.is_settled:
+                self.unsettled[ticket] = None
+            elif ticket in self.unsettled:
+                del self.unsettled[ticket]
                 self._tell(ticket)
-            ticket.was_settled = ticket.is_settled
-            if ticket.was_settled:
-                parts.unsettled.pop(ticket.number, None)
-            else:
-                parts.unsettled[ticket.number] = ticket
             if ticket.state in GONE or ticket.state is State.RELEASED:
-                del parts.tickets[ticket.number]
-                parts.stats.outcomes[ticket.state] += 1
-                parts.news[ticket.number] = ticket
-                parts.to_count.discard(ticket)
-        parts.changed.clear()
+                del self.tickets[ticket.number]
+                self.stats.outcomes[ticket.state] += 1
+                self.news[ticket.number] = ticket
+                self.to_count.discard(ticket)
+        self._changed.clear()
 
     def _count_waiting(self, ticket: Ticket) -> None:
         """Count the items that are not ready yet, and their raw media, which others are not kept for."""
-        parts, tenant = self._parts, ticket.request.tenant
-        waiting = [item for item in ticket.items if item.state in WAITING]
-        parts.waiting.change(tenant, len(waiting) - ticket.num_waiting)
-        ticket.num_waiting = len(waiting)
-        for item in ticket.items:
-            wanted = item.media_bytes if item.state in WAITING else 0
-            missing = wanted - parts.ledger.owned(MEDIA, item)
-            if missing > 0:
-                parts.ledger.reserve(MEDIA, item, missing)
-            elif missing < 0:
-                parts.ledger.release(MEDIA, item, -missing)
-            parts.media.change(tenant, missing)
+        waiting = [item.media_bytes for item in ticket.items if item.state in WAITING]
+        before, ticket.waiting = ticket.waiting, (len(waiting), sum(waiting))
+        self.waiting.change(ticket.request.tenant, ticket.waiting[0] - before[0])
+        self.media.change(ticket.request.tenant, ticket.waiting[1] - before[1])
         ticket.forget_media()
 
     def _tell(self, ticket: Ticket) -> None:
-        parts = self._parts
         if ticket.state is State.READY and ticket.ready_at is None:
-            ticket.ready_at = parts.clock()
-            parts.stats.ready.add(ticket.ready_at - ticket.submitted_at)
-        parts.news[ticket.number] = ticket
-        parts.woken.append(ticket)
-        parts.settled.notify_all()
-
-    def _ticket(self, item: Occurrence) -> Ticket:
-        return self._parts.tickets[item.ticket]
-
-    def _name(self, item: Occurrence) -> str:
-        request = self._ticket(item).request.id
-        return f"item {item.index} of request {request} ({item.media.modality}, {item.num_tokens} tokens)"
+            ticket.ready_at = self.clock()
+            self.stats.ready.add(ticket.ready_at - ticket.submitted_at)
+        self.news[ticket.number] = ticket
+        self.woken += ticket.waiters
+        ticket.waiters = []
+        self.settled.notify_all()
 
 
 _MOST_LOOKED_AT = 16
+"""Tickets of a tenant that may find too little memory before its others are not tried."""
+
+MOST_OVERTAKES = 64
+"""Requests that may get memory before one that came earlier and needs more than is free."""
 
 
 @dataclass
@@ -254,24 +279,35 @@ class _Group:
     is_rejected: bool = False
     """Whether there are rows of the same name, but not as many."""
 
-    def inheritance(self, parts: Parts) -> Occurrence | None:
+    @property
+    def heir(self) -> Occurrence | None:
         """The item whose own memory a new feature takes over, if one has some."""
-        owners = (item for item in self.items if parts.ledger.owned(HOST, item))
-        return next(owners, None) if self.is_new else None
+        return next((item for item in self.items if self.is_new and item.memory is not None), None)
 
 
 class Admission:
-    """Lets requests in whose items are hashed."""
+    """Lets requests in whose items are hashed.
 
-    def __init__(self, parts: Parts, holdings: Holdings) -> None:
-        self._parts = parts
+    Args:
+        holdings: what they get features and memory of.
+        key_of: the name of a feature, from its item's digest and the salt.
+        max_overtakes: see `MOST_OVERTAKES`.
+    """
+
+    def __init__(
+        self, holdings: Holdings, key_of: Callable[[bytes, str], bytes], max_overtakes: int = MOST_OVERTAKES
+    ) -> None:
         self._holdings = holdings
+        self._storage = holdings.storage
+        self._key_of = key_of
+        self._max_overtakes = max_overtakes
+        self._turns: dict[str, int] = {}
+        """By tenant that waits for memory, when it last got some."""
 
     def run(self) -> None:
         """Lets in whom memory suffices for, in order."""
-        parts = self._parts
-        while parts.storage.was_freed:  # whom is let in may fail others, which frees memory
-            parts.storage.was_freed = False
+        while self._storage.was_freed:  # whom is let in may fail others, which frees memory
+            self._storage.was_freed = False
             blocked: dict[str, list[Ticket]] = {}
             for ticket in self._in_turn():
                 tenant = ticket.request.tenant
@@ -281,38 +317,35 @@ class Admission:
                 if not self.admit(ticket, ticket.without_memory):
                     own.append(ticket)
                 else:
-                    parts.to_admit.pop(ticket.number, None)
-                    parts.turns[tenant] = max(parts.turns.values(), default=0) + 1
+                    self._holdings.to_admit.pop(ticket, None)
+                    self._turns[tenant] = max(self._turns.values(), default=0) + 1
                     for earlier in itertools.chain(*blocked.values()):
                         earlier.num_overtaken += 1
-                if any(each.num_overtaken >= parts.max_overtakes for each in own):
+                if any(each.num_overtaken >= self._max_overtakes for each in own):
                     break  # nobody may overtake it any more
 
     def _in_turn(self) -> list[Ticket]:
         """Those that wait for memory: of each tenant the first, then the second, and so on."""
         by_tenant: dict[str, list[Ticket]] = {}
-        for ticket in self._parts.to_admit.values():
+        for ticket in self._holdings.to_admit:
             by_tenant.setdefault(ticket.request.tenant, []).append(ticket)
-        turns = self._parts.turns = {name: self._parts.turns.get(name, 0) for name in by_tenant}
-        rounds = itertools.zip_longest(
-            *(by_tenant[name] for name in sorted(by_tenant, key=turns.__getitem__))
-        )
+        turns = self._turns = {name: self._turns.get(name, 0) for name in by_tenant}
+        order = sorted(by_tenant, key=turns.__getitem__)
+        rounds = itertools.zip_longest(*(by_tenant[name] for name in order))
         return [ticket for each in rounds for ticket in each if ticket is not None]
 
     def admit(self, ticket: Ticket, items: Sequence[Occurrence]) -> bool:
         """Finds, joins or reserves memory for all of these items of a ticket, or for none: then nothing
         changes.
         """
-        parts = self._parts
         groups = self._groups(ticket, items)
         found = {group.entry for group in groups if not group.is_new}
-        needs = [
-            (group.entry, group.entry.num_bytes)
-            for group in groups
-            if group.is_new and group.inheritance(parts) is None
-        ]
-        if not parts.storage.reserve(needs, spared=found):
+        needing = [group.entry for group in groups if group.is_new and group.heir is None]
+        reserved = self._storage.reserve([entry.num_bytes for entry in needing], spared=found)
+        if reserved is None:
             return False
+        for entry, memory in zip(needing, reserved, strict=True):
+            entry.memory = memory
         for group in groups:
             self._let_in(ticket, group)
         return True
@@ -325,44 +358,37 @@ class Admission:
         taken: set[bytes] = set()  # keys that rows of some size have, in the cache or in this request
         for item in items:
             assert item.digest is not None
-            key = self._parts.key_of(item.digest, ticket.request.salt)
+            key = self._key_of(item.digest, ticket.request.salt)
             if (group := groups.get((key, item.num_tokens))) is not None:
                 group.items.append(item)
                 continue
-            found = self._parts.cache.find(key)
+            found = self._storage.by_key.get(key)
             if found is not None and found.num_tokens == item.num_tokens:
                 group = _Group(found, [item], is_new=False)
             else:
                 own_key = None if found is not None or key in taken else key
-                new = self._new_entry(item, own_key)
+                row_bytes = self._holdings.row_bytes(item.media.modality)
+                assert row_bytes is not None  # checked when it was counted
+                new = Entry(own_key, item, row_bytes * item.num_tokens)
                 group = _Group(new, [item], is_new=True, is_rejected=found is not None)
             groups[key, item.num_tokens] = group
             taken.add(key)
         return list(groups.values())
 
-    def _new_entry(self, item: Occurrence, key: bytes | None) -> Entry:
-        row_bytes = self._parts.row_bytes(item.media.modality)
-        assert row_bytes is not None  # checked when it was counted
-        num_bytes = row_bytes * item.num_tokens
-        return Entry(key, item, num_bytes, self._parts.tickets[item.ticket].request.tenant)
-
     def _let_in(self, ticket: Ticket, group: _Group) -> None:
-        parts, entry = self._parts, group.entry
-        if (heir := group.inheritance(parts)) is not None:
-            parts.ledger.move(HOST, heir, entry)
-        for item in group.items:
-            parts.ledger.release(HOST, item)
+        entry, stats = group.entry, self._holdings.stats
+        if (heir := group.heir) is not None:
+            entry.memory, heir.memory = heir.memory, None
         if group.is_new:
-            parts.stats.misses += 1
-            parts.stats.rejected_hits += group.is_rejected
-            parts.cache.add(entry)
-            parts.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant)
-            ticket.num_hits += len(group.items) - 1
-        else:
-            ticket.num_hits += len(group.items)
+            stats.misses += 1
+            stats.rejected_hits += group.is_rejected
+            self._storage.add(entry)
+            self._holdings.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant)
+        ticket.num_hits += len(group.items) - group.is_new
         if entry.state is State.READY:
-            parts.stats.hits += len(group.items)
+            stats.hits += len(group.items)
         else:
-            parts.stats.joins += len(group.items) - group.is_new
+            stats.joins += len(group.items) - group.is_new
         for item in group.items:
+            self._holdings.drop_memory(item)
             self._holdings.attach(item, entry)

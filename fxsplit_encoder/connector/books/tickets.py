@@ -1,10 +1,12 @@
-"""Tickets, their items, and the features that equal items share on their way from media to rows."""
+"""Tickets, their items, the features that equal items share from media to rows, and reserved memory."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator, Mapping, Sequence
+import weakref
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,8 +16,54 @@ from fxsplit_encoder.connector.states import GONE, WAITING, Availability, Reside
 from fxsplit_encoder.errors import ConnectorError
 
 
+class Memory:
+    """Bytes of an account, reserved until this object is freed."""
+
+    def __init__(self, account: Account, num_bytes: int) -> None:
+        self.account = account
+        self.num_bytes = num_bytes
+        self.is_freed = False
+
+    def free(self) -> None:
+        """Give the bytes back; called once."""
+        assert not self.is_freed, f"{self.num_bytes} bytes of {self.account.name} are freed twice"
+        self.is_freed = True
+        self.account.used -= self.num_bytes
+
+
+class Account:
+    """Bytes that may be reserved, None: any number. Not locked: callers hold the connector's lock."""
+
+    def __init__(self, name: str, limit: int | None) -> None:
+        self.name = name
+        self.limit = limit
+        self.used = self.peak = 0
+
+    @property
+    def free(self) -> int:
+        """Bytes that may still be reserved; without a limit a very large number."""
+        return 2**63 if self.limit is None else self.limit - self.used
+
+    def take(self, num_bytes: int) -> Memory:
+        """Reserve so many bytes, which are free."""
+        assert num_bytes <= self.free, f"{self.name}: {num_bytes} bytes of {self.free}"
+        self.used += num_bytes
+        self.peak = max(self.peak, self.used)
+        return Memory(self, num_bytes)
+
+
+_SMALLEST = 1 << 12
+
+
+def capacity_of(num_bytes: int) -> int:
+    """Bytes of the buffer for so many: a power of two, as the allocator of pinned memory makes them, so that
+    accounts count what is really taken.
+    """
+    return max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
+
+
 class Event(Protocol):
-    """A point of a stream, as `torch.cuda.Event`."""
+    """A point of a device's stream, as `torch.cuda.Event`."""
 
     def query(self) -> bool:
         """Whether the device has passed it, or is lost: nothing uses memory on its account any more."""
@@ -44,36 +92,6 @@ PASSED: Event = _PassedEvent()
 """Of work which the calling thread has done itself."""
 
 
-class Occurrence:
-    """One item of one request."""
-
-    def __init__(self, ticket: int, index: int, media: MediaItem, num_retries: int) -> None:
-        self.ticket = ticket
-        self.index = index
-        self.media = media
-        self.num_tokens = 0
-        """0 before its header was read."""
-        self.media_bytes = media_bytes(media.media)
-        self.retries_left = num_retries
-        self.state = State.NEW
-        self.num_holds = 1
-        self.digest: bytes | None = None
-        self.entry: Entry | None = None
-        """The feature that it waits for or holds; None before memory is reserved, and once it is let go."""
-        self.error: ConnectorError | None = None
-        self.is_reducing = False
-        """Whether less is about to be asked of it; it has memory of its own until then."""
-        self.metadata: Mapping[str, object] = {}
-
-    def __repr__(self) -> str:
-        return f"item {self.index} of ticket {self.ticket}"
-
-    def move(self, state: State) -> None:
-        """To another state."""
-        check_transition(self.state, state, self)
-        self.state = state
-
-
 @dataclass(eq=False)
 class Feature:
     """The rows of an item where they lie, and who is reading them."""
@@ -81,8 +99,8 @@ class Feature:
     rows: Any
     """A tensor (tokens, width)."""
     residence: Residence
-    account: str
-    """The ledger's account that they are charged to, under this object."""
+    memory: Memory | None
+    """That of the rows; None: of rows on their way to the host, their entry has it."""
     num_reads: int = 0
     """Reads that are being issued."""
     read_events: list[Event] = field(default_factory=list)
@@ -95,10 +113,54 @@ class Feature:
         return not self.num_reads and not self.read_events
 
 
+class Occurrence:
+    """One item of one request."""
+
+    def __init__(self, ticket: Ticket, index: int, media: MediaItem) -> None:
+        self._ticket = weakref.ref(ticket)  # no cycle: with its ticket go its media, at once
+        self.index = index
+        self.media = media
+        self.num_tokens = 0
+        """0 before its header was read."""
+        self.media_bytes = media_bytes(media.media)
+        self.retries_left = ticket.request.failure.retries
+        self.state = State.NEW
+        self.num_holds = 1
+        self.digest: bytes | None = None
+        self.entry: Entry | None = None
+        """The feature that it waits for or holds; None before memory is reserved, and once it is let go."""
+        self.memory: Memory | None = None
+        """On the host, of its own: while less is asked of it."""
+        self.error: ConnectorError | None = None
+        self.is_reducing = False
+        """Whether less is about to be asked of it."""
+        self.metadata: Mapping[str, object] = {}
+
+    @property
+    def ticket(self) -> Ticket:
+        """Its request's; not to be asked for once that is gone."""
+        ticket = self._ticket()
+        assert ticket is not None
+        return ticket
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it waits for rows or holds some."""
+        return self.state in WAITING or self.state is State.READY
+
+    def __repr__(self) -> str:
+        return f"item {self.index} of {self._ticket()}"
+
+    def move(self, state: State) -> None:
+        """To another state."""
+        check_transition(self.state, state, self)
+        self.state = state
+
+
 class Entry:
     """A feature that is being made or kept."""
 
-    def __init__(self, key: bytes | None, item: Occurrence, num_bytes: int, tenant: str) -> None:
+    def __init__(self, key: bytes | None, item: Occurrence, num_bytes: int) -> None:
         assert item.digest is not None
         self.key = key
         self.modality = item.media.modality
@@ -107,15 +169,19 @@ class Entry:
         self.digest = item.digest
         self.num_tokens = item.num_tokens
         self.num_bytes = num_bytes
-        self.flow, self.tenant = item.ticket, tenant
+        self.flow, self.tenant = item.ticket.number, item.ticket.request.tenant
         """Those of the first item that asked for it."""
         self.state = State.NEW
         self.holders: dict[Occurrence, None] = {}
         """The items that wait for it or hold it."""
         self.keep = False
         """Whether one of those asked for it to be kept when nobody holds it."""
+        self.memory: Memory | None = None
+        """On the host, until its rows are there: whatever goes wrong before, it can be encoded again."""
         self.is_preparing = False
         self.prepared: PreparedItem | None = None
+        self.inputs: Memory | None = None
+        """Of what was preprocessed."""
         self.metadata: Mapping[str, object] = {}
         self.feature: Feature | None = None
         """Of a READY entry; before that, of one whose rows are on their way."""
@@ -126,16 +192,6 @@ class Entry:
 
     def __repr__(self) -> str:
         return f"Entry({self.modality}, {self.num_tokens} tokens, {self.state})"
-
-    @property
-    def residence(self) -> Residence:
-        """Where its rows lie."""
-        return self.feature.residence if self.feature and self.state is State.READY else Residence.NONE
-
-    @property
-    def num_holds(self) -> int:
-        """Holds of all its items."""
-        return sum(item.num_holds for item in self.holders)
 
     @property
     def is_wanted(self) -> bool:
@@ -149,6 +205,12 @@ class Entry:
         for item in self.holders:
             item.move(state)
 
+    def drop_inputs(self) -> None:
+        """Free what was preprocessed, if it is still there."""
+        if self.inputs is not None:
+            self.inputs.free()
+            self.prepared = self.inputs = None
+
 
 class Ticket:
     """The state of one request. Reading it takes no lock; only the connector changes it."""
@@ -157,10 +219,7 @@ class Ticket:
         self.request = request
         self.number = number
         """Unlike the request's id, unique in its connector."""
-        self.items = tuple(
-            Occurrence(number, index, media, request.failure.retries)
-            for index, media in enumerate(request.items)
-        )
+        self.items = tuple(Occurrence(self, index, media) for index, media in enumerate(request.items))
         self.is_counted = not self.items
         """Whether its token counts are known, so that `token_counts` does not wait."""
         self.epoch = 0
@@ -180,11 +239,9 @@ class Ticket:
         """Items that are to be hashed before memory is reserved for all of them."""
         self.num_overtaken = 0
         """How many later tickets got memory before it."""
-        self.num_waiting = 0
-        """Items that are not ready yet, as counted last."""
+        self.waiting = (0, 0)
+        """Items that are not ready yet, and bytes of their raw media, as counted last."""
         self.deadline = float("inf")
-        self.was_settled = False
-        """Whether a step was told that it has settled."""
         self.queue_seconds = 0.0
         """The longest that one of its items waited for an encoder."""
         self.encode_seconds = 0.0
@@ -192,7 +249,8 @@ class Ticket:
         self.num_hits = 0
         """Items whose rows were there, or being made for somebody else."""
         self._settled = settled
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self.waiters: list[Future[None]] = []
+        """Of those that await it, changed with the lock."""
 
     def __repr__(self) -> str:
         return f"Ticket({self.request.id!r}, {self.state})"
@@ -250,7 +308,9 @@ class Ticket:
     def residence(self, item: int) -> Residence:
         """Where the rows of one item lie now."""
         entry = self.items[item].entry
-        return entry.residence if entry is not None else Residence.NONE
+        if entry is None or entry.feature is None or entry.state is not State.READY:
+            return Residence.NONE
+        return entry.feature.residence
 
     def metadata(self, item: int) -> Mapping[str, object]:
         """What travels with the rows of one item, such as its grid; empty before it is preprocessed."""
@@ -267,19 +327,13 @@ class Ticket:
         return self._wait_in_loop().__await__()
 
     async def _wait_in_loop(self) -> Availability:
-        loop = asyncio.get_running_loop()
         while True:
             with self._settled:
                 if self.is_settled:
                     return self.availability
-                future: asyncio.Future[None] = loop.create_future()
-                self._waiters.append((loop, future))
-            await future
-
-    def take_waiters(self) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]:
-        """Those that await it, each once; called with the lock, and without it they are woken."""
-        waiters, self._waiters = self._waiters, []
-        return waiters
+                self.waiters.append(Future())
+                future = self.waiters[-1]
+            await asyncio.wrap_future(future)
 
 
 _FURTHEST_BEHIND = (
@@ -291,17 +345,3 @@ _FURTHEST_BEHIND = (
     State.RELEASED,
     State.CANCELLED,
 )
-
-
-def wake(waiters: Sequence[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
-    """Lets those go on that await a ticket. Not to be called with a lock held."""
-    for loop, future in waiters:
-        try:
-            loop.call_soon_threadsafe(_finish, future)
-        except RuntimeError:
-            continue  # the loop is closed, and nobody waits any more
-
-
-def _finish(future: asyncio.Future[None]) -> None:
-    if not future.done():  # its task may have been cancelled
-        future.set_result(None)

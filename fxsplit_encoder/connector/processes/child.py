@@ -1,14 +1,15 @@
-"""Inside an encoder process: it encodes what it is sent, one batch after another, until its parent is done.
+"""The program of an encoder process: encodes one batch after another, until its parent is done.
 
-The main thread does all work, so that an encoder captures and replays on one thread. Another reads messages,
-and ends this process at once when the parent has ended.
+The main thread does all work, so that an encoder captures and replays on one thread. Another ends this
+process at once when the parent has ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
-import queue
+import select
 import signal
 import socket
 import sys
@@ -22,81 +23,63 @@ from torch import Tensor
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.processes.program import EncoderProgram
 from fxsplit_encoder.connector.processes.wire import (
-    START,
-    Block,
     Channel,
     Encode,
     Encoded,
     Failed,
-    Half,
     Message,
-    Release,
+    More,
     SharedMemory,
     Start,
     Started,
-    Stop,
     ToEncoder,
     to_wire,
 )
-from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError, TransportFullError
+from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
+from fxsplit_encoder.messages import shown
 
 EXIT_PARENT_GONE = 3
-_PATIENCE = 1e6
-"""Seconds. The parent frees room as it reads, or ends this process."""
 
 # After these a device's context is of no use: the process has to be another.
 _FATAL = (EncoderLostError, torch.AcceleratorError)
 
 
 class EncoderHost:
-    """Serves one parent, whose half of the memory is the first."""
+    """Serves one parent."""
 
-    def __init__(self, channel: Channel[ToEncoder], memory: SharedMemory) -> None:
+    def __init__(self, channel: Channel[ToEncoder]) -> None:
         self._channel = channel
-        self._memory = memory
-        self._half = Half(memory, 1)
         self._encoder: FeatureEncoder | None = None
-        self._asked: queue.SimpleQueue[Start | Encode | Stop] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Do what is asked until asked to stop."""
-        threading.Thread(target=self._listen, name="fxsplit-parent", daemon=True).start()
+        """Do what is asked until the parent hangs up."""
         try:
-            while not isinstance(message := self._asked.get(), Stop):
-                if not self._do(message):
-                    break
+            while (message := self._channel.receive()) is not None and self._do(message):
+                pass
         finally:
             if self._encoder is not None:
                 self._encoder.close()
 
-    def _listen(self) -> None:
-        try:
-            while (message := self._channel.receive()) is not None:
-                if isinstance(message, Release):
-                    self._half.release(message.number)
-                else:
-                    self._asked.put(message)
-        finally:
-            _end()
-
     def _send(self, message: Message) -> None:
         self._channel.send(self._channel.encode(message))
 
-    def _do(self, message: Start | Encode) -> bool:
+    def _do(self, message: ToEncoder) -> bool:
         """Whether the process is of further use."""
         try:
             if isinstance(message, Start):
                 self._start(message)
+            elif isinstance(message, Encode):
+                self._deliver(self._encode(message.items))
             else:
-                self._encode(message)
+                raise TransportError("asked for more features than there are")
         except Exception as error:
-            request = START if isinstance(message, Start) else message.request
-            self._send(Failed(request, to_wire(error)))
-            return request != START and not isinstance(error, _FATAL)
+            self._send(Failed(to_wire(error)))
+            return not isinstance(message, Start) and not isinstance(error, _FATAL)
         return True
 
     def _start(self, message: Start) -> None:
-        program = EncoderProgram(message.factory, message.arguments)
+        # An encoder may keep its arguments, and later messages have tensors where these lie.
+        program = EncoderProgram(message.factory, copy.deepcopy(message.arguments))
         encoder = program.resolve()(**program.arguments)
         if not isinstance(encoder, FeatureEncoder):
             raise InputError(f"factory: {program.factory} returned no FeatureEncoder but {type(encoder)}")
@@ -106,45 +89,28 @@ class EncoderHost:
         sizes = {modality: encoder.row_bytes(modality) for modality in modalities}
         self._send(Started({name: size for name, size in sizes.items() if size is not None}))
 
-    def _encode(self, message: Encode) -> None:
+    def _encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
         if self._encoder is None:
             raise TransportError("asked to encode before the encoder was started")
-        try:
-            features = self._encoder.encode(self._items(message))
-            if len(features) != len(message.items):
-                raise InputError(f"{len(features)} features of {len(message.items)} items")
-            self._deliver(message.request, features)
-        finally:
-            self._send(Release(message.inputs.number))
+        features = self._encoder.encode(items)
+        if len(features) != len(items):
+            raise InputError(f"{len(features)} features of {len(items)} items")
+        for feature in features:
+            if not isinstance(feature, Tensor):
+                raise InputError(f"feature: expected a tensor; got {shown(feature)}")
+        return features
 
-    def _items(self, message: Encode) -> list[PreparedItem]:
-        """The items of a batch. Their inputs lie where the parent put them."""
-        inputs: list[dict[str, Tensor]] = [{} for _ in message.items]
-        for path, tensor in self._memory.read(0, message.inputs).items():
-            index, _, name = path.partition("/")
-            inputs[int(index)][name] = tensor
-        return [
-            PreparedItem(item.modality, item.digest, own, item.num_tokens, item.metadata)
-            for item, own in zip(message.items, inputs, strict=True)
-        ]
-
-    def _deliver(self, request: int, features: Sequence[Tensor]) -> None:
+    def _deliver(self, features: Sequence[Tensor]) -> None:
         """Send features, in several messages where there is no room for all of them at once."""
-        waiting: dict[int, Block] = {}
-        try:
-            for index, feature in enumerate(features):
-                try:
-                    block = self._half.put({"feature": feature})
-                except TransportFullError:
-                    self._send(Encoded(request, waiting, is_last=False))
-                    waiting = {}
-                    block = self._half.put({"feature": feature}, timeout=_PATIENCE)
-                waiting[index] = block
-        except Exception:
-            for block in waiting.values():
-                self._half.release(block.number)
-            raise
-        self._send(Encoded(request, waiting, is_last=True))
+        sent = 0
+        while True:
+            packed = self._channel.pack(features[sent:])
+            sent += len(packed)
+            self._send(Encoded(packed, is_last=sent == len(features)))
+            if sent == len(features):
+                return
+            if not isinstance(self._channel.receive(), More):
+                raise TransportError("asked for something else before all features were read")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -160,10 +126,19 @@ def main(arguments: Sequence[str]) -> int:
         _end()
     if os.getppid() != options.parent:
         _end()
+    threading.Thread(target=_end_with, args=(parent,), name="fxsplit-parent", daemon=True).start()
     memory = SharedMemory(options.max_bytes, options.memory)
-    channel: Channel[ToEncoder] = Channel(socket.socket(fileno=options.socket), parent, ToEncoder)
-    EncoderHost(channel, memory).serve()
+    connection = socket.socket(fileno=options.socket)
+    channel: Channel[ToEncoder] = Channel(connection, parent, ToEncoder, memory, half=1)
+    EncoderHost(channel).serve()
     return 0
+
+
+def _end_with(process: int) -> None:
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    poll.poll()
+    _end()
 
 
 def _end() -> NoReturn:

@@ -1,13 +1,21 @@
-"""What an encoder process and its parent share: one memory file, and messages over one socket.
+"""Messages between an encoder process and its parent: over one socket, with tensors in one memory file.
 
-The file is anonymous: descriptors are its only names, and it ends with its last holder. Each process puts
-tensors into its own half, and reads the other's. A message is its length and MessagePack of a declared type:
-nothing that is decoded names code to run.
+    parent                            encoder process
+    Start(factory, arguments)   ->    makes the encoder and starts it
+                                <-    Started(row_bytes), or Failed(error)
+    Encode(items)               ->    encodes them as one batch
+                                <-    Encoded(features, is_last), or Failed(error)
+    More()                      ->    where not all features fitted: Encoded again
+
+One side asks, the other answers. A message is its length and MessagePack of a declared type: nothing that is
+decoded names code to run. Its tensors lie in the sender's half of the file, which the sender uses again once
+it has an answer. The file is anonymous: descriptors are its only names, and it ends with its last holder.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import fcntl
 import inspect
 import math
@@ -16,11 +24,9 @@ import os
 import select
 import socket
 import struct
-import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -28,9 +34,9 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder import errors
-from fxsplit_encoder.connector.interfaces import Modality
+from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
 from fxsplit_encoder.errors import InputError, MissingExtraError, TransportError, TransportFullError
-from fxsplit_encoder.messages import name_of, shown
+from fxsplit_encoder.messages import shown
 
 try:
     import msgspec
@@ -38,10 +44,13 @@ except ImportError as error:
     raise MissingExtraError("encoder processes", "connector") from error
 
 NAME = "fxsplit_encoder"
-"""What /proc/PID/maps calls the memory."""
+"""The name of the memory in /proc/PID/maps."""
 
 ALIGNMENT = 64
-"""Bytes. Every tensor begins at a multiple, as vector instructions like it."""
+"""Bytes. Every tensor begins at a multiple, for vector instructions."""
+
+_KEPT_BYTES = 64 << 20
+"""Bytes of a half whose pages stay resident between messages; beyond, they go back to the system."""
 
 # The size is sealed: a reader whose memory was cut short under it would die of SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -54,62 +63,12 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _NAM
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of everything that is sent."""
-
-
 # --- memory
 
 
-class Layout(Message, frozen=True):
-    """One contiguous tensor in a block."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    """From the beginning of the block, in bytes."""
-
-
-class Block(Message, frozen=True):
-    """Tensors that were put into a half, as the other process reads them."""
-
-    number: int
-    """Never given twice."""
-    offset: int
-    num_bytes: int
-    tensors: tuple[Layout, ...]
-
-
-def lay_out(buffers: Mapping[str, Tensor]) -> tuple[tuple[Layout, ...], int]:
-    """Where each tensor lies in a block, and the block's bytes; InputError for what is no plain tensor."""
-    layouts, end = [], 0
-    for name, tensor in buffers.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"buffers.{name_of(name)}: expected a tensor; got {shown(tensor)}")
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_meta
-            or tensor.is_nested
-            or tensor.dtype not in _NAME_OF
-        ):
-            raise InputError(
-                f"buffers.{name_of(name)}: expected a dense tensor with values, of a dtype of whole bytes; "
-                f"got {tensor.layout}, {tensor.dtype}, on {tensor.device}"
-            )
-        layouts.append(Layout(name, _NAME_OF[tensor.dtype], tuple(tensor.shape), end))
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return tuple(layouts), max(end, ALIGNMENT)
-
-
-def _view(memory: Tensor, layout: Layout) -> Tensor:
-    """A tensor in its block (bytes,); raises TransportError where it does not lie in it."""
-    dtype = DTYPES.get(layout.dtype)
-    if dtype is not None and layout.offset >= 0 and all(0 <= size < 1 << 47 for size in layout.shape):
-        end = layout.offset + math.prod(layout.shape) * dtype.itemsize
-        if end <= len(memory) and layout.offset % ALIGNMENT == 0:
-            return memory[layout.offset : end].view(dtype).view(layout.shape)
-    raise TransportError(f"a tensor that was handed over does not lie in its block: {shown(layout)}")
+def aligned(num_bytes: int) -> int:
+    """Bytes that a tensor of so many takes in a half."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class SharedMemory:
@@ -142,27 +101,22 @@ class SharedMemory:
         """Bytes of its pages that take memory."""
         return os.fstat(self.descriptor).st_blocks * 512 if self.descriptor >= 0 else 0
 
-    def view(self, half: int, offset: int, num_bytes: int) -> Tensor:
-        """Bytes of a half, which keep all of it mapped; raises TransportError where they are not in it."""
+    def view(self, half: int, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """A tensor in a half, which stays mapped as long; TransportError: it does not lie in the half."""
         if self._memory is None:
             raise TransportError("the shared memory is closed")
-        if offset < 0 or num_bytes < 0 or offset % ALIGNMENT or offset + num_bytes > self.half_bytes:
-            raise TransportError(f"{num_bytes} bytes at {offset} are not within the shared memory")
-        start = half * self.half_bytes + offset
-        return self._memory[start : start + num_bytes]
+        if offset >= 0 and offset % ALIGNMENT == 0 and all(0 <= size < 1 << 47 for size in shape):
+            end = offset + math.prod(shape) * dtype.itemsize
+            if end <= self.half_bytes:
+                start = half * self.half_bytes
+                return self._memory[start + offset : start + end].view(dtype).view(tuple(shape))
+        raise TransportError(f"{dtype} of {shown(shape)} at {offset} is not within the shared memory")
 
-    def read(self, half: int, block: Block) -> dict[str, Tensor]:
-        """The tensors of a block where they lie, until it is released."""
-        memory = self.view(half, block.offset, block.num_bytes)
-        return {layout.name: _view(memory, layout) for layout in block.tensors}
-
-    def drop_pages(self, half: int, offset: int, num_bytes: int) -> None:
-        """Give the pages of a range back to the system."""
-        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        mapped = self._map
-        if length > 0 and mapped is not None:
-            mapped.madvise(mmap.MADV_REMOVE, half * self.half_bytes + start, length)
+    def trim(self, half: int, num_bytes: int) -> None:
+        """Give pages of the first bytes of a half back to the system, but for those that are kept."""
+        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE - _KEPT_BYTES
+        if length > 0 and self._map is not None:
+            self._map.madvise(mmap.MADV_REMOVE, half * self.half_bytes + _KEPT_BYTES, length)
 
     def close(self) -> None:
         """Unmap it with the last view of it; idempotent."""
@@ -172,123 +126,11 @@ class SharedMemory:
             self.descriptor = -1
 
 
-class Half:
-    """The half that this process puts tensors into: first fit, longest waiting first.
-
-    Its first `kept_bytes` stay resident once they are free, for the next that is put.
-    """
-
-    def __init__(self, memory: SharedMemory, index: int, kept_bytes: int = 64 << 20) -> None:
-        self._memory = memory
-        self._index = index
-        self._kept_bytes = kept_bytes
-        self._held: dict[int, tuple[int, int]] = {}
-        """Offset and bytes, by number."""
-        self._last = 0
-        self._is_open = True
-        self._waiting: deque[object] = deque()
-        self._changed = threading.Condition()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are not released."""
-        with self._changed:
-            return sum(num_bytes for _, num_bytes in self._held.values())
-
-    def put(self, buffers: Mapping[str, Tensor], timeout: float = 0.0) -> Block:
-        """Copy tensors of any shape, strides and device into a block, once there is room.
-
-        Raises:
-            InputError: they can never be held, for their kind or their size.
-            TransportFullError: there was no room for them within `timeout` seconds.
-            TransportError: it is closed.
-        """
-        layouts, num_bytes = lay_out(buffers)
-        number, offset = self._take(num_bytes, timeout)
-        try:
-            memory = self._memory.view(self._index, offset, num_bytes)
-            with torch.no_grad():
-                for layout in layouts:
-                    _view(memory, layout).copy_(buffers[layout.name])
-        except BaseException:
-            self.release(number)
-            raise
-        return Block(number, offset, num_bytes, layouts)
-
-    def _take(self, num_bytes: int, timeout: float) -> tuple[int, int]:
-        most = self._memory.half_bytes
-        if num_bytes > most:
-            raise InputError(f"buffers: expected at most max_bytes={most}; got {num_bytes} bytes")
-        deadline = time.monotonic() + timeout
-        turn = object()
-        with self._changed:
-            self._waiting.append(turn)
-            try:
-                while (offset := self._gap(num_bytes)) is None or self._waiting[0] is not turn:
-                    left = deadline - time.monotonic()
-                    if self._is_open and (left <= 0 or not self._changed.wait(left)):
-                        raise TransportFullError(f"{num_bytes} bytes do not fit beside those that are held")
-                    if not self._is_open:
-                        break
-                if not self._is_open or offset is None:
-                    raise TransportError("the shared memory is closed")
-                self._last += 1
-                self._held[self._last] = offset, num_bytes
-                return self._last, offset
-            finally:
-                self._waiting.remove(turn)
-                self._changed.notify_all()
-
-    def _gap(self, num_bytes: int) -> int | None:
-        """The offset of the lowest free range that is large enough."""
-        end = 0
-        for offset, length in sorted(self._held.values()):
-            if offset - end >= num_bytes:
-                return end
-            end = offset + length
-        return end if self._memory.half_bytes - end >= num_bytes else None
-
-    def release(self, number: int) -> None:
-        """Free a block; one that is not held is left alone."""
-        with self._changed:
-            if (held := self._held.get(number)) is None:
-                return
-            # What lies below is reused first, so its pages stay; what only a peak needed is given back.
-            start = max(held[0], self._kept_bytes)
-            self._memory.drop_pages(self._index, start, sum(held) - start)
-            del self._held[number]
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Hold nothing any more, and wake all that wait for room; idempotent."""
-        with self._changed:
-            self._is_open = False
-            self._held.clear()
-            self._changed.notify_all()
-
-
 # --- messages
 
-START = 0
-"""The number of the request that starts the encoder; those to encode count from 1."""
 
-
-class WireError(Message, frozen=True):
-    """An error as plain values."""
-
-    kind: str
-    arguments: list[Any]
-    text: str
-    traceback: str
-
-
-class WireItem(Message, frozen=True):
-    """A prepared item without its inputs."""
-
-    modality: Modality
-    digest: bytes
-    num_tokens: int
-    metadata: dict[str, Any]
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of everything that is sent."""
 
 
 class Start(Message, frozen=True):
@@ -299,22 +141,13 @@ class Start(Message, frozen=True):
 
 
 class Encode(Message, frozen=True):
-    """Encode items as one batch. All inputs are one block: batches that wait for room hold no part of it."""
+    """Encode items as one batch."""
 
-    request: int
-    items: list[WireItem]
-    inputs: Block
-    """The tensors by "index/name"."""
+    items: list[PreparedItem]
 
 
-class Release(Message, frozen=True):
-    """Free a block of the reader's half."""
-
-    number: int
-
-
-class Stop(Message, frozen=True):
-    """End, after what was asked before."""
+class More(Message, frozen=True):
+    """Send the features that did not fit."""
 
 
 class Started(Message, frozen=True):
@@ -324,135 +157,197 @@ class Started(Message, frozen=True):
 
 
 class Encoded(Message, frozen=True):
-    """Features of a request, by the index of their item; some of them or the last."""
+    """The next features of a batch, in order of its items."""
 
-    request: int
-    features: dict[int, Block]
+    features: list[Tensor]
     is_last: bool
 
 
-class Failed(Message, frozen=True):
-    """A request failed as a whole."""
+class WireError(Message, frozen=True):
+    """An error as plain values."""
 
-    request: int
+    kind: str
+    arguments: list[bool | int | float | str]
+    text: str
+    traceback: str
+
+
+class Failed(Message, frozen=True):
+    """The encoder was not started, or a batch failed as a whole."""
+
     error: WireError
 
 
-ToEncoder = Start | Encode | Release | Stop
-FromEncoder = Started | Encoded | Failed | Release
+ToEncoder = Start | Encode | More
+FromEncoder = Started | Encoded | Failed
 
 _HEAD = struct.Struct("<I")
 _MOST_BYTES = 32 << 20
 _SEND_SECONDS = 30.0
-_MOST_ARRAY_BYTES = 1 << 20
 _TENSOR, _ARRAY = 1, 2
 
 T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """One end of a socket.
+    """One end of a socket, with one half of a memory for the tensors of its messages.
 
     Args:
         connection: a connected Unix socket, which belongs to the channel.
         process: a descriptor of the other process, whose end is noticed though others have its socket.
         kinds: the messages that are read.
+        memory: of both processes.
+        half: 0 of the parent, 1 of the encoder process.
     """
 
-    def __init__(self, connection: socket.socket, process: int, kinds: Any) -> None:
+    def __init__(
+        self, connection: socket.socket, process: int, kinds: Any, memory: SharedMemory, half: int
+    ) -> None:
         connection.settimeout(_SEND_SECONDS)
         self._socket = connection
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._poll.register(process, select.POLLIN)
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds, ext_hook=_unpacked)
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
-        self._lock = threading.Lock()
+        self._memory = memory
+        self._half = half
+        self._end = 0
+        """Bytes of the half that the last message takes."""
+        self._received = bytearray()
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds, ext_hook=self._unpacked)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._packed)
+
+    # --- sending
+
+    def pack(self, values: Sequence[object]) -> list[Any]:
+        """As many values as there is memory for, to be sent as part of one message; InputError: the first
+        alone does not fit, or one holds what no message may.
+        """
+        self._end, packed = 0, []
+        for value in values:
+            try:
+                packed.append(msgspec.Raw(self._encoded(value)))
+            except TransportFullError as error:
+                if not packed:
+                    raise InputError(str(error)) from error
+                break
+        return packed
 
     def encode(self, message: Message) -> bytes:
         """A message's bytes; raises InputError where it holds what no message may, or too much."""
         try:
-            data = self._encoder.encode(message)
-        except (TypeError, OverflowError, RecursionError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"values: expected numbers, strings and small tensors; {error}") from error
+            data = self._encoded(message)
+        except TransportFullError as error:
+            raise InputError(str(error)) from error
         if len(data) > _MOST_BYTES:
             raise InputError(f"values: expected at most {_MOST_BYTES} bytes of them; got {len(data)}")
         return _HEAD.pack(len(data)) + data
 
     def send(self, data: bytes) -> None:
         """Send what `encode` gave; raises OSError where the other process does not read it."""
-        with self._lock:
-            self._socket.sendall(data)
+        self._socket.sendall(data)
 
-    def receive(self) -> T | None:
-        """The next message, however long it takes; None: the other process has ended, or hung up.
-        TransportError: it is none that is expected.
+    def _encoded(self, value: object) -> bytes:
+        try:
+            return self._encoder.encode(value)
+        except (TypeError, OverflowError, RecursionError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"values: expected numbers, strings and tensors; {error}") from error
+
+    def _packed(self, value: object) -> object:
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, Tensor | np.ndarray):
+            raise InputError(
+                f"values: expected numbers, strings, tensors, lists or mappings; got {shown(value)}"
+            )
+        try:
+            tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        except TypeError:
+            raise InputError(f"values: expected an array of numbers; got {shown(value)}") from None
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_meta
+            or tensor.is_nested
+            or tensor.dtype not in _NAME_OF
+        ):
+            raise InputError(
+                "values: expected a dense tensor with values, of a dtype of whole bytes; "
+                f"got {tensor.layout}, {tensor.dtype}, on {tensor.device}"
+            )
+        offset, end = self._end, self._end + aligned(tensor.nbytes)
+        if end > (most := self._memory.half_bytes):
+            raise TransportFullError(f"values: expected tensors of at most max_bytes={most}; got {end} bytes")
+        with torch.no_grad():
+            self._memory.view(self._half, offset, tensor.dtype, tensor.shape).copy_(tensor)
+        self._end = end
+        place = (_NAME_OF[tensor.dtype], tuple(tensor.shape), offset)
+        code = _TENSOR if isinstance(value, Tensor) else _ARRAY
+        return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(place))
+
+    # --- receiving
+
+    def receive(self, timeout: float | None = None) -> T | None:
+        """The next message, its tensors where they lie, until this process sends again.
+
+        Returns:
+            None: the other process has ended, or hung up.
+
+        Raises:
+            TimeoutError: none has come within so many seconds.
+            TransportError: it is none that is expected.
         """
-        head = self._read(_HEAD.size)
-        size = _HEAD.unpack(head)[0] if head else 0
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        if not self._read(_HEAD.size, deadline):
+            return None
+        size = _HEAD.unpack_from(self._received)[0]
         if size > _MOST_BYTES:
             raise TransportError(f"a message of {size} bytes, which none has")
-        if not head or (data := self._read(size)) is None:
+        if not self._read(_HEAD.size + size, deadline):
             return None
+        data, self._received = self._received[_HEAD.size :], bytearray()
+        self._memory.trim(self._half, self._end)  # the other has read what lies there
+        self._end = 0
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise TransportError(f"a message that cannot be read: {error}") from error
 
-    def _read(self, size: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < size:
-            ready = dict(self._poll.poll())
+    def _read(self, size: int, deadline: float) -> bool:
+        """Have so many bytes of the next message; False: there are no more."""
+        while len(self._received) < size:
+            left = deadline - time.monotonic()
+            ready = dict(self._poll.poll(None if left == math.inf else max(0.0, 1e3 * left)))
+            if not ready:
+                raise TimeoutError
             if self._socket.fileno() not in ready:
-                return None
+                return False
             try:
-                data = self._socket.recv(size - len(parts))
+                data = self._socket.recv(size - len(self._received))
             except OSError:
-                return None
+                return False
             if not data:
-                return None
-            parts += data
-        return bytes(parts)
+                return False
+            self._received += data
+        return True
+
+    def _unpacked(self, code: int, packed: memoryview) -> object:
+        name, shape, offset = msgspec.msgpack.decode(packed, type=tuple[str, tuple[int, ...], int])
+        if code not in (_TENSOR, _ARRAY) or name not in DTYPES:
+            raise ValueError(f"a value of no known kind: {code}, {name}")
+        tensor = self._memory.view(1 - self._half, offset, DTYPES[name], shape)
+        return tensor if code == _TENSOR else tensor.numpy()
+
+    # --- the end
+
+    def hang_up(self) -> None:
+        """Send nothing any more, which ends an encoder process after the batch that it has."""
+        with contextlib.suppress(OSError):  # the other end is gone
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Hang up; idempotent."""
+        """Close the socket; idempotent."""
         self._socket.close()
-
-
-def _packed(value: object) -> object:
-    if isinstance(value, np.generic):
-        return value.item()
-    if not isinstance(value, Tensor | np.ndarray):
-        raise InputError(
-            f"values: expected numbers, strings, small tensors, lists or mappings; got {shown(value)}"
-        )
-    try:
-        tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-    except TypeError:
-        raise InputError(f"values: expected an array of numbers; got {shown(value)}") from None
-    if tensor.dtype not in _NAME_OF or tensor.layout != torch.strided or tensor.nbytes > _MOST_ARRAY_BYTES:
-        raise InputError(
-            f"values: expected a dense tensor of at most {_MOST_ARRAY_BYTES} bytes; got {shown(value)}"
-        )
-    flat = tensor.contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    code = _TENSOR if isinstance(value, Tensor) else _ARRAY
-    return msgspec.msgpack.Ext(
-        code, msgspec.msgpack.encode((_NAME_OF[tensor.dtype], list(tensor.shape), data))
-    )
-
-
-def _unpacked(code: int, packed: memoryview) -> object:
-    name, shape, data = msgspec.msgpack.decode(packed, type=tuple[str, list[int], bytes])
-    if code not in (_TENSOR, _ARRAY) or name not in DTYPES:
-        raise ValueError(f"a value of no known kind: {code}, {name}")
-    try:
-        tensor = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(DTYPES[name]).view(shape)
-    except RuntimeError as error:
-        raise ValueError(f"an array that is not what it says: {error}") from None
-    return tensor if code == _TENSOR else tensor.numpy()
 
 
 # --- errors
@@ -491,11 +386,11 @@ def _cut(value: Any) -> Any:
 
 def from_wire(wire: WireError, pid: int) -> Exception:
     """The error that `to_wire` was given, with a note of what happened in the other process."""
-    error: Exception = RuntimeError(f"{wire.kind}: {wire.text}")
-    if (kind := KNOWN.get(wire.kind)) is not None:
-        try:
-            error = kind(*wire.arguments)
-        except Exception:  # a class that is made from other things than a message
-            pass
+    try:
+        error = KNOWN[wire.kind](*wire.arguments)
+    except (KeyError, TypeError, ValueError):
+        # A class that this process does not know, or one that is made from other things than a message, such
+        # as `UnicodeDecodeError` and `ExceptionGroup`.
+        error = RuntimeError(f"{wire.kind}: {wire.text}")
     error.add_note(f"In the encoder process {pid}:\n{wire.traceback}")
     return error

@@ -11,9 +11,7 @@ import torch
 
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.encoding import Worker
-from fxsplit_encoder.connector.books.parts import Parts
-from fxsplit_encoder.connector.books.tickets import wake
-from fxsplit_encoder.encode_queue import Clock
+from fxsplit_encoder.encode_queue.batch_thread import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +19,10 @@ logger = logging.getLogger(__name__)
 class Core:
     """One lock, and conditions over it for each kind of thread. Nothing is called back while it is held."""
 
-    def __init__(self, lock: threading.Lock, parts: Parts) -> None:
+    def __init__(self, lock: threading.Lock, books: Books) -> None:
         self.lock = lock
-        self.books = Books(parts)
+        self.books = books
+        self.config, self.now = books.holdings.config, books.holdings.clock
         self.cpu_work = threading.Condition(lock)
         self.encode_work = threading.Condition(lock)
         self.quarantine_filled = threading.Condition(lock)
@@ -33,10 +32,10 @@ class Core:
         """Whether threads are to end once they have nothing to do."""
         self.dtypes: dict[str, torch.dtype] = {}
         """Of rows, by modality, once some were encoded."""
-        self.on_hang: Callable[[Worker], None] = lambda worker: None
-        """Called with a worker that hangs, to give it up."""
+        self.on_hang: Callable[[Worker, bool], None] = lambda worker, is_running: None
+        """Called with a worker that hangs and still runs, to give it up."""
         self.clock = Clock(
-            threading.Condition(lock), self.books.next_deadline, self._expire, parts.clock, "connector-clock"
+            threading.Condition(lock), self.books.next_deadline, self._expire, self.now, "connector-clock"
         )
         self.warden = threading.Thread(target=self._watch_devices, name="connector-warden", daemon=True)
 
@@ -48,11 +47,12 @@ class Core:
                 yield self.books
             finally:
                 self.books.settle()
-                parts = self.books.parts
-                waiters = [waiter for ticket in parts.woken for waiter in ticket.take_waiters()]
-                parts.woken.clear()
+                holdings = self.books.holdings
+                woken, holdings.woken = holdings.woken, []
                 self._wake_threads()
-        wake(waiters)
+        for future in woken:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
 
     def stop(self) -> None:
         """Tell all threads to end once they have nothing to do."""
@@ -67,13 +67,13 @@ class Core:
             condition.notify_all()
 
     def _wake_threads(self) -> None:
-        parts = self.books.parts
+        holdings = self.books.holdings
         # A thread of these that changes the books looks itself for what to do next.
         if (jobs := self.books.preparation.num_jobs - (threading.current_thread() in self.cpu_threads)) > 0:
             self.cpu_work.notify(jobs)
-        if parts.to_encode:
+        if holdings.to_encode:
             self.encode_work.notify_all()
-        if parts.storage.quarantine:
+        if holdings.storage.quarantine:
             self.quarantine_filled.notify_all()
         self.clock.look()
 
@@ -83,13 +83,13 @@ class Core:
             books.expire()
             hung = books.encoding.hung_workers()
         for worker in hung:
-            self.on_hang(worker)
+            self.on_hang(worker, True)
 
     def _watch_devices(self) -> None:
         """Free memory that was let go of while a device used it, once the device is through with it."""
         while True:
             with self.lock:
-                features = list(self.books.parts.storage.quarantine)
+                features = list(self.books.holdings.storage.quarantine)
                 events = [event for feature in features for event in feature.read_events]
                 if not events:
                     if self.is_stopping and not features:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Event
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
-from fxsplit_encoder.encode_queue import BatchThread
+from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import ConnectorError, EncoderLostError, InputError
 from fxsplit_encoder.messages import names_of, shown
 
@@ -27,6 +26,10 @@ logger = logging.getLogger(__name__)
 EncoderFactory = Callable[[], FeatureEncoder]
 
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
+
+
+MOST_RESTARTS = 3
+"""How often in a row a worker that was lost is started again before it is given up."""
 
 
 class Pool:
@@ -42,38 +45,28 @@ class Pool:
         self._core = core
         self._copies = copies
         self._factories: dict[str, EncoderFactory] = {}
-        self._encoders: dict[str, FeatureEncoder] = {}
         self._threads: dict[str, _WorkerThread] = {}
-        self._given_up: list[_WorkerThread] = []
-        """Threads that may still run, though others have taken their place."""
+        self._started: list[threading.Thread] = []
+        """Threads that may still run, also those whose places others have taken."""
         for number, (factory, encoder) in enumerate(zip(factories, encoders, strict=True)):
-            worker = Worker(f"worker {number}", modalities_of(encoder))
-            self._factories[worker.name], self._encoders[worker.name] = factory, encoder
-            core.books.encoding.add_worker(worker)
-            self._threads[worker.name] = self._thread(worker)
-
-    @property
-    def _workers(self) -> Mapping[str, Worker]:
-        return self._core.books.encoding.workers
-
-    def _thread(self, worker: Worker) -> _WorkerThread:
-        return _WorkerThread(self._core, worker, self._encoders[worker.name], self._copies, self._lost)
+            worker = core.books.encoding.add_worker(f"worker {number}", modalities_of(encoder))
+            self._factories[worker.name] = factory
+            self._threads[worker.name] = _WorkerThread(core, worker, encoder, copies, self.lost)
+        self._workers = core.books.encoding.workers
 
     def start(self) -> None:
         """Start every worker; they take batches as soon as their encoders are ready."""
-        for thread in self._threads.values():
-            thread.thread.start()
+        for each in self._threads.values():
+            each.thread.start()
+            self._started.append(each.thread)
 
     def stage(self, item: PreparedItem) -> tuple[PreparedItem, float]:
         """An item as encoders read it soonest, and its cost, as the first worker of its modality says."""
-        encoder = self._encoder_of(item)
-        item = encoder.stage(item)
-        return item, encoder.predict_cost(item)
-
-    def _encoder_of(self, item: PreparedItem) -> FeatureEncoder:
         serving = [worker for worker in self._workers.values() if item.modality in worker.modalities]
         live = [worker for worker in serving if worker.status in LIVE]
-        return self._encoders[(live or serving)[0].name]
+        encoder = self._threads[(live or serving)[0].name].encoder
+        item = encoder.stage(item)
+        return item, encoder.predict_cost(item)
 
     # --- one worker
 
@@ -93,7 +86,6 @@ class Pool:
                 raise InputError(f"{name}: expected an open connector; it is closed")
             if self._threads[name].thread.is_alive():
                 books.encoding.lose_worker(worker, is_running=True)
-                self._leave_alone(name)
             successor = self._succeed(worker)
             self._core.wake_all()
         self._start(successor)
@@ -103,56 +95,47 @@ class Pool:
             raise InputError(f"worker: expected one of {names_of(self._workers)}; got {shown(name)}")
         return self._workers[name]
 
-    def give_up(self, worker: Worker) -> None:
-        """Leave the thread of a worker that hangs to itself; another takes its place."""
-        self._lost(worker, is_running=True)
-
-    def _lost(self, worker: Worker, is_running: bool = False) -> None:
-        """At the end of a thread that a fault has ended, or while one runs that is given up."""
+    def lost(self, worker: Worker, is_running: bool) -> None:
+        """Another worker takes its place, at the end of a thread that a fault has ended, or while one runs
+        that hangs, which is left to itself.
+        """
         with self._core.change() as books:
             was_serving = worker.status in LIVE
             books.encoding.lose_worker(worker, is_running=is_running)
-            successor, most = None, books.parts.config.max_worker_restarts
+            successor = None
             is_current = self._workers[worker.name] is worker
-            if is_current and was_serving and not books.is_closed and worker.num_losses < most:
-                if is_running:
-                    self._leave_alone(worker.name)
+            if is_current and was_serving and not books.is_closed and worker.num_losses < MOST_RESTARTS:
                 successor = self._succeed(worker)
                 successor.num_losses = worker.num_losses + 1
             self._core.wake_all()
         if successor is not None:
             self._start(successor)
 
-    def _leave_alone(self, name: str) -> None:
-        """The thread of a worker goes on while another takes its place; called with the lock."""
-        left = [each for each in self._given_up if each.thread.is_alive()]
-        self._given_up = [*left, self._threads[name]]
-
     def _succeed(self, worker: Worker) -> Worker:
         """The record of a worker in place of another; called with the lock."""
-        successor = Worker(worker.name, worker.modalities)
-        self._core.books.encoding.add_worker(successor)
-        self._core.books.parts.stats.worker_restarts += 1
-        return successor
+        self._core.books.holdings.stats.worker_restarts += 1
+        return self._core.books.encoding.add_worker(worker.name, worker.modalities)
 
     def _start(self, worker: Worker) -> None:
         try:
-            self._encoders[worker.name] = self._factories[worker.name]()
+            encoder = self._factories[worker.name]()
         except Exception:
             logger.warning("%s: no encoder could be made", worker.name, exc_info=True)
-            self._lost(worker)
+            self.lost(worker, False)
             return
         with self._core.lock:  # so that whoever waits for all threads sees none that has not begun
-            thread = self._threads[worker.name] = self._thread(worker)
-            thread.thread.start()
+            started = _WorkerThread(self._core, worker, encoder, self._copies, self.lost)
+            self._threads[worker.name] = started
+            started.thread.start()
+            self._started.append(started.thread)
 
     # --- the end
 
     def threads(self) -> list[threading.Thread]:
         """All that may still run. One that ends by a fault may add another before it has ended."""
         with self._core.lock:
-            self._given_up = [each for each in self._given_up if each.thread.is_alive()]
-            return [each.thread for each in (*self._threads.values(), *self._given_up)]
+            self._started = [thread for thread in self._started if thread.is_alive()]
+            return list(self._started)
 
 
 def modalities_of(encoder: FeatureEncoder) -> frozenset[str]:
@@ -163,14 +146,11 @@ def modalities_of(encoder: FeatureEncoder) -> frozenset[str]:
 def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
     """The first encoder of each worker; those that were made are closed if another cannot be."""
     made: list[FeatureEncoder] = []
-    try:
+    with contextlib.ExitStack() as closing:
         for make in factories:
             made.append(make())
-    except BaseException:
-        for encoder in made:
-            with contextlib.suppress(Exception):
-                encoder.close()
-        raise
+            closing.callback(made[-1].close)
+        closing.pop_all()
     return made
 
 
@@ -202,31 +182,31 @@ class _WorkerThread(BatchThread[Batch]):
         worker: Worker,
         encoder: FeatureEncoder,
         copies: Copies,
-        on_lost: Callable[[Worker], None],
+        on_lost: Callable[[Worker, bool], None],
     ) -> None:
         super().__init__(f"connector-{worker.name}")
         self._core = core
         self.worker = worker
-        self._encoder = encoder
+        self.encoder = encoder
         self._copies = copies
         self._on_lost = on_lost
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        self._encoder.start()
-        device = self._encoder.device
+        self.encoder.start()
+        device = self.encoder.device
         device = torch.device(device) if device is not None else None
-        with self._copies.own_stream(device, self._encoder.stream_priority):
+        with self._copies.own_stream(device, self.encoder.stream_priority):
             self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
             yield
         self._set_status(WorkerStatus.DRAINING, WorkerStatus.STOPPED)
 
     def lost(self, error: BaseException) -> None:
-        self._on_lost(self.worker)
+        self._on_lost(self.worker, False)
 
     def close(self) -> None:
         try:
-            self._encoder.close()
+            self.encoder.close()
         except Exception:
             logger.warning("%s: its encoder could not be closed", self.worker.name, exc_info=True)
 
@@ -257,23 +237,19 @@ class _WorkerThread(BatchThread[Batch]):
                 core.encode_work.wait(taken.wait_s)
 
     def launch(self, batch: Batch) -> None:
-        outputs = self._outputs(batch)
-        try:
-            pairs = zip(batch.entries, outputs, strict=True)
-            self._place(batch, [self._checked(entry, rows) for entry, rows in pairs])
-        except Exception as error:  # no item is to blame
-            raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
+        batch.outputs = self._outputs(batch)
 
     def split(self, batch: Batch, error: Exception) -> Sequence[Batch]:
         with self._core.change() as books:
             return books.encoding.split(batch, failure_of(error, "encoder"))
 
-    def is_over(self, batch: Batch) -> bool:
-        return all(event.query() for event in batch.events)
-
-    def launched(self, batch: Batch) -> None:
+    def launched(self, batch: Batch) -> bool:
+        """Have rows checked and copied; what fails here is no item's fault, and ends the worker."""
+        pairs = zip(batch.entries, batch.outputs, strict=True)
+        self._place(batch, [self._checked(entry, rows) for entry, rows in pairs])
         with self._core.change() as books:
             books.encoding.launched(batch)
+        return all(event.query() for event in batch.events)
 
     def land(self, batch: Batch) -> None:
         for event in batch.events:
@@ -282,16 +258,16 @@ class _WorkerThread(BatchThread[Batch]):
             books.encoding.publish(batch)
 
     def _outputs(self, batch: Batch) -> Sequence[Any]:
-        most_cost = self._core.books.parts.config.max_slice_cost
+        most_cost = self._core.config.max_slice_cost
         items = [entry.prepared for entry in batch.entries if entry.prepared is not None]
         if most_cost is None or batch.cost <= most_cost:
             return self._encode(items)
         return self._encode_slices(
-            batch, items, {item: self._encoder.slices(item, most_cost) for item in items}
+            batch, items, {item: self.encoder.slices(item, most_cost) for item in items}
         )
 
     def _encode(self, items: Sequence[PreparedItem]) -> Sequence[Any]:
-        outputs = self._encoder.encode(items)
+        outputs = self.encoder.encode(items)
         if len(outputs) != len(items):
             raise RuntimeError(f"the encoder returned {len(outputs)} features for {len(items)} items")
         return outputs
@@ -307,7 +283,7 @@ class _WorkerThread(BatchThread[Batch]):
                 "mismatch",
                 retryable=False,
             )
-        declared = self._encoder.dtype or rows.dtype
+        declared = self.encoder.dtype or rows.dtype
         expected = self._core.dtypes.setdefault(entry.modality, declared)
         if rows.dtype != expected:
             message = f"expected rows of {expected}; the encoder returned {rows.dtype}"
@@ -325,7 +301,7 @@ class _WorkerThread(BatchThread[Batch]):
             arrivals = books.encoding.place(batch, checked)
         batch.events += map(self._copies.mark, {each.rows.device for each in arrivals})
         for arrival in arrivals:
-            if arrival.is_copied:
+            if arrival.capacity:
                 self._copy(batch, arrival)
 
     def _copy(self, batch: Batch, arrival: Arrival) -> None:
@@ -333,15 +309,14 @@ class _WorkerThread(BatchThread[Batch]):
             buffer = self._allocate(arrival.capacity)
             arrival.feature.rows, event = self._copies.to_host(arrival.rows, buffer)
             batch.events.append(event)
-        except Exception as error:
+        except (MemoryError, RuntimeError) as error:
             batch.failures[arrival.entry] = failure_of(error, "encoder")
 
     def _allocate(self, num_bytes: int) -> Any:
         """A host buffer. The allocator keeps those that were let go; they count as free memory, too."""
         with self._core.lock:
-            storage = self._core.books.parts.storage
-            used = storage.ledger.used(HOST) + storage.idle_bytes
-            is_too_much = used > self._core.books.parts.config.host_bytes
+            storage = self._core.books.holdings.storage
+            is_too_much = storage.host.used + storage.idle_bytes > self._core.config.host_bytes
             storage.idle_bytes = 0 if is_too_much else max(0, storage.idle_bytes - num_bytes)
         if is_too_much:
             self._copies.give_back()
@@ -359,7 +334,7 @@ class _WorkerThread(BatchThread[Batch]):
         rows: dict[PreparedItem, list[Tensor]] = {item: [] for item, _ in slices}
         events: list[Event] = []
         for number, (item, part) in enumerate(slices):
-            begin = self._core.books.parts.clock()
+            begin = self._core.now()
             rows[item] += self._encode([part])
             if number + 1 < len(slices):
                 events.append(self._copies.mark(rows[item][-1].device))
@@ -369,27 +344,25 @@ class _WorkerThread(BatchThread[Batch]):
 
     def _between_slices(self, batch: Batch, events: list[Event], begin: float) -> None:
         """Wait until the device has few slices, rest as settings say, and let another batch pass."""
-        config = self._core.books.parts.config
+        config = self._core.config
         try:
             while len(events) >= (_QUEUED if config.max_busy_share == 1 else 1):
                 events.pop(0).synchronize()
             if config.max_busy_share < 1:
                 self._rest(batch, begin)
-            batch.progressed_at = self._core.books.parts.clock()
+            batch.progressed_at = self._core.now()
             with self._core.lock:
                 other = self._core.books.encoding.take(self.worker, config.max_slice_cost).batch
             if other is not None:
                 self.run(other)
-        except EncoderLostError:
-            raise
-        except Exception as error:  # no item is to blame
+        except RuntimeError as error:  # of the device: no item is to blame
             raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
 
     def _rest(self, batch: Batch, begin: float) -> None:
         """Rest for as long as a slice asks for, or until the worker has to end."""
-        core, clock = self._core, self._core.books.parts.clock
+        core, clock = self._core, self._core.now
         with core.lock:
-            self.worker.finish_slice(batch, begin, clock(), core.books.parts.config.max_busy_share)
+            self.worker.finish_slice(batch, begin, clock(), core.config.max_busy_share)
             while self.worker.status is WorkerStatus.RUNNING:
                 if (left := self.worker.rests_until - clock()) <= 0:
                     break

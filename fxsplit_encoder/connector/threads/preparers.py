@@ -7,12 +7,12 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
-from fxsplit_encoder.connector.books.books import CountJob, Digested, DigestJob, PrepareJob, Problem
-from fxsplit_encoder.connector.books.storage import capacity_of
-from fxsplit_encoder.connector.books.tickets import Ticket
+from fxsplit_encoder.connector.books.preparation import CountJob, Digested, DigestJob, PrepareJob, Problem
+from fxsplit_encoder.connector.books.tickets import Ticket, capacity_of
 from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import failure_of
@@ -70,30 +70,31 @@ class Preparers:
 
     def _read_headers(self, request: EncodeRequest, counts: list[int]) -> Problem | None:
         """Fill in the tokens of each item; why the request cannot be served, if it cannot."""
-        parts = self._core.books.parts
+        config = self._core.config
         sizes: dict[int, int] = {}
         for index, item in enumerate(request.items):
-            try:
-                if (row_bytes := parts.row_bytes(item.modality)) is None:
-                    raise MediaError(f"no encoder takes {shown(item.modality)}")
-                counts[index] = checked_count(self._processor.count_tokens(item))
-            except BaseException as error:  # a decoder that ends its thread must not end this one
-                return Problem(index, failure_of(error, "media"))
-            if (size := counts[index] * row_bytes) > parts.config.staging_bytes:
-                message = f"its feature has {size} bytes, and staging_bytes is {parts.config.staging_bytes}"
+            size = _attempt("media", self._counted, item, index, counts)
+            if isinstance(size, ConnectorError):
+                return Problem(index, size)
+            if size > config.staging_bytes:
+                message = f"its feature has {size} bytes, and staging_bytes is {config.staging_bytes}"
                 return Problem(index, ConnectorError(message, "too_large", retryable=False))
             sizes[id(item)] = capacity_of(size)
-        if (total := sum(sizes.values())) > parts.config.host_bytes:
-            message = f"its request takes {total} bytes, and host_bytes is {parts.config.host_bytes}"
+        if (total := sum(sizes.values())) > config.host_bytes:
+            message = f"its request takes {total} bytes, and host_bytes is {config.host_bytes}"
             return Problem(0, ConnectorError(message, "too_large", retryable=False))
-        return _prompt_problem(request, counts)
+        error = _prompt_problem(request, counts)
+        return None if error is None else Problem(0, error, is_of_item=False)
+
+    def _counted(self, item: MediaItem, index: int, counts: list[int]) -> int:
+        """Bytes of an item's feature, and in its place the tokens that it has."""
+        if (row_bytes := self._core.books.holdings.row_bytes(item.modality)) is None:
+            raise MediaError(f"no encoder takes {shown(item.modality)}")
+        counts[index] = _checked_count(self._processor.count_tokens(item))
+        return counts[index] * row_bytes
 
     def _digest(self, job: DigestJob) -> None:
-        result: Digested | ConnectorError
-        try:
-            result = self._reduced(job) if job.reduction else self._digested(job)
-        except BaseException as error:  # a decoder that ends its thread must not end this one
-            result = failure_of(error, "media")
+        result = _attempt("media", self._reduced if job.reduction else self._digested, job)
         with self._core.change() as books:
             books.preparation.digested(job, result)
 
@@ -111,46 +112,55 @@ class Preparers:
         media = self._processor.reduce(job.media, job.reduction)
         num_tokens = job.item.num_tokens
         if media is not None:
-            num_tokens = checked_count(self._processor.count_tokens(media))
+            num_tokens = _checked_count(self._processor.count_tokens(media))
         if media is None or num_tokens >= job.item.num_tokens:
             raise ConnectorError(
                 "memory ran out, and it has no more to give", "out_of_memory", retryable=True
             )
         counts = [num_tokens if item is job.item else item.num_tokens for item in job.ticket.items]
-        if (problem := _prompt_problem(job.ticket.request, counts)) is not None:
-            raise problem.error
+        if (error := _prompt_problem(job.ticket.request, counts)) is not None:
+            raise error
         return Digested(media, num_tokens, self._hashed(media))
 
     def _prepare(self, job: PrepareJob) -> None:
-        started, cost = time.monotonic(), 0.0
-        result: PreparedItem | ConnectorError
-        try:
-            result = _checked_item(self._processor.prepare(job.media))
-        except BaseException as error:
-            result = failure_of(error, "media")
-        else:
-            try:
-                result, cost = self._stage(result)
-                result, cost = _checked_item(result), _checked_cost(cost)
-            except BaseException as error:
-                result = failure_of(error, "encoder")
+        started = time.monotonic()
+        result, cost = _attempt("media", self._prepared, job.media), 0.0
+        if not isinstance(result, ConnectorError):
+            staged = _attempt("encoder", self._staged, result)
+            result, cost = (staged, 0.0) if isinstance(staged, ConnectorError) else staged
         with self._core.change() as books:
-            books.parts.stats.prepare.add(time.monotonic() - started)
+            books.holdings.stats.prepare.add(time.monotonic() - started)
             books.preparation.prepared(job, result, cost)
 
+    def _prepared(self, media: MediaItem) -> PreparedItem:
+        return _checked_item(self._processor.prepare(media))
 
-def _prompt_problem(request: EncodeRequest, counts: Sequence[int]) -> Problem | None:
+    def _staged(self, item: PreparedItem) -> tuple[PreparedItem, float]:
+        item, cost = self._stage(item)
+        return _checked_item(item), _checked_cost(cost)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _attempt(kind: str, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | ConnectorError:
+    """The result of work on one item, or its failure: what ends a thread elsewhere must not end this one."""
+    try:
+        return work(*args, **kwargs)
+    except BaseException as error:
+        return failure_of(error, kind)
+
+
+def _prompt_problem(request: EncodeRequest, counts: Sequence[int]) -> ConnectorError | None:
     """Why a request's prompt has not the placeholders that its items need, if it has not."""
     if request.placeholders is None:
         return None
-    try:
-        request.placeholders.merged_length(counts)
-    except Exception as error:
-        return Problem(0, failure_of(error, "mismatch"), is_of_item=False)
-    return None
+    length = _attempt("mismatch", request.placeholders.merged_length, counts)
+    return length if isinstance(length, ConnectorError) else None
 
 
-def checked_count(count: object) -> int:
+def _checked_count(count: object) -> int:
     """What a processor counted, as an integer; TypeError or ValueError for what is none of at least 0."""
     if isinstance(count, bool):
         raise TypeError(f"count_tokens: expected an integer of the processor; got {shown(count)}")

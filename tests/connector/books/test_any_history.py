@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fxsplit_encoder.connector.books.audit import audit
-from fxsplit_encoder.connector.books.books import Books, CountJob, Digested, DigestJob, PrepareJob, Problem
+from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.encoding import Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.books.parts import Parts
+from fxsplit_encoder.connector.books.holdings import Admission, Holdings
+from fxsplit_encoder.connector.books.preparation import CountJob, Digested, DigestJob, PrepareJob, Problem
 from fxsplit_encoder.connector.books.tickets import Feature, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
@@ -77,7 +78,12 @@ class Bench:
 
     @classmethod
     def make(
-        cls, num_workers: int = 1, *, can_reduce: bool = False, max_overtakes: int = 64, **settings: Any
+        cls,
+        num_workers: int = 1,
+        *,
+        can_reduce: bool = False,
+        max_overtakes: int = 64,
+        **settings: Any,
     ) -> Bench:
         clock = Clock()
         sizes = {"host_bytes": 8 * PAGE, "device_bytes": 0, "staging_bytes": 16 * PAGE, "timeout_s": None}
@@ -85,8 +91,8 @@ class Bench:
         row_bytes: Callable[[str], int | None] = {"image": ROW_BYTES, "video": ROW_BYTES}.get
         settled = threading.Condition()
         settled.acquire()  # this thread is the only one
-        parts = Parts(config, row_bytes, key_of, settled, clock, can_reduce, max_overtakes=max_overtakes)
-        bench = cls(Books(parts), clock)
+        holdings = Holdings(config, row_bytes, settled, clock, can_reduce)
+        bench = cls(Books(holdings, Admission(holdings, key_of, max_overtakes)), clock)
         for number in range(num_workers):
             bench.start_worker(f"w{number}")
         return bench
@@ -94,13 +100,12 @@ class Bench:
     def submit(self, request: EncodeRequest, counts: Sequence[int], problem: Problem | None = None) -> Ticket:
         """A ticket whose media's headers were read."""
         ticket = self.books.submit(request)
-        self.books.parts.to_count.discard(ticket)
+        self.books.holdings.to_count.discard(ticket)
         self.books.preparation.counted(ticket, counts, problem)
         return ticket
 
     def start_worker(self, name: str) -> Worker:
-        worker = Worker(name, frozenset({"image", "video"}))
-        self.books.encoding.add_worker(worker)
+        worker = self.books.encoding.add_worker(name, frozenset({"image", "video"}))
         worker.status = WorkerStatus.RUNNING
         self.workers = [*(each for each in self.workers if each.name != name), worker]
         return worker
@@ -163,7 +168,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     # --- requests
 
-    @precondition(lambda self: len(self.books.parts.tickets) < 8)
+    @precondition(lambda self: len(self.books.holdings.tickets) < 8)
     @rule(
         names=st.lists(st.sampled_from("abcd"), max_size=3),
         policy=policies,
@@ -200,12 +205,12 @@ class AnyHistory(RuleBasedStateMachine):
         counts = [MEDIA[name] - (name == odd) for name in names]
         distinct = sum(max(4, MEDIA[name]) for name in set(names))
         problem = None
-        if names and (broken or distinct * ROW_BYTES > self.books.parts.config.host_bytes):
+        if names and (broken or distinct * ROW_BYTES > self.books.holdings.config.host_bytes):
             problem = Problem(len(names) - 1, ConnectorError("broken", "media", False))
         try:
             self.tickets.append(self.books.submit(request))
         except ConnectorFullError:
-            assert self.books.parts.waiting.used + len(names) > 12
+            assert self.books.holdings.waiting.used + len(names) > 12
             return
         self.headers[self.tickets[-1]] = counts, problem
         self.books.settle()
@@ -304,7 +309,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     # --- workers
 
-    @precondition(lambda self: self.books.parts.to_encode)
+    @precondition(lambda self: self.books.holdings.to_encode)
     @rule(worker=st.integers(0, 1))
     def take_batch(self, worker: int) -> None:
         batch = self.books.encoding.take(self.bench.workers[worker]).batch
@@ -324,16 +329,14 @@ class AnyHistory(RuleBasedStateMachine):
         batch.failures = failures
         batch.events = [self.new_event()] if arrivals else []
         for arrival in arrivals:
-            arrival.events = tuple(batch.events[:1])
-            if not arrival.is_copied:
+            if not arrival.capacity:
                 continue
             assert arrival.capacity >= arrival.rows.nbytes
             if copy_fails:
                 failures[arrival.entry] = _error("encoder")
                 continue
             arrival.feature.rows = Rows(arrival.rows.nbytes, "host")
-            arrival.events = (self.new_event(),)
-            batch.events += arrival.events
+            batch.events.append(self.new_event())
         self.books.encoding.launched(batch)
         self.launched.append(batch)
 
@@ -352,17 +355,15 @@ class AnyHistory(RuleBasedStateMachine):
             event.passed = True  # type: ignore[attr-defined]
         self.books.encoding.publish(batch)
 
-    @precondition(lambda self: self.books.encoding.batches)
+    @precondition(lambda self: any(worker.batches for worker in self.bench.workers))
     @rule(worker=st.integers(0, 1), is_running=st.booleans())
     def lose_worker(self, worker: int, is_running: bool) -> None:
         """Its thread is given up while it goes on, or has ended; another takes its place."""
         gone = self.bench.workers[worker]
-        gone.status = WorkerStatus.LOST
-        for batch in [batch for batch in self.books.encoding.batches if batch.worker is gone]:
-            self.books.encoding.lose(batch, is_running=is_running)
-            if not is_running:
-                self.encoding = [each for each in self.encoding if each is not batch]
-                self.launched = [each for each in self.launched if each is not batch]
+        self.books.encoding.lose_worker(gone, is_running=is_running)
+        if not is_running:
+            self.encoding = [each for each in self.encoding if each.worker is not gone]
+            self.launched = [each for each in self.launched if each.worker is not gone]
         self.bench.start_worker(gone.name)
 
     # --- time
@@ -378,7 +379,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.bench.clock.now += seconds
         self.books.expire()
 
-    @precondition(lambda self: self.books.parts.news)
+    @precondition(lambda self: self.books.holdings.news)
     @rule()
     def step(self) -> None:
         step = self.books.step()
@@ -386,7 +387,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.told[ticket.number] = ticket.state
         assert all(ticket.state in WAITING for ticket in step.deferred)
 
-    @precondition(lambda self: any(self.books.parts.cache.resting()))
+    @precondition(lambda self: any(self.books.holdings.storage.resting))
     @rule()
     def clear_cache(self) -> None:
         self.books.clear_cache()
@@ -409,8 +410,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.books.close()
         self.books.settle()
         assert not (wrong := audit(self.books)), wrong
-        ledger = self.books.parts.ledger
-        assert {account: ledger.used(account) for account in ledger.accounts() if ledger.used(account)} == {}
+        assert not any(self.books.snapshot().bytes_used.values())
 
     def finish_everything(self) -> None:
         """Without further faults, every ticket that is released when it is ready comes to its end."""
@@ -421,16 +421,16 @@ class AnyHistory(RuleBasedStateMachine):
             self.work("ready")
             for event in self.events:
                 event.passed = True
-            for ticket in list(self.books.parts.tickets.values()):
+            for ticket in list(self.books.holdings.tickets.values()):
                 if ticket.state is State.READY:
                     self.books.release(ticket)
             self.books.settle()
             assert not (wrong := audit(self.books)), wrong
-            if not self.books.parts.tickets and not self.books.encoding.batches:
+            if not self.books.holdings.tickets and not any(worker.batches for worker in self.bench.workers):
                 return
-        raise AssertionError(f"stuck: {self.books.parts.tickets}")
+        raise AssertionError(f"stuck: {self.books.holdings.tickets}")
 
-    @precondition(lambda self: self.books.parts.waiting.used)
+    @precondition(lambda self: self.books.holdings.waiting.used)
     @rule(until=st.sampled_from(["prepared", "taken", "ready"]))
     def work(self, until: str) -> None:
         """What CPU workers and workers have before them, without faults."""
@@ -452,7 +452,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def forget_some(self) -> None:
         """The latest tickets are enough to pick from."""
-        live = [ticket for ticket in self.tickets if ticket.number in self.books.parts.tickets]
+        live = [ticket for ticket in self.tickets if ticket.number in self.books.holdings.tickets]
         self.tickets = live + [ticket for ticket in self.tickets if ticket not in live][-5:]
 
     # --- helpers
@@ -479,10 +479,10 @@ def random_move(machine: AnyHistory, draw: random.Random) -> None:
     which, item = draw.randrange(1 << 16), draw.choice([None, None, 0, 1])
     kinds = [draw.choice([None, None, None, "encoder", "out_of_memory"]) for _ in range(3)]
     moves: list[tuple[int, Any, Callable[[], None]]] = [
-        (10, len(machine.books.parts.tickets) < 8, lambda: random_submission(machine, draw)),
+        (10, len(machine.books.holdings.tickets) < 8, lambda: random_submission(machine, draw)),
         (2, machine.tickets, lambda: machine.hold(which, item)),
         (4, machine.tickets, lambda: machine.release(which, item, draw.random() < 0.2)),
-        (1, machine.tickets, lambda: machine.cancel(which, item)),
+        (3, machine.tickets, lambda: machine.cancel(which, item)),
         (2, any(t.state is State.READY for t in machine.tickets), lambda: machine.begin_read(which)),
         (4, machine.reading, lambda: machine.end_read(which, draw.random() < 0.5)),
         (9, True, machine.take_cpu_job),
@@ -535,7 +535,7 @@ def test_equal_items_share_rows_also_where_their_key_has_rows_of_another_size() 
         ["a", "c", "c"], policy, False, "", None, False, "submitted", odd="-"
     )  # 8 of the same name
     machine.finish_everything()
-    stats = machine.books.parts.stats
+    stats = machine.books.holdings.stats
     assert (stats.misses, stats.rejected_hits) == (3, 1)
 
 
@@ -550,7 +550,7 @@ def test_long_histories() -> None:
             random_move(machine, draw)
             machine.forget_some()
         machine.finish_everything()
-        reached.update({name: getattr(machine.books.parts.stats, name) for name in REACHED})
+        reached.update({name: getattr(machine.books.holdings.stats, name) for name in REACHED})
     assert all(reached.values()), reached
 
 

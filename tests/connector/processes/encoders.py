@@ -7,13 +7,13 @@ import signal
 import time
 from collections.abc import Sequence
 
+import msgspec
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.processes import child
-from fxsplit_encoder.connector.processes.wire import Encoded
+from fxsplit_encoder.connector.processes.wire import Encoded, Started
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
 
@@ -106,19 +106,17 @@ def lying() -> DoublingEncoder:
 LIES = ("more", "fewer", "outside", "other", "garbage")
 
 
-def lie(host: child.EncoderHost, request: int, features: Sequence[Tensor]) -> None:
-    block = host._half.put({"feature": features[0]})
-    encoded = Encoded(request, {0: block}, is_last=True)
+def lie(host: child.EncoderHost, features: Sequence[Tensor]) -> None:
+    channel = host._channel
     match LIES[int(features[0][0, 0])]:
         case "more":
-            encoded = replace(encoded, features={0: block, 1: host._half.put({"feature": features[0]})})
+            host._send(Encoded([features[0], features[0]], is_last=True))
         case "fewer":
-            encoded = replace(encoded, features={})
+            host._send(Encoded([], is_last=True))
         case "outside":
-            encoded = replace(encoded, features={0: replace(block, offset=1 << 40)})
+            place = msgspec.msgpack.encode(("float32", (1, 1), 1 << 40))
+            host._send(Encoded([msgspec.msgpack.Ext(1, place)], is_last=True))  # type: ignore[list-item]
         case "other":
-            encoded = replace(encoded, features={0: host._half.put({"other": features[0]})})
+            host._send(Started({"image": 1}))
         case "garbage":
-            host._channel.send(b"\x07\x00\x00\x00garbage")
-            return
-    host._send(encoded)
+            channel.send(b"\x07\x00\x00\x00garbage")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fxsplit_encoder.connector.books.books import Digested, DigestJob
+from fxsplit_encoder.connector.books import encoding
+from fxsplit_encoder.connector.books.preparation import Digested, DigestJob
 from fxsplit_encoder.connector.states import State
 from tests.connector.books.test_any_history import Bench
 from tests.connector.scenes import (
@@ -49,7 +50,8 @@ def test_features_that_are_kept_wake_no_worker(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    with staged(input_bytes=1, max_batches_in_flight=1, max_batch_items=1) as (each, stage):
+    monkeypatch.setattr(encoding, "BATCHES_IN_FLIGHT", 1)
+    with staged(input_bytes=1, max_batch_items=1) as (each, stage):
         tickets = [each.submit(request(name)) for name in "abcdef"]
         stage.wait_for_batch()
         wait_until(lambda: len(each._core.cpu_work._waiters) == 2)

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from fxsplit_encoder.encode_queue import EncodeQueue, Landing
+from fxsplit_encoder.encode_queue.batch_thread import Landing
+from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import (
     EncoderLostError,
     InputError,

@@ -1,8 +1,6 @@
-"""Batches on worker threads: `BatchThread` launches and lands them, `EncodeQueue` forms them from items.
+"""`EncodeQueue`: forms batches of items for workers, with a future for each item.
 
-A worker *launches* a batch, which returns as soon as its device or process has the work, and *lands* it,
-which waits for the results. A second thread lands, in order, so that the next batch is launched in time. A
-batch that fails is halved until single items do. A worker that ends by a fault or hangs is given up, and
+A batch that fails is halved until single items do. A worker that ends by a fault or hangs is given up, and
 others take its items.
 """
 
@@ -12,18 +10,17 @@ import atexit
 import heapq
 import logging
 import math
-import queue
 import threading
 import time
-import traceback
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from fxsplit_encoder.encode_queue.batch_thread import BatchThread, Clock
+from fxsplit_encoder.encode_queue.fair_queue import FairQueue, Shares
 from fxsplit_encoder.errors import (
     EncoderLostError,
     InputError,
@@ -34,238 +31,9 @@ from fxsplit_encoder.errors import (
 
 logger = logging.getLogger(__name__)
 
-BatchT = TypeVar("BatchT")
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
-
-
-class Landing(Generic[BatchT]):
-    """Lands batches in order on a thread, which starts with the first batch."""
-
-    def __init__(self, land: Callable[[BatchT], None], on_fault: Callable[[], None], name: str) -> None:
-        self._land = land
-        self._on_fault = on_fault
-        self._name = name
-        self._batches: queue.SimpleQueue[BatchT | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._num_added = self._num_landed = 0
-        self.fault: BaseException | None = None
-        """What ended the thread."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether every batch has landed; asked by the thread that adds."""
-        return self._num_added == self._num_landed
-
-    def add(self, batch: BatchT) -> None:
-        """Land one more batch, after those that were added before."""
-        self._num_added += 1
-        self._batches.put(batch)
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter ends and starts no thread any more: land here
-                self._batches.put(None)
-                self._run()
-                return
-            self._thread = thread
-
-    def _run(self) -> None:
-        try:
-            while (batch := self._batches.get()) is not None:
-                self._land(batch)
-                del batch  # and its tensors, which may be large
-                self._num_landed += 1
-        except BaseException as error:
-            self.fault = error
-            self._on_fault()
-
-    def finish(self) -> None:
-        """Return once every batch that was added has landed, or a fault has ended the thread."""
-        if self._thread is not None:
-            self._batches.put(None)
-            self._thread.join()
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Clear the local variables of an error's frames: a log handler may keep it, and so whole batches."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-class BatchThread(ABC, Generic[BatchT]):
-    """A thread that takes batches from a source, launches them, and has them landed in order.
-
-    An Exception of `launch` concerns the batch, which is split. `EncoderLostError`, what is no Exception, and
-    errors of other methods end the thread, and `lost` is called.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._landing = Landing(self.land, self.wake, f"{name}-landing")
-
-    @abstractmethod
-    def serving(self) -> AbstractContextManager[None]:
-        """Start what encodes, on this thread; batches are taken inside."""
-
-    @abstractmethod
-    def take(self) -> BatchT | None:
-        """The next batch, once there is one; None: there will be none. Calls `check` whenever it wakes."""
-
-    @abstractmethod
-    def launch(self, batch: BatchT) -> None:
-        """Give a batch to what encodes."""
-
-    @abstractmethod
-    def split(self, batch: BatchT, error: Exception) -> Sequence[BatchT]:
-        """The halves of a batch whose launch failed, to be launched; none: its only item has failed."""
-
-    @abstractmethod
-    def is_over(self, batch: BatchT) -> bool:
-        """Whether landing a launched batch would not wait."""
-
-    @abstractmethod
-    def launched(self, batch: BatchT) -> None:
-        """Called before a batch that is not over is handed to the landing thread."""
-
-    @abstractmethod
-    def land(self, batch: BatchT) -> None:
-        """Wait for the results of a batch and publish them."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Have `take` look again."""
-
-    @abstractmethod
-    def lost(self, error: BaseException) -> None:
-        """A fault ends this thread; everything that was launched has landed, or never will."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what encodes, on this thread."""
-
-    def run(self, batch: BatchT) -> None:
-        """Launch a batch on this thread, and land it or have it landed; a part at a time if it fails."""
-        try:
-            self.launch(batch)
-        except EncoderLostError:
-            raise
-        except Exception as error:
-            for half in self.split(batch, error):
-                self.run(half)
-            return
-        if self._landing.is_empty and self.is_over(batch):
-            self.land(batch)
-            return
-        self.launched(batch)
-        self._landing.add(batch)
-
-    def check(self) -> None:
-        """Raise the fault that ended the landing thread, if one did."""
-        if self._landing.fault is not None:
-            raise self._landing.fault
-
-    def _run(self) -> None:
-        try:
-            with self.serving():
-                while self._run_next():
-                    pass
-                self._landing.finish()
-                self.check()
-        except BaseException as error:  # whatever ends this thread must not end the work that it had
-            logger.warning("%s is lost", self.name, exc_info=True)
-            self._landing.finish()
-            self.lost(error)
-            _clear_frames(error)
-        finally:
-            self.close()
-
-    def _run_next(self) -> bool:
-        batch = self.take()
-        if batch is not None:
-            self.run(batch)
-        return batch is not None
-
-
-class Clock:
-    """A thread that calls `expire` whenever the next deadline has passed.
-
-    Args:
-        changed: condition of the lock under which deadlines change.
-        next_deadline: on the clock `now`, called with the lock; None: nothing has one.
-        expire: called without the lock; leaves no deadline that has passed.
-    """
-
-    def __init__(
-        self,
-        changed: threading.Condition,
-        next_deadline: Callable[[], float | None],
-        expire: Callable[[], None],
-        now: Callable[[], float],
-        name: str,
-    ) -> None:
-        self._changed = changed
-        self._next_deadline = next_deadline
-        self._expire = expire
-        self._now = now
-        self._awaited: float | None = None
-        self._is_stopping = False
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def look(self) -> None:
-        """Look at deadlines that may have come closer; called with the lock."""
-        deadline = self._next_deadline()
-        if deadline is not None and (self._awaited is None or deadline < self._awaited):
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """End the thread; called with the lock."""
-        self._is_stopping = True
-        self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._is_stopping:
-                    return
-                self._awaited = self._next_deadline()
-                left = None if self._awaited is None else self._awaited - self._now()
-                if left is None or left > 0:
-                    # Deadlines further away than a wait may be are looked at again.
-                    self._changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX))
-                    continue
-            self._expire()
-
-
-class Shares:
-    """How much of something bounded each tenant has.
-
-    A tenant with less than its even share is not refused for what others have: up to twice as much as the
-    bound may be used then.
-    """
-
-    def __init__(self) -> None:
-        self.used = 0
-        self._own: dict[str, int] = {}
-
-    def change(self, tenant: str, amount: int) -> None:
-        """Give a tenant so much more, or less."""
-        self.used += amount
-        self._own[tenant] = self._own.get(tenant, 0) + amount
-        if not self._own[tenant]:
-            del self._own[tenant]
-
-    def is_refused(self, tenant: str, wanted: int, most: int) -> bool:
-        """Whether a tenant may not have so much more, of `most`."""
-        if self.used + wanted <= most:
-            return False
-        own = self._own.get(tenant, 0)
-        share = most / len({*self._own, tenant}) if own else most
-        return own + wanted > share or self.used + wanted > 2 * most
 
 
 class BatchHandle(Protocol[ResultT_co]):
@@ -325,45 +93,6 @@ class _Batch:
     handle: BatchHandle[Any] | None = None
 
 
-class _Waiting:
-    """Items that wait: by priority, then each tenant in turn, then in order of arrival."""
-
-    def __init__(self) -> None:
-        self.items: dict[_Item, None] = {}
-        self._levels: dict[int, dict[str, dict[_Item, None]]] = {}
-        """By priority and tenant; the tenant whose turn it is comes first."""
-        self.shares = Shares()
-
-    def push(self, item: _Item) -> None:
-        self.items[item] = None
-        self._levels.setdefault(item.priority, {}).setdefault(item.tenant, {})[item] = None
-        self.shares.change(item.tenant, 1)
-
-    def first(self) -> _Item | None:
-        """The item that is due."""
-        if not self.items:
-            return None
-        tenants = self._levels[max(self._levels)]
-        return next(iter(next(iter(tenants.values()))))
-
-    def take(self, item: _Item) -> None:
-        """Remove the item that is due; it is another tenant's turn."""
-        self.remove(item)
-        tenants = self._levels.get(item.priority, {})
-        if (own := tenants.pop(item.tenant, None)) is not None:
-            tenants[item.tenant] = own
-
-    def remove(self, item: _Item) -> None:
-        del self.items[item]
-        tenants = self._levels[item.priority]
-        del tenants[item.tenant][item]
-        if not tenants[item.tenant]:
-            del tenants[item.tenant]
-        if not tenants:
-            del self._levels[item.priority]
-        self.shares.change(item.tenant, -1)
-
-
 MOST_LOSSES = 2
 """Workers that an item may cost before it is taken for the cause."""
 
@@ -374,8 +103,9 @@ _EXIT_SECONDS = 30.0
 class EncodeQueue(Generic[ItemT, ResultT]):
     """A bounded queue of items that workers encode in batches, with a future for each.
 
-    A free worker takes what waits, as far as costs and number allow: items of higher priority first, then
-    each tenant in turn, then in order of arrival. An item that costs more than a batch may goes alone.
+    A free worker takes what waits, as far as costs and number allow: items of higher priority first, then of
+    the tenant that has had the least work, then in order of arrival. An item that costs more than a batch may
+    goes alone.
 
     Args:
         max_batch_cost: of the items of a batch together.
@@ -415,7 +145,9 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
         """Told whenever a worker may have something to do, or an item is over."""
-        self._waiting: _Waiting = _Waiting()
+        self._waiting: FairQueue[_Item] = FairQueue()
+        self._shares = Shares()
+        """Items that wait, by tenant."""
         self._again: deque[_Batch] = deque()
         """Batches ahead of all that waits: halves of failed ones, items of lost workers."""
         self._deadlines: list[tuple[float, int, _Item]] = []
@@ -504,7 +236,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         with self.lock:
             self._check_open(tenant)
             self._num_submitted += 1
-            self._waiting.push(entry)
+            self._waiting.push(entry, None, cost, tenant, priority=priority)
+            self._shares.change(tenant, 1)
             if timeout_s is not None:
                 entry.deadline = self.clock() + timeout_s
                 heapq.heappush(self._deadlines, (entry.deadline, self._num_submitted, entry))
@@ -518,7 +251,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             raise QueueClosedError("the queue is closed")
         if self._given_up and not self._workers:
             raise EncoderLostError("every worker was lost")
-        shares, most = self._waiting.shares, self._max_items
+        shares, most = self._shares, self._max_items
         if most is not None and shares.is_refused(tenant, 1, most):
             self._counts.refused += 1
             raise QueueFullError(f"{shares.used} items wait, and max_items is {most}; submit it later")
@@ -526,17 +259,22 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def _forget(self, entry: _Item) -> None:
         """An item was cancelled."""
         with self.lock:
-            if entry in self._waiting.items:
-                self._waiting.remove(entry)
+            if self._drop(entry):
                 self._counts.cancelled += 1
                 self.work.notify_all()
+
+    def _drop(self, entry: _Item) -> bool:
+        """An item waits no more; False: nor did it. Called with the lock."""
+        was_there = self._waiting.discard(entry)
+        self._shares.change(entry.tenant, -was_there)
+        return was_there
 
     def stats(self) -> QueueStats:
         """The counts so far."""
         with self.lock:
             running = sum(len(batch.items) for worker in self._workers for batch in worker.batches)
             again = sum(len(batch.items) for batch in self._again)
-            return replace(self._counts, waiting=len(self._waiting.items) + again, running=running)
+            return replace(self._counts, waiting=len(self._waiting) + again, running=running)
 
     def close(self, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more items, and end the workers; further calls do nothing.
@@ -549,9 +287,9 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         with self.lock:
             self._is_closed = True
             drain = drain and bool(self._workers)
-            dropped = [] if drain else list(self._waiting.items)
+            dropped = [] if drain else list(self._waiting)
             for entry in dropped:
-                self._waiting.remove(entry)
+                self._drop(entry)
             self._counts.cancelled += len(dropped)
             self.work.notify_all()
         for entry in dropped:
@@ -591,6 +329,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             if chosen and cost + entry.cost > self._max_batch_cost:
                 break
             self._waiting.take(entry)
+            self._shares.change(entry.tenant, -1)
             if not entry.future.set_running_or_notify_cancel():
                 self._counts.cancelled += 1
             elif entry.deadline <= self.clock():
@@ -610,7 +349,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def is_done(self, worker: _QueueWorker) -> bool:
         """Whether a worker has nothing to take any more; called with the lock."""
         others = any(each.batches for each in self._workers)  # which may fail, and come again in halves
-        return worker.is_lost or (self._is_closed and not (self._again or self._waiting.items or others))
+        return worker.is_lost or (self._is_closed and not (self._again or self._waiting or others))
 
     def finish(self, worker: _QueueWorker, batch: _Batch, results: Sequence[Any]) -> None:
         """Publish the results of a batch, unless its worker was given up."""
@@ -654,8 +393,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             if not self._workers:
                 failed += [entry for batch in self._again for entry in batch.items]
                 self._again.clear()
-                for entry in list(self._waiting.items):
-                    self._waiting.remove(entry)
+                for entry in list(self._waiting):
+                    self._drop(entry)
                     if entry.future.set_running_or_notify_cancel():
                         failed.append(entry)
             self._counts.failed += len(failed)
@@ -668,7 +407,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def _next_deadline(self) -> float | None:
         if self._late:
             return -math.inf
-        while self._deadlines and self._deadlines[0][2] not in self._waiting.items:
+        while self._deadlines and self._deadlines[0][2] not in self._waiting:
             heapq.heappop(self._deadlines)
         found = [self._deadlines[0][0]] if self._deadlines else []
         if self._hang_timeout_s is not None:
@@ -682,10 +421,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             expired, self._late = self._late, []
             while self._deadlines and self._deadlines[0][0] <= now:
                 entry = heapq.heappop(self._deadlines)[2]
-                if entry in self._waiting.items:
-                    self._waiting.remove(entry)
-                    if entry.future.set_running_or_notify_cancel():
-                        expired.append(entry)
+                if self._drop(entry) and entry.future.set_running_or_notify_cancel():
+                    expired.append(entry)
             self._counts.expired += len(expired)
             longest = math.inf if self._hang_timeout_s is None else self._hang_timeout_s
             hung = [
@@ -762,11 +499,6 @@ class _QueueWorker(BatchThread[_Batch]):
             for half in halves:
                 self.begin(half, self._source.clock())
         return halves
-
-    def is_over(self, batch: _Batch) -> bool:
-        return False
-
-    def launched(self, batch: _Batch) -> None: ...
 
     def land(self, batch: _Batch) -> None:
         assert batch.handle is not None

@@ -1,0 +1,223 @@
+"""Threads: `BatchThread` launches batches and has them landed in order, `Clock` waits for deadlines.
+
+A worker *launches* a batch, which returns as soon as its device or process has the work, and *lands* it,
+which waits for the results. A second thread lands, in order, so that the next batch is launched in time. A
+batch that fails is halved until single items do.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
+
+from fxsplit_encoder.errors import EncoderLostError
+
+logger = logging.getLogger(__name__)
+
+BatchT = TypeVar("BatchT")
+
+
+class Landing(Generic[BatchT]):
+    """Lands batches in order on a thread, which starts with the first batch."""
+
+    def __init__(self, land: Callable[[BatchT], None], on_fault: Callable[[], None], name: str) -> None:
+        self._land = land
+        self._on_fault = on_fault
+        self._name = name
+        self._batches: queue.SimpleQueue[BatchT | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._num_added = self._num_landed = 0
+        self.fault: BaseException | None = None
+        """What ended the thread."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every batch has landed; asked by the thread that adds."""
+        return self._num_added == self._num_landed
+
+    def add(self, batch: BatchT) -> None:
+        """Land one more batch, after those that were added before."""
+        self._num_added += 1
+        self._batches.put(batch)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends and starts no thread any more: land here
+                self._batches.put(None)
+                self._run()
+                return
+            self._thread = thread
+
+    def _run(self) -> None:
+        try:
+            while (batch := self._batches.get()) is not None:
+                self._land(batch)
+                del batch  # and its tensors, which may be large
+                self._num_landed += 1
+        except BaseException as error:
+            self.fault = error
+            self._on_fault()
+
+    def finish(self) -> None:
+        """Return once every batch that was added has landed, or a fault has ended the thread."""
+        if self._thread is not None:
+            self._batches.put(None)
+            self._thread.join()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the local variables of an error's frames: a log handler may keep it, and so whole batches."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+class BatchThread(ABC, Generic[BatchT]):
+    """A thread that takes batches from a source, launches them, and has them landed in order.
+
+    An Exception of `launch` concerns the batch, which is split. `EncoderLostError`, what is no Exception, and
+    errors of other methods end the thread, and `lost` is called.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._landing = Landing(self.land, self.wake, f"{name}-landing")
+
+    @abstractmethod
+    def serving(self) -> AbstractContextManager[None]:
+        """Start what encodes, on this thread; batches are taken inside."""
+
+    @abstractmethod
+    def take(self) -> BatchT | None:
+        """The next batch, once there is one; None: there will be none. Calls `check` whenever it wakes."""
+
+    @abstractmethod
+    def launch(self, batch: BatchT) -> None:
+        """Give a batch to what encodes."""
+
+    @abstractmethod
+    def split(self, batch: BatchT, error: Exception) -> Sequence[BatchT]:
+        """The halves of a batch whose launch failed, to be launched; none: its only item has failed."""
+
+    def launched(self, batch: BatchT) -> bool:
+        """Called once a batch is launched; whether landing it would not wait."""
+        return False
+
+    @abstractmethod
+    def land(self, batch: BatchT) -> None:
+        """Wait for the results of a batch and publish them."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Have `take` look again."""
+
+    @abstractmethod
+    def lost(self, error: BaseException) -> None:
+        """A fault ends this thread; everything that was launched has landed, or never will."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what encodes, on this thread."""
+
+    def run(self, batch: BatchT) -> None:
+        """Launch a batch on this thread, and land it or have it landed; a part at a time if it fails."""
+        try:
+            self.launch(batch)
+        except EncoderLostError:
+            raise
+        except Exception as error:
+            for half in self.split(batch, error):
+                self.run(half)
+            return
+        try:
+            is_over = self.launched(batch)
+        except Exception as error:  # no item is to blame
+            raise EncoderLostError(f"{self.name} cannot go on: {error}") from error
+        if is_over and self._landing.is_empty:
+            self.land(batch)
+        else:
+            self._landing.add(batch)
+
+    def check(self) -> None:
+        """Raise the fault that ended the landing thread, if one did."""
+        if self._landing.fault is not None:
+            raise self._landing.fault
+
+    def _run(self) -> None:
+        try:
+            with self.serving():
+                while self._run_next():
+                    pass
+                self._landing.finish()
+                self.check()
+        except BaseException as error:  # whatever ends this thread must not end the work that it had
+            logger.warning("%s is lost", self.name, exc_info=True)
+            self._landing.finish()
+            self.lost(error)
+            _clear_frames(error)
+        finally:
+            self.close()
+
+    def _run_next(self) -> bool:
+        batch = self.take()
+        if batch is not None:
+            self.run(batch)
+        return batch is not None
+
+
+class Clock:
+    """A thread that calls `expire` whenever the next deadline has passed.
+
+    Args:
+        changed: condition of the lock under which deadlines change.
+        next_deadline: on the clock `now`, called with the lock; None: nothing has one.
+        expire: called without the lock; leaves no deadline that has passed.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        next_deadline: Callable[[], float | None],
+        expire: Callable[[], None],
+        now: Callable[[], float],
+        name: str,
+    ) -> None:
+        self._changed = changed
+        self._next_deadline = next_deadline
+        self._expire = expire
+        self._now = now
+        self._awaited: float | None = None
+        self._is_stopping = False
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def look(self) -> None:
+        """Look at deadlines that may have come closer; called with the lock."""
+        deadline = self._next_deadline()
+        if deadline is not None and (self._awaited is None or deadline < self._awaited):
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the thread; called with the lock."""
+        self._is_stopping = True
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_stopping:
+                    return
+                self._awaited = self._next_deadline()
+                left = None if self._awaited is None else self._awaited - self._now()
+                if left is None or left > 0:
+                    # Deadlines further away than a wait may be are looked at again.
+                    self._changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX))
+                    continue
+            self._expire()

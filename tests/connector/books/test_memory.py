@@ -1,0 +1,85 @@
+"""Accounts of bytes, and batches that end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxsplit_encoder.connector.books.audit import audit
+from fxsplit_encoder.connector.books.encoding import Batch
+from fxsplit_encoder.connector.books.tickets import Account, capacity_of
+from fxsplit_encoder.connector.interfaces import MediaItem
+from fxsplit_encoder.connector.request import EncodeRequest
+
+from .test_any_history import MEDIA, AnyHistory, Bench
+
+
+def test_bytes_are_reserved_within_a_limit_and_freed_once() -> None:
+    account = Account("host", 100)
+    memory = account.take(60)
+    assert (account.free, account.used, account.peak) == (40, 60, 60)
+    with pytest.raises(AssertionError, match="host: 41 bytes of 40"):
+        account.take(41)
+    memory.free()
+    with pytest.raises(AssertionError, match="60 bytes of host are freed twice"):
+        memory.free()
+    assert (account.used, account.peak) == (0, 60)
+    assert Account("inputs", None).take(1 << 50).num_bytes == 1 << 50
+
+
+def test_books_that_were_tampered_with_do_not_add_up() -> None:
+    bench = Bench.make()
+    batch, storage = launched(bench, "a"), bench.books.holdings.storage
+    (entry,) = storage.entries
+    assert audit(bench.books) == []
+    entry.inputs, inputs = entry.memory, entry.inputs
+    assert "host: 4096 bytes are held 2 times" in audit(bench.books)
+    assert "inputs: 0 bytes are held, 100 reserved" in audit(bench.books)
+    entry.inputs, storage.host.peak = inputs, 9 * PAGE
+    assert audit(bench.books) == [f"host: {9 * PAGE} of {8 * PAGE} bytes were reserved"]
+    storage.host.peak = PAGE
+    del batch.worker.batches[batch]
+    assert "1 features are encoded, batches have 0" in audit(bench.books)
+
+
+PAGE = 4096
+
+
+@given(st.integers(1, 1 << 40))
+def test_a_buffer_is_a_power_of_two_and_no_more_than_twice_as_large(num_bytes: int) -> None:
+    capacity = capacity_of(num_bytes)
+    assert capacity.bit_count() == 1
+    assert num_bytes <= capacity
+    assert capacity == PAGE or capacity < 2 * num_bytes
+
+
+def launched(bench: Bench, name: str) -> Batch:
+    """A batch of one image that is on the device."""
+    machine = AnyHistory.of(bench)
+    bench.submit(EncodeRequest("r", [MediaItem("image", name)]), [MEDIA[name]])
+    machine.work("prepared")
+    machine.take_batch(0)
+    (batch,) = machine.encoding
+    machine.encoded(0, [None], False)
+    return batch
+
+
+def ready(bench: Bench) -> list[str]:
+    """The media of tickets that a step reports as ready."""
+    step = bench.books.step()
+    assert audit(bench.books) == []
+    return [str(ticket.request.items[0].media) for ticket in step.ready]
+
+
+def test_a_step_sees_a_finished_batch_before_its_thread_does() -> None:
+    bench = Bench.make(host_bytes=1 << 20, device_bytes=1 << 20, staging_bytes=1 << 20)
+    for name in "ab":
+        batch = launched(bench, name)
+        bench.clock.now += 1.0
+        assert ready(bench) == []
+        for event in batch.events:
+            event.passed = True  # type: ignore[attr-defined]
+        assert ready(bench) == [name]
+        bench.books.encoding.publish(batch)  # as the thread does later
+        assert (ready(bench), bench.workers[0].batches) == ([], {})
