@@ -47,6 +47,8 @@ class DenseCalls(Calls):
 
     input_names: Sequence[str] = ("pixel_values",)
     makes_layers = True
+    is_configured = True
+    """Whether the default size is the configuration's."""
 
     @property
     def default_key(self) -> DenseKey:
@@ -59,7 +61,12 @@ class DenseCalls(Calls):
     @property
     def expected_keys(self) -> Sequence[DenseKey]:
         """This size."""
-        return (self.default_key,)
+        return (self.default_key,) if self.is_configured else ()
+
+    @property
+    def example_key(self) -> DenseKey:
+        """This size, also if no configuration has it."""
+        return self.default_key
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The images."""

@@ -21,6 +21,7 @@ from fxsplit_encoder.hugging_face.rules import names_images, takes_images
 from fxsplit_encoder.hugging_face.served import FoundTower, ServedTower
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.towers.base import WrappedTower
+from fxsplit_encoder.towers.rules import is_model
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +151,8 @@ def find_towers(model: Any) -> tuple[list[FoundTower], list[Refusal]]:
     models = [f"{name or 'the model'} ({type(each).__name__})" for name, each in model.named_modules()]
     models = [*models[:_MOST_NAMED], *(["..."] if len(models) > _MOST_NAMED else [])]
     raise UnsupportedTowerError(
-        f"accelerate: no vision tower was found in {kind}: none of its modules takes pixel_values; looked at "
-        f"{', '.join(models)}"
+        f"accelerate: no vision tower was found in {kind}: none of its modules takes pixel_values first; "
+        f"looked at {', '.join(models)}"
     )
 
 
@@ -165,7 +166,7 @@ def _find(module: nn.Module, name: str, owner: nn.Module, refusals: list[Refusal
         try:
             calls = calls_of(module)
         except UnsupportedTowerError as error:
-            reason = str(error) if names_images(module) else ""
+            reason = str(error) if names_images(module) and is_model(module) else ""
         else:
             yield FoundTower(name, module, layers, calls)
             return

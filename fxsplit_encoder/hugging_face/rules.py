@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,19 @@ from fxsplit_encoder.towers.rules import (
     check_difference,
     field_of,
     grid_argument,
+    is_model,
     look_at_grids,
 )
 from fxsplit_encoder.towers.tiles import DenseTower
 
 _OPTIONS = frozenset(
     {
-        *("attention_mask", "bool_masked_pos", "head_mask", "interpolate_pos_encoding", "noise"),
-        *("output_attentions", "output_hidden_states", "patch_offsets", "return_dict"),
+        *("attention_mask", "bool_masked_pos", "dataset_index", "head_mask", "image_grid_hw", "noise"),
+        *("interpolate_pos_encoding", "output_attentions", "output_hidden_states", "return_dict"),
+        "patch_offsets",
     }
 )
-"""Arguments beside the images, and those that end in `labels`, without which a tower is called."""
+"""Arguments beside the images without which a tower is called, as without `labels` and those that are off."""
 
 _USUAL_SIZE = 224
 """Pixels per side of the images that a tower is looked at with if its configuration has no size."""
@@ -52,18 +54,18 @@ _Forward = Callable[[Tensor], Tensor]
 
 
 def takes_images(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers whose first argument are images or their patches."""
-    kind: Any = type(module)
-    if all(base.__name__ != "PreTrainedModel" for base in kind.__mro__):
-        return False
+    """Whether the first argument of a model of transformers, or of a module in it with a configuration, are
+    images or their patches.
+    """
     # The classes inside a tower inherit the name; Florence-2's tower calls its images hidden states.
-    return names_images(module) or (kind.main_input_name == "pixel_values" and bool(arguments_of(module)))
+    is_main = getattr(module, "main_input_name", "") == "pixel_values" and bool(arguments_of(module))
+    return names_images(module) or (is_main and is_model(module))
 
 
 def names_images(module: nn.Module) -> bool:
-    """Whether the first argument of a module has the name of images, or another that of grids."""
+    """Whether the first argument has the name of images, or another that of grids."""
     is_first = next(iter(arguments_of(module)), "").startswith("pixel_values")
-    return is_first or grid_argument(module) is not None
+    return (is_first and hasattr(module, "config")) or grid_argument(module) is not None
 
 
 def look_by_rule(module: nn.Module) -> tuple[type[Calls], Look | GridLook]:
@@ -89,8 +91,8 @@ class Look:
 
 def look_at(tower: nn.Module) -> Look:
     """Calls a tower without data, at one and at two images; UnsupportedTowerError says what it is not."""
-    name, *others = arguments_of(tower)
-    others = [other for other in others if other not in _OPTIONS and not other.endswith("labels")]
+    name, *others = defaults = arguments_of(tower)
+    others = [n for n in others if not (n in _OPTIONS or n.endswith("labels") or defaults[n] is False)]
     if others:
         raise UnsupportedTowerError(f"its forward also takes {', '.join(others)}")
     if not any(True for _ in tower.parameters()):
@@ -128,7 +130,8 @@ def _fields(twin: nn.Module, shape: Sequence[int], count: int, **options: Any) -
     try:
         with torch.inference_mode(False), torch.no_grad():
             try:  # a third of the time of fake tensors, which also take constants that are no buffers
-                tensors = {name: tensor.detach().to("meta") for name, tensor in _tensors(twin)}
+                own = itertools.chain(twin.named_parameters(), twin.named_buffers())
+                tensors = {name: tensor.detach().to("meta") for name, tensor in own}
                 pixels = torch.empty(count, *shape, dtype=dtype, device="meta")
                 with draws:
                     output = torch.func.functional_call(twin, tensors, (pixels,), options)
@@ -143,17 +146,7 @@ def _fields(twin: nn.Module, shape: Sequence[int], count: int, **options: Any) -
         raise UnsupportedTowerError(f"it draws random numbers: {draws.names[0]}")
     if not hasattr(output, "to_tuple"):
         raise UnsupportedTowerError(f"it returns a {type(output).__name__}, not an output with fields")
-    fields = dict(output.items())
-    for name, value in fields.items():
-        if isinstance(value, list) and all(isinstance(entry, torch.Tensor) for entry in value):
-            continue
-        if not isinstance(value, torch.Tensor | tuple):
-            raise UnsupportedTowerError(f"its {name} is a {type(value).__name__}, not a tensor")
-    return fields
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return itertools.chain(module.named_parameters(), module.named_buffers())
+    return dict(output.items())
 
 
 def _check_rows(one: Mapping[str, Any], two: Mapping[str, Any]) -> None:
@@ -177,15 +170,13 @@ def _check_rows(one: Mapping[str, Any], two: Mapping[str, Any]) -> None:
 
 
 def fields_of(fields: Mapping[str, Any]) -> list[Field]:
-    """The tensors of an output; UnsupportedTowerError where a tuple holds something else."""
+    """The tensors of an output; UnsupportedTowerError where there is something else."""
     found: list[Field] = []
     for name, value in fields.items():
-        if isinstance(value, torch.Tensor):
-            found.append((name, None))
-            continue
-        if not all(isinstance(entry, torch.Tensor) for entry in value):
-            raise UnsupportedTowerError(f"its {name} holds something else than tensors")
-        found += [(name, number) for number in range(len(value))]
+        entries = value if isinstance(value, list | tuple) else (value,)
+        if not all(isinstance(entry, torch.Tensor) for entry in entries):
+            raise UnsupportedTowerError(f"its {name} is a {type(value).__name__}, not one of tensors")
+        found += [(name, n if entries is value else None) for n in range(len(entries))]
     return found
 
 
@@ -198,6 +189,7 @@ class RuleCalls(DenseCalls):
         self._look = seen
         self.input_names = (self._look.input_name,)
         self._names = fields_of(self._look.fields)
+        self.is_configured = self._look.is_configured
         self.makes_layers = _STATES in self._look.states
         self.with_states = frozenset(self._look.states).difference(self._look.fields)
         super().__init__(twin, reads, config)
@@ -211,16 +203,6 @@ class RuleCalls(DenseCalls):
     def default_key(self) -> DenseKey:
         """The size that the tower was looked at with, the configuration's if it has one."""
         return self._look.key
-
-    @property
-    def expected_keys(self) -> Sequence[DenseKey]:
-        """The size of the configuration, if it has one."""
-        return (self.default_key,) if self._look.is_configured else ()
-
-    @property
-    def example_key(self) -> DenseKey:
-        """The same, also if no configuration has it."""
-        return self.default_key
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The images, if the tower converts their dtype to its own."""

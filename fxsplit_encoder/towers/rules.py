@@ -63,18 +63,21 @@ class GridLook:
     """Of `packed_fields`, and the columns that each has in an embedding."""
 
 
-def arguments_of(module: nn.Module) -> list[str]:
-    """The named arguments of a module's forward."""
+def arguments_of(module: nn.Module) -> dict[str, Any]:
+    """The named arguments of a module's forward, and their defaults."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return [each.name for each in parameters if each.kind not in kinds][1:]
+    parameters = [*inspect.signature(type(module).forward).parameters.values()][1:]
+    return {each.name: each.default for each in parameters if each.kind not in kinds}
+
+
+def is_model(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers, which is not imported for it."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
 def grid_argument(module: nn.Module) -> str | None:
     """The argument for grids of a model of transformers; None: it takes none, or also tokens."""
-    if all(base.__name__ != "PreTrainedModel" for base in type(module).__mro__):
-        return None
-    names = arguments_of(module)
+    names = [*arguments_of(module)] if is_model(module) else []
     found = next((name for name in names[1:] if name.endswith("grid_thw")), None)
     return None if "input_ids" in names else found
 
@@ -85,18 +88,16 @@ def look_at_grids(tower: nn.Module) -> GridLook:
     """
     grid_name = grid_argument(tower)
     assert grid_name is not None
-    parameters = inspect.signature(type(tower).forward).parameters
-    names = arguments_of(tower)
-    others = [n for n in names[1:] if n != grid_name and parameters[n].default is inspect.Parameter.empty]
+    name, *others = defaults = arguments_of(tower)
+    others = [n for n in others if n != grid_name and defaults[n] is inspect.Parameter.empty]
     if others:
         raise UnsupportedTowerError(f"its forward also takes {', '.join(others)}")
-    config: Any = getattr(tower, "config", None)
-    merge = getattr(config, "spatial_merge_size", 1)
+    merge: Any = getattr(tower.config, "spatial_merge_size", 1)
     if not isinstance(merge, int):
         raise UnsupportedTowerError(f"its merge size is {merge}, not one number")
     grid = (1, merge, 3 * merge)  # on a CPU a forward takes the time of reading the weights
     twin = linked_copy(tower)
-    patches, output, calls, bounds = _call(twin, names[0], grid_name, grid)
+    patches, output, calls, bounds = _call(twin, name, grid_name, grid)
     columns, by_frame = _kinds(calls, merge)
     fields = packed_fields(output, math.prod(grid), merge**2)
     if not fields:
@@ -106,7 +107,7 @@ def look_at_grids(tower: nn.Module) -> GridLook:
     if len(dtypes) > 1:
         raise UnsupportedTowerError(f"its fields are of {', '.join(map(str, dtypes))}, not of one dtype")
     widths = tuple((key, value.numel() * merge**2 // math.prod(grid)) for key, value in fields)
-    look = GridLook((names[0], grid_name), patches, merge, calls, columns, bounds, by_frame, widths)
+    look = GridLook((name, grid_name), patches, merge, calls, columns, bounds, by_frame, widths)
     adapter = GridTower(twin, look)
     values = adapter.host_metadata([grid])
     try:
@@ -169,10 +170,9 @@ def packed_fields(output: Any, patches: int, per_token: int) -> list[tuple[Field
     """
     found: list[tuple[Field, Tensor]] = []
     for name, value in output.items():
-        if isinstance(value, Tensor):
-            found.append(((name, None), value))
-        elif isinstance(value, list | tuple) and name not in _ASKED_FOR:
-            found += [((name, n), each) for n, each in enumerate(value) if isinstance(each, Tensor)]
+        entries = dict(enumerate(value)) if isinstance(value, list | tuple) else {None: value}
+        if name not in _ASKED_FOR:
+            found += [((name, n), each) for n, each in entries.items() if isinstance(each, Tensor)]
     fitting = [(key, value) for key, value in found if _rows(value) in (patches, patches // per_token)]
     return [each for each in fitting if each[0][0] != _LAST] or fitting
 

@@ -1,35 +1,35 @@
-"""Classes of transformers by the rules, at the tiny sizes of `classes.json`; `python -m
-tests.hugging_face.classes` compares each with eager and writes docs/models.md.
+"""Serves every auto class of transformers with images, as small as `tiny_configs` makes it, and compares it
+with eager; `python -m tests.hugging_face.classes` writes docs/models.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import json
+import re
 import sys
-from collections.abc import Iterator
-from importlib import import_module
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder._torch.tensors import linked_copy
-from fxsplit_encoder.hugging_face.calls import is_named
+from fxsplit_encoder.hugging_face.calls import is_named, twin_of
 from fxsplit_encoder.hugging_face.lifecycle import find_towers
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.grid import count_patches
-from fxsplit_encoder.towers.rules import GridTower, arguments_of
+from fxsplit_encoder.towers.rules import MODEL_ERRORS, GridTower, arguments_of
 
 from .comparisons import tensors
+from .tiny_configs import auto_classes, build, model_types
 from .tiny_model import randomize
 
-DATA = json.loads(Path(__file__).with_name("classes.json").read_text())
-CONFIGS = {name: config for config, entry in DATA.items() for name in entry["classes"]}
-"""The configuration of every class."""
-
-SETTINGS = fx.EncoderConfig(piece_compiler="eager", mode="full", exact_min_hits=1)
+SETTINGS = fx.EncoderConfig(mode="exact", exact_min_hits=1, compile=False)
+COMPILED = SETTINGS.replace(mode="full", compile=True, piece_compiler="eager")
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Classes of images
@@ -37,37 +37,33 @@ HEAD = """# Classes of images
 For whoever asks whether a class of transformers is served, and how exactly: a class that is not here is
 served or refused by [the same rule](hugging_face.md#towers-without-a-name).
 
-Written by `python -m tests.hugging_face.classes` with transformers {version}, from tiny configurations with
-random weights, in float32 on a CPU: the largest difference from eager over one, two and three images,
-dictionaries and tuples, hidden states, and `pixel_values` in float16 where the class takes them; of patches
-with grids over one and two images, and a video.
+Written by `python -m tests.hugging_face.classes` with transformers {version} for classes of its auto mappings
+that take images: {counts}.
+Tiny configurations with random weights, in float32 on a CPU, not compiled: the largest difference from eager
+of the towers over one, two and three images, or patches of images and a video, and of what the model around
+them makes of these: `forward` of images alone, `get_image_features`, `generate`.
 
-| class | tower | served | largest difference, or the reason |
+| classes | towers | served | largest difference, or the reason |
 |---|---|---|---|
 """
 
 
-class Compared(NamedTuple):
-    """How a class was served."""
+class Row(NamedTuple):
+    """How a class was served, or why it was not."""
 
-    tower: str
-    rule: str
-    difference: float
-    hits: int
-    misses: dict[Any, int]
+    name: str
+    towers: str = ""
+    served: str = "no"
+    reason: str = ""
+    difference: float = 0
+    hits: int = 0
+    uncaptured: int = 0
+    """Calls of a tower in the model's own that were encoded twice."""
 
-
-def models(name: str) -> tuple[Any, Any]:
-    """A model of a class twice, with equal weights."""
-    entry = DATA[CONFIGS[name]]
-    config = getattr(transformers, CONFIGS[name])(**copy.deepcopy(entry["sizes"]))
-    torch.manual_seed(0)
-    family = entry.get("grids")
-    module = import_module(f"transformers.models.{family}.modeling_{family}") if family else transformers
-    model, reference = (getattr(module, name)(config).float().eval() for _ in "12")
-    randomize(reference)
-    model.load_state_dict(reference.state_dict())
-    return model, reference
+    def cells(self) -> str:
+        """Those of the table, but the class."""
+        last = self.reason or f"{self.difference:.0e}"
+        return f"{self.towers} | {self.served} | {last.replace('|', '/')}"
 
 
 def difference(got: Any, expected: Any) -> float:
@@ -77,79 +73,155 @@ def difference(got: Any, expected: Any) -> float:
     assert [(n, v.shape, v.dtype) for n, v in found.items()] == [
         (n, v.shape, v.dtype) for n, v in wanted.items()
     ]
-    return max(float((found[n].double() - v.double()).abs().max()) for n, v in wanted.items())
+    assert all(value.isfinite().all() for value in wanted.values())
+    return max(float((found[n].double() - v.double()).abs().max()) for n, v in wanted.items() if v.numel())
 
 
-def of_images(tower: Any, size: int) -> Iterator[dict[str, Any]]:
-    """Arguments with one, two and three images."""
-    for count, options, dtype in (
-        (1, {}, torch.float32),
-        (2, {}, torch.float32),
-        (3, {"return_dict": False}, torch.float32),
-        (2, {}, torch.float16),
-        (2, {"output_hidden_states": True}, torch.float32),
-    ):
-        pixels = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
-        yield {arguments_of(tower)[0]: pixels.to(dtype), **options}
+def inputs_of(found: Any) -> Iterator[dict[str, Any]]:
+    """Arguments of a tower with one, two and three images."""
+    kind, seen = found.calls
+    calls = kind(twin_of(found.module), frozenset(), SETTINGS, seen)
+    example = calls.example(calls.example_key)
+    for count in (1, 2, 3):
+        generator = torch.Generator().manual_seed(count)
+        yield {
+            name: torch.randn(count, *value.shape[1:], generator=generator)
+            if value.is_floating_point()
+            else value.expand(count, *value.shape[1:]).clone()
+            for name, value in example.items()
+        }
 
 
-def of_grids(tower: Any) -> Iterator[dict[str, Any]]:
-    """Arguments with one and two images, and a video."""
-    adapter = fx.wrap(linked_copy(tower))
+def inputs_of_grids(tower: nn.Module) -> Iterator[dict[str, Any]]:
+    """Arguments of a tower with one and two images, and a video."""
+    adapter = fx.wrap(twin_of(tower))
     assert isinstance(adapter, fx.PackedTower)
     m = adapter.merge_size
     name, grid_name = adapter.input_names
     for number, grids in enumerate(
-        ([(1, 2 * m, 3 * m)], [(1, 2 * m, 2 * m), (1, 4 * m, m)], [(3, 2 * m, 2 * m)], [(1, 3 * m, 2 * m)])
+        ([(1, 2 * m, 3 * m)], [(1, 2 * m, 2 * m), (1, 4 * m, m)], [(3, 2 * m, 2 * m)])
     ):
         generator = torch.Generator().manual_seed(number)
         patches = torch.randn(count_patches(grids), adapter.patch_features, generator=generator)
-        if isinstance(adapter, GridTower):
-            patches = adapter.viewed(patches)
+        own = adapter.example_inputs()[0]
+        patches = (
+            adapter.viewed(patches) if isinstance(adapter, GridTower) else patches.view(-1, *own.shape[1:])
+        )
         yield {name: patches, grid_name: torch.tensor(grids)}
 
 
-@torch.no_grad()
-def compare(name: str) -> Compared:
-    """Serves a class and compares it with eager; UnsupportedTowerError if the rule refuses it."""
-    model, reference = models(name)
-    (found,), _ = find_towers(model)
-    is_packed = "grids" in DATA[CONFIGS[name]]
-    fx.accelerate(model, SETTINGS.replace(token_budgets=(16, 32, 64)) if is_packed else SETTINGS)
-    # A model around two towers has a method for its images.
-    towers = [each.get_submodule(found.name) for each in (model, reference)]
-    differences = []
-    for inputs in of_grids(towers[1]) if is_packed else of_images(towers[1], DATA[CONFIGS[name]]["size"]):
-        outputs = []
-        for tower in towers:
-            try:
-                outputs.append(tower(**inputs))
-            except RuntimeError as error:  # of another dtype: both raise
-                outputs.append(str(error))
-        if isinstance(outputs[1], str):
-            assert outputs[0] == outputs[1]
-        else:
-            differences.append(difference(*outputs))
-    stats = fx.stats(model)
-    rule = "by name" if is_named(found.module) else "by the rule"
-    return Compared(type(found.module).__name__, rule, max(differences), stats.hits, stats.misses)
+def whole_calls(model: Any, found: Any, inputs: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A model's own calls of its tower, with their arguments; some need more, and raise."""
+    if not found.name:
+        return
+    names = {"grid_thw": "image_grid_thw", "hidden_states": "pixel_values"}
+    given = {names.get(name, name): value for name, value in inputs.items()}
+    yield "forward", given
+    if hasattr(model, "get_image_features"):
+        yield "get_image_features", given
+        if model.can_generate():
+            features = model.get_image_features(**given)
+            features = getattr(features, "pooler_output", features)
+            rows = [each.shape[:-1].numel() for _, each in tensors(features)]
+            image = getattr(model.config, "image_token_id", None) or model.config.image_token_index
+            ids = torch.tensor([[5, *[image] * sum(rows), 6, 7]])
+            words = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if "mm_token_type_ids" in arguments_of(model):
+                words["mm_token_type_ids"] = (ids == image).long()
+            yield "generate", {**given, **words, "max_new_tokens": 2, "do_sample": False}
 
 
-def row(name: str) -> str:
-    """A line of the table."""
+_rows: dict[Any, Row] = {}
+"""Of models with equal configurations and towers."""
+
+
+def row(name: str, settings: fx.EncoderConfig = SETTINGS) -> Row:
+    """Builds a class and serves it."""
     try:
-        compared = compare(name)
+        model = build(name)
+    except Exception as error:  # whatever a configuration leads to
+        return Row(name, served="not built", reason=_first_line(error))
+    try:
+        found, _ = find_towers(model)
     except fx.UnsupportedTowerError as error:
-        return f"| {name} |  | no | {str(error).split('served: ')[-1].split('. Wrap')[0]} |"
-    if not compared.hits:
-        return f"| {name} | {compared.tower} | no | {', '.join(map(str, compared.misses))} |"
-    return f"| {name} | {compared.tower} | {compared.rule} | {compared.difference:.0e} |"
+        text = str(error).split("; looked at")[0].split(". Wrap it")[0]
+        return Row(name, reason=text.split("can be served: ")[-1].removeprefix("accelerate: "))
+    towers = list(dict.fromkeys(type(each.module).__name__ for each in found))
+    key = (model_types()[name], *towers, model.can_generate(), settings.compile)
+    if key not in _rows:
+        _rows[key] = compare(model, found, settings)._replace(towers=", ".join(towers))
+    return _rows[key]._replace(name=name)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line and not line.startswith("Class validation")]
+    text = f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
+    needed = re.search(r"requires the (\w+) library|No module named '(\w+)'", text)
+    return f"needs {needed[1] or needed[2]}" if needed else text
+
+
+@torch.no_grad()
+def compare(model: Any, towers: Sequence[Any], settings: fx.EncoderConfig) -> Row:
+    """Compares the outputs of a model's towers, and what it makes of them, with eager."""
+    randomize(model)
+    reference = copy.deepcopy(model)
+    has_grids = [any("grid_thw" in argument for argument in arguments_of(each.module)) for each in towers]
+    given = [
+        [*(inputs_of_grids(found.module) if packed else inputs_of(found))]
+        for found, packed in zip(towers, has_grids, strict=True)
+    ]
+    fx.accelerate(model, settings.replace(token_budgets=(16, 32, 64)) if any(has_grids) else settings)
+    wanted: list[tuple[str, dict[str, Any], Any]] = []
+    with contextlib.suppress(*MODEL_ERRORS):
+        for method, arguments in whole_calls(reference, towers[0], given[0][0]):
+            with contextlib.suppress(*MODEL_ERRORS):
+                wanted.append((method, arguments, getattr(reference, method)(**arguments)))
+    got = [getattr(model, method)(**arguments) for method, arguments, _ in wanted]
+    uncaptured = fx.stats(model).misses.get(MissReason.UNCAPTURED_OUTPUT, 0)
+    differences = [difference(each, expected) for each, (*_, expected) in zip(got, wanted, strict=True)]
+    failure = ""
+    for each, inputs_of_each in zip(towers, given, strict=True):
+        own = reference.get_submodule(each.name)
+        for inputs in inputs_of_each:
+            try:
+                expected = own(**inputs)
+            except MODEL_ERRORS as error:
+                failure = _first_line(error)  # it takes no videos
+                continue
+            differences.append(difference(each.module(**inputs), expected))
+    stats = fx.stats(model)
+    if not differences:
+        return Row("", served="not built", reason=f"its own forward raises {failure}")
+    others = stats.misses.keys() - {MissReason.UNCAPTURED_OUTPUT}
+    if others:
+        return Row("", served="eagerly", reason=", ".join(sorted(others)))
+    rule = "by name" if all(is_named(each.module) for each in towers) else "by the rule"
+    return Row("", "", rule, "", max(differences), stats.hits, uncaptured)
+
+
+def page(rows: list[Row]) -> str:
+    """The table: classes of one configuration with equal cells share a line; and how many are served."""
+    counts = Counter(each.served for each in rows)
+    lines: dict[Any, list[str]] = {}
+    for each in rows:
+        lines.setdefault((model_types()[each.name], each.cells()), []).append(each.name)
+    head = HEAD.format(
+        version=transformers.__version__,
+        counts=f"{len(rows)}, of which {', '.join(f'{count} {served}' for served, count in counts.items())}",
+    )
+    return head + "".join(f"| {', '.join(names)} | {cells} |\n" for (_, cells), names in lines.items())
+
+
+def read_page() -> dict[str, list[str]]:
+    """The cells of every class in the table."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return {name: cells for names, *cells in rows[1:] for name in names.split(", ")}
 
 
 if __name__ == "__main__":
-    rows = []
-    for each in sys.argv[1:] or sorted(CONFIGS):
-        rows.append(row(each))
-        print(rows[-1], flush=True)
+    found_rows = []
+    for each in sys.argv[1:] or auto_classes():
+        found_rows.append(row(each))
+        print(f"| {each} | {found_rows[-1].cells()} |", flush=True)
     if not sys.argv[1:]:
-        PAGE.write_text(HEAD.format(version=transformers.__version__) + "\n".join(rows) + "\n")
+        PAGE.write_text(page(found_rows))

@@ -103,7 +103,7 @@ def randomize(model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                fan = parameter[0].numel()
+                fan = parameter.numel() // max(1, parameter.shape[0])
                 parameter.normal_(0, 1 / max(fan, 4) ** 0.5, generator=generator)
             elif "bias" in name:
                 parameter.normal_(0, 0.1, generator=generator)

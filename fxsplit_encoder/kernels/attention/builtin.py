@@ -134,5 +134,7 @@ def attend_by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Ten
             # Copied: where a segment lies in the sequence must not show in what BLAS makes of it.
             segment = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in segment)
-            out[start:end] = F.scaled_dot_product_attention(q, k, v, scale=scale).squeeze(0).transpose(0, 1)
+            is_grouped = q.shape[1] != k.shape[1]
+            heads = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=is_grouped)
+            out[start:end] = heads.squeeze(0).transpose(0, 1)
     return out
