@@ -91,7 +91,8 @@ class LocalBackend:
         try:
             futures, tokens = await asyncio.wrap_future(submitted)
             waiting = map(asyncio.wrap_future, futures)
-            return list(await asyncio.gather(*waiting, return_exceptions=True)), tokens
+            landed: list[Any] = await asyncio.gather(*waiting, return_exceptions=True)
+            return [each[0] if isinstance(each, list) else each for each in landed], tokens
         except BaseException:
             submitted.add_done_callback(_cancel_items)
             raise
@@ -111,7 +112,7 @@ class LocalBackend:
         }
 
 
-def _cancel_items(submitted: Future[tuple[list[Future[Array]], int]]) -> None:
+def _cancel_items(submitted: Future[tuple[list[Future[list[Array]]], int]]) -> None:
     if not submitted.cancelled() and submitted.exception() is None:
         for future in submitted.result()[0]:
             future.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,6 +69,8 @@ class PreparedText:
 
 
 Item = PreparedImage | PreparedText
+Group = Sequence[Item]
+"""Items that are encoded in one batch: those of a request are groups of one."""
 Observe = Callable[[Sequence[Array], float], None]
 
 
@@ -184,20 +187,22 @@ class Download:
 
 @dataclass(frozen=True)
 class Launched:
-    """A batch that the device works on: places of items in it, and their embeddings."""
+    """A batch that the device works on: places of items in it, their embeddings, and sizes of groups."""
 
     parts: Sequence[tuple[Sequence[int], Download]]
+    sizes: Sequence[int]
     observe: Observe
     begin: float = field(default_factory=time.perf_counter)
 
-    def wait(self) -> list[Result | Exception]:
-        """The embedding of every item, in order."""
+    def wait(self) -> list[list[Array]]:
+        """The embeddings of every group, in order."""
         found: dict[int, Array] = {}
         for places, download in self.parts:
             found.update(zip(places, download.embeddings(), strict=True))
         embeddings = [found[place] for place in sorted(found)]
         self.observe(embeddings, time.perf_counter() - self.begin)
-        return [*embeddings]
+        rest = iter(embeddings)
+        return [list(itertools.islice(rest, size)) for size in self.sizes]
 
 
 class ImageEncoder:
@@ -258,7 +263,7 @@ class ImageEncoder:
         specs = self.manager.tower.get_encoder_cudagraph_item_specs(_host_inputs(item))
         return sum(spec.output_tokens for spec in specs)
 
-    def launch(self, items: Sequence[Item]) -> Launched:
+    def launch(self, groups: Sequence[Group]) -> Launched:
         """Begin to encode a batch; on a GPU it returns before the device is done.
 
         Raises:
@@ -266,6 +271,7 @@ class ImageEncoder:
             OutOfMemoryError: several items do not fit in memory together.
             EncoderLostError: the device can be used no more.
         """
+        items = [item for group in groups for item in group]
         images = [(place, item) for place, item in enumerate(items) if isinstance(item, PreparedImage)]
         texts = [(place, item) for place, item in enumerate(items) if isinstance(item, PreparedText)]
         try:
@@ -275,7 +281,7 @@ class ImageEncoder:
             if texts:
                 tokens = [text.tokens for _, text in texts]
                 parts.append(([place for place, _ in texts], self._launch_texts(tokens)))
-            return Launched(parts, self._observe)
+            return Launched(parts, [*map(len, groups)], self._observe)
         except torch.OutOfMemoryError as error:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # so that halves of the batch have the memory that it had
@@ -378,7 +384,7 @@ class QueuedEncoder:
         self.first = self.encoders[0]
         self.preparer = self.first.preparer
         self.max_batch_tokens = budgets_per_batch * self.first.max_batch_tokens
-        self.queue: EncodeQueue[Item, Array] = EncodeQueue(self.max_batch_tokens)
+        self.queue: EncodeQueue[Group, list[Array]] = EncodeQueue(self.max_batch_tokens)
         self.started = [self.queue.add_worker(each.launch, each.start, each.close) for each in self.encoders]
 
     def wait_started(self) -> None:
@@ -393,16 +399,16 @@ class QueuedEncoder:
 
     def submit(
         self, items: Sequence[Item], tenant: str = "", timeout_s: float | None = None
-    ) -> tuple[list[Future[Array]], int]:
-        """The future embeddings of items, and their output tokens before pooling. InputError: the tower does
-        not take one of them; other errors as of `EncodeQueue.submit`. None is left in the queue then.
+    ) -> tuple[list[Future[list[Array]]], int]:
+        """The future embedding of each item, and the output tokens of all before pooling. InputError: the
+        tower does not take one of them; other errors as of `EncodeQueue.submit`. None is in the queue then.
         """
         counts = [self.first.count_tokens(item) for item in items]
         futures = []
         try:
             for item, tokens in zip(items, counts, strict=True):
                 cost = min(tokens, self.max_batch_tokens)
-                futures.append(self.queue.submit(item, cost, tenant=tenant, timeout_s=timeout_s))
+                futures.append(self.queue.submit([item], cost, tenant=tenant, timeout_s=timeout_s))
         except FxSplitError:
             for future in futures:
                 future.cancel()
@@ -410,16 +416,33 @@ class QueuedEncoder:
         return futures, sum(counts)
 
     def encode(self, items: Sequence[Item]) -> list[Result]:
-        """The embedding of every item, in order, or the InputError that concerns it alone."""
-        return [_result(future) for future in self.submit(items)[0]]
+        """The embedding of every item, in order, or the InputError that concerns it alone. Which are encoded
+        in one batch depends on these items alone, so that their last bits do too.
+        """
+        groups: list[list[Item]] = []
+        room = 0
+        for item in items:
+            tokens = self.first.count_tokens(item)
+            if not groups or tokens > room:
+                groups.append([])
+                room = self.max_batch_tokens
+            groups[-1].append(item)
+            room -= tokens
+        # A group costs as much as a batch may, whatever its tokens: it is alone in its batch.
+        futures = [self.queue.submit(group, self.max_batch_tokens) for group in groups]
+        landed = map(self._landed, groups, futures)
+        return list(itertools.chain.from_iterable(landed))
+
+    def _landed(self, group: Group, future: Future[list[Array]]) -> Sequence[Result]:
+        try:
+            return future.result()
+        except (InputError, torch.OutOfMemoryError) as error:
+            if len(group) > 1:
+                half = len(group) // 2
+                return self.encode(group[:half]) + self.encode(group[half:])
+            assert isinstance(error, InputError)
+            return [error]
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the encoders once all that was submitted is encoded."""
         self.queue.close(timeout_s=timeout_s)
-
-
-def _result(future: Future[Array]) -> Result:
-    try:
-        return future.result()
-    except InputError as error:
-        return error

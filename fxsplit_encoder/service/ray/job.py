@@ -33,6 +33,7 @@ from pyarrow import fs
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels.store import write_atomic
 from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.service.encoder import resolved_form
 from fxsplit_encoder.service.ray.encode_images import (
     PREPARING,
     EncodeImages,
@@ -340,11 +341,12 @@ class EncodeJob:
         if not self.files:
             raise InputError("images: expected at least one path")
         preparer_of(settings)  # raises here what it would raise in every task
+        form = dict(zip(("pooling", "normalize"), resolved_form(settings), strict=True))
         digest = hashlib.sha256("\0".join(self.files).encode("utf-8", "surrogateescape"))
         run = {
             "images": {"count": len(self.files), "sha256": digest.hexdigest()},
             "model": {"name": settings.model, "sha256": checkpoint_digest(settings.model)},
-            "settings": settings.model_dump(mode="json", exclude={"model"}),
+            "settings": {**settings.model_dump(mode="json", exclude={"model"}), **form},
             "shard_size": shard_size,
         }
         self.parts = Parts(output, run, math.ceil(len(self.files) / shard_size))
