@@ -1,11 +1,12 @@
 """Serves every auto class of transformers with images, as small as `tiny_configs` makes it, and compares it
-with eager; `python -m tests.hugging_face.classes` writes docs/models.md.
+with eager; `python -m tests.hugging_face.classes` writes docs/models.csv and the page that shows it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import re
 import sys
 from collections import Counter
@@ -31,21 +32,24 @@ from .tiny_model import randomize
 SETTINGS = fx.EncoderConfig(mode="exact", exact_min_hits=1, compile=False)
 COMPILED = SETTINGS.replace(mode="full", compile=True, piece_compiler="eager")
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-HEAD = """# Classes of images
+TABLE = Path(__file__).parents[2] / "docs" / "models.csv"
+PAGE = """# Classes of images
 
-For whoever asks whether a class of transformers is served, and how exactly: a class that is not here is
-served or refused by [the same rule](hugging_face.md#towers-without-a-name).
+For whoever asks whether a class of transformers is served, and how exactly: a class that is not in
+[the table](models.csv) is served or refused by [the same rule](hugging_face.md#towers-without-a-name).
 
-Written by `python -m tests.hugging_face.classes` with transformers {version} for classes of its auto mappings
-that take images: {counts}.
+`python -m tests.hugging_face.classes` wrote it with transformers {version} for the classes of its auto
+mappings that take images: {counts}.
 Tiny configurations with random weights, in float32 on a CPU, not compiled: the largest difference from eager
 of the towers over one, two and three images, or patches of images and a video, and of what the model around
 them makes of these: `forward` of images alone, `get_image_features`, `generate`.
 
-| classes | towers | served | largest difference, or the reason |
-|---|---|---|---|
+```{{csv-table}}
+:file: models.csv
+:header-rows: 1
+```
 """
+HEADER = ("classes", "towers", "served", "largest difference, or the reason")
 
 
 class Row(NamedTuple):
@@ -60,10 +64,9 @@ class Row(NamedTuple):
     uncaptured: int = 0
     """Calls of a tower in the model's own that were encoded twice."""
 
-    def cells(self) -> str:
+    def cells(self) -> tuple[str, str, str]:
         """Those of the table, but the class."""
-        last = self.reason or f"{self.difference:.0e}"
-        return f"{self.towers} | {self.served} | {last.replace('|', '/')}"
+        return self.towers, self.served, self.reason or f"{self.difference:.0e}"
 
 
 def difference(got: Any, expected: Any) -> float:
@@ -199,29 +202,31 @@ def compare(model: Any, towers: Sequence[Any], settings: fx.EncoderConfig) -> Ro
     return Row("", "", rule, "", max(differences), stats.hits, uncaptured)
 
 
-def page(rows: list[Row]) -> str:
-    """The table: classes of one configuration with equal cells share a line; and how many are served."""
+def write(rows: Sequence[Row]) -> None:
+    """Writes the table, in which classes of one configuration with equal cells share a line, and the page."""
     counts = Counter(each.served for each in rows)
     lines: dict[Any, list[str]] = {}
     for each in rows:
         lines.setdefault((model_types()[each.name], each.cells()), []).append(each.name)
-    head = HEAD.format(
-        version=transformers.__version__,
-        counts=f"{len(rows)}, of which {', '.join(f'{count} {served}' for served, count in counts.items())}",
-    )
-    return head + "".join(f"| {', '.join(names)} | {cells} |\n" for (_, cells), names in lines.items())
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(HEADER)
+        table.writerows((", ".join(names), *cells) for (_, cells), names in lines.items())
+    said = f"{len(rows)}, of which {', '.join(f'{count} {served}' for served, count in counts.items())}"
+    TABLE.with_suffix(".md").write_text(PAGE.format(version=transformers.__version__, counts=said))
 
 
-def read_page() -> dict[str, list[str]]:
+def read_table() -> dict[str, list[str]]:
     """The cells of every class in the table."""
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    return {name: cells for names, *cells in rows[1:] for name in names.split(", ")}
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    return {name: cells for names, *cells in rows for name in names.split(", ")}
 
 
 if __name__ == "__main__":
     found_rows = []
     for each in sys.argv[1:] or auto_classes():
         found_rows.append(row(each))
-        print(f"| {each} | {found_rows[-1].cells()} |", flush=True)
+        print(each, *found_rows[-1].cells(), sep=" | ", flush=True)
     if not sys.argv[1:]:
-        PAGE.write_text(page(found_rows))
+        write(found_rows)

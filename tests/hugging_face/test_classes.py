@@ -1,4 +1,4 @@
-"""Auto classes with images give eager's outputs, and docs/models.md says so of each: a fixed tenth of them,
+"""Auto classes with images give eager's outputs, and docs/models.csv says so of each: a fixed tenth of them,
 `make test-all` all, compiled.
 """
 
@@ -9,11 +9,11 @@ import zlib
 import pytest
 import transformers
 
-from .classes import COMPILED, PAGE, SETTINGS, read_page, row
+from .classes import COMPILED, SETTINGS, TABLE, read_table, row
 from .tiny_configs import auto_classes, model_types
 
-CELLS = read_page()
-IS_OF_THE_PAGE = f"transformers {transformers.__version__} " in PAGE.read_text()
+CELLS = read_table()
+IS_OF_THE_TABLE = f"transformers {transformers.__version__} " in TABLE.with_suffix(".md").read_text()
 ASKS_FOR_ALL = {"FlavaModel"}
 """Models that ask for all hidden states and read one, which is captured from the second call on."""
 
@@ -37,7 +37,7 @@ def test_outputs_are_those_of_eager(name: str) -> None:
         assert found.hits >= 2
     else:
         assert found.reason
-    if IS_OF_THE_PAGE:
+    if IS_OF_THE_TABLE:
         assert CELLS[name][:2] == [found.towers, found.served]
 
 
@@ -52,6 +52,6 @@ def test_150_classes_of_automodel_are_served() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not IS_OF_THE_PAGE, reason="another transformers has other classes")
-def test_the_page_has_every_class_of_automodel() -> None:
+@pytest.mark.skipif(not IS_OF_THE_TABLE, reason="another transformers has other classes")
+def test_the_table_has_every_class_of_automodel() -> None:
     assert of_automodel().intersection(auto_classes()) <= CELLS.keys()
