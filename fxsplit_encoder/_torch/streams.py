@@ -56,6 +56,7 @@ class CaptureStreams:
     def _create(self, priority: int) -> int:
         made = ctypes.c_void_p()
         with torch.cuda.device(self._device):
+            torch.cuda.mem_get_info()  # binds the device's context to this thread, as the driver needs
             cuda = ctypes.CDLL("libcuda.so.1")
             code = cuda.cuStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, priority)
         if code:

@@ -20,4 +20,4 @@ def test_nobody_else_gets_memory_that_graphs_write_to() -> None:
     command = [sys.executable, "-m", "pytest", *options, str(cases)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "5 passed" in done.stdout
+    assert "6 passed" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +16,26 @@ from fxsplit_encoder._torch.streams import capture_streams
 pytestmark = pytest.mark.gpu
 
 _BYTES = 64 << 20
+
+
+def test_streams_are_made_before_any_other_use_of_cuda_and_in_every_thread() -> None:
+    streams = capture_streams(torch.device("cuda", 0))
+    made = [streams.take()]
+    thread = threading.Thread(target=lambda: made.append(streams.take()))
+    thread.start()
+    thread.join()
+    assert len({each.cuda_stream for each in made}) == 2
+
+
+def test_a_stream_has_one_user_and_comes_back_with_its_workspace() -> None:
+    streams = capture_streams(torch.device("cuda", torch.cuda.current_device()))
+    first, second = streams.take(), streams.take(priority=-1)
+    of_torch = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    assert len({first.cuda_stream, second.cuda_stream} - of_torch) == 2
+    assert (first.priority, second.priority) == (0, -1)
+    pointer = first.cuda_stream
+    del first
+    assert streams.take().cuda_stream == pointer
 
 
 class Mlp(nn.Module):
@@ -56,17 +77,6 @@ def test_nobody_else_gets_memory_that_a_graph_writes_to(piece_compiler: str, fre
         assert all(bool(other.eq(7).all()) for other in others)
         del others
     assert fx.stats(compiled).hits >= 8
-
-
-def test_a_stream_has_one_user_and_comes_back_with_its_workspace() -> None:
-    streams = capture_streams(torch.device("cuda", torch.cuda.current_device()))
-    first, second = streams.take(), streams.take(priority=-1)
-    of_torch = {torch.cuda.Stream().cuda_stream for _ in range(64)}
-    assert len({first.cuda_stream, second.cuda_stream} - of_torch) == 2
-    assert (first.priority, second.priority) == (0, -1)
-    pointer = first.cuda_stream
-    del first
-    assert streams.take().cuda_stream == pointer
 
 
 def test_a_sibling_is_one_for_each_purpose_and_as_urgent_as_its_stream() -> None:
