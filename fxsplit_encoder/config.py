@@ -26,6 +26,7 @@ Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
 Packing = Literal["cost", "greedy", "greedy_defer"]
 PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
 GraphPass = Literal[
+    "folded_adapters",
     "conv_to_linear",
     "pad_mlp_width",
     "decomposed_bias",

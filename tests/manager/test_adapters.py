@@ -418,3 +418,17 @@ def test_whatever_is_done_to_adapters(changes: Sequence[tuple[str, Any]]) -> Non
         for what, which in changes:
             model.apply(what, which)
             model.check()
+
+
+def test_adapters_become_part_of_weights_by_a_pass() -> None:
+    config = COMPILED.replace(passes=("folded_adapters",))
+    served = Served(tower_with("default", "other", kind=SplitModel), config)
+    for names in ("default", "other", ["default", "other"], "default"):
+        served.layer.set_adapter(names)
+        served.encode()
+        program: Any = served.manager.programs["default"].program
+        assert program.pass_report == {"folded_adapters": 2 if isinstance(names, list) else 1}
+    with torch.no_grad():
+        served.layer.lora_B["default"].weight.mul_(2)
+    served.encode()
+    assert served.captures == 3

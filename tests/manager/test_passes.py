@@ -77,6 +77,7 @@ def captured() -> Any:
 def test_every_pass_changes_the_tower(captured: Any) -> None:
     program = captured[0].programs["default"].program
     assert program.pass_report == {
+        "folded_adapters": 0,
         "conv_to_linear": 1,
         "pad_mlp_width": 2,
         "gelu_epilogue": 2,

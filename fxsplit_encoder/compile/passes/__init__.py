@@ -15,6 +15,7 @@ from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
 from fxsplit_encoder.compile.passes.decomposed_bias import decomposed_bias
 from fxsplit_encoder.compile.passes.dense_attention import dense_attention
 from fxsplit_encoder.compile.passes.fixed_products import fixed_products
+from fxsplit_encoder.compile.passes.folded_adapters import folded_adapters
 from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
 from fxsplit_encoder.compile.passes.measured_activations import measured_activations
 from fxsplit_encoder.compile.passes.merged_projections import merged_projections
@@ -28,6 +29,8 @@ from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 Pass = Callable[[fx.GraphModule], int]
 
 PASSES: Mapping[str, Pass] = {
+    # The others find layers without adapters then.
+    "folded_adapters": folded_adapters,
     "conv_to_linear": conv_to_linear,
     "pad_mlp_width": pad_mlp_width,
     "decomposed_bias": decomposed_bias,
@@ -40,7 +43,7 @@ PASSES: Mapping[str, Pass] = {
     # It marks the nodes that the others leave.
     "output_branch": output_branch,
 }
-"""The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
+"""The passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cuda": tuple(PASSES)}
 """What `passes: auto` stands for, by the type of the device; on others nothing."""
@@ -50,7 +53,10 @@ _LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
 
 # Passes that keep parameters in another form, see `compile.derived`.
 _DERIVING = frozenset(
-    {"conv_to_linear", "pad_mlp_width", "merged_projections", "wide_heads", "measured_activations"}
+    {
+        *("folded_adapters", "conv_to_linear", "pad_mlp_width", "merged_projections", "wide_heads"),
+        "measured_activations",
+    }
 )
 
 # After all passes that see layers by torch's names; marks go to the nodes that it leaves.

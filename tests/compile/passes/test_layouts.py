@@ -21,6 +21,7 @@ from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 from .aten_graphs import Graph, Mlp, aten_graph, rotated, tanh_gelu
 from .test_decomposed_bias import GridAttention
 from .test_decomposed_bias import example as grid_example
+from .test_folded_adapters import Adapted
 from .test_wide_heads import Packed
 
 WIDTH, TOKENS = 16, 6
@@ -138,6 +139,7 @@ def blocks(*args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
 
 
 CASES: dict[str, list[Case]] = {
+    "folded_adapters": [Case(functools.partial(Adapted, 4), lambda: torch.randn(3, TOKENS, 32))],
     "conv_to_linear": [
         Case(Images, lambda: torch.randn(3, 3, 8, 8)),
         Case(functools.partial(Images, 1), lambda: torch.randn(3, 3, 4, 2)),

@@ -100,7 +100,7 @@ def test_defaults_on_cuda_depend_on_architecture_and_packages(
 def test_an_unknown_pass_is_refused() -> None:
     graph = aten_graph(Mlp(tanh_gelu), torch.randn(5, 12))
     with pytest.raises(
-        ConfigError, match="no pass is called fuse_all; allowed: conv_to_linear, pad_mlp_width"
+        ConfigError, match="no pass is called fuse_all; allowed: folded_adapters, conv_to_linear"
     ):
         run_passes(graph.module, ("fuse_all",), CPU)
 
