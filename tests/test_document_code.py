@@ -23,7 +23,7 @@ from tests.document_setups import LOADING, REPLACED, SETUPS, nothing, working_di
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"python", "yaml", "sh", "text", "{eval-rst}", "{include}", "{toctree}"}
+LANGUAGES = {"python", "yaml", "sh", "text", "{csv-table}", "{eval-rst}", "{include}", "{toctree}"}
 
 
 class Block(NamedTuple):

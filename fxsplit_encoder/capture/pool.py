@@ -140,7 +140,8 @@ class GraphPool:
             caller = torch.cuda.current_stream(self.device)
             self.stream.wait_stream(caller)
             with self.on_stream():
-                capture_streams(self.device).reserve_workspaces(self.stream)
+                if self._memory is not None:
+                    capture_streams(self.device).reserve_workspaces(self.stream)
                 yield
             caller.wait_stream(self.stream)
 

@@ -138,9 +138,8 @@ class FairQueue(Generic[T]):
             del level.tenants[place.tenant]
         if not level.tenants:
             del self._levels[place.priority]
-        self.cost = (
-            self.cost - place.tag.cost if self._places else 0.0
-        )  # no rounding is left in an empty queue
+        # Rounding errors do not outlast the last thing.
+        self.cost = self.cost - place.tag.cost if self._places else 0.0
         return True
 
 

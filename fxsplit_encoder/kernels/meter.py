@@ -182,7 +182,7 @@ def timing_without_graphs() -> Iterator[None]:
 def microseconds(call: Callable[[], object], shape: CallShape) -> float:
     """The median time of a call inside a CUDA graph, or of eager calls, what they cost the host included."""
     streams = capture_streams(indexed(shape.device))
-    stream = streams.take()  # the same again and again: the allocator keeps the memory of every stream apart
+    stream = streams.take()  # the last one again: the allocator keeps the memory of every stream apart
     streams.reserve_workspaces(stream)
     stream.wait_stream(torch.cuda.current_stream(shape.device))
     with torch.cuda.stream(stream):
