@@ -457,8 +457,10 @@ def accelerate(result: Result) -> str:
     for name, rows in groups.items():
         times = {row["way"]: row["p50"] for row in rows}
         lines.append([name, *map(times.get, ways)])
-    made = [f"{what} {count}" for each in _generated(result).values() for what, count in each.items()]
-    again = f"Of `generate`, requests after the first: {', '.join(dict.fromkeys(made))}."
+    again = ""
+    for what, said in {"generate": "Of `generate`, requests after the first", "captured": "In turn"}.items():
+        made = [f"{name} {count}" for each in _made(result, what) for name, count in each.items()]
+        again += f"{said}: {', '.join(dict.fromkeys(made))}." if made else ""
     return f"{formatted(['images', *ways], lines)}\n\nMilliseconds, medians. {again} {described(result)}."
 
 
@@ -481,8 +483,8 @@ def backend(result: Result) -> str:
     return "\n\n".join([table, *failures, f"Milliseconds, medians. {described(result)}."])
 
 
-def _generated(result: Result) -> dict[str, dict[str, int]]:
-    return {name: each for name, each in result["settings"].items() if name.startswith("generate")}
+def _made(result: Result, what: str) -> list[dict[str, int]]:
+    return [each for name, each in result["settings"].items() if name.startswith(what)]
 
 
 def starts(result: Result) -> str:
@@ -626,7 +628,8 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "products_activations": products,
     "passes": passes,
     "host": host,
-    "accelerate": accelerate,
+    **dict.fromkeys(("accelerate", "accelerate_adapters"), accelerate),
+    "backend": backend,
     **dict.fromkeys(("start", "start_slow_host"), starts),
     **dict.fromkeys(
         ("connector", "connector_slices", "connector_synchronous", "connector_own_gpu"), connector

@@ -7,11 +7,13 @@ The Qwen3-VL-8B vision tower in a language model of one layer, bf16, seeded rand
 
 * "eager": as transformers runs it; "accelerate" and "accelerate, compile": after `fx.accelerate(model)` and
   `warmup`; "execute": the manager with the tower alone, which makes no output of transformers' class.
-* with `--adapters`, two of PEFT's of rank 16 in all linear layers of the blocks: "a"; "b and a", a call and
-  `set_adapter` of each; "peft": as the model with "a" runs without `accelerate`.
 * "error": relative to eager, the root of the mean square.
 
 Then `generate`, once warm: what a second request still compiled, traced and captured.
+
+With `--adapters` instead two of PEFT's, "a" and "b", of rank 16 in all linear layers of the blocks: "peft" is
+eager with "a"; "accelerate, a" and "accelerate, b and a", a call and `set_adapter` of each, with and without
+the pass `folded_adapters`. "captured" tells what the calls after both were seen captured.
 
 `--tiny` takes a tiny tower, on a CPU too.
 """
@@ -32,6 +34,7 @@ from torch._dynamo.utils import counters
 from worker import relative_error
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import architecture
 
@@ -50,7 +53,7 @@ IMAGE, START, END = 60, 62, 63
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
-    parser.add_argument("--adapters", action="store_true", help="PEFT's adapters in the tower, too")
+    parser.add_argument("--adapters", action="store_true", help="PEFT's adapters in the tower instead")
     parser.add_argument("--samples", type=int, default=100, help="timed calls of a row")
 
 
@@ -131,13 +134,30 @@ def run(arguments: argparse.Namespace) -> Result:
             result["rows"].append({**row, **measure([functools.partial(call, each)], arguments.samples, 3)})
             store(arguments.output, result)
 
-    add("eager", functools.partial(features, model))
-    settings = {"token_budgets": [4, 32]} if tiny else {}
-    for compile in (False, True):
-        fx.accelerate(model, settings, compile=compile)
+    settings: dict[str, Any] = {"token_budgets": [4, 32], "passes": ["folded_adapters"]} if tiny else {}
+
+    def accelerated(way: str, compile: bool = False, **further: Any) -> None:
+        fx.accelerate(model, {**settings, **further}, compile=compile)
         fx.warmup(model)
-        way = "accelerate, compile" if compile else "accelerate"
         add(way, functools.partial(features, model))
+
+    add("eager", functools.partial(features, model))
+    if arguments.adapters:
+        accelerated("accelerate")
+        fx.restore(model)
+        add_adapters(model)
+        expected.update({name: features(model, each) for name, each in inputs.items()})
+        add("peft", functools.partial(features, model))
+        kept = [name for name in settings.get("passes", PASSES) if name != "folded_adapters"]
+        for suffix, further in (("", {}), (" without folded_adapters", {"passes": kept})):
+            accelerated(f"accelerate, a{suffix}", **further)
+            captured = take_turns(model, functools.partial(add, f"accelerate, b and a{suffix}"))
+            result["settings"][f"captured, b and a{suffix}"] = captured
+        store(arguments.output, result)
+        return result
+    for compile in (False, True):
+        way = "accelerate, compile" if compile else "accelerate"
+        accelerated(way, compile)
         result["settings"][f"generate, {way}"] = generate_again(model, inputs)
         fx.restore(model)
     manager = fx.EncoderCudaGraphManager(
@@ -145,22 +165,19 @@ def run(arguments: argparse.Namespace) -> Result:
     )
     manager.capture()
     add("execute", functools.partial(execute, manager, width))
-    if arguments.adapters:
-        manager.clear()
-        add_adapters(model)
-        expected.update({name: features(model, each) for name, each in inputs.items()})
-        add("peft", functools.partial(features, model))
-        for compile in (False, True):
-            fx.accelerate(model, settings, compile=compile)
-            for adapter in ("b", "a"):
-                model.set_adapter(adapter)
-                fx.warmup(model)
-            way = "accelerate, compile" if compile else "accelerate"
-            add(f"{way}, a", functools.partial(features, model))
-            add(f"{way}, b and a", functools.partial(in_turn, model))
-            fx.restore(model)
     store(arguments.output, result)
     return result
+
+
+def take_turns(model: Any, add: Callable[[Callable[[dict[str, Tensor]], Tensor]], None]) -> dict[str, int]:
+    """Adds rows of calls with "b" and "a" in turn; returns what was traced and captured meanwhile."""
+    model.set_adapter("b")
+    fx.warmup(model)
+    before = made_so_far(model)
+    add(functools.partial(in_turn, model))
+    made = {name: count - before[name] for name, count in made_so_far(model).items()}
+    fx.restore(model)
+    return made
 
 
 def in_turn(model: Any, inputs: dict[str, Tensor]) -> Tensor:

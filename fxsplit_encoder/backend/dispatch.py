@@ -171,7 +171,7 @@ class BudgetDispatcher:
         with self._lock:
             self._captures.record(self.statistics)
             self._captures.record_unpadded(self.statistics)
-            return self.statistics.snapshot()
+            return replace(self.statistics.snapshot(), derived_bytes=self.program.derived.num_bytes)
 
     @property
     def num_captured(self) -> int:

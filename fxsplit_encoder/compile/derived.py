@@ -209,7 +209,7 @@ class DerivedParameters:
     @property
     def num_bytes(self) -> int:
         """Bytes of the derived parameters, without their sources."""
-        return sum(value.numel() * value.element_size() for value in self._values.values())
+        return sum(value.numel() * value.element_size() for value in [*self._values.values()])
 
     def fill(self, slots: list[Any], stamp: object = None) -> None:
         """Fills the slots of derived parameters; `stamp` as for `refresh`."""

@@ -131,6 +131,11 @@ class CapturedTower:
         stats = [served.runner.stats() for served in self._served.values()]
         return sum(each.graph_bytes + each.input_bytes for each in stats)
 
+    @property
+    def derived_bytes(self) -> int:
+        """Bytes of parameters that are kept in another form."""
+        return sum(served.runner.stats().derived_bytes for served in self._served.values())
+
     def in_training(self) -> str | None:
         """The first module of the tower in training mode, where that matters."""
         return "the tower" if self._tower.training else self.structure.in_training()

@@ -111,6 +111,7 @@ class PrometheusCollector(_StatsCollector[ManagerStats]):
     | `encoder_cudagraph_fallback_runs_total` | counter | `kind` | runs without one: `exact` or `eager` |
     | `encoder_cudagraph_capture_phase` | gauge | `phase` | 1 in that of `capture(wait=False)` |
     | `encoder_cudagraph_input_bytes` | gauge | | device memory of the captures' static inputs |
+    | `encoder_cudagraph_derived_bytes` | gauge | | device memory of parameters in another form |
     | `encoder_cudagraph_real_tokens_total` | counter | budget | output tokens of items in replays |
     | `encoder_cudagraph_padded_tokens_total` | counter | budget | output tokens of padding in replays |
     | `encoder_cudagraph_graph_bytes` | gauge | budget | device memory that the capture holds |
@@ -137,6 +138,8 @@ class PrometheusCollector(_StatsCollector[ManagerStats]):
         runs = [((kind,), stats.fallback_runs.get(kind, 0)) for kind in FALLBACK_KINDS]
         yield self._family(counter, "fallback_runs", "Runs of a path without a replay.", runs, ["kind"])
         yield self._family(gauge, "input_bytes", "Device memory of static inputs.", stats.input_bytes)
+        text = "Device memory of parameters in another form."
+        yield self._family(gauge, "derived_bytes", text, stats.derived_bytes)
         budgets = [(_budget_values(key), budget) for key, budget in stats.budgets.items()]
         for kind, name, text in (
             (counter, "replays", "Replays of the budget."),

@@ -207,6 +207,12 @@ class Generation:
         """Bytes of all captures."""
         return self.captures.num_bytes
 
+    @property
+    def derived_bytes(self) -> int:
+        """Bytes of the parameters in another form that the paths' programs keep."""
+        bound = [path.program for path in self.paths_by_key.values()]
+        return sum(each.num_bytes for each in {one.program.derived for one in bound if one is not None})
+
     def may_return(self) -> bool:
         """Whether the tower may be in this state again."""
         return self.structure is not None and self.structure.may_return()

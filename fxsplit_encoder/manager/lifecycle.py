@@ -71,6 +71,10 @@ class Lifecycle:
         """Whether everything is captured."""
         return self.is_captured and self.serving is self.own
 
+    def generations(self) -> set[Generation]:
+        """Returns those of every state of the tower, and the one that still serves."""
+        return {self.serving, self.own, *self.others}
+
     def compile(self, progress: Progress | None = None) -> None:
         """As `EncoderCudaGraphManager.compile`."""
         self.wait()

@@ -270,16 +270,14 @@ class EncoderCudaGraphManager:
         due after writes through `.data` (docs/manager.md).
         """
         with self.lifecycle.turns:
-            for each in {self.lifecycle.serving, self.lifecycle.own, *self.lifecycle.others}:
+            for each in self.lifecycle.generations():
                 each.outdate_weights()
         self.lifecycle.look_again()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all captures: their graphs' pools and their static inputs."""
-        return sum(
-            each.num_bytes for each in {self.lifecycle.serving, self.lifecycle.own, *self.lifecycle.others}
-        )
+        return sum(each.num_bytes for each in self.lifecycle.generations())
 
     def supports_modality(self, modality: str) -> bool:
         """Returns whether captures serve "image" or "video" inputs of this tower."""
@@ -369,7 +367,9 @@ class EncoderCudaGraphManager:
     def stats(self) -> ManagerStats:
         """Returns hits, misses by reason, padding and bytes so far."""
         self.lifecycle.serving.captures.record_unpadded(self.statistics)
-        return replace(self.statistics.snapshot(), progress=self.lifecycle.progress)
+        derived_bytes = sum(each.derived_bytes for each in self.lifecycle.generations())
+        counts = self.statistics.snapshot()
+        return replace(counts, progress=self.lifecycle.progress, derived_bytes=derived_bytes)
 
 
 # --- the same bits in every batch

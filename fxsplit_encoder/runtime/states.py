@@ -25,6 +25,10 @@ class OfOneState(Protocol):
     def num_bytes(self) -> int:
         """Bytes of device memory that the captures take."""
 
+    @property
+    def derived_bytes(self) -> int:
+        """Bytes of the parameters in another form that their programs keep, such as folded adapters."""
+
     def may_return(self) -> bool:
         """Whether the tower may be in this state again."""
 
@@ -53,8 +57,8 @@ class OtherStates(Generic[_Captures]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory that all take."""
-        return sum(each.num_bytes for each in self._kept)
+        """Bytes of device memory that all take, parameters in another form included."""
+        return sum(map(_bytes, self._kept))
 
     def find(self, present: _Captures) -> _Captures | None:
         """Returns those of the state that the tower is in, of the `present` captures and these; or None."""
@@ -107,8 +111,12 @@ class OtherStates(Generic[_Captures]):
         self._release(captures)
 
     def _has_room(self, device: torch.device) -> bool:
-        needed = max(each.num_bytes for each in self._kept)
+        needed = max(map(_bytes, self._kept))
         if self._max_bytes is not None and self.num_bytes + needed > self._max_bytes:
             return False
         free = free_bytes(device)
         return free is None or free >= needed
+
+
+def _bytes(captures: OfOneState) -> int:
+    return captures.num_bytes + captures.derived_bytes

@@ -112,6 +112,8 @@ class ManagerStats:
     """Device memory of the captures' static inputs."""
     progress: CaptureProgress | None = None
     """How far the work behind `capture(wait=False)` is; None: there is none."""
+    derived_bytes: int = 0
+    """Device memory of parameters in another form, such as padded ones (docs/passes.md)."""
 
     @property
     def items(self) -> int:
@@ -154,6 +156,7 @@ class ManagerStats:
             dict(runs),
             sum(part.input_bytes for part in parts),
             least(part.progress for part in parts),
+            sum(part.derived_bytes for part in parts),
         )
 
     def under(self, name: str) -> ManagerStats:
@@ -172,6 +175,7 @@ class ManagerStats:
             "fallback_runs": dict(self.fallback_runs),
             "graph_bytes": self.graph_bytes,
             "input_bytes": self.input_bytes,
+            "derived_bytes": self.derived_bytes,
             "progress": None if self.progress is None else self.progress.as_dict(),
             "budgets": [
                 {
@@ -191,6 +195,8 @@ class ManagerStats:
             f"{self.padding_fraction:.1%} padding; {self.graph_bytes / 2**20:.1f} MiB, "
             f"inputs {self.input_bytes / 2**20:.1f} MiB"
         )
+        if self.derived_bytes:
+            summary += f", derived parameters {self.derived_bytes / 2**20:.1f} MiB"
         if self.progress is not None:
             summary += f"; captures: {self.progress}"
         headers = ["path", "budget", "mode", "MiB", "replays", "tokens", "padding", "ms a replay"]

@@ -83,7 +83,10 @@ def test_a_scrape_shows_the_counts() -> None:
 def test_the_phase_of_work_that_nobody_waits_for() -> None:
     source, registry = Source(), CollectorRegistry()
     progress: CaptureProgress | None = None
-    PrometheusCollector(lambda: replace(source.stats(), progress=progress), registry=registry)
+    PrometheusCollector(
+        lambda: replace(source.stats(), progress=progress, derived_bytes=2**20), registry=registry
+    )
+    assert sample(scrape(registry), "derived_bytes") == 2**20
     assert not any(name == "capture_phase" for name, _ in scrape(registry))
     progress = CaptureProgress("capturing", 3, 16)
     scraped = scrape(registry)
@@ -95,7 +98,7 @@ def test_counters_of_items_start_at_zero() -> None:
     registry = CollectorRegistry()
     PrometheusCollector(Source(), registry=registry)
     scraped = scrape(registry)
-    assert len(scraped) == 1 + len(MissReason) + 2 + 1
+    assert len(scraped) == 1 + len(MissReason) + 2 + 2
     assert [sample(scraped, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [0, 0]
     assert sample(scraped, "input_bytes") == 0
     assert all(sample(scraped, "item_misses_total", reason=str(reason)) == 0 for reason in MissReason)
@@ -112,6 +115,7 @@ def test_types_and_names_are_prometheus_own() -> None:
         "encoder_cudagraph_capture_phase": "gauge",
         "encoder_cudagraph_graph_bytes": "gauge",
         "encoder_cudagraph_input_bytes": "gauge",
+        "encoder_cudagraph_derived_bytes": "gauge",
         "encoder_cudagraph_calibrated_replay_seconds": "gauge",
     }
     assert all(family.documentation for family in registry.collect())

@@ -1,6 +1,7 @@
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ def test_nothing_served_yet() -> None:
     assert stats == ManagerStats(0, {}, {})
     assert (stats.items, stats.hit_rate, stats.padding_fraction, stats.graph_bytes) == (0, 0.0, 0.0, 0)
     assert str(stats) == "0 items: 0 hit (0.0%); 0.0% padding; 0.0 MiB, inputs 0.0 MiB"
+    assert str(replace(stats, derived_bytes=2**19)).endswith(", inputs 0.0 MiB, derived parameters 0.5 MiB")
 
 
 def test_items_count_once_as_hit_or_by_reason() -> None:

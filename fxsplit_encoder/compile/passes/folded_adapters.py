@@ -19,9 +19,8 @@ def folded_adapters(module: fx.GraphModule) -> int:
     """Linear layers to whose output `scale * (rows @ down.T @ up.T)` is added, as one layer each.
 
     Exact: the sums are those of the weight `weight + scale * up @ down`, which is computed in float32 and
-    rounded once; in 16 bits a layer's results are rounded twice less, which makes up for it. An adapter of
-    rank 16 in every layer of Qwen3-VL-8B's blocks, 216 small products, took as long at 196 patches as the
-    tower without it.
+    rounded once; in 16 bits a layer's results are rounded twice less, which makes up for it. Two small
+    products beside each layer are 216 more kernels in Qwen3-VL-8B's blocks (docs/features.md).
     """
     nodes = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
     return sum(_fold(module.graph, node) for node in nodes)  # in order: an adapter may be added to others
