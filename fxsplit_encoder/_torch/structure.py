@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dis
 import enum
@@ -77,6 +78,9 @@ _CONTAINERS = (list, tuple, set, frozenset)
 _TORCH = "torch.nn.modules."
 _FEW_KEYS = 3
 _ORDERED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_NEVER_CALLED = frozenset((nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+"""Containers, whose hooks never run. Each of PEFT's layers has six: with their hooks a comparison takes twice
+as long."""
 
 _IGNORED = frozenset(
     {*vars(nn.Module()), _FORWARD, _CONFIG, PLACE, "_compiled_call_impl", *BOOKKEEPING, *CALLED_AT_REQUESTS}
@@ -110,7 +114,7 @@ class Structure:
     @property
     def has_adapters(self) -> bool:
         """Whether layers have adapters, in use or not."""
-        return bool(self._seen.switches)
+        return self._seen.has_adapters
 
     def has_other_adapters(self) -> bool:
         """Whether layers compute with other adapters, merges or scales: found long before all else is."""
@@ -199,18 +203,21 @@ class _Seen:
         self._reads = {kind: reads_of(kind) for kind in {kind for _, _, kind in self.modules}}
         names = chain.from_iterable(reads.names for reads in self._reads.values())
         self._names = frozenset((FORWARD_OF_CAPTURES, *names))
-        inner = {name: module for name, module, _ in self.modules if module is not tower or not is_around}
+        inner = {
+            name: module
+            for name, module, kind in self.modules
+            if kind not in _NEVER_CALLED and (module is not tower or not is_around)
+        }
         self._take_modules()
         self._take_additions(inner)
         self._take_values()
-        self.switches = [
-            (module, fact)
+        self._layers = {
+            name: (module, found)
             for name, module, _ in self.modules
-            if is_adapter_layer(module)
-            for fact in ((name, what) for what in SWITCHES)
-            if fact in self.facts
-        ]
-        self._switched = [copy_of(vars(module)[what]) for module, (_, what) in self.switches]
+            if is_adapter_layer(module) and (found := [n for n in SWITCHES if (name, n) in self.facts])
+        }
+        self._switches = [(itemgetter(*found), vars(module)) for module, found in self._layers.values()]
+        self._switched = [copy_of(get(held)) for get, held in self._switches]
         self.modal = {
             name: vars(module)
             for name, module, kind in self.modules
@@ -272,6 +279,8 @@ class _Seen:
             kind: _IGNORED | reads.written | _computed_once(kind) for kind, reads in self._reads.items()
         }
         for name, module, kind in self.modules:
+            if kind in (nn.ModuleList, nn.ModuleDict):  # which hold their modules alone
+                continue
             held = vars(module)
             names = frozenset(held) if self._reads_all(name, module) else self._names
             names = names.difference(held if _is_adapter(module) else ignored[kind])
@@ -289,11 +298,18 @@ class _Seen:
             for get, holders in ((itemgetter(*keys), holders) for keys, holders in groups.items())
         ]
 
+    @property
+    def has_adapters(self) -> bool:
+        return bool(self._layers)
+
     def has_other_adapters(self) -> bool:
-        now = [vars(module).get(what) for module, (_, what) in self.switches]
-        return now != self._switched and any(
-            values_in_use(module, fact[1], value) != self.facts[fact]
-            for (module, fact), value in zip(self.switches, now, strict=True)
+        with contextlib.suppress(KeyError):
+            if [get(held) for get, held in self._switches] == self._switched:
+                return False
+        return any(
+            values_in_use(layer, what, vars(layer).get(what)) != self.facts[name, what]
+            for name, (layer, names) in self._layers.items()
+            for what in names
         )
 
     def _reads_all(self, name: str, module: nn.Module) -> bool:

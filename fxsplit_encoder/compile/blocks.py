@@ -517,8 +517,6 @@ class _Inlining:
         output = self._copy_body(call, body, copies)
         if layout(output.meta["val"]) != layout(call.meta["val"]):
             raise BlockError("a block's own trace returns another layout than in the forward")
-        # Copies share their traced values, but no two inputs of a piece may: only results leave a block.
-        output.meta["val"] = call.meta["val"]
         call.replace_all_uses_with(output)
         self.graph.erase_node(call)
 

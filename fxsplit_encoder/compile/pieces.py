@@ -82,10 +82,25 @@ class PieceCache:
         """Returns the number of a piece's distinct compilation, and the compiled callable."""
         key = signature(piece)
         if key not in self._compiled:
-            values = [node.meta["val"] for node in piece.inputs]
-            compiled = self._compile_piece(to_graph_module(piece), values)
+            compiled = self._compile_piece(to_graph_module(piece), _own_values(piece.inputs))
             self._compiled[key] = len(self._compiled), compiled
         return self._compiled[key]
+
+
+def _own_values(nodes: Sequence[fx.Node]) -> list[Any]:
+    """Returns the traced values of a piece's inputs, each an object of its own: copies of a block share
+    theirs, and a trace tells its inputs by them.
+    """
+    values = [node.meta["val"] for node in nodes]
+    seen: set[int] = set()
+    for number, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and id(value) in seen:
+            with fake_mode_of([value]):
+                values[number] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+        seen.add(id(values[number]))
+    return values
 
 
 def compile_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
