@@ -1,4 +1,4 @@
-"""Mistakes as one line on stderr and exit code 2, whoever finds them: the parser, the library, Python."""
+"""Print errors of the parser, the library and Python as one line on stderr, and exit with code 2."""
 
 from __future__ import annotations
 

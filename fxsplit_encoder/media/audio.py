@@ -32,7 +32,7 @@ _INT16 = 1 << 15
 
 @dataclass(frozen=True, eq=False)
 class AudioSamples:
-    """Audio that somebody has decoded already."""
+    """Decoded audio: samples and their rate."""
 
     samples: Any
     """(samples,) or (channels, samples), an array or a tensor: floats from -1 to 1, or int16."""

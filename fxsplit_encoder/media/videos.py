@@ -19,7 +19,7 @@ from fxsplit_encoder.messages import shown
 
 @dataclass(frozen=True, eq=False)
 class VideoFrames:
-    """A video that somebody has decoded already."""
+    """A decoded video: frames and their rate."""
 
     frames: Any
     """Images of one size, in order, each as `load_image` takes it; or one array or tensor of uint8, such as
@@ -118,7 +118,7 @@ class Frames:
 
 
 class DecodedVideo(Video):
-    """Frames that somebody has decoded already.
+    """Read a video from decoded frames.
 
     Raises:
         MediaError: they are no images, or have different sizes.

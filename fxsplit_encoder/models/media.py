@@ -34,10 +34,10 @@ _PROBES = ((160, 160), (150, 170))
 
 
 def pixel_table(whole: Preparation, later: Preparation, modality: Modality) -> NDArray[np.float32] | None:
-    """(channels, 256): what each value of each channel of uint8 pixels becomes.
+    """Compute the normalized float of each uint8 value of each channel, (channels, 256).
 
     Returns:
-        None: that would not give the very values of the model's processor, as images of all colors show.
+        None: on images of all colors the table gives other values than the model's processor.
     """
     try:
         table = normalization_of(whole, modality).values()

@@ -62,7 +62,7 @@ Rule = Callable[[Sampling, int, "float | None"], Sequence[int]]
 
 
 def known(fps: float | None) -> float:
-    """A video's rate; raises MediaError where nobody knows it."""
+    """Return a video's frames per second; raises MediaError where they are not known."""
     if fps is None:
         raise MediaError(
             "video: its frames per second are not known, and frames are sampled by them; pass "

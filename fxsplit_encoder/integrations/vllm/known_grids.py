@@ -123,7 +123,7 @@ class KeptMetadata:
 
 
 def _key_of(grids: Any, options: Mapping[str, Any]) -> Any | None:
-    """What the metadata depend on, the stream included, on which they are ready; None: it cannot be told."""
+    """Return what the metadata depend on, with the stream that they are ready on; None: not hashable grids."""
     if not isinstance(grids, list | tuple):
         return None
     rows = []
