@@ -13,16 +13,14 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder import connector
-from tests.document_checkpoints import SIGLIP, infer_few_budgets, load_stand_ins
+from tests.document_checkpoints import infer_few_budgets, load_stand_ins
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "index.md"})
-SHORT = [page for page in PAGES if page.stem != "connector"]
-"""Pages without long paragraphs."""
 DOCUMENTS = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *PAGES]
-MOST_LINES_OF_THE_README = 120
+MOST_LINES_OF_THE_README = 90
 MOST_WORDS_OF_A_PARAGRAPH = 120
 
 
@@ -61,15 +59,12 @@ def test_the_code_of_the_readme_runs_as_pasted(pasted: Any) -> None:
     expected = pasted.model.generate(**pasted.inputs, max_new_tokens=64)  # restored at the end of the page
     assert pasted.processor.batch_decode(expected)[0] in pasted.printed.splitlines()
     assert "1 items: 1 hit" in pasted.printed
-    assert pasted.embedding.shape == (1, SIGLIP["hidden_size"])
     assert "1 items: 1 hit" in str(pasted.manager.stats())
     with torch.no_grad():
         eager = pasted.visual(pasted.pixels, pasted.grid)
     torch.testing.assert_close(pasted.features.pooler_output, eager.pooler_output)
     packed = torch.cat([eager.pooler_output, *eager.deepstack_features], dim=1)
     torch.testing.assert_close(pasted.embedding_of_cat, packed)
-    assert pasted.result.shape == (4, 8)
-    assert (pasted.fast.captures, pasted.fast.misses.total()) == (1, 0)
 
 
 def test_the_readme_is_short() -> None:
@@ -96,7 +91,7 @@ def test_a_page_says_first_what_it_is_for(page: Path) -> None:
     assert first.startswith(("For ", "To "))
 
 
-@pytest.mark.parametrize("page", SHORT, ids=names(SHORT))
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_paragraphs_are_short(page: Path) -> None:
     paragraphs = re.split(
         r"\n\n|\n(?=[-*|]|\d+\. )",

@@ -123,7 +123,7 @@ class KeptMetadata:
 
 
 def _key_of(grids: Any, options: Mapping[str, Any]) -> Any | None:
-    """Return what the metadata depend on, with the stream that they are ready on; None: not hashable grids."""
+    """Return what metadata depend on, with the stream that they are ready on; None: unhashable grids."""
     if not isinstance(grids, list | tuple):
         return None
     rows = []
