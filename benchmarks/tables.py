@@ -632,7 +632,6 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "kernels": kernels,
     **dict.fromkeys(("vllm", "vllm_towers", "vllm_h100"), vllm),
     **dict.fromkeys(("vllm_serving_pairs", "vllm_serving_compiled"), vllm_serving),
-    "ab": ab,
     "map_batches": map_batches,
     "serve": serve,
 }

@@ -13,6 +13,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder import connector
+from fxsplit_encoder.planning.plan import MissReason
 from tests.document_checkpoints import infer_few_budgets, load_stand_ins
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +23,8 @@ PAGES = sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "index.md"})
 DOCUMENTS = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *PAGES]
 MOST_LINES_OF_THE_README = 90
 MOST_WORDS_OF_A_PARAGRAPH = 120
+FIRST_LINES = 10
+"""Within which a page has its first block of code."""
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -89,6 +92,16 @@ def test_a_page_says_first_what_it_is_for(page: Path) -> None:
     assert title.startswith("# ")
     assert blank == ""
     assert first.startswith(("For ", "To "))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "glossary"], ids=lambda p: p.stem)
+def test_a_page_begins_with_a_block(page: Path) -> None:
+    assert re.search(r"^ *```", "\n".join(text_of(page).splitlines()[:FIRST_LINES]), re.MULTILINE)
+
+
+def test_every_reason_for_a_miss_is_on_a_page_of_what_to_do() -> None:
+    text = text_of(ROOT / "docs" / "troubleshooting.md") + text_of(ROOT / "docs" / "hugging_face.md")
+    assert [reason for reason in MissReason if f"`{reason}`" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))

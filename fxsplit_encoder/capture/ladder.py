@@ -72,7 +72,7 @@ class MeasuredCosts:
 
     @property
     def best(self) -> float:
-        """Of a replay in the mode that was kept."""
+        """Milliseconds of a replay in the mode that was kept."""
         return min(self.modes.values())
 
 
@@ -182,7 +182,7 @@ class BudgetLadder:
         return time.perf_counter() - self._compared.seconds - seconds_paused()
 
     def run(self, budget: int) -> None:
-        """Runs, to know their kernels, what `capture` would run on a device of a budget that is not known."""
+        """Runs what `capture` would run for a budget without measurements, so that its kernels are known."""
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:

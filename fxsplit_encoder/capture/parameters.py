@@ -38,7 +38,7 @@ class _Inside:
 
 
 class MemoryOrders:
-    """Tells tensors from permutations of themselves at one address, as a transpose put into `.data`."""
+    """Detects tensors replaced by a permutation of themselves at one address, such as a transpose."""
 
     def __init__(self, tensors: Sequence[object]) -> None:
         found = {i: each for i, each in enumerate(tensors) if isinstance(each, Tensor) and _may_permute(each)}

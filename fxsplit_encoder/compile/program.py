@@ -133,7 +133,7 @@ class Program:
     """Number of places that each pass changed."""
 
     def may_be_captured(self, symbols: SymbolValues) -> bool:
-        """Whether the graph means the same at these sizes as in its trace. A trace takes no size for 1,
+        """Whether the traced graph is valid at these sizes. A trace takes no size for 1,
         but a run of n tokens is the first n rows of 2n, by the padding proof or the tower's declaration.
         """
         if self.accepts(symbols):

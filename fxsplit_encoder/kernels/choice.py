@@ -98,12 +98,12 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         """Grows with every measurement, so that remembered choices are made again."""
 
     def keep(self, directory: Path | None = None) -> Self:
-        """Keeps what is measured in the store of each device's environment; itself."""
+        """Writes measurements to the store of each device's environment; returns itself."""
         self._store = lambda device: KernelStore("measured", describe_host(device), directory)
         return self
 
     def keep_nothing_new(self, device: torch.device) -> None:
-        """Loads the store of a device, and keeps nothing more."""
+        """Loads the store of a device; later measurements are not written."""
         self._table(device)
         self._store = None
 

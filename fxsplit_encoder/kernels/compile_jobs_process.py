@@ -29,7 +29,7 @@ _QUACK_HOST = "quack.gemm_runtime.host"
 
 
 class _Compiled(Exception):
-    """What was to be compiled is on disk."""
+    """The requested kernel is compiled and on disk."""
 
 
 @contextlib.contextmanager

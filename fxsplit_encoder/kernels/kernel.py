@@ -29,7 +29,7 @@ class CallShape(ABC):
 
     @abstractmethod
     def kind(self) -> tuple[int | str, ...]:
-        """What, with the dtype, has to be the same where one class stands in for another."""
+        """Fields that, with the dtype, must be equal where one class stands in for another."""
 
     @abstractmethod
     def extents(self) -> tuple[int, ...]:
@@ -37,11 +37,11 @@ class CallShape(ABC):
 
     @property
     def is_captured(self) -> bool:
-        """Whether the call is part of a CUDA graph; else what it costs the host counts too."""
+        """Whether the call is part of a CUDA graph; else its time includes the host's."""
         return True
 
     def measured_with(self) -> Collection[Self]:
-        """The classes that are measured when this one is met."""
+        """Returns the classes that are measured together with this one."""
         return (self,)
 
     def to_json(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ _without_graphs: ContextVar[bool] = ContextVar("fxsplit_encoder_timing_without_g
 
 @dataclass(slots=True)
 class Measured:
-    """What was found for one class of calls."""
+    """Errors and times of the kernels for one class of calls."""
 
     microseconds: dict[str, float] = field(default_factory=dict)
     """Of a call, by the name of an accurate kernel."""
@@ -56,7 +56,7 @@ class Measured:
     """Those of them that raised, and not because they do not compute such calls."""
 
     def covers(self, kernels: Sequence[Kernel[Any]]) -> bool:
-        """Whether something was found of every one of these kernels."""
+        """Whether each of these kernels has a time, an error, or a reason for having none."""
         return all(kernel.name in self.microseconds or kernel.name in self.rejected for kernel in kernels)
 
 

@@ -333,7 +333,7 @@ class Lifecycle:
 
     @property
     def notes(self) -> list[str]:
-        """What went otherwise than usual, and why."""
+        """Lines about dropped budgets and forwards that were not compiled, with reasons."""
         refused = [self.start_refused] if self.start_refused is not None else []
         return [*refused, *(self.background.notes if self.background is not None else ())]
 

@@ -248,7 +248,7 @@ def _use_compiled(parts: Mapping[str, bytes]) -> None:
 
 
 def environment_key(device: torch.device, measurements: Iterable[KernelMeasurements[Any, Any]] = ()) -> Key:
-    """Returns what has to be the same where a start is loaded, of this package, versions and the device."""
+    """Returns the versions and device properties that a start file has to match."""
     key: Key = {
         "fxsplit_encoder": VERSION,
         "fxsplit_encoder.code": _own_code(),
