@@ -60,20 +60,25 @@ def model_of_transformers() -> Names:
     return {"model": small_model(), "inputs": image_prompt()}
 
 
-class _Merged(nn.Module):
-    """Attention over packed patches, four of which make a row of the output."""
+class PackedAttention(nn.Module):
+    """Attention over packed patches, of which four make a row of the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.qkv, self.merge = nn.Linear(48, 48), nn.Linear(64, 24)
+        self.heads, self.width = heads, width
+        self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(4 * width, width)
 
     def forward(self, patches: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(patches).view(-1, 3, 2, 8).unbind(1)
-        return self.merge(varlen_attention(q, k, v, cu_seqlens, patches.shape[0], 8**-0.5).view(-1, 64))
+        q, k, v = self.qkv(patches).view(len(patches), 3, self.heads, -1).unbind(1)
+        attended = varlen_attention(q, k, v, cu_seqlens, patches.shape[0], q.shape[-1] ** -0.5)
+        return self.merge((patches + attended.flatten(1)).view(-1, 4 * self.width))
 
 
-class _MergedTower(fx.PackedTower):
+class PackedAdapter(fx.PackedTower):
     metadata_columns: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, tower: PackedAttention) -> None:
+        super().__init__(tower, merge_size=2, patch_features=tower.width, out_hidden_size=tower.width)
 
     def metadata(self, grids: Any) -> dict[str, Any]:
         return {}
@@ -86,14 +91,10 @@ class _MergedTower(fx.PackedTower):
 
 
 def recorded_on_a_cpu() -> Names:
-    """A tower and a batch of three images; a recording of the library's in place of a CUDA graph.
-
-    `real` are the embeddings that the library's own capture of 64 patches gives for them.
-    """
-    tower, patches = _Merged().eval().requires_grad_(False), torch.randn(40, 48)
+    """A tower and a batch of three images, and the `real` embeddings of the library's own capture."""
+    tower, patches = PackedAttention(48, heads=2).eval().requires_grad_(False), torch.randn(40, 48)
     config = fx.EncoderConfig(mode="full", compile=False, token_budgets=[16], packing="greedy")
-    wrapped = _MergedTower(tower, merge_size=2, patch_features=48, out_hidden_size=24)
-    manager = fx.EncoderCudaGraphManager(wrapped, config)
+    manager = fx.EncoderCudaGraphManager(PackedAdapter(tower), config)
     manager.capture()
     grids = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 4, 4]])
     real = torch.cat(manager.execute({"pixel_values": patches, "image_grid_thw": grids}))

@@ -105,7 +105,7 @@ class ProgramBudgets:
 
 
 class CallForward:
-    """A forward that knows of no calls but those that come."""
+    """A forward whose sizes are known only from its calls."""
 
     def is_always_full(self, tokens: int) -> bool:
         """Never: counts that fill a budget are captured when they come."""
@@ -191,7 +191,7 @@ class SizedForward(CallForward):
         """The bindings of the call in hand, with its inputs and the parameters."""
 
     def request(self, size: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
-        """Makes the capture request of the call in hand over `shared` inputs; CaptureError where no copy can
+        """Makes the capture request of the current call over `shared` inputs; CaptureError where no copy can
         have the layout of an input.
         """
         program, call = self.region.program, self.call

@@ -382,7 +382,7 @@ class Pin(Generic[ShapeT]):
 
 @dataclass(frozen=True)
 class PinGrammar(Generic[ShapeT]):
-    """What the setting of one operation may say."""
+    """Grammar of one operation's setting."""
 
     setting: str
     kernels: tuple[str, ...]

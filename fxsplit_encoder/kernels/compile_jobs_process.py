@@ -1,4 +1,4 @@
-"""Compile variants of FlashAttention 4 and QuACK into their caches on disk, as a process of its own.
+"""Compile variants of FlashAttention 4 and QuACK into their caches on disk, in a separate process.
 
     python -m fxsplit_encoder.kernels.compile_jobs_process < jobs
 

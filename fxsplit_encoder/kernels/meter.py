@@ -1,4 +1,4 @@
-"""How kernels are compared for a class of calls: first by accuracy, then by time."""
+"""Compare the kernels of a class of calls, first by accuracy, then by time."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class Example(ABC, Generic[KernelT]):
 
     @abstractmethod
     def expected(self) -> Tensor:
-        """What is right, in float32, which is exact relative to the 16-bit values that are compared."""
+        """Computes the result in float32, which is exact relative to the compared 16-bit values."""
 
     @abstractmethod
     def result(self, kernel: KernelT) -> Tensor:
-        """What a kernel makes of it, as `expected` has it, in the kernel's own dtype."""
+        """Computes the result by a kernel, in its own dtype and the layout of `expected`."""
 
     @abstractmethod
     def timed(self, kernel: KernelT) -> Callable[[], object]:
@@ -99,7 +99,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         """The calls of this shape on which kernels are compared."""
 
     def calls(self, shape: ShapeT) -> Sequence[tuple[object, ...]]:
-        """What tells each of `examples` from the calls of other classes."""
+        """Returns a key for each of `examples`, under which its results are reused."""
         return [(shape,)]
 
     def can_measure(self, device: torch.device) -> bool:

@@ -155,7 +155,7 @@ class Lifecycle:
 
     @property
     def progress(self) -> CaptureProgress | None:
-        """Of the work between requests; None: there is none."""
+        """Progress of the background capture; None: there is none."""
         return self.background.progress if self.background is not None else None
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -51,7 +51,7 @@ def pixel_table(whole: Preparation, later: Preparation, modality: Modality) -> N
 
 
 def normalization_of(preparation: Any, modality: Modality = "image") -> Normalization:
-    """Of a preparation's images or clips: its own, its format's, or its processor's."""
+    """Finds the normalization of images or clips: the preparation's, its format's, or its processor's."""
     for holder in (preparation, getattr(preparation, f"{modality}_format", None)):
         own = getattr(holder, "normalization", None)
         if isinstance(own, Normalization):

@@ -169,7 +169,7 @@ CaptureSize: TypeAlias = Any
 
 
 class PathPlan(NamedTuple):
-    """How one path of a batch is encoded."""
+    """Budget or fallback of one path of a batch."""
 
     tokens: int
     """Output tokens of the batch on this path; 0: the path is skipped, or a replay is padding only."""

@@ -220,7 +220,7 @@ class CapturedProgram(ABC):
         self.ladder.clear()
 
     def note(self, note: str) -> None:
-        """Adds a note of what was dropped or runs otherwise than asked, with a warning, once."""
+        """Records a note about a dropped budget or a fallback, and warns once."""
         if note not in self.notes:
             self.notes.append(note)
             logger.warning("%s", note)

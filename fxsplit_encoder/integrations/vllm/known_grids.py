@@ -88,7 +88,7 @@ class KeptMetadata:
         self._num_bytes = 0
 
     def __call__(self, grids: Any, **options: Any) -> Any:
-        """What the tower's own method returns."""
+        """Returns the result of the tower's own method."""
         key = _key_of(grids, options) if _is_replay.get() else None
         if key is None:
             return self._prepare(grids, **options)
