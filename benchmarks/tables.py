@@ -601,9 +601,10 @@ def feature_rows(kind: str) -> str:
         figure = f"{shown(with_it)} {unit}" + (f", {shown(without[0])} without" if without else "")
         linked = f"[{figure}](../benchmarks/results/{feature.result['file']})"
         gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
-        where = f"{_where(feature)}, {gpu}"
-        lines.append([f"`{feature.name}`", feature.purpose, feature.user, linked, where])
-    return formatted([kind, "for", "who needs it", "measured", "where"], lines)
+        lines.append(
+            [f"`{feature.name}`", feature.purpose, feature.user, f"{linked}: {_where(feature)}, {gpu}"]
+        )
+    return formatted([kind, "for", "who needs it", "measured"], lines)
 
 
 def _where(feature: features.Feature) -> str:
