@@ -24,7 +24,6 @@ DOCUMENTS = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *PAGES]
 MOST_LINES_OF_THE_README = 90
 MOST_WORDS_OF_A_PARAGRAPH = 120
 FIRST_LINES = 10
-"""Within which a page has its first block of code."""
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -95,7 +94,7 @@ def test_a_page_says_first_what_it_is_for(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "glossary"], ids=lambda p: p.stem)
-def test_a_page_begins_with_a_block(page: Path) -> None:
+def test_a_page_has_a_block_in_its_first_lines(page: Path) -> None:
     assert re.search(r"^ *```", "\n".join(text_of(page).splitlines()[:FIRST_LINES]), re.MULTILINE)
 
 
@@ -136,6 +135,17 @@ def test_links_lead_to_files_and_sections(document: Path) -> None:
 def anchor(title: str) -> str:
     """A section's name in links, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_the_architecture_names_every_room_and_its_table_what_there_is() -> None:
+    package, text = ROOT / "fxsplit_encoder", text_of(ROOT / "docs" / "architecture.md")
+    rooms = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert set(re.findall(r"^  (\w+)/ ", text, re.MULTILINE)) == rooms
+    for row in re.findall(r"^\| .+? \| (.*`.*) \|$", text, re.MULTILINE):
+        paths = [package / name for name in re.findall(r"`([\w/]+/[\w.]*)`", row)]
+        files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+        code = "".join(map(text_of, files))
+        assert [name for name in re.findall(r"`(\w+)`", row) if name not in code] == []
 
 
 def test_the_files_that_contributing_names_exist() -> None:
