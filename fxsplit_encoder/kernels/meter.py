@@ -80,7 +80,7 @@ class Example(ABC, Generic[KernelT]):
 
     @abstractmethod
     def timed(self, kernel: KernelT) -> Callable[[], object]:
-        """The call whose time counts."""
+        """Returns the call whose time counts."""
 
 
 class Meter(ABC, Generic[ShapeT, KernelT]):
@@ -96,7 +96,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
 
     @abstractmethod
     def examples(self, shape: ShapeT) -> Sequence[Example[KernelT]]:
-        """The calls of this shape on which kernels are compared."""
+        """Returns the calls of this shape on which kernels are compared."""
 
     def calls(self, shape: ShapeT) -> Sequence[tuple[object, ...]]:
         """Returns a key for each of `examples`, under which its results are reused."""

@@ -263,7 +263,7 @@ class UnpaddedCaptures:
         return self._held.get(size)
 
     def _attempt(self, size: CaptureSize, make: Callable[[CaptureSize], _T]) -> _T | None:
-        """The result of `make`; None: it raised, which is noted."""
+        """Returns the result of `make`; None: it raised, which is noted."""
         try:
             return make(size)
         except AssertionError:  # of this library's own
@@ -348,7 +348,7 @@ class UnpaddedCaptures:
 
 
 def rows_of(size: CaptureSize) -> int:
-    """Rows that a size stands for: its tokens, or the product of a call's sizes."""
+    """Returns the rows that a size stands for: its tokens, or the product of a call's sizes."""
     return size if isinstance(size, int) else max(1, int(math.prod(size)))
 
 
