@@ -281,26 +281,22 @@ def towers(result: Result) -> str:
     return f"{by_columns({n: n for n in shown}, rows)}\n\n{caption} {described(result, rows=result['rows'])}."
 
 
-def connector(result: Result) -> str:
-    """A table of every part of the case."""
+def connector(result: Result, *parts: str) -> str:
+    """A table of each of these parts of the case: "mix", "beside", "batch"."""
     rows = _grouped(result["rows"], "part")
     first = {"p50": "first token p50", "p99": "first token p99"}
     media = {"media p50": "with media p50", "media p99": "with media p99"}
-    stages = {name: f"{name} p50" for name in ("prepare", "queue", "encode", "then")}
     text = {"lost": "lost", "longest step": "longest step"}
     columns = {
-        "mix": {"mix": "mix", "": "variant", **first, **media, **text, **stages}
-        | {"batch": "items a batch", "busy": "busy"},
+        "mix": {"mix": "mix", "": "variant", **first, **media, **text},
         "beside": {"text, beside": "beside", "videos": "videos", **first, **text, "step p50": "step p50"},
         "batch": {name: name for name in ("side", "one by one", "at once", "ratio", "a batch alone")},
     }
-    made = [by_columns(columns[part], rows[part]) for part in columns if part in rows]
+    made = [by_columns(columns[part], rows[part]) for part in parts]
     settings = result["settings"]
-    steps = ", ".join(f"{ms:.1f} of {count} rows" for count, ms in settings["step ms"].items())
-    where = described(
-        result, settings["tower"], f"{settings['rate']:g} requests a second", rows=result["rows"]
-    )
-    return "\n\n".join([*made, f"Milliseconds. Steps of the decoder alone: {steps}. {where}."])
+    rate = f"{settings['rate']:g} requests a second"
+    where = described(result, settings["tower"], rate, rows=result["rows"])
+    return "\n\n".join([*made, f"Milliseconds. {where}."])
 
 
 def invariant(result: Result) -> str:
@@ -607,9 +603,10 @@ def feature_rows(kind: str) -> str:
         figure = f"{shown(with_it)} {unit}" + (f", {shown(without[0])} without" if without else "")
         linked = f"[{figure}](../benchmarks/results/{feature.result['file']})"
         gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
-        where = f"{_where(feature)}, {gpu}"
-        lines.append([f"`{feature.name}`", feature.purpose, feature.user, linked, where])
-    return formatted([kind, "for", "who needs it", "measured", "where"], lines)
+        lines.append(
+            [f"`{feature.name}`", feature.purpose, feature.user, f"{linked}: {_where(feature)}, {gpu}"]
+        )
+    return formatted([kind, "for", "who needs it", "measured"], lines)
 
 
 def _where(feature: features.Feature) -> str:
@@ -639,7 +636,6 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "kernels": kernels,
     **dict.fromkeys(("vllm", "vllm_towers", "vllm_h100"), vllm),
     **dict.fromkeys(("vllm_serving_pairs", "vllm_serving_compiled"), vllm_serving),
-    "ab": ab,
     "map_batches": map_batches,
     "serve": serve,
 }

@@ -116,7 +116,7 @@ _Number = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
 
 
 class PathConfig(Settings):
-    """What one encoder path (for example "global" or "local") sets differently."""
+    """Settings of one encoder path, for example "global" or "local", that override the general ones."""
 
     token_budgets: _PathBudgets = ()
     """Output tokens of each captured budget of this path, increasing. 0 may come first on a path that batches
@@ -126,7 +126,7 @@ class PathConfig(Settings):
 
 
 class EncoderConfig(Settings):
-    """How a vision encoder is split, captured and packed. Immutable, comparable and hashable.
+    """Settings of splitting, capturing and packing a vision encoder. Immutable, comparable and hashable.
 
     Raises:
         ConfigError: a key is unknown, a value is not allowed, or two values contradict each other.

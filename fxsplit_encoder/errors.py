@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""Errors of this package, as one tree.
 
 FxSplitError
 +-- ConfigError (ValueError)             a setting is unknown, malformed or contradicts another
@@ -181,7 +181,7 @@ class MissingExtraError(FxSplitError, ImportError):
 
 
 def _packages_of(extra: str) -> list[str]:
-    """What an extra asks for, as pip takes it; nothing where this package was not installed by pip."""
+    """Returns the requirements of an extra; empty if this package was not installed by pip."""
     try:
         required = metadata.requires(_DISTRIBUTION) or ()
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Points at which `capture(wait=False)` gives up the manager's turn, so that requests are served while it
+"""Points at which `capture(wait=False)` releases the manager's lock, so that requests are served while it
 compiles, runs, times and records for seconds. In the foreground, without `pausing_by`, a pause does nothing.
 """
 
@@ -21,13 +21,13 @@ class Scheduler:
     """Runs work between requests; this one runs it in the foreground, where nothing waits."""
 
     seconds_paused = 0.0
-    """Time spent waiting for the turn."""
+    """Time spent waiting for the lock."""
 
     def pause(self) -> None:
-        """Gives up the turn and takes it again; StoppedError if the work was canceled."""
+        """Releases the lock and takes it again; StoppedError if the work was canceled."""
 
     def turn(self) -> AbstractContextManager[object]:
-        """Holds the turn, so that no request is served inside."""
+        """Holds the lock, so that no request is served inside."""
         return contextlib.nullcontext()
 
     def capture(self, work: Callable[[], Result]) -> Result:
@@ -52,7 +52,7 @@ def pausing_by(scheduler: Scheduler) -> Iterator[None]:
 
 
 def seconds_paused() -> float:
-    """Time that the work on this thread has waited for the turn."""
+    """Seconds that the work on this thread has waited for the lock."""
     return _scheduler.get().seconds_paused
 
 
@@ -62,7 +62,7 @@ def pause() -> None:
 
 
 def has_turn() -> AbstractContextManager[object]:
-    """Holds the turn inside, if the work runs between requests."""
+    """Holds the lock inside, if the work runs between requests."""
     return _scheduler.get().turn()
 
 

@@ -42,7 +42,7 @@ class EncoderItemSpec:
 
 @dataclass(frozen=True)
 class EncoderCudaGraphPathConfig:
-    """How one independently captured path is budgeted."""
+    """Budget range of one independently captured path."""
 
     min_token_budget: int | None = None
     """Output tokens of a tile, of which inferred budgets are multiples. None: the lower end of the range."""
@@ -73,7 +73,7 @@ class EncoderCudaGraphConfig:
 
 @dataclass(frozen=True)
 class BudgetDeclaration:
-    """What a tower declares of budgets behind `torch.compile`: functions of its host op's arguments."""
+    """Declaration of budgets behind `torch.compile`: functions of a host op's arguments."""
 
     rows_per_output_token: Callable[..., int | Fraction]
     """Rows merged into one output token; a fraction where a row gives several."""
@@ -177,7 +177,7 @@ class SupportsEncoderCudaGraph(Protocol):
         max_frames_per_batch: int,
         path: str = "default",
     ) -> EncoderCudaGraphReplayBuffers:
-        """What a replay of this batch puts into the captured buffers."""
+        """Returns the values that a replay of this batch copies into the captured buffers."""
 
     def encoder_cudagraph_forward(
         self, inputs: dict[str, torch.Tensor], path: str = "default"

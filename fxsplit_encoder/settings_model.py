@@ -1,4 +1,4 @@
-"""What models of settings share: a base class that raises `ConfigError`, kinds of values, and YAML files."""
+"""Base class of settings that raises `ConfigError`, kinds of values, and YAML files."""
 
 import itertools
 import os
@@ -78,7 +78,7 @@ def parse_bytes(value: object) -> object:
 
 
 def unknown_option(name: object, allowed: Sequence[str]) -> str:
-    """What is said of an option that there is not."""
+    """Returns the message about an unknown option."""
     text = name_of(name)
     return f"{text}: unknown option; {nearest(text, allowed)}allowed: {', '.join(allowed)}"
 

@@ -33,30 +33,19 @@ VISION: dict[str, Any] = {
     "out_hidden_size": 32,
     "deepstack_visual_indexes": [0],
 }
-SIGLIP: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 56,
-    "patch_size": 14,
-}
 
 
 def load_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes that pages load from are ones that load these; some need torchvision only to be there."""
-    import transformers  # noqa: F401  # puts another module of that name in its place
-    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+    """The classes that pages load from are ones that load these."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: F401
+
+    # Importing them has replaced `sys.modules["transformers"]`.
 
     def replace(name: str, made: Any) -> None:
         monkeypatch.setattr(sys.modules["transformers"], name, SimpleNamespace(from_pretrained=made))
 
-    side = SIGLIP["image_size"]
-    size = {"height": side, "width": side}
     replace("AutoModelForImageTextToText", lambda name, **kwargs: small_model())
     replace("AutoProcessor", lambda name: Processor())
-    replace("AutoImageProcessor", lambda name: SiglipImageProcessorPil(size=size))
-    replace("SiglipVisionModel", lambda name: _siglip())
 
 
 def infer_few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +71,6 @@ def image_prompt() -> Any:
     """Arguments of its `generate`, with one photograph."""
     messages = [{"content": [{"type": "image", "path": str(EXAMPLES / "images" / "cat.jpg")}]}]
     return Processor().apply_chat_template(messages, tokenize=True, return_dict=True)
-
-
-def _siglip() -> Any:
-    from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
-    from transformers.models.siglip.modeling_siglip import SiglipVisionModel
-
-    torch.manual_seed(0)
-    return SiglipVisionModel(SiglipVisionConfig(**SIGLIP))
 
 
 class Processor:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -60,25 +60,51 @@ def model_of_transformers() -> Names:
     return {"model": small_model(), "inputs": image_prompt()}
 
 
-class _Merged(nn.Module):
-    """Attention over packed patches, two of which make a row of the output."""
+class PackedAttention(nn.Module):
+    """Attention over packed patches, of which four make a row of the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.qkv, self.merge = nn.Linear(48, 48), nn.Linear(32, 24)
+        self.heads, self.width = heads, width
+        self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(4 * width, width)
 
     def forward(self, patches: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(patches).view(-1, 3, 2, 8).unbind(1)
-        return self.merge(varlen_attention(q, k, v, cu_seqlens, patches.shape[0], 8**-0.5).view(-1, 32))
+        q, k, v = self.qkv(patches).view(len(patches), 3, self.heads, -1).unbind(1)
+        attended = varlen_attention(q, k, v, cu_seqlens, patches.shape[0], q.shape[-1] ** -0.5)
+        return self.merge((patches + attended.flatten(1)).view(-1, 4 * self.width))
+
+
+class PackedAdapter(fx.PackedTower):
+    metadata_columns: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, tower: PackedAttention) -> None:
+        super().__init__(tower, merge_size=2, patch_features=tower.width, out_hidden_size=tower.width)
+
+    def metadata(self, grids: Any) -> dict[str, Any]:
+        return {}
+
+    def core(self, pixel_values: torch.Tensor, cu_seqlens: torch.Tensor, metadata: Any) -> Any:
+        return self.tower(pixel_values, cu_seqlens)
+
+    def packed_output(self, output: Any) -> torch.Tensor:
+        return cast(torch.Tensor, output)
 
 
 def recorded_on_a_cpu() -> Names:
-    """A tower and a batch of three images; a recording of the library's in place of a CUDA graph."""
+    """A tower and a batch of three images, and the `real` embeddings of the library's own capture."""
+    tower, patches = PackedAttention(48, heads=2).eval().requires_grad_(False), torch.randn(40, 48)
+    config = fx.EncoderConfig(mode="full", compile=False, token_budgets=[16], packing="greedy")
+    manager = fx.EncoderCudaGraphManager(PackedAdapter(tower), config)
+    manager.capture()
+    grids = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 4, 4]])
+    real = torch.cat(manager.execute({"pixel_values": patches, "image_grid_thw": grids}))
+    assert sum(budget.replays for budget in manager.stats().budgets.values()) == 1
     return {
         "BreakableCUDAGraphCapture": fx.BreakableCUDAGraphCapture,
-        "tower": _Merged().eval(),
-        "patches": torch.randn(40, 48),
+        "tower": tower,
+        "patches": patches,
         "cu_seqlens": torch.tensor([0, 8, 24, 40], dtype=torch.int32),
+        "real": real,
     }
 
 
@@ -135,7 +161,8 @@ REPLACED: dict[str, dict[str, str]] = {
         "torch.cuda.CUDAGraph()": "BreakableCUDAGraphCapture()",
         "torch.cuda.graph(self.graph, stream=stream)": "self.graph",
         "embeddings = capture(patches, cu_seqlens)": "embeddings = capture(patches, cu_seqlens)\n"
-        "torch.testing.assert_close(embeddings, tower(patches, cu_seqlens))",
+        "torch.testing.assert_close(embeddings, tower(patches, cu_seqlens))\n"
+        "torch.testing.assert_close(embeddings, real)",
     },
     "data_parallel": {
         'init_process_group("nccl")': 'init_process_group("gloo", rank=0, world_size=1)',

@@ -1,4 +1,4 @@
-"""What ranks share: shards, results of collectives, and the timeout of a group."""
+"""Access shards, results of collectives, and the timeout of a process group."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _INVARIANT = ("batch_invariant", "deterministic")
 
 
 def start_workers() -> None:
-    """Starts Inductor's processes for Triton kernels, and asks at once whether they are ready."""
+    """Starts Inductor's processes for Triton kernels, and polls once whether they are ready."""
     maybe_warm_pool()
     started = getattr(AsyncCompile.process_pool, "cache_info", None)
     if started is not None and started().currsize:

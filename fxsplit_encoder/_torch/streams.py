@@ -28,10 +28,10 @@ class CaptureStreams:
     """Creates the streams of one GPU that CUDA graphs are captured on, and their cuBLAS workspaces.
 
     A graph reads and writes the workspaces (cuBLAS's and cuBLASLt's) that its stream had at the capture.
-    torch hands out 32 streams in turn, so others would use one of them with the same workspace, and it frees
-    the workspaces of all streams when other code captures (`mode="reduce-overhead"` of `torch.compile` does)
-    or asks for it. So these are streams of our own, and their workspaces lie in a pool that is never
-    returned: nobody else gets memory that a graph still writes to.
+    torch hands out 32 streams in turn, so other code would share a stream and its workspace, and it frees the
+    workspaces of all streams on request or when other code captures, as `torch.compile` with
+    `mode="reduce-overhead"` does. These streams are made by CUDA for this package alone, and their workspaces
+    lie in a pool that is never returned, so that no later allocation gets memory that a graph still writes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,8 +41,8 @@ class CaptureStreams:
         self._memory = torch.cuda.MemPool()
 
     def take(self, priority: int = 0) -> torch.cuda.Stream:
-        """Returns a stream for one user. It is given to another when this object is gone: a workspace, 32 MiB
-        on Hopper, stays with its stream for good.
+        """Returns a stream for one user, which the next user gets once this object is collected: a workspace,
+        32 MiB on Hopper, stays with its stream.
         """
         unused = self._unused.setdefault(priority, [])
         try:
@@ -65,7 +65,7 @@ class CaptureStreams:
         return made.value
 
     def sibling(self, main: torch.cuda.Stream, purpose: str) -> torch.cuda.Stream:
-        """Returns the stream of a purpose beside a stream, with its priority."""
+        """Returns the side stream that `main` uses for one purpose, of the same priority."""
         key = (main.cuda_stream, purpose)
         if key not in self._siblings:
             self._siblings[key] = self.take(main.priority)

@@ -41,7 +41,7 @@ def python_source(expression: sympy.Basic) -> str:
 
 
 class Symbols:
-    """What a trace knows of its symbols, by its inputs; nothing where none is a traced tensor."""
+    """Ranges and guards of a trace's symbols, found by its inputs; empty if none is a traced tensor."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         fake_mode = fake_mode_of(values)

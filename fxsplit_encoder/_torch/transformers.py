@@ -51,7 +51,7 @@ def remove_output_hooks(module: nn.Module) -> None:
 
 
 def selected_hidden_states(option: Any) -> list[int] | None:
-    """Returns the layers that `output_hidden_states` asks for; None: all, as before 5.23."""
+    """Returns the layers that `output_hidden_states` names; None: all, as before 5.23."""
     from transformers.utils import output_capturing
 
     select = getattr(output_capturing, "selected_hidden_states", None)
@@ -188,7 +188,7 @@ def vision_values(call: VisionCall, grids: Sequence[tuple[int, int, int]]) -> di
 
 
 class _Names(dict[str, Any]):
-    """Notes what is asked for, and has nothing."""
+    """Records the names that are looked up in it, and contains none."""
 
     def __init__(self) -> None:
         super().__init__()

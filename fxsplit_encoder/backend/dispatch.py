@@ -72,7 +72,7 @@ def capturing_all() -> Iterator[list[BudgetDispatcher]]:
 
 
 class BudgetDispatcher:
-    """Runs one program for whatever sizes come.
+    """Runs one program for inputs of any size.
 
     On a call: the cheapest of the captured budgets with capacity for it, the smallest of which is captured on
     first use; pad, replay, cut to the true sizes, clone. A graph without a token count is captured at all
@@ -404,7 +404,7 @@ class SizedProgram(CallProgram):
             self.forward.call = None
 
     def request(self, tokens: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
-        """Makes the capture request of the batch in hand."""
+        """Makes the capture request of the current batch."""
         return self.forward.request(tokens, shared)
 
     def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:

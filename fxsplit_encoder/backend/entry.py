@@ -37,7 +37,7 @@ def encoder_cg(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend: `torch.compile(module, backend="encoder_cg", options={"config": "encoder.yaml"})`.
+    """Returns the backend: `torch.compile(module, backend="encoder_cg", options={"config": "encoder.yaml"})`.
 
     Args:
         options: the keys of `EncoderConfig`, and `config`, a YAML file or a mapping that the other keys
@@ -97,7 +97,7 @@ def _compiled(
 
 
 def _why_eager(policy: InvariantPolicy, error: Exception) -> str:
-    """A sentence on why a graph did not compile, where it may run eagerly; else raises."""
+    """Returns a sentence on why a graph did not compile, where it may run eagerly; else raises."""
     if end_blocks(refused=True):  # equal blocks were traced once, which may be at fault
         logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
         raise TraceAgain(restart_reason="equal blocks are traced one by one")

@@ -86,7 +86,7 @@ class ProgramBudgets:
         return cls(tokens, rows_per_token, segment_factors, config.max_items_per_batch)
 
     def rows(self, tokens: int) -> int:
-        """Rows of so many output tokens."""
+        """Returns the rows of so many output tokens."""
         return int(tokens * self.rows_per_token)
 
     def tokens_of(self, rows: int) -> int:
@@ -105,7 +105,7 @@ class ProgramBudgets:
 
 
 class CallForward:
-    """A forward that knows of no calls but those that come."""
+    """A forward whose sizes are known only from its calls."""
 
     def is_always_full(self, tokens: int) -> bool:
         """Never: counts that fill a budget are captured when they come."""
@@ -191,7 +191,7 @@ class SizedForward(CallForward):
         """The bindings of the call in hand, with its inputs and the parameters."""
 
     def request(self, size: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
-        """Makes the capture request of the call in hand over `shared` inputs; CaptureError where no copy can
+        """Makes the capture request of the current call over `shared` inputs; CaptureError where no copy can
         have the layout of an input.
         """
         program, call = self.region.program, self.call
@@ -209,7 +209,7 @@ class SizedForward(CallForward):
 
 
 def _copied(name: str, value: Tensor, device: torch.device) -> Tensor:
-    """A copy of an input in its own strides, for which pieces are compiled."""
+    """Returns a copy of an input in its own strides, for which pieces are compiled."""
     if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
         raise CaptureError(
             f"{name} is expanded: strides {value.stride()} for {tuple(value.shape)}; pass it contiguous"
@@ -296,7 +296,7 @@ class CallParameters:
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A getter of the items at these indices, without Python for each of them."""
+    """Returns a getter of the items at these indices, without Python for each of them."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda items: [items[index] for index in indices]

@@ -1,1 +1,1 @@
-"""From a callable over static buffers to something that replays. Knows nothing of models."""
+"""Capture callables over static buffers as CUDA graphs, and replay them. Imports no models."""

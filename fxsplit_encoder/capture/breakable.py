@@ -72,7 +72,7 @@ _one_at_a_time = threading.RLock()
 
 
 def active_capture() -> BreakableCUDAGraphCapture | None:
-    """The breakable capture that this thread is recording."""
+    """Returns the breakable capture that this thread is recording."""
     return getattr(_this_thread, "capture", None)
 
 
@@ -489,7 +489,7 @@ class LiveSegments:
         self._by_address = {each.cu_seqlens.data_ptr(): each for each in segments}
 
     def of(self, cu_seqlens: Tensor) -> KnownSegments | None:
-        """The segments behind captured cumulative lengths; None: not known."""
+        """Returns the segments behind captured cumulative lengths; None: not known."""
         return self._by_address.get(cu_seqlens.data_ptr())
 
     def note(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
@@ -596,7 +596,7 @@ class RecordedBreak:
 
 
 def name_of(function: Any) -> str:
-    """The name of a function or op in messages."""
+    """Returns the name of a function or op in messages."""
     if isinstance(function, OpOverload):
         return str(function.name())  # type: ignore[no-untyped-call]
     return getattr(function, "__qualname__", None) or type(function).__name__

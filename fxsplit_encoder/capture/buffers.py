@@ -29,12 +29,12 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 def storage_address(tensor: Tensor) -> int:
-    """The address of the memory behind a tensor and all its views."""
+    """Returns the address of the memory behind a tensor and all its views."""
     return local_part(tensor).untyped_storage().data_ptr()
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dicts: ten times as fast as `tree_leaves`."""
+    """Returns the tensors in nested tuples, lists and dicts: ten times as fast as `tree_leaves`."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
@@ -51,7 +51,7 @@ def tensors_in(values: object) -> list[Tensor]:
 
 
 def unstrided(tensors: Iterable[Tensor]) -> str | None:
-    """The layout of the first tensor without plain strides; None: all have them."""
+    """Returns the layout of the first tensor without plain strides; None: all have them."""
     for tensor in tensors:
         if tensor.is_nested:
             return "nested"
@@ -111,7 +111,7 @@ class OwnedBuffers:
     def acquire(
         self, like: Tensor, layout: torch.memory_format = torch.preserve_format
     ) -> tuple[Tensor, Tensor]:
-        """A buffer like a tensor, and an alias to hand out, which keeps the memory alive."""
+        """Returns a buffer like a tensor, and an alias to hand out, which keeps the memory alive."""
         strides = like.stride() if layout == torch.preserve_format else layout
         key = (like.shape, strides, like.dtype, like.device)
         lent = self._lent.setdefault(key, [])
@@ -165,7 +165,7 @@ class HandedOut:
 
 @functools.cache
 def memory_of(device: torch.device) -> int:
-    """Bytes of a device's memory, used or not; of the CPU, what the host allows this process."""
+    """Returns the bytes of a device's memory, used or not; of the CPU, what the host allows this process."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -180,7 +180,7 @@ def _read_limit(path: Path) -> int | None:
 
 
 def gibibytes(num_bytes: int) -> str:
-    """A number of bytes for a message."""
+    """Returns a number of bytes for a message."""
     return f"{num_bytes / 2**30:,.1f} GiB"
 
 
@@ -453,5 +453,5 @@ def _shape(value: StaticValue) -> object:
 
 
 def parts_of(value: StaticValue) -> Sequence[Tensor]:
-    """The tensors whose rows make up a value."""
+    """Returns the tensors whose rows make up a value."""
     return (value,) if isinstance(value, torch.Tensor) else value

@@ -100,7 +100,7 @@ class CaptureRequest:
         return ["full", "piecewise"] if self.body.program.splits else ["full"]
 
     def exact_body(self) -> Callable[[], Any]:
-        """The body as it runs at the exact shape, on one segment as long as the rows."""
+        """Returns the body as it runs at the exact shape, on one segment as long as the rows."""
         single = self.single_segment() if self.single_segment is not None else self
         body = single.body
         if not isinstance(body, ProgramBody) or not single.segment_inputs:
@@ -394,7 +394,7 @@ class CapturedForward:
                 _check_finite(buffer.name, buffer.tensor, buffer.token_dim, buffer.dirty_rows)
 
     def measure(self) -> float:
-        """Median milliseconds of a replay on the static inputs."""
+        """Measures the median milliseconds of a replay on the static inputs."""
         return measure_ms(self.replay, self.pool.device)
 
     def release(self) -> None:
@@ -406,7 +406,7 @@ class CapturedForward:
 
 
 def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:
-    """The error of this library for one that a forward raised while `what` was captured."""
+    """Returns the error of this library for one that a forward raised while `what` was captured."""
     place = _place(error.__traceback__, running)
     if isinstance(error, OutOfMemoryError):
         # A stored error would keep alive what the frames hold.
@@ -536,5 +536,5 @@ def _timed(call: Callable[[], Any], device: torch.device) -> MeasuredRun:
 
 
 def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
-    """Median milliseconds of a call after one warm-up, to the end of its device work."""
+    """Measures the median milliseconds of a call after one warm-up, to the end of its device work."""
     return measure_run(call, device, repeats).wall

@@ -72,7 +72,7 @@ class MeasuredCosts:
 
     @property
     def best(self) -> float:
-        """Of a replay in the mode that was kept."""
+        """Milliseconds of a replay in the mode that was kept."""
         return min(self.modes.values())
 
 
@@ -182,7 +182,7 @@ class BudgetLadder:
         return time.perf_counter() - self._compared.seconds - seconds_paused()
 
     def run(self, budget: int) -> None:
-        """Runs, to know their kernels, what `capture` would run on a device of a budget that is not known."""
+        """Runs what `capture` would run for a budget without measurements, so that its kernels are known."""
         if not (self.measured and self.pool.is_cuda) or budget in self._known:
             return
         try:
@@ -196,7 +196,7 @@ class BudgetLadder:
         self._capture_ms = [capture_ms] if known else []
 
     def known(self) -> dict[int, KnownBudget]:
-        """The measured budgets, for another ladder to `expect`."""
+        """Returns the measured budgets, for another ladder to `expect`."""
         found = {}
         for budget, costs in self.costs.items():
             if budget in self.captured or budget in self.no_graph_needed:
@@ -205,7 +205,7 @@ class BudgetLadder:
         return found
 
     def best(self, budget: int, num_segments: int | None) -> CapturedForward:
-        """The capture of a captured budget for a batch of so many segments (None: unknown)."""
+        """Returns the capture of a captured budget for a batch of so many segments (None: unknown)."""
         single = self.captured_single_segment.get(budget) if num_segments == 1 else None
         return single if single is not None else self.captured[budget]
 
@@ -368,7 +368,7 @@ class BudgetLadder:
         return self._record(budget, request, self._preferred(request), first=True)
 
     def _preferred(self, request: CaptureRequest) -> list[str]:
-        """The modes of a request, the wanted one first."""
+        """Returns the modes of a request, the wanted one first."""
         possible = request.modes
         # Without a program the mode that breaks at attention is `breakable`.
         wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]

@@ -38,7 +38,7 @@ class _Inside:
 
 
 class MemoryOrders:
-    """Tells tensors from permutations of themselves at one address, as a transpose put into `.data`."""
+    """Detects tensors replaced by a permutation of themselves at one address, such as a transpose."""
 
     def __init__(self, tensors: Sequence[object]) -> None:
         found = {i: each for i, each in enumerate(tensors) if isinstance(each, Tensor) and _may_permute(each)}
@@ -53,7 +53,7 @@ class MemoryOrders:
         return all(map(eq, map(self.order_of, tensors), self.baked))
 
     def changed(self, tensors: Sequence[Any]) -> list[int]:
-        """The indices of those among all tensors whose order is another one."""
+        """Returns the indices of those among all tensors whose order is another one."""
         pairs = zip(self.indices, self.baked, strict=True)
         return [index for index, order in pairs if self.order_of(tensors[index]) != order]
 
@@ -87,7 +87,7 @@ class StaticParameters:
 
     @classmethod
     def of_module(cls, module: object) -> StaticParameters:
-        """Every parameter and buffer of a module; none of anything else."""
+        """Returns every parameter and buffer of a module; none of anything else."""
         if not isinstance(module, nn.Module):
             return cls(())
         return cls([*module.parameters(), *module.buffers()], module)
@@ -117,7 +117,7 @@ class StaticParameters:
         return memory
 
     def current(self) -> list[Tensor | None]:
-        """The tensors now in the places of the baked ones (None: removed), or WeightsLayoutError."""
+        """Returns the tensors now in the places of the baked ones (None: removed), or WeightsLayoutError."""
         if changed := self.changed_wrappers():
             raise WeightsLayoutError(
                 f"parameters: expected {changed[0]} with the constants of its subclass that were compiled; "
@@ -188,7 +188,7 @@ def _places(tensor: Tensor, holder: Any, key: str) -> Iterator[tuple[Tensor, tup
 
 
 def _constants(tensor: Any) -> Any:
-    """The type and metadata of a wrapper subclass; None for other tensors and for `DTensor`."""
+    """Returns the type and metadata of a wrapper subclass; None for other tensors and for `DTensor`."""
     if tensor is None or local_part(tensor) is not tensor:
         return None
     if wrapped(tensor) is not None:

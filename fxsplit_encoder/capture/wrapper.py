@@ -47,7 +47,7 @@ class Batch:
 
 
 def describe(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Batch:
-    """The batch of a call to a module on `device`; InputError if no capture can be found by it."""
+    """Returns the batch of a call to a module on `device`; InputError if no capture can be found by it."""
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     return Batch(leaves, structure, (structure, *(_describe(leaf, device) for leaf in leaves)))
 
@@ -150,7 +150,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
         self._lock = threading.RLock()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Runs the module's forward."""
         if torch.compiler.is_compiling() or active_capture() is not None:
             return self.module(*args, **kwargs)
         with self._lock:

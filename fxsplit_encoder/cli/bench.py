@@ -65,7 +65,7 @@ class Measured:
 
 
 def advice(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
-    """What to do, in a line."""
+    """Returns one line of advice: use the manager, another way, or neither."""
     gains = {index: gain for index, row in enumerate(rows) if (gain := row.gain) is not None}
     if not gains:
         return "No advice: ours or everything else was not measured."

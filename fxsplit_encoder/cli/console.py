@@ -1,4 +1,4 @@
-"""What the verbs share: progress bars, devices, and towers in words."""
+"""Print progress bars, devices, and descriptions of towers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def describe_replay(device: torch.device, config: EncoderConfig) -> str:
-    """What a replay is here, and so whether its time means anything."""
+    """Describes a replay on this device, and whether its time is meaningful."""
     if not config.enabled or config.mode == "none":
         return "none: nothing is captured, every batch runs at its exact shape"
     if device.type == "cuda":

@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def problem(self) -> str | None:
-        """What is out of tolerance; None: nothing is."""
+        """Returns which output is out of tolerance; None: none is."""
         if self.error_ratio is None:
             if self.difference <= FLOAT32_TOLERANCE:
                 return None

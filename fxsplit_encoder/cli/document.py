@@ -1,4 +1,4 @@
-"""What a command has to say: facts and tables for people as they come, or one JSON document at the end."""
+"""Print a command's facts and tables as they come, or one JSON document at the end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Document:
             self.say(f"{label:<8} {text}")
 
     def notes(self, notes: Sequence[str]) -> None:
-        """What did not go as asked."""
+        """Adds lines about settings that could not be followed."""
         self.content["notes"] = [*self.content.get("notes", ()), *notes]
         for note in notes:
             self.say(f"{'note':<8} {note}")
@@ -90,7 +90,7 @@ class Document:
         return found
 
     def finish(self) -> None:
-        """Prints and writes the JSON, where it is wanted."""
+        """Prints and writes the JSON, if requested."""
         text = json.dumps(self.content, indent=2, default=str)
         if self.as_json:
             print(text)

@@ -54,7 +54,7 @@ def options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show versions and exit."),
     ] = False,
 ) -> None:
-    """What every command takes."""
+    """Options of every command."""
 
 
 @app.command()

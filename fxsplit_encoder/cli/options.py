@@ -54,7 +54,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 
 @dataclass(frozen=True)
 class Form:
-    """In which form a command says what it found."""
+    """Output format of a command."""
 
     as_json: AsJson = False
     output: Annotated[
@@ -67,7 +67,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What budgets may be proposed."""
+    """Limits of proposed budgets."""
 
     max_graphs: Annotated[
         int, typer.Option("--max-graphs", min=1, metavar="K", help="Budgets of each path, at most.")
@@ -104,7 +104,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a tower is built and captured."""
+    """Options of building and capturing a tower."""
 
     config: Annotated[
         Path | None,

@@ -25,7 +25,7 @@ ESTIMATE_NOTE = "without costs it is open which budgets a GPU keeps: record ther
 
 @dataclass(frozen=True)
 class FoundCosts:
-    """What batches cost."""
+    """Costs of batches."""
 
     costs: BatchCosts | Mapping[str, BatchCosts] | None
     """For every path alike or by path; None: they have to be estimated."""

@@ -1,4 +1,4 @@
-"""Mistakes as one line on stderr and exit code 2, whoever finds them: the parser, the library, Python."""
+"""Print errors of the parser, the library and Python as one line on stderr, and exit with code 2."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class OneLineErrors(TyperGroup):
 
 
 def _lines_of(error: Exception) -> list[str]:
-    """What a user has to know of an error; nothing: it is a fault of ours."""
+    """Returns the lines of an error for the user; none: it is a bug of this package."""
     if isinstance(error, MissingExtraError) and error.extra not in ("ray", "serve"):
         return [str(MissingExtraError(PROGRAM, "cli"))]  # which brings the packages of `hf`
     if isinstance(error, FxSplitError):

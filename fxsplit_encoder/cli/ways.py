@@ -25,7 +25,7 @@ from fxsplit_encoder.models.eager import share_weights
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What `encoder_cudagraph_forward` takes of a batch on every path that it has tokens on."""
+    """Arguments of `encoder_cudagraph_forward` for each path on which a batch has tokens."""
 
     inputs: Mapping[str, Mapping[str, Tensor]]
     """By path and name, on the device."""

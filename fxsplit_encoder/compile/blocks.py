@@ -101,7 +101,7 @@ def _layout(tensor: torch.Tensor | None) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """A hashable stand-in for a value: equal only for values that any code treats alike."""
+    """Returns a hashable stand-in for a value: equal only for values that any code treats alike."""
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if type(value) is functools.partial:

@@ -34,7 +34,7 @@ _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torc
 
 
 def sees_layout(node: fx.Node) -> bool:
-    """Whether a node may give something else where its inputs are stored in another order."""
+    """Whether a node's result may depend on the memory layout of its inputs."""
     target = node.target
     if not isinstance(target, OpOverload):
         return target is not operator.getitem

@@ -133,7 +133,7 @@ class Program:
     """Number of places that each pass changed."""
 
     def may_be_captured(self, symbols: SymbolValues) -> bool:
-        """Whether the graph means the same at these sizes as in its trace. A trace takes no size for 1,
+        """Whether the traced graph is valid at these sizes. A trace takes no size for 1,
         but a run of n tokens is the first n rows of 2n, by the padding proof or the tower's declaration.
         """
         if self.accepts(symbols):
@@ -189,7 +189,7 @@ class Program:
         return self.results(bindings)
 
     def results(self, bindings: Bindings) -> list[Any]:
-        """The graph's outputs, after all steps."""
+        """Returns the graph's outputs, after all steps."""
         return [bindings.value(output) for output in self.outputs]
 
     def fill_num_rows(self, bindings: Bindings) -> None:
@@ -216,7 +216,7 @@ class Program:
                     bindings.slots[slot] = to_device(bindings.slots[slot], self.device)
 
     def tokens(self, bindings: Bindings) -> int | None:
-        """The number of tokens (rows) of this run."""
+        """Returns the number of tokens (rows) of this run."""
         return None if self.token_symbol is None else bindings.symbols[self.token_symbol]
 
     @property

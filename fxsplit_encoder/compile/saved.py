@@ -231,7 +231,7 @@ def _own_class(module: str, name: str) -> Any:
 
 
 def _operator(name: str) -> Any:
-    """The overload of a name such as "aten::add.Tensor"."""
+    """Returns the overload of a name such as "aten::add.Tensor"."""
     namespace, _, rest = name.partition("::")
     op, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), op), overload or "default")

@@ -22,7 +22,7 @@ SymbolValues = dict[str, int]
 
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:
-    """The sympy expression of a size."""
+    """Returns the sympy expression of a size."""
     expr = expression_of(size)
     assert isinstance(expr, sympy.Expr)
     return expr

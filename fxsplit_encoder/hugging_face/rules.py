@@ -77,7 +77,7 @@ def look_by_rule(module: nn.Module) -> tuple[type[Calls], Look | GridLook]:
 
 @dataclass(frozen=True)
 class Look:
-    """What a tower returns for images of one shape."""
+    """Outputs of a tower for images of one shape."""
 
     input_name: str
     key: DenseKey

@@ -32,7 +32,7 @@ Stats = TypeVar("Stats")
 
 
 class StatsSource(Protocol[Stats_co]):
-    """What has statistics, for example an `EncoderCudaGraphManager` or a `Connector`."""
+    """An object with statistics, for example an `EncoderCudaGraphManager` or a `Connector`."""
 
     def stats(self) -> Stats_co:
         """A snapshot of the counts."""

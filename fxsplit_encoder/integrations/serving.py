@@ -1,6 +1,4 @@
-"""Warming up whatever serves, new weights of it, and its statistics: an accelerated model, a manager, or what
-`torch.compile` returned.
-"""
+"""Warm up, refresh and count an accelerated model, a manager, or a module that `torch.compile` returned."""
 
 from __future__ import annotations
 

@@ -98,12 +98,12 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         """Grows with every measurement, so that remembered choices are made again."""
 
     def keep(self, directory: Path | None = None) -> Self:
-        """Keeps what is measured in the store of each device's environment; itself."""
+        """Writes measurements to the store of each device's environment; returns itself."""
         self._store = lambda device: KernelStore("measured", describe_host(device), directory)
         return self
 
     def keep_nothing_new(self, device: torch.device) -> None:
-        """Loads the store of a device, and keeps nothing more."""
+        """Loads the store of a device; later measurements are not written."""
         self._table(device)
         self._store = None
 
@@ -113,11 +113,11 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return [kernel for kernel in usable if not kernel.is_last_resort] or usable
 
     def class_of(self, shape: ShapeT) -> ShapeT:
-        """The class of calls that share a kernel with this one."""
+        """Returns the class of calls that share a kernel with this one."""
         return shape.rounded()
 
     def find(self, shape: ShapeT) -> tuple[ShapeT, Measured] | None:
-        """The class of this shape, or the nearest that was measured, with its measurement."""
+        """Returns the class of this shape, or the nearest that was measured, with its measurement."""
         rounded = self.class_of(shape)
         table = self._table(shape.device)
         if rounded in self._loaded and self._may_measure(shape):
@@ -143,7 +143,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return None if known is None else (known, table[known])
 
     def table(self, device: torch.device) -> Mapping[ShapeT, Measured]:
-        """All classes that were measured on a device, now or by an earlier process."""
+        """Returns all classes that were measured on a device, now or by an earlier process."""
         return dict(self._table(device))
 
     def add(self, device: torch.device, table: Mapping[ShapeT, Measured]) -> None:
@@ -290,7 +290,7 @@ class Chooser(Generic[ShapeT, KernelT]):
             raise ConfigError(*problems)
 
     def remembered(self, call: tuple[object, ...], shape: Callable[[], ShapeT]) -> KernelT:
-        """The kernel of the call with the key `call`; `shape` makes its shape."""
+        """Returns the kernel of the call with the key `call`; `shape` makes its shape."""
         if _unmeasured.get() is not None:
             return self._ready(shape())
         call = (*call, is_measuring())  # what was chosen without measuring does not count inside
@@ -310,7 +310,7 @@ class Chooser(Generic[ShapeT, KernelT]):
         return next((kernel for kernel in ranking if not kernel.plans_each_shape), ranking[0])
 
     def ranking(self, shape: ShapeT) -> tuple[KernelT, ...]:
-        """The kernels that may compute this shape, the chosen one first; at least one."""
+        """Returns the kernels that may compute this shape, the chosen one first; at least one."""
         candidates = self.measurements.candidates(shape)
         pinned = self.pinned(shape)
         if pinned is not None:
@@ -328,7 +328,7 @@ class Chooser(Generic[ShapeT, KernelT]):
         return (*measured, *rest) or tuple(candidates)
 
     def pinned(self, shape: ShapeT) -> KernelT | None:
-        """The kernel that is pinned for a shape, if one is and it computes this shape."""
+        """Returns the kernel that is pinned for a shape, if one is and it computes this shape."""
         name = next((pin.kernel for pin in self.pins if pin.holds(shape)), AUTO)
         kernel = next((kernel for kernel in self.measurements.kernels if kernel.name == name), None)
         if kernel is None or works(kernel, shape):
@@ -382,7 +382,7 @@ class Pin(Generic[ShapeT]):
 
 @dataclass(frozen=True)
 class PinGrammar(Generic[ShapeT]):
-    """What the setting of one operation may say."""
+    """Grammar of one operation's setting."""
 
     setting: str
     kernels: tuple[str, ...]

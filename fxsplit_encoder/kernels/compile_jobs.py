@@ -82,7 +82,7 @@ _PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-
 
 
 def package_store(name: str) -> KernelStore:
-    """The store of a package's files for the versions of all whose code gets in."""
+    """Returns the store of a package's files for the versions of all whose code gets in."""
     return KernelStore(name, {package: package_version(package) for package in _PACKAGES})
 
 
@@ -136,7 +136,7 @@ def warm_up(number: int, device: torch.device) -> None:
 
 
 def jobs_of(names: Iterable[str], variant: Variant, dtype: torch.dtype) -> list[Job]:
-    """The jobs that compile the kernels of these names for such heads, or products."""
+    """Returns the jobs that compile the kernels of these names for such heads, or products."""
     return [(name, variant, str(dtype).removeprefix("torch.")) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Compile variants of FlashAttention 4 and QuACK into their caches on disk, as a process of its own.
+"""Compile variants of FlashAttention 4 and QuACK into their caches on disk, in a separate process.
 
     python -m fxsplit_encoder.kernels.compile_jobs_process < jobs
 
@@ -29,7 +29,7 @@ _QUACK_HOST = "quack.gemm_runtime.host"
 
 
 class _Compiled(Exception):
-    """What was to be compiled is on disk."""
+    """The requested kernel is compiled and on disk."""
 
 
 @contextlib.contextmanager

@@ -25,11 +25,11 @@ class CallShape(ABC):
 
     @abstractmethod
     def rounded(self) -> Self:
-        """The class of calls; its own."""
+        """Returns the class of calls; its own."""
 
     @abstractmethod
     def kind(self) -> tuple[int | str, ...]:
-        """What, with the dtype, has to be the same where one class stands in for another."""
+        """Fields that, with the dtype, must be equal where one class stands in for another."""
 
     @abstractmethod
     def extents(self) -> tuple[int, ...]:
@@ -37,11 +37,11 @@ class CallShape(ABC):
 
     @property
     def is_captured(self) -> bool:
-        """Whether the call is part of a CUDA graph; else what it costs the host counts too."""
+        """Whether the call is part of a CUDA graph; else its time includes the host's."""
         return True
 
     def measured_with(self) -> Collection[Self]:
-        """The classes that are measured when this one is met."""
+        """Returns the classes that are measured together with this one."""
         return (self,)
 
     def to_json(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class CallShape(ABC):
 
     @classmethod
     def from_json(cls, values: dict[str, Any], device: torch.device) -> Self:
-        """The class with these fields; TypeError, KeyError or AttributeError for others."""
+        """Returns the class with these fields; TypeError, KeyError or AttributeError for others."""
         own = {
             field.name: values[field.name] for field in fields(cls) if field.name not in ("device", "dtype")
         }
@@ -129,20 +129,20 @@ def distance(shape: CallShape, other: CallShape) -> float:
 
 
 def round_up(number: int, *, halfway: bool) -> int:
-    """The next power of two, or the number halfway to it."""
+    """Returns the next power of two, or the number halfway to it."""
     power = 1 << (number - 1).bit_length() if number > 0 else 0
     return power * 3 // 4 if halfway and power >= 4 and number <= power * 3 // 4 else power
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device."""
+    """Returns the compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """The multiprocessors of a CUDA device; 0 where there is none."""
+    """Returns the multiprocessors of a CUDA device; 0 where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -156,7 +156,7 @@ _IMPORT_ERRORS = (
 
 @functools.cache
 def find(module: str, attribute: str) -> tuple[Any, str | None]:
-    """An attribute of an optional package, or why it is not there."""
+    """Returns an attribute of an optional package, or why it is not there."""
     try:
         return getattr(importlib.import_module(module), attribute), None
     except _IMPORT_ERRORS as error:  # a package that is there but broken is as good as missing

@@ -1,4 +1,4 @@
-"""How kernels are compared for a class of calls: first by accuracy, then by time."""
+"""Compare the kernels of a class of calls, first by accuracy, then by time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _without_graphs: ContextVar[bool] = ContextVar("fxsplit_encoder_timing_without_g
 
 @dataclass(slots=True)
 class Measured:
-    """What was found for one class of calls."""
+    """Errors and times of the kernels for one class of calls."""
 
     microseconds: dict[str, float] = field(default_factory=dict)
     """Of a call, by the name of an accurate kernel."""
@@ -56,7 +56,7 @@ class Measured:
     """Those of them that raised, and not because they do not compute such calls."""
 
     def covers(self, kernels: Sequence[Kernel[Any]]) -> bool:
-        """Whether something was found of every one of these kernels."""
+        """Whether each of these kernels has a time, an error, or a reason for having none."""
         return all(kernel.name in self.microseconds or kernel.name in self.rejected for kernel in kernels)
 
 
@@ -72,15 +72,15 @@ class Example(ABC, Generic[KernelT]):
 
     @abstractmethod
     def expected(self) -> Tensor:
-        """What is right, in float32, which is exact relative to the 16-bit values that are compared."""
+        """Computes the result in float32, which is exact relative to the compared 16-bit values."""
 
     @abstractmethod
     def result(self, kernel: KernelT) -> Tensor:
-        """What a kernel makes of it, as `expected` has it, in the kernel's own dtype."""
+        """Computes the result by a kernel, in its own dtype and the layout of `expected`."""
 
     @abstractmethod
     def timed(self, kernel: KernelT) -> Callable[[], object]:
-        """The call whose time counts."""
+        """Returns the call whose time counts."""
 
 
 class Meter(ABC, Generic[ShapeT, KernelT]):
@@ -96,10 +96,10 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
 
     @abstractmethod
     def examples(self, shape: ShapeT) -> Sequence[Example[KernelT]]:
-        """The calls of this shape on which kernels are compared."""
+        """Returns the calls of this shape on which kernels are compared."""
 
     def calls(self, shape: ShapeT) -> Sequence[tuple[object, ...]]:
-        """What tells each of `examples` from the calls of other classes."""
+        """Returns a key for each of `examples`, under which its results are reused."""
         return [(shape,)]
 
     def can_measure(self, device: torch.device) -> bool:

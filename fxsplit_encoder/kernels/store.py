@@ -57,7 +57,7 @@ def cache_directory() -> Path:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """The GPU and the versions on which measured times of every operation depend."""
+    """Returns the GPU and the versions on which measured times of every operation depend."""
     cudnn: Any = torch.backends.cudnn
     return {
         "format": _FORMAT,
@@ -117,7 +117,7 @@ class KernelStore:
         return ""
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None: there is none, or it is damaged, which is logged."""
+        """Returns the content of a file; None: there is none, or it is damaged, which is logged."""
         path = self.directory / name
         try:
             check_trusted(self.directory)
@@ -191,7 +191,7 @@ def _digest_line(content: bytes) -> bytes:
 
 
 def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
-    """A table as JSON has it, without its device and without failures, which may not come again."""
+    """Returns a table as JSON has it, without its device and without failures, which may not come again."""
     entries = []
     for shape, found in table.items():
         kept = {name: reason for name, reason in found.rejected.items() if name not in found.failed}
@@ -204,7 +204,7 @@ def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
 def table_of(
     entries: Sequence[Mapping[str, Any]], shape: type[ShapeT], device: torch.device
 ) -> dict[ShapeT, Measured]:
-    """The table of these entries, for a device; raises as `CallShape.from_json`, and ValueError."""
+    """Returns the table of these entries, for a device; raises as `CallShape.from_json`, and ValueError."""
     return {shape.from_json(entry["shape"], device): Measured(**entry["measured"]) for entry in entries}
 
 

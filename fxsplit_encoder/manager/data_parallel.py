@@ -50,7 +50,7 @@ def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
 
 
 class _Header(NamedTuple):
-    """What a rank sends before any rows are exchanged. Its size does not depend on the inputs."""
+    """Fixed-size message that each rank sends before any rows are exchanged."""
 
     failed: int = 1
     """1: this rank raises an error of its own; the other fields are undefined."""

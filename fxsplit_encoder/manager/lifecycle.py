@@ -159,7 +159,7 @@ class Lifecycle:
 
     @property
     def progress(self) -> CaptureProgress | None:
-        """Of the work between requests; None: there is none."""
+        """Progress of the background capture; None: there is none."""
         return self.background.progress if self.background is not None else None
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -337,7 +337,7 @@ class Lifecycle:
 
     @property
     def notes(self) -> list[str]:
-        """What went otherwise than usual, and why."""
+        """Lines about dropped budgets and forwards that were not compiled, with reasons."""
         refused = [self.start_refused] if self.start_refused is not None else []
         return [*refused, *(self.background.notes if self.background is not None else ())]
 

@@ -95,7 +95,7 @@ class PathForward:
         return self.program.region if self.program is not None else None
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The tower's own forward."""
+        """Runs the tower's own forward."""
         given: dict[str, Any] = {**self.unused, **self.groups.gather(inputs)}
         return self.tower.encoder_cudagraph_forward(given, path=self.name)
 
@@ -136,7 +136,7 @@ class PathForward:
         return None if self.program is None else self.program.tokens(values)
 
     def inputs(self, program: BoundProgram, values: Mapping[str, StaticValue | None]) -> dict[str, Tensor]:
-        """The values, each in one tensor, on the devices and in the dtypes of the trace."""
+        """Returns the values, each in one tensor, on the devices and in the dtypes of the trace."""
         inputs = {}
         for name, value in values.items():
             if value is not None:
@@ -447,7 +447,7 @@ def _moderate_inputs(sized: PathForward) -> dict[str, Tensor]:
 
 
 def _dynamic_dims(sized: PathForward, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
+    """Returns the dimensions that differ between two budgets; with one budget, the first of every tensor."""
     budgets = sized.budgets
     if len(budgets) < 2:
         return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}

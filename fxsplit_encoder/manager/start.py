@@ -170,8 +170,8 @@ def load_start(
 
 
 def keep_costs(generation: Generation, measurements: Measurements, root: Path | None = None) -> None:
-    """Keeps what was measured of the paths beside the kernels' measurements (or in `root`), so that the next
-    start makes the same plans without timing captures again.
+    """Writes the measured times of the paths to the cache directory of kernel measurements (or to `root`), so
+    that the next start makes the same plans without timing captures again.
     """
     store, name, key = _costs_of(generation, measurements, root)
     known = KnownTower(key, {path.label: path.known() for path in generation.paths_by_key.values()})
@@ -248,7 +248,7 @@ def _use_compiled(parts: Mapping[str, bytes]) -> None:
 
 
 def environment_key(device: torch.device, measurements: Iterable[KernelMeasurements[Any, Any]] = ()) -> Key:
-    """Returns what has to be the same where a start is loaded, of this package, versions and the device."""
+    """Returns the versions and device properties that a start file has to match."""
     key: Key = {
         "fxsplit_encoder": VERSION,
         "fxsplit_encoder.code": _own_code(),

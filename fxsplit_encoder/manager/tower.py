@@ -156,7 +156,7 @@ def _check_sizes(tower: Any, specs: Sequence[EncoderItemSpec]) -> None:
 
 
 def _with_integers(spec: Any) -> Any:
-    """A spec with integers for sizes that a tower computed from its inputs."""
+    """Returns a spec with integers for sizes that a tower computed from its inputs."""
     if not isinstance(spec.input_size, Tensor | np.generic):
         return spec
     integer: Any = operator.index

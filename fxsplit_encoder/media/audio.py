@@ -32,7 +32,7 @@ _INT16 = 1 << 15
 
 @dataclass(frozen=True, eq=False)
 class AudioSamples:
-    """Audio that somebody has decoded already."""
+    """Decoded audio: samples and their rate."""
 
     samples: Any
     """(samples,) or (channels, samples), an array or a tensor: floats from -1 to 1, or int16."""
@@ -43,7 +43,7 @@ class AudioSamples:
 
 @dataclass(frozen=True)
 class AudioHeader:
-    """What is known of audio before anything is decoded."""
+    """Length of audio, read before anything is decoded."""
 
     num_samples: int
     """Of each channel."""
@@ -53,12 +53,12 @@ class AudioHeader:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Duration in seconds."""
         return self.num_samples / self.rate
 
 
 def measure_audio(media: object, limits: MediaSettings) -> AudioHeader:
-    """How long audio is, from its header or its shape; nothing is decoded.
+    """Reads the length of audio from its header or its shape, without decoding.
 
     Args:
         media: `AudioSamples`; encoded bytes; or a path.
@@ -103,7 +103,7 @@ def load_audio(media: object, limits: MediaSettings) -> Waveform:
 
 
 def sample_bytes(audio: AudioSamples) -> Iterator[bytes]:
-    """What the digest of audio that is not encoded is made of."""
+    """Returns the bytes of decoded audio that its digest covers."""
     samples = np.ascontiguousarray(_array(audio))
     yield f"audio {audio.rate} {samples.shape} {samples.dtype}".encode()
     yield samples.tobytes()

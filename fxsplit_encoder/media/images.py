@@ -158,7 +158,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def pixel_bytes(image: Image.Image | Pixels) -> list[bytes | memoryview]:
-    """What an RGB image's digest is made of; the same for the array of its pixels."""
+    """Returns the bytes that an RGB image's digest covers, equal for the array of its pixels."""
     if isinstance(image, Image.Image):
         return [f"pixels {image.width}x{image.height}".encode(), image.tobytes()]
     height, width, _ = image.shape

@@ -23,7 +23,7 @@ from fxsplit_encoder.messages import shown
 
 @dataclass(frozen=True)
 class MediaSettings:
-    """How media are read: the most that one item may have, by its header or its shape, and a background."""
+    """Limits of one item, by its header or its shape, and the background color."""
 
     max_bytes: int = 1 << 28
     """Of a file, of encoded bytes, or of an array."""
@@ -104,7 +104,7 @@ def read_source(media: object, limits: MediaSettings) -> object:
 
 
 def header_source(media: object, limits: MediaSettings) -> Path | io.BytesIO:
-    """What a decoder reads a header from: a file by its path, so that no more of it is read; or bytes."""
+    """Returns the source of a header: a path, so that no more of the file is read; or bytes."""
     if isinstance(media, str | os.PathLike):
         return checked_path(media, limits)
     data = read_source(media, limits)
@@ -127,7 +127,7 @@ def checked_path(media: str | os.PathLike[str], limits: MediaSettings) -> Path:
 
 @contextmanager
 def opened(source: Path | io.BytesIO) -> Iterator[BinaryIO]:
-    """What `header_source` gave, as a file at its beginning."""
+    """Opens the result of `header_source` at its beginning."""
     if isinstance(source, Path):
         with source.open("rb") as file:
             yield file
@@ -186,7 +186,7 @@ class HeaderReader:
 
 
 def name_of(media: object) -> str:
-    """What messages call encoded media."""
+    """Returns the name of encoded media in messages."""
     return str(media) if isinstance(media, str | os.PathLike) else "encoded media"
 
 

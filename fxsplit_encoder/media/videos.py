@@ -19,7 +19,7 @@ from fxsplit_encoder.messages import shown
 
 @dataclass(frozen=True, eq=False)
 class VideoFrames:
-    """A video that somebody has decoded already."""
+    """A decoded video: frames and their rate."""
 
     frames: Any
     """Images of one size, in order, each as `load_image` takes it; or one array or tensor of uint8, such as
@@ -31,7 +31,7 @@ class VideoFrames:
 
 @dataclass(frozen=True)
 class VideoHeader:
-    """What is known of a video before anything is decoded."""
+    """Frames, size and rate of a video, read before anything is decoded."""
 
     num_frames: int
     width: int
@@ -60,7 +60,7 @@ class Video(ABC):
         return Frames(self, indices, scale)
 
     def num_decoded(self, indices: Sequence[int]) -> int:
-        """How many frames have to be decoded for some of them."""
+        """Number of frames to decode for some of them."""
         return len(indices)
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Video(ABC):
         """
 
     def parts(self) -> Iterator[bytes | memoryview]:
-        """What the digest of a video that is not encoded is made of: every frame."""
+        """Yields the bytes that a decoded video's digest covers: every frame."""
         yield from _header_parts(self.header)
         for frame in Frames(self, range(self.header.num_frames)):
             yield from pixel_bytes(frame)
@@ -88,7 +88,7 @@ def _header_parts(header: VideoHeader) -> list[bytes]:
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """The chosen frames of a video, decoded as they are asked for. All have the header's size."""
+    """The chosen frames of a video, decoded during iteration. All have the header's size."""
 
     video: Video
     indices: Sequence[int]
@@ -118,7 +118,7 @@ class Frames:
 
 
 class DecodedVideo(Video):
-    """Frames that somebody has decoded already.
+    """Read a video from decoded frames.
 
     Raises:
         MediaError: they are no images, or have different sizes.

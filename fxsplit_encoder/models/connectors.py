@@ -77,9 +77,9 @@ def checkpoint_process(
 
 
 def weightless_tower(model: str | Path | Checkpoint) -> Any:
-    """A wrapped tower that has no weights: it counts tokens and prepares nothing more.
+    """Make a wrapped tower without weights, which counts the tokens of images and videos.
 
-    What prepares media beside an encoder in another process needs one (`models.media.media_processor`).
+    `models.media.media_processor` needs one where the encoder runs in another process.
 
     Args:
         model: a directory or a hub name.

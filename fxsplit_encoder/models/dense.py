@@ -131,7 +131,7 @@ def _eager(tower: Any, mm_kwargs: Inputs, read: Callable[[Any], Tensor]) -> Tens
 
 
 def _spec(tower: Any, side: int | None, skipped: int) -> DenseTowerSpec:
-    """Of the last hidden state, without class and register tokens."""
+    """Declares the last hidden state, without class and register tokens."""
     config = tower.config
     side = side or config.image_size
     shape = (config.num_channels, side, side)
@@ -144,7 +144,7 @@ def _after(tower: Any, skipped: int) -> slice:
 
 
 def _pooled_spec(tower: Any, side: int | None, output: str) -> DenseTowerSpec:
-    """Of the model's own vector, a row an image."""
+    """Declares the model's own vector, a row an image."""
     config = tower.config
     side = side or config.image_size
     width = config.projection_dim if output == "image_embeds" else config.hidden_size

@@ -1,4 +1,4 @@
-"""What is known of a kind of vision tower, and of a published model that has one."""
+"""Describe a kind of vision tower, and a published model that has one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Family:
     """Of a tower of audio, by what its processor's JSON file sets; `prepare` then refuses images."""
 
     def empty_tower(self, settings: Settings, device: torch.device) -> nn.Module:
-        """What `build` makes on a device, for inference, its parameters not yet drawn.
+        """Builds a tower for inference on a device, with uninitialized parameters.
 
         Not on "meta" first: what no checkpoint holds, towers compute when they are made.
         """
@@ -192,5 +192,5 @@ def without_language_model(
 
 
 def hugging_face_class(module: str, kind: str, name: str) -> Any:
-    """A class of transformers, imported when it is asked for: `models.<module>.<kind>_<module>.<name>`."""
+    """Imports a class of transformers: `models.<module>.<kind>_<module>.<name>`."""
     return getattr(importlib.import_module(f"transformers.models.{module}.{kind}_{module}"), name)

@@ -96,7 +96,7 @@ class InternVLTiles(ProcessedTiles):
         return of_tiles(outputs["pixel_values"])
 
     def image_sizes(self, width: int, height: int) -> Prepared:
-        """As many tiles."""
+        """Returns the sizes of the tiles."""
         crops = {"crop_to_patches": True}
         return tile_sizes(self.processor.get_number_of_image_patches(height, width, crops))
 

@@ -77,7 +77,7 @@ class RasterPatches(Preparation):
 
     @property
     def image_options(self) -> Mapping[str, int]:  # type: ignore[override]
-        """Of Kimi-K2.5's processor or of Kimi-VL's."""
+        """Options of Kimi-K2.5's processor or of Kimi-VL's."""
         return {"in_patch_limit" if self.takes_clips else "in_token_limit": 1 << 20}
 
     @classmethod
@@ -172,7 +172,7 @@ def _side(vision: dict[str, Any]) -> int:
 def padded_size(
     height: int, width: int, patch_size: int, merge_size: int, max_patches: int, max_side: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How MoonViT's processors fit an image (transformers' `navit_resize`): it is never enlarged.
+    """Returns the size to which MoonViT's processors shrink and pad an image (`navit_resize`).
 
     Args:
         height, width: of the image.

@@ -34,10 +34,10 @@ _PROBES = ((160, 160), (150, 170))
 
 
 def pixel_table(whole: Preparation, later: Preparation, modality: Modality) -> NDArray[np.float32] | None:
-    """(channels, 256): what each value of each channel of uint8 pixels becomes.
+    """Compute the normalized float of each uint8 value of each channel, (channels, 256).
 
     Returns:
-        None: that would not give the very values of the model's processor, as images of all colors show.
+        None: on images of all colors the table gives other values than the model's processor.
     """
     try:
         table = normalization_of(whole, modality).values()
@@ -51,7 +51,7 @@ def pixel_table(whole: Preparation, later: Preparation, modality: Modality) -> N
 
 
 def normalization_of(preparation: Any, modality: Modality = "image") -> Normalization:
-    """Of a preparation's images or clips: its own, its format's, or its processor's."""
+    """Finds the normalization of images or clips: the preparation's, its format's, or its processor's."""
     for holder in (preparation, getattr(preparation, f"{modality}_format", None)):
         own = getattr(holder, "normalization", None)
         if isinstance(own, Normalization):

@@ -47,7 +47,7 @@ _MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True)
 class PatchFormat:
-    """How a processor resizes, normalizes and cuts what it gets."""
+    """Rules by which a processor resizes, normalizes and cuts images."""
 
     min_pixels: int
     """Smaller inputs are enlarged to this. Of a video it counts all frames together, or each of them."""

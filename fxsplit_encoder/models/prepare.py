@@ -30,7 +30,7 @@ _EXTENSIONS = (".apng", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff"
 
 @dataclass(frozen=True)
 class ProcessorSettings:
-    """What the JSON files of a checkpoint's image and video processors set; empty: nothing."""
+    """Settings of a checkpoint's image and video processors, from their JSON files."""
 
     image: Mapping[str, Any] = field(default_factory=dict)
     video: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Prepared:
 
 
 class Preparation(ABC):
-    """What a model's own processor does with an image, and with a clip if the model takes any."""
+    """Prepares images, and clips if the model takes any, as the model's own processor does."""
 
     takes_clips = False
     image_options: ClassVar[Mapping[str, int]] = {}
@@ -78,7 +78,7 @@ class Preparation(ABC):
 
     @abstractmethod
     def image_sizes(self, width: int, height: int) -> Prepared:
-        """What `image` makes of an image of this size, without its pixels."""
+        """Returns the sizes of `image`'s result for an image of this size."""
 
     def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
         """Which frames of a video the model sees, rising; every one unless its processor says otherwise."""
@@ -93,7 +93,7 @@ class Preparation(ABC):
         raise MediaError("it is a clip, and this model takes images only; leave it out")
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
-        """What `clip` makes of a clip of this size, without its pixels.
+        """Returns the sizes of `clip`'s result for a clip of this size.
 
         Raises:
             MediaError: the model takes images only.
@@ -117,7 +117,7 @@ class Normalization:
         return Normalization(tuple(mean or self.mean), tuple(std or self.std), is_later)
 
     def as_settings(self) -> dict[str, Any]:
-        """What a processor of transformers takes."""
+        """Returns these settings as arguments of a transformers processor."""
         statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
         return {**statistics, **(_LATER if self.is_later else {})}
 
@@ -146,7 +146,7 @@ IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def processed(processor: Any, image: Image.Image, **options: Any) -> Any:
-    """What an image processor of transformers makes of an image: on the CPU, whatever the default device."""
+    """Processes an image by a transformers image processor, on the CPU."""
     with torch.device("cpu"):
         return processor(images=[image], return_tensors="pt", **options)
 

@@ -49,7 +49,7 @@ from fxsplit_encoder.models.prepare import Preparation, Prepared
 
 @dataclass(frozen=True)
 class OptionCheck:
-    """What an option may be."""
+    """Check of an option's value, and what it expects in words."""
 
     expected: str
     fits: Callable[[object], bool]
@@ -119,7 +119,7 @@ _MOST_HALVINGS = 8
 
 
 class _Processor(MediaProcessor):
-    """What processors of one tower have in common."""
+    """Base class of the processors of one tower."""
 
     def __init__(
         self, tower: Any, fingerprint: bytes, limits: MediaSettings | None, hash_name: HashName
@@ -216,7 +216,7 @@ class TowerProcessor(_Processor):
         return [PromptRun(count // num_steps, each) for each in seconds or [None] * num_steps]
 
     def digest(self, item: MediaItem) -> bytes:
-        """What identifies the item once it is prepared, without preparing it: equal digests, equal inputs.
+        """Identifies the prepared item without preparing it: equal digests mean equal inputs.
 
         Raises:
             MediaError: it cannot be read.

@@ -1,4 +1,4 @@
-"""Which frames of a video a model sees, by the rule of its own video processor.
+"""Choose the frames of a video that a model sees, by the rule of its video processor.
 
 Without a rate or a number to sample by, it sees every frame.
 """
@@ -23,7 +23,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a video processor's JSON file sets of sampling, under its names."""
+    """Sampling settings of a video processor, by the names of its JSON file."""
 
     rule: Rule
     fps: float | None = None
@@ -53,7 +53,7 @@ class Sampling:
         return indices
 
     def by_rate(self, num_frames: int, fps: float | None) -> float:
-        """How many frames the rate asked for makes of a video."""
+        """Number of frames of a video at the requested rate."""
         assert self.fps is not None
         return num_frames / known(fps) * self.fps
 
@@ -62,7 +62,7 @@ Rule = Callable[[Sampling, int, "float | None"], Sequence[int]]
 
 
 def known(fps: float | None) -> float:
-    """A video's rate; raises MediaError where nobody knows it."""
+    """Return a video's frames per second; raises MediaError where they are not known."""
     if fps is None:
         raise MediaError(
             "video: its frames per second are not known, and frames are sampled by them; pass "

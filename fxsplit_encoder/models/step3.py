@@ -119,7 +119,7 @@ class Step3Views(Preparation):
 
 @dataclass(frozen=True)
 class Step3Plan:
-    """How an image is cut."""
+    """Crops of an image."""
 
     square: bool
     """Whether it is put on a black square first: a strip under 32 pixels."""
@@ -132,7 +132,7 @@ class Step3Plan:
 
     @property
     def grid(self) -> Grid:
-        """Of the crops; (0, 0) without any. A side shorter than a crop is one crop."""
+        """Rows and columns of crops; (0, 0) without any. A side shorter than a crop is one crop."""
         if not self.window:
             return 0, 0
         columns, rows = (side // min(self.window, side) for side in self.crop_size)

@@ -54,7 +54,7 @@ class Tokenizer:
 
     @property
     def padding_id(self) -> int:
-        """What stands after the ids of the shorter texts of a batch."""
+        """Returns the token id that pads shorter texts of a batch."""
         return int(self._tokenizer.pad_token_id or 0)
 
 

@@ -1,4 +1,4 @@
-"""What families of tiles have in common: cutting images, and their inputs."""
+"""Cut images into tiles, and make the inputs of families with tiles."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class ProcessedTiles(Preparation):
     processor: Any
 
     def image(self, image: Image.Image) -> Prepared:
-        """As many tiles as the processor says."""
+        """Returns as many tiles as the processor makes."""
         tiles = processed(self.processor, image)["pixel_values"]
         return of_tiles(tiles.flatten(0, -4))
 
     def image_sizes(self, width: int, height: int) -> Prepared:
-        """As many tiles as the processor says of this size; one if it says nothing of sizes."""
+        """Returns the sizes of as many tiles as the processor makes of this size, or of one."""
         count = getattr(self.processor, "get_number_of_image_patches", None)
         return tile_sizes(1 if count is None else count(height, width, {}))

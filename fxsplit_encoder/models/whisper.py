@@ -28,7 +28,7 @@ def whisper_spec(encoder: Any, side: int | None = None) -> DenseTowerSpec:
 
 
 def whisper_extractor(processor: Mapping[str, Any]) -> FeatureExtractor:
-    """What turns samples into mel frames."""
+    """Makes the extractor of mel frames from samples."""
     from transformers import WhisperFeatureExtractor
 
     made: Any = WhisperFeatureExtractor(**processor)  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""Which items share a batch and how each batch runs, decided from sizes and costs alone. Needs no torch."""
+"""Decide by sizes and costs which items share a batch and how each batch runs. Imports no torch."""

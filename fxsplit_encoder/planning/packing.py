@@ -169,7 +169,7 @@ class _Prices:
         return costs
 
     def of_singles(self) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-        """The items that have captures of a single segment, and what each costs alone."""
+        """Returns the items that have captures of a single segment, and what each costs alone."""
         if not any(table.has_one_segment for _, table in self.paths):
             return np.empty(0, dtype=np.intp), np.empty(0)
         items = np.flatnonzero(np.equal(self.items.segments, 1))
@@ -189,13 +189,13 @@ class _Prices:
         return [item for item in order if item not in last] + [item for item in order if item in last]
 
     def longest_run(self) -> int:
-        """The most items of a batch: as many of the smallest as all paths together hold."""
+        """Returns the most items of a batch: as many of the smallest as all paths together hold."""
         sizes = sorted(map(sum, zip(*(tokens for tokens, _ in self.paths), strict=True)))
         return bisect_right(list(itertools.accumulate(sizes)), sum(table.largest for _, table in self.paths))
 
 
 def _above(limits: Iterable[tuple[Sequence[int], int]]) -> set[int]:
-    """The positions of items above one of the limits, (loads, maximum)."""
+    """Returns the positions of items above one of the limits, (loads, maximum)."""
     return {
         item
         for loads, maximum in limits

@@ -16,7 +16,7 @@ from fxsplit_encoder.protocol import EncoderItemSpec
 
 
 class MissReason(StrEnum):
-    """Every fallback is counted under one of these."""
+    """Reason why an item was not served by a replay; every fallback is counted under one."""
 
     OVER_LARGEST_BUDGET = "over_largest_budget"
     TOO_MANY_FRAMES = "too_many_frames"
@@ -124,7 +124,7 @@ class Capacity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InvariantPolicy:
-    """Answers for one configuration which code and which kernels may compute a batch."""
+    """Decides for one configuration which code and which kernels may compute a batch."""
 
     is_invariant: bool
 
@@ -169,7 +169,7 @@ CaptureSize: TypeAlias = Any
 
 
 class PathPlan(NamedTuple):
-    """How one path of a batch is encoded."""
+    """Budget or fallback of one path of a batch."""
 
     tokens: int
     """Output tokens of the batch on this path; 0: the path is skipped, or a replay is padding only."""

@@ -1,4 +1,4 @@
-"""A program with its captures: what the manager and torch.compile both run."""
+"""Run a program with its captures, for the manager and for torch.compile."""
 
 from fxsplit_encoder.runtime.captured_program import CapturableForward, CapturedProgram, Choosers
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward, measure_forward, run_timed

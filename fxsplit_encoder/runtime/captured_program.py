@@ -209,18 +209,18 @@ class CapturedProgram(ABC):
         self.ladder.forget_drop(budget)
 
     def release(self) -> None:
-        """Releases every capture, to be made again; what was found out of dropped budgets stays."""
+        """Releases every capture, to be made again; dropped budgets stay dropped."""
         self.ladder.release()
         self.shared.clear()
         self.unpadded.clear()
 
     def clear(self) -> None:
-        """Releases every capture and forgets what was found out."""
+        """Releases every capture, and forgets measurements and dropped budgets."""
         self.release()
         self.ladder.clear()
 
     def note(self, note: str) -> None:
-        """Adds a note of what was dropped or runs otherwise than asked, with a warning, once."""
+        """Records a note about a dropped budget or a fallback, and warns once."""
         if note not in self.notes:
             self.notes.append(note)
             logger.warning("%s", note)

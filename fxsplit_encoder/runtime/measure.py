@@ -61,7 +61,7 @@ class TimedForward(Protocol):
         """Fresh inputs of so many output tokens; InputError if there are none."""
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The forward, not compiled."""
+        """Runs the forward, not compiled."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> float
 def _attention_run(
     forward: TimedForward, values: Mapping[str, Tensor], segments: int
 ) -> Callable[[], Tensor] | None:
-    """The program over a batch as so many equal segments; None: too small to measure attention."""
+    """Returns the program over a batch as so many equal segments; None: too small to measure attention."""
     program = forward.program
     frames = program.region.frame_lengths if program is not None else None
     rows = program.tokens(values) if program is not None else None

@@ -59,7 +59,7 @@ class CaptureSet:
 
     @property
     def remaining_bytes(self) -> int | None:
-        """Bytes that the limit leaves for more; None: there is no limit."""
+        """Bytes remaining below the limit; None: there is no limit."""
         if self.max_bytes is None:
             return None
         return self.max_bytes - self.num_bytes - self.bytes_elsewhere()

@@ -207,7 +207,7 @@ class CaptureScope:
 
     @cached_property
     def policy(self) -> InvariantPolicy:
-        """What `invariant` allows, of the configuration."""
+        """Code and kernels that `invariant` allows."""
         return InvariantPolicy.of(self.config)
 
     @property

@@ -40,7 +40,7 @@ _Captures = TypeVar("_Captures", bound=OfOneState)
 
 
 class OtherStates(Generic[_Captures]):
-    """Keeps captures of states that the tower is not in, the least recently used of which leave first.
+    """Keeps captures of states that the tower is not in, and evicts the least recently used.
 
     Args:
         release: frees captures that leave.

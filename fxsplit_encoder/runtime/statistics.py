@@ -90,7 +90,7 @@ class BudgetStats:
         return self.milliseconds / self.timed_replays if self.timed_replays else None
 
     def plus(self, other: BudgetStats) -> BudgetStats:
-        """The sums of both."""
+        """Returns the sums of both."""
         names = [each.name for each in fields(self) if each.name != "mode"]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return BudgetStats(**sums, mode=self.mode or other.mode)
@@ -139,7 +139,7 @@ class ManagerStats:
 
     @classmethod
     def total(cls, parts: Iterable[ManagerStats]) -> ManagerStats:
-        """The counts of several encoders together; those of equal captures are added up."""
+        """Returns the counts of several encoders together; those of equal captures are added up."""
         parts = list(parts)
         misses: Counter[MissReason] = Counter()
         runs: Counter[str] = Counter()
@@ -287,7 +287,7 @@ class Statistics:
             self._input_bytes = 0
 
     def snapshot(self) -> ManagerStats:
-        """The counts as they are now, budgets in order of path and size."""
+        """Returns the counts as they are now, budgets in order of path and size."""
         with self._lock:
             return ManagerStats(
                 self._hits,

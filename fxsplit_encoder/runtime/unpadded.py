@@ -220,7 +220,7 @@ class UnpaddedCaptures:
             return weight
 
     def _weight(self, planned: PathPlan) -> float:
-        """What a batch loses, or may lose, to a replay of its size, as a share of the cost of a capture."""
+        """Cost of a batch beyond a replay at its own size, as a share of a capture's cost."""
         costs, tokens = self._costs, planned.tokens
         if not self._capture_ms or not self._replay_curve.points:
             return 0.0
@@ -263,7 +263,7 @@ class UnpaddedCaptures:
         return self._held.get(size)
 
     def _attempt(self, size: CaptureSize, make: Callable[[CaptureSize], _T]) -> _T | None:
-        """The result of `make`; None: it raised, which is noted."""
+        """Returns the result of `make`; None: it raised, which is noted."""
         try:
             return make(size)
         except AssertionError:  # of this library's own
@@ -303,7 +303,7 @@ class UnpaddedCaptures:
     # --- limits
 
     def _free_memory_for(self, size: CaptureSize) -> bool:
-        """Evicts what has to go for one more capture; False: there is too little memory even so."""
+        """Evicts captures to make memory for one more; False: there is too little even so."""
         if len(self._held) >= self.max_captures:
             self._evict()
         while not self._agreed(self._has_memory(size)):
@@ -348,7 +348,7 @@ class UnpaddedCaptures:
 
 
 def rows_of(size: CaptureSize) -> int:
-    """Rows that a size stands for: its tokens, or the product of a call's sizes."""
+    """Returns the rows that a size stands for: its tokens, or the product of a call's sizes."""
     return size if isinstance(size, int) else max(1, int(math.prod(size)))
 
 

@@ -44,7 +44,7 @@ _ASKED_FOR = ("hidden_states", "attentions")
 
 @dataclass(frozen=True)
 class GridLook:
-    """What a tower takes and returns."""
+    """Inputs and outputs of a tower, as a trial call shows them."""
 
     input_names: tuple[str, str]
     """Of patches, and of grids."""
@@ -246,7 +246,7 @@ class GridTower(PackedTower):
         )
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """What the tower's own functions return for each frame or item, one after the other."""
+        """Computes metadata by the tower's own functions, for each frame or item in order."""
         items = [(1, h, w) for t, h, w in grids for _ in range(t)] if self.look.by_frame else grids
         found: dict[str, Tensor] = {}
         for call in self.look.calls:

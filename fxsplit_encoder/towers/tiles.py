@@ -307,7 +307,7 @@ class DenseTower(TileTower):
         return next((mm_kwargs[key] for key in self.count_keys if mm_kwargs.get(key) is not None), None)
 
     def _planned_counts(self, mm_kwargs: dict[str, Any]) -> list[int] | None:
-        """How many tiles every item of a plan without tiles has; None if there are tiles, or no counts."""
+        """Returns the tiles of every item of a plan without tiles; None if there are tiles, or no counts."""
         takes_videos = "video" in self.modalities
         tiles = (self.input_name, VIDEOS)
         given = {self.count_keys[0]: self.image_counts(mm_kwargs)}

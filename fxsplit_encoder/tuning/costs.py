@@ -1,4 +1,4 @@
-"""What ladders of budgets are compared by: the cost of a batch, and the memory of captures."""
+"""Costs by which ladders of budgets are compared: time of batches, memory of captures."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RisingCurve(CostCurve):
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What a batch costs when a budget serves it, and when its exact shape does.
+    """Costs of a batch served by a budget, and at its exact shape.
 
     By default in units of one output token: a replay costs its budget and 64 tokens, the exact shape its own
     tokens and 256.

@@ -22,7 +22,7 @@ PLACES = (IN_REPLAYS, IN_PADDING, AT_EXACT_SHAPE, EAGERLY)
 
 @dataclass
 class BudgetUse:
-    """What one captured budget of a path did."""
+    """Counts of one captured budget of a path."""
 
     path: str
     budget: int
@@ -90,7 +90,7 @@ class RunSummary:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do about what stands out."""
+        """Returns advice about large shares of misses and padding."""
         return tuple(_advice(self))
 
     def as_dict(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _host(requests: Sequence[ServedRequest]) -> dict[str, float]:
 
 
 def _sizes(requests: Sequence[ServedRequest]) -> Iterator[tuple[int, int, int]]:
-    """How many items have 1, 2 to 3, 4 to 7, ... output tokens, from the smallest to the largest."""
+    """Counts items with 1, 2 to 3, 4 to 7, ... output tokens."""
     counts = Counter(
         item.spec.output_tokens.bit_length()
         for request in requests
@@ -261,7 +261,7 @@ _WHAT_TO_DO = {
 
 
 def what_to_do(reason: str) -> str:
-    """What helps against misses of one reason."""
+    """Returns advice against misses of one reason."""
     return _WHAT_TO_DO.get(reason, "")
 
 

@@ -192,7 +192,7 @@ class PathRecord(_Record):
 
 
 class RunRecord(_Record):
-    """What served requests."""
+    """Captures and settings that served requests."""
 
     tower: str
     device: str
@@ -204,11 +204,11 @@ class RunRecord(_Record):
     max_frames_per_batch: int
     paths: Mapping[str, PathRecord]
     notes: tuple[str, ...] = ()
-    """What did not go as asked."""
+    """Lines about settings that could not be followed."""
 
 
 class ServedPath(_Record):
-    """How one path of a batch was served."""
+    """Budget or fallback that served one path of a batch."""
 
     tokens: int
     budget: int | None = None
@@ -271,7 +271,7 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
 def recorded_costs(
     path: str | os.PathLike[str],
 ) -> tuple[dict[str, BatchCosts] | None, dict[str, tuple[int, ...]]]:
-    """What the last run in a trace measured, by path, and the budgets of its captures.
+    """Returns the costs that the last run in a trace measured, by path, and its budgets.
 
     Returns:
         The costs; None: it did not measure every path. The budgets; empty: there is no run.

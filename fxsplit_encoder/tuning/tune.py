@@ -41,7 +41,7 @@ from fxsplit_encoder.tuning.trace import Request, batch_loads, trace_demands, tr
 
 @dataclass(frozen=True)
 class LadderForecast:
-    """What a ladder of budgets would do on the demands of one path."""
+    """Predicted costs and padding of a ladder on the demands of one path."""
 
     budgets: tuple[int, ...]
     """Output tokens of each budget, increasing."""
@@ -59,7 +59,7 @@ class LadderForecast:
 
 
 def forecast(budgets: Sequence[int], demands: Sequence[int], costs: BatchCosts) -> LadderForecast:
-    """What a ladder does on the demands of a path."""
+    """Predicts costs and padding of a ladder on the demands of a path."""
     ladder, tokens = np.asarray(budgets), np.asarray(demands)
     position = np.searchsorted(ladder, tokens)
     budget = ladder[np.minimum(position, len(ladder) - 1)]
@@ -170,7 +170,7 @@ class Tuning:
 
     @property
     def cost(self) -> float:
-        """Of all demands of all paths, by the tuned ladders, and of the host."""
+        """Cost of all demands on all paths, by the tuned ladders, with the host's."""
         return sum(path.tuned.cost for path in self.paths.values()) + self.host_cost
 
     @property

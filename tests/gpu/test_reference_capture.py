@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.kernels.attention import varlen_attention
+from tests.document_setups import PackedAdapter, PackedAttention
 
 pytestmark = pytest.mark.gpu
 
@@ -22,43 +21,14 @@ CAPACITY = 4 * BUDGET
 """Patches; a token is 2 x 2 of them."""
 
 
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.merge = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, patches: Tensor, cu_seqlens: Tensor) -> Tensor:
-        q, k, v = self.qkv(patches).view(-1, 3, HEADS, WIDTH // HEADS).unbind(1)
-        attended = varlen_attention(q, k, v, cu_seqlens, patches.shape[0], (WIDTH // HEADS) ** -0.5)
-        merged: Tensor = self.merge((patches + attended.flatten(1)).view(-1, 4 * WIDTH))
-        return merged
-
-
-class Adapter(fx.PackedTower):
-    metadata_columns: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, tower: Tower) -> None:
-        super().__init__(tower, merge_size=2, patch_features=WIDTH, out_hidden_size=WIDTH)
-
-    def metadata(self, grids: Any) -> dict[str, Any]:
-        return {}
-
-    def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: Any) -> Any:
-        return self.tower(pixel_values, cu_seqlens)
-
-    def packed_output(self, output: Any) -> Tensor:
-        packed: Tensor = output
-        return packed
-
-
 @pytest.fixture(scope="module")
-def tower() -> Tower:
+def tower() -> PackedAttention:
     torch.manual_seed(0)
-    return Tower().to("cuda", torch.bfloat16).requires_grad_(False).eval()
+    return PackedAttention(WIDTH, HEADS).to("cuda", torch.bfloat16).requires_grad_(False).eval()
 
 
 @pytest.fixture(scope="module")
-def reference(tower: Tower) -> Any:
+def reference(tower: PackedAttention) -> Any:
     """What the page's first lines make, over this tower."""
     (code,) = re.findall(r"```python\n(.*?)\n\n\ncapture = ", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
@@ -67,7 +37,7 @@ def reference(tower: Tower) -> Any:
 
 
 @pytest.fixture(scope="module")
-def manager(tower: Tower) -> Any:
+def manager(tower: PackedAttention) -> Any:
     config = fx.EncoderConfig(
         mode="full",
         compile=False,
@@ -77,7 +47,7 @@ def manager(tower: Tower) -> Any:
         max_frames_per_batch=SEGMENTS,
         attention="torch_flash",
     )
-    manager = fx.EncoderCudaGraphManager(Adapter(tower), config)
+    manager = fx.EncoderCudaGraphManager(PackedAdapter(tower), config)
     manager.capture()
     yield manager
     manager.clear()
@@ -92,7 +62,7 @@ BATCHES = [
 
 
 @torch.no_grad()
-def test_it_gives_what_the_real_capture_gives(tower: Tower, reference: Any, manager: Any) -> None:
+def test_it_gives_what_the_real_capture_gives(tower: PackedAttention, reference: Any, manager: Any) -> None:
     for number, grids in enumerate(BATCHES, start=1):
         lengths = [frames * height * width for frames, height, width in grids]
         patches = torch.randn(sum(lengths), WIDTH, device="cuda", dtype=torch.bfloat16)

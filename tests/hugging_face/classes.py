@@ -35,14 +35,18 @@ COMPILED = SETTINGS.replace(mode="full", compile=True, piece_compiler="eager")
 TABLE = Path(__file__).parents[2] / "docs" / "models.csv"
 PAGE = """# Classes of images
 
-For whoever asks whether a class of transformers is served, and how exactly: a class that is not in
-[the table](models.csv) is served or refused by [the same rule](hugging_face.md#towers-without-a-name).
+To see whether a class of transformers is served, and how exactly; of a checkpoint:
 
-`python -m tests.hugging_face.classes` wrote it with transformers {version} for the classes of its auto
-mappings that take images: {counts}.
+```sh
+encoder-cg inspect --model CHECKPOINT_DIR  # its towers, and why one is not served
+```
+
+A class that is not in [the table](models.csv) is served or refused by
+[the same rule](hugging_face.md#towers-without-a-name). `python -m tests.hugging_face.classes` wrote it with
+transformers {version} for the classes of its auto mappings that take images: {counts}.
 Tiny configurations with random weights, in float32 on a CPU, not compiled: the largest difference from eager
-of the towers over one, two and three images, or patches of images and a video, and of what the model around
-them makes of these: `forward` of images alone, `get_image_features`, `generate`.
+of the towers over one, two and three images, or patches of images and a video, and of the model's `forward`
+of images alone, `get_image_features` and `generate`.
 
 ```{{csv-table}}
 :file: models.csv

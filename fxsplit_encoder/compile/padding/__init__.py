@@ -149,7 +149,7 @@ def analyse(
 
 
 def _source_line(node: fx.Node) -> str:
-    """The innermost line of the module's code that made a node: `file:line, in function: code`."""
+    """Returns the innermost line of the module's code that made a node: `file:line, in function: code`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     at = next((i for i in reversed(range(len(lines))) if lines[i].startswith("File ")), None)
     if at is None:

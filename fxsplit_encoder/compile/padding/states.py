@@ -198,7 +198,7 @@ class NodeView:
         return self.tensor(position).dim()
 
     def tensor(self, position: int = 0) -> torch.Tensor:
-        """The traced value of a tensor argument."""
+        """Returns the traced value of a tensor argument."""
         value = self.arg(position).meta["val"]
         assert isinstance(value, torch.Tensor)
         return value

@@ -1,4 +1,4 @@
-"""A convolution whose windows do not overlap becomes a matrix product: a patch embedding."""
+"""Replace a convolution whose windows do not overlap, a patch embedding, by a matrix product."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALIGNMENT = 8
 
 
 def conv_to_linear(module: fx.GraphModule) -> int:
-    """Patch embeddings, convolutions whose stride is their kernel, as a linear.
+    """Replaces patch embeddings, convolutions whose stride is their kernel, by linear layers.
 
     Exact: each of their sums is the inner product of one flattened window of the input with a flattened
     filter. A remainder of the input that fills no window, which no convolution reads, is cut off first.

@@ -1,4 +1,4 @@
-"""A bias of attention that a query has for the rows and the columns of a grid goes into queries and keys.
+"""Move an attention bias that is a sum over rows and columns of a grid into queries and keys.
 
 Relative positions as in ViTDet (arXiv 2203.16527) give every score one term for the row of the key and one
 for its column. Their sum is as large as the scores: 400 MB for one image of 1024 pixels in SAM.
@@ -46,7 +46,7 @@ _WIDTH_STEP, _MOST_WIDTH = 8, 256
 
 
 def decomposed_bias(module: fx.GraphModule) -> int:
-    """Attention over a grid with a bias that is a term for the key's row and one for its column.
+    """Widens heads of attention over a grid whose bias is a term for the key's row and one for its column.
 
     Exact: a query with its terms among its features, divided by the scale, a power of two, times a key with a
     one at its row and at its column there is the biased score, without rounding of the terms' sum. The terms

@@ -1,4 +1,4 @@
-"""Attention over a batch becomes `fxsplit::dense_attention`, which has more kernels than torch."""
+"""Replace attention over a batch by `fxsplit::dense_attention`, which has more kernels than torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TORCH_KERNELS = (
 
 
 def dense_attention(module: fx.GraphModule) -> int:
-    """Attention of 16 bits over a batch of equally long sequences, without a mask: its kernel is measured.
+    """Replaces 16-bit attention over equally long sequences, without a mask, by an op with measured kernels.
 
     Exact: it is the same attention, and no kernel is chosen that is less accurate than torch's own (see
     `attention.chooser`). It stays where inputs are not stored as by a linear layer: most would need copies.

@@ -1,4 +1,4 @@
-"""`invariant: true`: linear layers and attention, by operations whose rows do not depend on their number."""
+"""Replace, for `invariant: true`, linear layers and attention by ops with independent rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default, aten.vi
 
 
 def fixed_products(module: fx.GraphModule) -> int:
-    """Every product of rows with parameters, and every attention over a batch without a mask.
+    """Replaces every product of rows with parameters, and every attention over a batch without a mask.
 
     Exact: they are the same, by kernels that add in one order whatever the rows.
     """

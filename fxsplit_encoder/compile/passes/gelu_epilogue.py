@@ -1,4 +1,4 @@
-"""A linear layer and the GELU after it become one operation, `fxsplit::addmm_gelu`: decomposition tables take
+"""Fuse a linear layer and the GELU after it into `fxsplit::addmm_gelu`: decomposition tables take
 torch's `aten._addmm_activation` apart, and on a CPU it applies the erf form.
 """
 
@@ -34,7 +34,7 @@ addmm_gelu = define_op(
 
 
 def gelu_epilogue(module: fx.GraphModule) -> int:
-    """A linear layer with a bias whose result only a GELU of the tanh form reads.
+    """Fuses a tanh GELU into the linear layer with a bias whose result only the GELU reads.
 
     Exact: cuBLAS's epilogue is the tanh form too, and is applied before the result is rounded to 16 bits. On
     a CPU the operation is the two that it replaces.

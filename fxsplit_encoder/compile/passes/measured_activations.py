@@ -1,4 +1,4 @@
-"""Linear layers and the activation after them become `fxsplit::linear`, whose kernel is measured."""
+"""Replace linear layers and the activation after them by `fxsplit::linear`, whose kernel is measured."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def measured_activations(module: fx.GraphModule) -> int:
-    """Linear layers with a GELU after them, of either form, and pairs of them whose results are
-    silu(gate) * up, run by the kernel that was measured to be the fastest for their number of rows.
+    """Replaces linear layers with a GELU after them, of either form, and pairs of them whose results are
+    silu(gate) * up, by an op whose kernel was measured to be the fastest for their number of rows.
 
     Exact: every kernel computes activation(rows @ weight.T + bias), sums in float32, and is refused where its
     error is more than a twentieth above that of torch's product and activation. The weights of a pair are

@@ -1,4 +1,4 @@
-"""The layers that make queries, keys and values of the same rows become one."""
+"""Merge the layers that make queries, keys and values of the same rows."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def no_bias(weight: Tensor) -> Tensor:
 
 
 def merged_projections(module: fx.GraphModule) -> int:
-    """Linear layers of the same rows, each of which makes the query, the key or the value of one attention,
-    as one layer.
+    """Replaces linear layers of the same rows, each of which makes the query, the key or the value of one
+    attention, by one layer.
 
     Exact: every feature stays the same sum; a layer without a bias gets zeros if others have one. Readers get
     a part of the common result, a view whose rows are further apart. Layers stay as they are where an

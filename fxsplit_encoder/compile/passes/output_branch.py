@@ -1,4 +1,4 @@
-"""Nodes that only the outputs read run on a branch of the graph, parallel to the blocks after them."""
+"""Run nodes that only the outputs read on a branch of the graph, parallel to the blocks after them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def output_branch(module: fx.GraphModule) -> int:
-    """Layers between two attentions that nothing but the outputs reads, as Qwen3-VL's deepstack mergers.
+    """Marks layers between two attentions that only the outputs read, such as Qwen3-VL's deepstack mergers.
 
     Exact: the same operations on the same values; they become a piece of their own, which runs parallel to
     the blocks after it where there are streams, and is waited for where it is read.

@@ -44,8 +44,8 @@ def pad_columns(weight: Tensor, columns: int, parts: int = 1) -> Tensor:
 
 
 def pad_mlp_width(module: fx.GraphModule) -> int:
-    """Two linear layers with an elementwise function between them, gated or not, whose hidden width is no
-    multiple of 128. Gates may be one layer with what they gate, whose result is cut into equal parts.
+    """Pads two linear layers with an elementwise function between them, gated or not, whose hidden width is
+    no multiple of 128. A gate may be part of the layer that it gates, whose result is cut into equal parts.
 
     Exact: the first layers get rows of zeros, so their further columns are 0; the function f maps those to
     f(0), which has to be finite; the second layer gets columns of zeros, so its sums gain f(0) times 0.

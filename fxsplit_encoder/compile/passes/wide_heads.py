@@ -62,7 +62,7 @@ def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
 
 
 def wide_heads(module: fx.GraphModule) -> int:
-    """Attention whose heads are no multiple of 16 wide, with zeros in between up to the next one.
+    """Pads attention heads whose width is no multiple of 16 with zeros up to the next one.
 
     Exact: products of queries and keys gain zeros as terms; further columns of the values are zero, and so
     are those of the result, which meet columns of zeros in the layer that reads it. Results of linear layers

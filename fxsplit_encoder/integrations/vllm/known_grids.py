@@ -88,7 +88,7 @@ class KeptMetadata:
         self._num_bytes = 0
 
     def __call__(self, grids: Any, **options: Any) -> Any:
-        """What the tower's own method returns."""
+        """Returns the result of the tower's own method."""
         key = _key_of(grids, options) if _is_replay.get() else None
         if key is None:
             return self._prepare(grids, **options)
@@ -123,7 +123,7 @@ class KeptMetadata:
 
 
 def _key_of(grids: Any, options: Mapping[str, Any]) -> Any | None:
-    """What the metadata depend on, the stream included, on which they are ready; None: it cannot be told."""
+    """Return what metadata depend on, with the stream that they are ready on; None: unhashable grids."""
     if not isinstance(grids, list | tuple):
         return None
     rows = []

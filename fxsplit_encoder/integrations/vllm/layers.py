@@ -66,7 +66,7 @@ def split_attention(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _keeps_own(layer: Any) -> bool:
-    """Whether vLLM's kernel is asked for whose inputs are laid out for it alone."""
+    """Whether the layer runs a kernel of vLLM that needs inputs in its own layout."""
     return bool(layer.attn_backend.name == "FLASHINFER" or layer.fp8_enabled)
 
 
@@ -100,7 +100,7 @@ def attend(
 
 
 def _bound(layer: Any, max_seqlen: Tensor | None, query: Tensor) -> int:
-    """What no segment is longer than, as far as the host knows."""
+    """Returns the longest segment, or an upper bound where the host does not know it."""
     tokens = query.shape[0]
     if torch.compiler.is_compiling():
         return tokens if layer.segment_bound is None else layer.segment_bound
@@ -234,7 +234,7 @@ def traceable_relative_positions(base: type[nn.Module]) -> type[nn.Module]:
 
         @property
         def use_triton_attention(self) -> bool:
-            """What the layer asks in its forward."""
+            """Whether the layer's forward calls vLLM's Triton kernel; never while it is traced."""
             return self._has_kernel and not torch.compiler.is_compiling()
 
         @use_triton_attention.setter

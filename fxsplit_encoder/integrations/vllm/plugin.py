@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def _install(settings: PluginSettings) -> str | None:
-    """What keeps the manager from being installed; None: it is."""
+    """Installs the manager; returns why it could not be, or None."""
     from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
     from vllm.v1.worker import encoder_cudagraph, encoder_cudagraph_defs
 
@@ -59,7 +59,7 @@ def _install(settings: PluginSettings) -> str | None:
 
 
 def install_layers() -> str | None:
-    """What keeps the encoders that vLLM builds from being traced; None: they can be."""
+    """Makes encoders that vLLM builds traceable; returns why they are not, or None."""
     from fxsplit_encoder.integrations.vllm.layers import (
         install_attention,
         install_input_norm,

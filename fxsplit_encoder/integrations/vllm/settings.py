@@ -1,4 +1,4 @@
-"""The settings of the plugin, and what vLLM's own settings ask of the manager."""
+"""Read the plugin's settings, and translate vLLM's settings for the manager."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FEW_FRAMES = 16
 
 @dataclass(frozen=True)
 class PluginSettings:
-    """What `VARIABLE` asks for."""
+    """Settings of the environment variable `VARIABLE`."""
 
     encoder: EncoderConfig = field(default_factory=functools.partial(EncoderConfig, compile=False))
     """Settings of the manager, but that towers are compiled on demand only: then they attend through this
@@ -81,7 +81,7 @@ def encoder_config(
 
 
 def needs_range(own: EncoderConfig, vllm_config: Any, model_config: Any) -> bool:
-    """Whether the model has to be asked for its range of budgets."""
+    """Whether budgets depend on the model's range."""
     return needs_budget_range(_with_vllms(own, vllm_config, model_config), model_config)
 
 

@@ -38,7 +38,7 @@ class AttentionShape(CallShape):
     """Whether all segments have `longest` tokens; if not `host_lengths`, they are the entries of a batch."""
 
     def rounded(self, *, own_tokens: bool = False) -> AttentionShape:
-        """The class: numbers rounded up, but not `own_tokens` nor the length of a captured batch."""
+        """Returns the class: numbers rounded up, but not `own_tokens` nor the length of a captured batch."""
         longest, segments = (
             round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
         )
@@ -50,11 +50,11 @@ class AttentionShape(CallShape):
         return replace(self, tokens=tokens, longest=min(longest, tokens), segments=segments)
 
     def kind(self) -> tuple[int | str, ...]:
-        """The heads, and what is known of the segments."""
+        """Returns the heads, and what is known of the segments."""
         return self.heads, self.head_dim, self.host_lengths, self.equal
 
     def extents(self) -> tuple[int, ...]:
-        """The rows, the longest segment and the number of segments."""
+        """Returns the rows, the longest segment and the number of segments."""
         return self.tokens, self.longest, self.segments
 
     @property

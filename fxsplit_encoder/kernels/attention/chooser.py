@@ -97,18 +97,18 @@ class AttentionExample(Example[AttentionKernel]):
     is_captured: bool
 
     def expected(self) -> Tensor:
-        """The rows inside segments, one segment at a time."""
+        """Returns the rows inside segments, one segment at a time."""
         query, key, value = (tensor.float() for tensor in (self.query, self.key, self.value))
         out = _reference(query, key, value, self.cu_seqlens, self.max_seqlen, self.scale)
         return out[: self.rows]
 
     def result(self, kernel: AttentionKernel) -> Tensor:
-        """The rows inside segments."""
+        """Returns the rows inside segments."""
         poison_memory(self.query)
         return self._attend(kernel, None)[: self.rows]
 
     def timed(self, kernel: AttentionKernel) -> Callable[[], object]:
-        """The call, with a result tensor if it is eager, as between captured graphs."""
+        """Returns the call, with a result tensor if it is eager, as between captured graphs."""
         out = None if self.is_captured else self.query.new_empty(self.query.shape)
         return lambda: self._attend(kernel, out)
 
@@ -207,11 +207,11 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         )
 
     def ranking(self, shape: AttentionShape) -> tuple[AttentionKernel, ...]:
-        """The kernels that may compute this shape, the chosen one first; at least one."""
+        """Returns the kernels that may compute this shape, the chosen one first; at least one."""
         return (self.only(shape),) if self.policy.one_attention_kernel else super().ranking(shape)
 
     def only(self, shape: AttentionShape) -> AttentionKernel:
-        """The kernel of every call with such heads if `invariant`; ConfigError if there is none."""
+        """Returns the kernel of every call with such heads if `invariant`; ConfigError if there is none."""
         heads = (shape.device, shape.dtype, shape.heads, shape.head_dim)
         if heads not in self._by_heads:
             pinned = next((pin.kernel for pin in self.pins if pin.kernel != AUTO), None)
@@ -244,7 +244,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 def shape_of(
     query_THD: Tensor, longest: int, segments: int, *, host_lengths: bool = False, equal: bool = False
 ) -> AttentionShape:
-    """The shape of a call."""
+    """Returns the shape of a call."""
     tokens, heads, head_dim = query_THD.shape
     return AttentionShape(
         *(query_THD.device, query_THD.dtype, heads, head_dim, tokens, longest, segments), host_lengths, equal
@@ -310,7 +310,7 @@ def invariant_kernel(
 
 
 def invariant_names(kernels: Sequence[AttentionKernel], device: torch.device) -> list[str]:
-    """The kernels that `invariant` may choose on a device, in order of preference."""
+    """Returns the kernels that `invariant` may choose on a device, in order of preference."""
     working = (k for k in _in_order(kernels) if k.is_invariant and k.unavailable_reason(device) is None)
     return [kernel.name for kernel in working if kernel.is_invariant_on(device)]
 

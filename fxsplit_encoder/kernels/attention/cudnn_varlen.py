@@ -236,7 +236,7 @@ class PlanFiles:
         self._lock = threading.Lock()
 
     def read(self, name: str, device: torch.device) -> bytes | None:
-        """The plan of a name for such a device; None: there is none, or it is damaged."""
+        """Returns the plan of a name for such a device; None: there is none, or it is damaged."""
         content = self._kept.get(name)
         if content is None and (content := self._store(device).read(name)) is not None:
             self._keep(name, content)
@@ -260,7 +260,7 @@ class PlanFiles:
         self._captured.add(name)
 
     def captured(self) -> dict[str, bytes]:
-        """The captured plans in memory."""
+        """Returns the captured plans in memory."""
         with self._lock:
             return {name: self._kept[name] for name in sorted(self._captured) if name in self._kept}
 

@@ -59,7 +59,7 @@ class KnownSegments:
         return out_THD
 
     def _only_run(self, query: Tensor) -> _Run | None:
-        """The run that takes every row; None: there are several, or rows outside them."""
+        """Returns the run that takes every row; None: there are several, or rows outside them."""
         runs = self._plan(query)
         run = runs[0] if len(runs) == 1 else None
         return run if run is not None and (run.start, run.end) == (0, query.shape[0]) else None
@@ -103,7 +103,7 @@ class _Planner:
         return [self._run(span, kernels[span]) for span in sorted(kernels)]
 
     def _equal_neighbors(self) -> list[Span]:
-        """The longest spans of equally long segments, without the empty ones."""
+        """Returns the longest spans of equally long segments, without the empty ones."""
         spans, first = [], 0
         for length, group in itertools.groupby(self.lengths):
             last = first + len(list(group))

@@ -187,7 +187,7 @@ _launcher = _Launcher()
 
 
 def compiled_kernels() -> list[Any]:
-    """The versions of the kernel that were launched, each once."""
+    """Returns the versions of the kernel that were launched, each once."""
     return list(dict.fromkeys(_launcher.compiled.values()))
 
 

@@ -49,7 +49,7 @@ class Layer:
 
     @classmethod
     def of(cls, rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Layer:
-        """The layer of a product."""
+        """Returns the layer of a product."""
         in_features, out_features = matrix.shape
         parameters = (matrix,) if bias is None else (matrix, bias)
         offsets = tuple(each.data_ptr() % ALIGNMENT for each in parameters)
@@ -88,7 +88,7 @@ class Layer:
 
 
 def activated(values: Tensor, activation: str) -> Tensor:
-    """The values, or their tanh GELU."""
+    """Computes the values, or their tanh GELU."""
     return F.gelu(values, approximate="tanh") if activation == GELU_TANH else values
 
 
@@ -128,7 +128,7 @@ def same_bits(product: Product, layer: Layer, counts: Sequence[int], *, referenc
     rows, matrix, bias = layer.sample(DISTINCT)
 
     def computed(count: int, first: int) -> tuple[Tensor, Tensor]:
-        """The product of `count` rows from row `first` on, and their numbers."""
+        """Returns the product of `count` rows from row `first` on, and their numbers."""
         chosen = (torch.arange(count, device=layer.device) + first) % DISTINCT
         return product(rows[chosen], matrix, bias, layer.activation), chosen
 
@@ -187,7 +187,7 @@ class VerifiedProducts:
         return out
 
     def describe(self, device: torch.device) -> list[str]:
-        """A line for the library's layers on a device together, and one for every other layer."""
+        """Returns a line for the library's layers on a device together, and one for every other layer."""
         known = [(layer, each) for layer, each in self._known.items() if layer.device == device]
         taken = [each.verified for _, each in known if each.by_library]
         others = [layer for layer, each in known if not each.by_library]
@@ -239,7 +239,7 @@ class VerifiedProducts:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """The rows, contiguous and aligned as in every trial: an algorithm may be chosen by alignment."""
+    """Returns the rows, contiguous and aligned as in every trial: an algorithm may be chosen by alignment."""
     if rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
@@ -264,13 +264,13 @@ PRODUCTS = VerifiedProducts(library_product, _own_kernel)
 
 @functools.cache
 def block_rows(layer: Layer) -> int:
-    """Rows of a block on a CPU: 1 where blocks of more have other bits."""
+    """Returns the rows of a block on a CPU: 1 where blocks of more have other bits."""
     verified = same_bits(cpu_product, layer, [BLOCK_ROWS], reference_rows=BLOCK_ROWS)
     return BLOCK_ROWS if verified else 1
 
 
 def blockwise_product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """A linear layer on a CPU, in blocks of the same number of rows."""
+    """Computes a linear layer on a CPU, in blocks of the same number of rows."""
     layer = Layer.of(rows, matrix, bias, activation)
     size = block_rows(layer)
     out = rows.new_empty(rows.shape[0], layer.out_features)

@@ -32,7 +32,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 
 
 def features_after(activation: str, out_features: int) -> int:
-    """The width of a result: half of the product's for SwiGLU."""
+    """Returns the width of a result: half of the product's for SwiGLU."""
     return out_features // 2 if activation == "swiglu" else out_features
 
 
@@ -54,11 +54,11 @@ class ProductShape(CallShape):
         return self
 
     def kind(self) -> tuple[int | str, ...]:
-        """The layer and its activation."""
+        """Returns the layer and its activation."""
         return self.in_features, self.out_features, self.bias, self.activation
 
     def extents(self) -> tuple[int, ...]:
-        """The rows."""
+        """Returns the rows."""
         return (self.rows,)
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class ProductShape(CallShape):
 
 
 def interleaved(gate: Tensor, up: Tensor, *, rows: int = 0) -> Tensor:
-    """The weight or bias of both layers as one: gate, up, gate, up; each zero-padded to `rows`."""
+    """Returns the weight or bias of both layers as one: gate, up, gate, up; each zero-padded to `rows`."""
     missing = max(0, rows - gate.shape[0])
     padding = [0, 0] * (gate.dim() - 1) + [0, missing]
     return torch.stack((F.pad(gate, padding), F.pad(up, padding)), dim=1).flatten(0, 1)
@@ -217,7 +217,7 @@ class ProductExample(Example[ProductKernel]):
         return activate(result, self.activation)
 
     def result(self, kernel: ProductKernel) -> Tensor:
-        """All rows."""
+        """Returns all rows."""
         features = features_after(self.activation, self.weights[0].shape[0])
         poison_memory(self.rows.new_empty(self.rows.shape[0], features))
         return kernel(self.rows, self.weights[0], self.bias, self.activation)
@@ -288,13 +288,13 @@ class ProductChooser(Chooser[ProductShape, ProductKernel]):
         super().__init__(_GRAMMAR.parse(products), measurements)
 
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductKernel:
-        """The kernel of a call."""
+        """Returns the kernel of a call."""
         call = (rows.shape, weight.shape, rows.dtype, rows.device, bias is None, activation)
         return self.remembered(call, lambda: shape_of(rows, weight, bias, activation))
 
 
 def shape_of(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductShape:
-    """The shape of a call."""
+    """Returns the shape of a call."""
     sizes = (rows.shape[0], weight.shape[1], weight.shape[0])
     return ProductShape(rows.device, rows.dtype, *sizes, bias is not None, activation)
 
