@@ -25,6 +25,7 @@ jobs=("readme encoder --readme")
     "host host"
     "kernels kernels $tiles --variants ours-auto compile-reduce-overhead"
     "accelerate accelerate"
+    "accelerate_adapters accelerate --adapters"
     "start start"
     "encoder encoder --shared-cache"
     "modes encoder --modes --shared-cache"

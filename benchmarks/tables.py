@@ -626,7 +626,6 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "passes": passes,
     "host": host,
     **dict.fromkeys(("accelerate", "accelerate_adapters"), accelerate),
-    "backend": backend,
     **dict.fromkeys(("start", "start_slow_host"), starts),
     **dict.fromkeys(
         ("connector", "connector_slices", "connector_synchronous", "connector_own_gpu"), connector

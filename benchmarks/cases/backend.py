@@ -52,7 +52,7 @@ TINY: dict[str, dict[str, Any]] = {
     "ConvNext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
     "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
 }
-_SAMPLES, _WARMUPS = 60, 6
+_SAMPLES, _WARMUPS = 30, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=names, metavar="NAME")
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--jobs", type=int, default=10, help="models that compile at once on a GPU")
+    parser.add_argument("--jobs", type=int, default=6, help="models that compile at once on a GPU")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a model")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too")
 
