@@ -39,8 +39,6 @@ class Tiny:
 
     make: Callable[[], nn.Module]
     inputs: Inputs
-    unproved: str = ""
-    """What the padding analysis says, if it does not prove that rows are independent."""
 
 
 QWEN = PackedInputs(patch_shape=(3 * 2 * PATCH**2,))
