@@ -31,11 +31,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import demo_tower
 
 PIXELS = 336
-LIMITS = {
-    "token_budgets": (128, 256, 512, 1024, 2048),
-    "max_items_per_batch": 32,
-    "max_frames_per_batch": 0,
-}
+LIMITS = {"token_budgets": (128, 256, 512, 1024, 2048), "max_items_per_batch": 32, "max_frames_per_batch": 0}
 # What the processor of Qwen3-VL allows one image, in pixels.
 MIN_PIXELS, MAX_PIXELS = 65536, 16777216
 WARMUP = 5

@@ -3,14 +3,11 @@ Qwen3-VL-8B, InternVL3-8B and Qwen2.5-VL-7B.
 
     python benchmarks/bench.py products --output out/products.json
 
-The layers of a block as the default passes leave them; bf16, random values. Microseconds of the device inside
-a CUDA graph of a call for each of 27 weights, as many as the tower has blocks, so that they come from memory;
-medians. Errors are relative root mean squares against float64. "first ms" is what the first call of a kernel
-for a layer takes, where it is compiled or planned. What the chooser picks is marked; it measures for itself.
-A kernel that fails has its error in the file, and in a line below the table. `--in-turns` replays the
-kernels' graphs in turn, so that a change of the clock meets all.
-
-`--tiny` takes tiny layers, on a CPU too, where times are those of the wall.
+The layers of a block as the default passes leave them; bf16. Microseconds of the device in a CUDA graph of a
+call for each of 27 weights, so that they come from memory; medians. Errors are relative root mean squares
+against float64; "first ms" is the first call of a kernel for a layer. What the chooser picks is marked. A
+kernel that fails leaves its error. `--in-turns` replays the kernels in turn, so that a change of the clock
+meets all. On a CPU (`--tiny`) times are those of the wall.
 """
 
 from __future__ import annotations
@@ -60,10 +57,7 @@ LAYERS = (
     Layer("InternVL fc1 + GELU", 1024, 4096, "gelu"),
     Layer("Qwen2.5 gate, up + SwiGLU", 1280, 2 * 3456, "swiglu"),
 )
-TINY_LAYERS = (
-    Layer("fc1 + tanh GELU", 16, 32, "gelu_tanh"),
-    Layer("gate, up + SwiGLU", 16, 64, "swiglu"),
-)
+TINY_LAYERS = (Layer("fc1 + tanh GELU", 16, 32, "gelu_tanh"), Layer("gate, up + SwiGLU", 16, 64, "swiglu"))
 
 
 @dataclass(frozen=True)

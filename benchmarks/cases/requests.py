@@ -2,17 +2,10 @@
 
     python benchmarks/bench.py requests --output out/requests.json
 
-27 blocks, 1152 wide, bf16, seeded random weights. A request holds 1 to 16 images of lognormal sizes. Wall
-milliseconds to the end of a request's device work, the median of a few repeats after all requests have run
-twice (cuDNN plans a shape when it comes for the second time):
-
-* "eager": the Hugging Face tower as it is (sdpa), the whole request at once.
-* "powers of two": our compiled program in one full graph for each power of two from 64 to 8192 tokens, greedy
-  packing into the smallest graph that fits: how vLLM's encoder CUDA graphs serve, without its tower.
-* "ours": the default settings; `auto` modes, cost-aware packing, the default ladder of the same range.
-* "greedy" and "greedy_defer": ours with that `packing`.
-
-Outputs are compared with eager's. `--tiny` takes a tiny tower, on a CPU too.
+27 blocks, bf16; 1 to 16 images of lognormal sizes. Wall milliseconds, the median of a few repeats after all
+requests have run twice (cuDNN plans a shape at its second). "eager": the Hugging Face tower (sdpa). "powers
+of two": our program in one full graph for each from 64 to 8192 tokens, greedy packing, as vLLM's encoder CUDA
+graphs serve. "ours": the default settings; "greedy" and "greedy_defer": ours with that `packing`.
 """
 
 from __future__ import annotations

@@ -3,15 +3,10 @@
     python benchmarks/bench.py serve --output out/serve.json
 
 SigLIP SO400M/14-384 (its pooled vector) and Qwen3-VL-8B's tower (the mean of its rows), seeded weights, bf16.
-The plain server is what one writes first: uvicorn, a thread pool that decodes, and a lock around one request
-at a time through the tower of transformers after `torch.compile`. vLLM's pooling runner (`vllm serve --runner
-pooling`, its caches of prompts and images off) takes SigLIP whole, here with a small text tower. Each runs in
-a process of its own and answers base64. One that cannot take part leaves the reason.
-
-Each server's capacity is measured with many connections that send one request after another. Then requests
-come at random times, at 10 to 90 % of the capacity of `encoder-cg serve`, from new arrivals whatever is still
-waiting; milliseconds from the arrival to the answer. A rate that is more than a server's capacity is left out
-for it. `--tiny` takes tiny towers, on a CPU too.
+The plain server is what one writes first: uvicorn, threads that decode, and a lock around one request at a
+time through transformers' tower after `torch.compile`. vLLM's pooling runner, caches off, takes SigLIP whole.
+Capacity is that of many connections; then requests come at random times, at 10 to 90 % of the capacity of
+`encoder-cg serve`: milliseconds from the arrival to the answer, none where that is more than a server's own.
 """
 
 from __future__ import annotations

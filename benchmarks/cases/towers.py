@@ -2,17 +2,12 @@
 
     python benchmarks/bench.py towers --output out/towers.json
 
-Full depth, bf16, seeded random weights, mode `auto`, the tower's configuration in configs/. Sizes are patches
-of packed towers, tiles of towers of equal tiles, and crops of those that also see the image as a whole.
-
-* Errors are those of `manager.execute` against the same tower in float32, without TF32 and image by image, as
-  multiples of eager's own: of the root mean square, which may be 1.1 at most, and of the largest difference,
-  which is that of a single value and varies. Free memory and the graphs' pool are full of NaN beforehand.
-* Times are medians in milliseconds after warm-up, wall time to the end of the device's work. "eager" is the
-  model's own forward in transformers (sdpa); Kimi-VL, DeepSeek-OCR and Step3 are not in transformers, theirs
-  is the eager forward of the model in this library.
-
-Parts of several runs are merged by `bench.py tables`. `--tiny` takes one block and tiny inputs, on the CPU.
+Full depth, bf16, seeded random weights, mode `auto`, configs/. Sizes are patches of packed towers, tiles of
+towers of equal tiles, and crops of those that also see the image as a whole. Errors are against the tower in
+float32, image by image, as multiples of eager's own: of the root mean square, 1.1 at most, and of the largest
+difference; free memory and the graphs' pool are full of NaN beforehand. Times are medians in milliseconds to
+the end of the device's work; "eager" is transformers' forward (sdpa), or this library's model where it has
+none. Parts of several runs are merged by `bench.py tables`.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ def test_rows_are_those_that_the_declaration_names(name: str) -> None:
 # One that leaves a layer out; torch.compile traces the others too, below.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if "before" in name else pytest.mark.exhaustive) for name in TOWERS],
+    "name", [pytest.param(name, marks=() if "before" in name else pytest.mark.exhaustive) for name in TOWERS]
 )
 @torch.no_grad()
 def test_every_mode_and_batch(name: str) -> None:

@@ -29,12 +29,7 @@ SIZES = {
     "patch_size": PATCH,
 }
 CONFIG = kimi_vl_config(BLOCKS)
-BATCHES = [
-    [(4, 6), (2, 2), (6, 4)],
-    [(8, 8), (6, 10)],
-    [(2, 14)],
-    [(4, 2), (12, 14), (2, 6), (4, 4)],
-]
+BATCHES = [[(4, 6), (2, 2), (6, 4)], [(8, 8), (6, 10)], [(2, 14)], [(4, 2), (12, 14), (2, 6), (4, 4)]]
 
 
 def make_batch(sizes: list[tuple[int, int]]) -> dict[str, Any]:

@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.llama4.configuration_llama4 import Llama4VisionConfig
-from transformers.models.llama4.modeling_llama4 import (
-    Llama4VisionModel,
-    vision_apply_rotary_emb,
-)
+from transformers.models.llama4.modeling_llama4 import Llama4VisionModel, vision_apply_rotary_emb
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.grid import rotate_pairs
