@@ -44,7 +44,7 @@ from decoder import TINY, Decoder, Shape
 from models import photographs, tiny_tower
 from serving import Arrival, Beside, Engine, Inline, Medium, Ready, Run, Source, arrivals
 from storage import ROOT, Result, new_result, store
-from timing import percentile, synchronize, wall_ms
+from timing import device_for, percentile, synchronize, wall_ms
 from workloads import random_grid
 
 import fxsplit_encoder as fx
@@ -431,8 +431,7 @@ def _stages(run: Run) -> dict[str, float | None]:
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("connector: needs a CUDA device, or --tiny: there is nothing to capture without one")
+    device_for("connector", arguments.tiny)
     begin = time.perf_counter()
 
     def say(what: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from models import tiny_tower
 from storage import Result, new_result, store
-from timing import host_us, timed
+from timing import device_for, host_us, timed
 from torch.compiler import skip_guard_on_all_nn_modules_unsafe
 from workloads import random_grid
 
@@ -126,9 +126,7 @@ def _steady(call: Any, samples: int) -> float:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> Result:
-    tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
-    if not tiny and device == "cpu":
-        raise SystemExit("host: needs a CUDA device, or --tiny: there is nothing to replay without one")
+    tiny, device = arguments.tiny, device_for("host", arguments.tiny)
     tower = fx.wrap(tiny_tower().to(device) if tiny else demo_tower(27, device, torch.bfloat16))
     result = new_result("host", tower="tiny" if tiny else "qwen3-vl-8b", **LIMITS)
     measured = [executes(tower, arguments.samples), compiled(tower, arguments.samples)]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from models import DEFAULT_TOWERS, make_model, tower_names
 from storage import Result, new_result, one_line, store
-from timing import synchronize, wall_ms
+from timing import device_for, synchronize, wall_ms
 from vllm_variants import CONTENDERS
 from worker import known_workloads, settle
 
@@ -132,8 +132,7 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> Result:
-    if not torch.cuda.is_available():
-        raise SystemExit("kernels: needs a CUDA device")
+    device_for("kernels")
     result = new_result("kernels", config=options.config, dtype="bfloat16", samples=_SAMPLES)
     for tower in options.towers:
         for variant in options.variants:

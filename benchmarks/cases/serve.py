@@ -17,7 +17,6 @@ import base64
 import importlib
 import itertools
 import json
-import math
 import os
 import random
 import socket
@@ -52,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Any:
     from models import photographs
     from storage import new_result, store
+    from timing import device_for
 
     tiny: bool = arguments.tiny
-    if not tiny and not torch.cuda.is_available():
-        raise SystemExit("serve: needs a CUDA device, or --tiny")
+    device_for("serve", tiny)
     seconds, requests = (0.2, 3) if tiny else (arguments.seconds, arguments.requests)
     settings = {"seconds": seconds, "requests": requests, "clients": CLIENTS, "sides": MODELS, "tiny": tiny}
     result = new_result("serve", **settings)
@@ -261,6 +260,8 @@ async def measure_capacity(server: Server, bodies: Sequence[bytes], seconds: flo
 
 async def measure_rate(server: Server, bodies: Sequence[bytes], rate: float, count: int) -> dict[str, Any]:
     """Latency where requests come at random times, the same for the same rate."""
+    from timing import percentile
+
     draw, idle, times = random.Random(0), [Connection(server.port)], []
     start = time.perf_counter()
 
@@ -275,8 +276,7 @@ async def measure_rate(server: Server, bodies: Sequence[bytes], rate: float, cou
     await asyncio.gather(*map(arrive, arrivals, itertools.cycle(bodies)))
     for connection in idle:
         connection.close()
-    times.sort()
-    p50, p99 = (times[math.ceil(part * len(times)) - 1] for part in (0.5, 0.99))
+    p50, p99 = (percentile(times, part) for part in (0.5, 0.99))
     return {"rate": rate, "p50": p50, "p99": p99, "requests": len(times)}
 
 

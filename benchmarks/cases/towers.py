@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from poison import poison
 from storage import ROOT, Result, new_result, one_line, store
-from timing import synchronize, wall_ms
+from timing import device_for, timed, wall_ms
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.eager import as_tensors, max_error, rms_error, share_weights
@@ -118,12 +118,8 @@ class Bench:
         manager = fx.EncoderCudaGraphManager(
             self.wrapped, chosen_config(self.name, self.tiny), log_interval=0
         )
-        seconds = {}
-        for what in (manager.compile, manager.capture):
-            begin = time.perf_counter()
-            what()
-            synchronize()
-            seconds[f"{what.__name__} s"] = time.perf_counter() - begin
+        calls = (manager.compile, manager.capture)
+        seconds = {f"{what.__name__} s": timed(what)[0] / 1e3 for what in calls}
         yield {"workload": "start", **seconds, "bytes": manager.num_bytes}
         for what in self.batches:
             yield {"workload": what, **self._measure(manager, what, references.pop(what))}
@@ -182,7 +178,5 @@ def measure(names: list[str], output: Path | None, tiny: bool) -> dict[str, Any]
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("towers: needs a CUDA device, or --tiny: there is nothing to capture without one")
-    result = measure(arguments.models, arguments.output, arguments.tiny)
-    return result
+    device_for("towers", arguments.tiny)
+    return measure(arguments.models, arguments.output, arguments.tiny)

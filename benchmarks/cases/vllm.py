@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from processes import run_process
 from storage import Result, new_result, one_line, store
-from timing import summarize, synchronize, timed
+from timing import device_for, summarize, synchronize, timed
 from torch import Tensor
 from vllm_classes import (
     CLASSES,
@@ -63,8 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Result:
-    if not (torch.cuda.is_available() or options.tiny):
-        raise SystemExit("vllm: needs a CUDA device, or --tiny: there is nothing to capture without one")
+    device_for("vllm", options.tiny)
     result = new_result(
         "vllm",
         dtype="float32" if options.tiny else "bfloat16",

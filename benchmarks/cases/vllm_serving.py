@@ -32,9 +32,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from storage import Result, new_result, one_line, store
-from timing import percentile
+from timing import device_for, percentile
 from vllm_classes import CLASSES, MAX_ITEMS, MAX_TOKENS, TINY, installed_version, prepare_environment
 
 Row = dict[str, Any]
@@ -78,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Result:
-    if not (torch.cuda.is_available() or options.tiny):
-        raise SystemExit("vllm_serving: needs a CUDA device, or --tiny")
+    device_for("vllm_serving", options.tiny)
     dtype = "float32" if options.tiny else "bfloat16"
     settings = dict(seconds=options.seconds, rounds=options.rounds, rates=RATES, tokens=_TOKENS)
     settings |= dict(engines=options.engines)
