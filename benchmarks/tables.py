@@ -41,6 +41,7 @@ _TOWER = "qwen3-vl-8b"
 _NOT_MEASURED = "Not measured on a GPU yet."
 _VLLM_IN_ENCODER = {"vllm-eager", "vllm"}
 _VLLM_NOTE = "vLLM's own tower, the better of its eager forward and its encoder manager"
+_MEDIANS = "Milliseconds, medians."
 _MIB, _GIB = 2**20, 2**30
 _BEGIN = r"<!-- table: (?P<name>\w+)(?P<arguments>(?: [\w.-]+)*) -->\n"
 # No other comment may stand in between, so a mark without an end does not swallow the next table.
@@ -146,9 +147,10 @@ def formatted(headers: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     )
 
 
-def by_columns(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of some values of every row: headers, and the names of the values below them."""
-    return formatted(list(columns), [[row.get(name) for name in columns.values()] for row in rows])
+def by_columns(columns: Mapping[str, str] | Iterable[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of some values of every row: headers, and the names of the values below them if they differ."""
+    named = columns if isinstance(columns, Mapping) else {name: name for name in columns}
+    return formatted(list(named), [[row.get(name) for name in named.values()] for row in rows])
 
 
 def shown(value: Any) -> Any:
@@ -161,37 +163,60 @@ def shown(value: Any) -> Any:
 # --- encoder
 
 
+def _of(result: Result, tower: str) -> list[Row]:
+    return [row for row in result["rows"] if row["tower"] == tower]
+
+
+def _by_variant(result: Result, tower: str) -> dict[str, dict[str, Row]]:
+    """The rows of a tower by workload and variant."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in _of(result, tower):
+        if row["workload"] not in ("start", "all") and "variant" in row:
+            found.setdefault(row["workload"], {})[row["variant"]] = row
+    return found
+
+
+def _times(rows: Mapping[str, Row]) -> dict[str, float | None]:
+    return {name: row.get("p50") for name, row in rows.items()}
+
+
+def _measured(workloads: Mapping[str, Mapping[str, Row]]) -> tuple[list[str], set[str]]:
+    """The variants of others that were timed, in their order, and all that were."""
+    timed = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
+    return [name for name in _VARIANTS if name in timed], timed
+
+
+def _timed_where(result: Result, tower: str) -> str:
+    """Below a table of one tower's times."""
+    seconds = {row["settled s"] for row in _of(result, tower) if "settled s" in row}
+    after = f"{max(seconds, default=0):.0f} s of the same requests"
+    settled = f", ours after {after}: token counts that recur are captured"
+    where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, tower))
+    return f"Milliseconds, medians{settled if seconds else ''}. {where}."
+
+
 def readme(result: Result) -> str:
     """Ours beside what a user could run instead, in milliseconds; vLLM's if it is of the same GPU."""
     workloads = _by_variant(result, _TOWER)
-    measured = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
-    shown = [name for name in _VARIANTS if name in measured]
+    others, measured = _measured(workloads)
     vllm_runs = [result] if measured & _VLLM_IN_ENCODER else []
     in_vllm = load(RESULTS / "vllm.json")
     vllm_runs += [in_vllm] if in_vllm["gpu"] == result["gpu"] else []
     theirs = _best_of_vllm(vllm_runs)
-    headers = ["images", "patches", *(_TITLES[name] for name in shown)]
+    headers = ["images", "patches", *(_TITLES[name] for name in others)]
     headers += [f"vLLM {vllm_runs[0]['vllm']}*"] if theirs else []
-    headers += ["ours", "eager / ours"]
     lines = []
     for workload, rows in workloads.items():
-        times = {name: row.get("p50") for name, row in rows.items()}
-        line = [workload, rows["eager"]["patches"], *map(times.get, shown)]
+        times = _times(rows)
+        line = [workload, rows["eager"]["patches"], *map(times.get, others)]
         line += [theirs.get(workload)] if theirs else []
         lines.append([*line, times.get(OURS), _ratio(times.get("eager"), times.get(OURS))])
-    where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, _TOWER))
     run = {(True, False): "", (True, True): ", in this run or in one inside vLLM"}.get(
         (result in vllm_runs, in_vllm in vllm_runs), ", in a run inside vLLM"
     )
     note = f" *: {_VLLM_NOTE}{run}." if theirs else ""
-    return f"{formatted(headers, lines)}\n\nMilliseconds, medians{_settled(result, _TOWER)}. {where}.{note}"
-
-
-def _settled(result: Result, tower: str) -> str:
-    seconds = {row["settled s"] for row in _of(result, tower) if "settled s" in row}
-    if not seconds:
-        return ""
-    return f", ours after {max(seconds):.0f} s of the same requests: token counts that recur are captured"
+    table = formatted([*headers, "ours", "eager / ours"], lines)
+    return f"{table}\n\n{_timed_where(result, _TOWER)}{note}"
 
 
 def _best_of_vllm(results: Sequence[Result]) -> dict[str, float]:
@@ -208,37 +233,34 @@ def _best_of_vllm(results: Sequence[Result]) -> dict[str, float]:
 def summary(result: Result, tower: str) -> str:
     """The floor, the main variants and ours, milliseconds, and ours beside the floor and a CUDA graph."""
     workloads = _by_variant(result, tower)
-    measured = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
-    shown = [name for name in _VARIANTS if name in measured]
+    others, _ = _measured(workloads)
     lines = []
     for workload, rows in workloads.items():
-        times = {name: row.get("p50") for name, row in rows.items()}
+        times = _times(rows)
         ours, floor = times.get(OURS), times.get("floor")
-        line = [workload, rows["eager"]["patches"], floor, *map(times.get, shown), ours]
+        line = [workload, rows["eager"]["patches"], floor, *map(times.get, others), ours]
         lines.append([*line, _ratio(ours, floor), _ratio(times.get("graph-exact"), ours)])
-    headers = ["workload", "patches", "floor", *shown, "ours", "ours / floor", "graph-exact / ours"]
-    where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, tower))
-    return f"{formatted(headers, lines)}\n\nMilliseconds, medians{_settled(result, tower)}. {where}."
+    headers = ["workload", "patches", "floor", *others, "ours", "ours / floor", "graph-exact / ours"]
+    return f"{formatted(headers, lines)}\n\n{_timed_where(result, tower)}"
 
 
 def modes(result: Result) -> str:
     """Eager and our manager in every mode, milliseconds."""
     workloads = _by_variant(result, _TOWER)
-    shown = dict.fromkeys(name for rows in workloads.values() for name in rows if name.startswith("ours-"))
+    ours = dict.fromkeys(name for rows in workloads.values() for name in rows if name.startswith("ours-"))
     lines = [
-        [workload, rows["eager"]["patches"], *(rows.get(name, {}).get("p50") for name in ("eager", *shown))]
+        [workload, rows["eager"]["patches"], *map(_times(rows).get, ("eager", *ours))]
         for workload, rows in workloads.items()
     ]
-    headers = ["workload", "patches", "eager", *(f"`{name.removeprefix('ours-')}`" for name in shown)]
-    where = described(result, result["settings"]["dtype"], "random weights")
-    return f"{formatted(headers, lines)}\n\nMilliseconds, medians. {where}."
+    headers = ["workload", "patches", "eager", *(f"`{name.removeprefix('ours-')}`" for name in ours)]
+    return _told(result, formatted(headers, lines), _MEDIANS, result["settings"]["dtype"], "random weights")
 
 
 def encoder_rows(result: Result, tower: str) -> str:
     """Every figure of a tower, for the terminal."""
     lines = []
     for workload, rows in _by_variant(result, tower).items():
-        eager, floor = (rows.get(name, {}).get("p50") for name in ("eager", "floor"))
+        eager, floor = map(_times(rows).get, ("eager", "floor"))
         for name, row in rows.items():
             numbers = [row.get(column) for column in ("p50", "p10", "p90", "host", "device")]
             ratios = [_ratio(row.get("p50"), floor), _ratio(eager, row.get("p50"))]
@@ -249,36 +271,38 @@ def encoder_rows(result: Result, tower: str) -> str:
     return formatted([*headers, "MiB", "first s", "padding", "error", "note"], lines)
 
 
-def _of(result: Result, tower: str) -> list[Row]:
-    return [row for row in result["rows"] if row["tower"] == tower]
-
-
-def _by_variant(result: Result, tower: str) -> dict[str, dict[str, Row]]:
-    """The rows of a tower by workload and variant."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in _of(result, tower):
-        if row["workload"] not in ("start", "all") and "variant" in row:
-            found.setdefault(row["workload"], {})[row["variant"]] = row
-    return found
-
-
 # --- the other cases
 
 
+def _told(result: Result, table: str, caption: str, *of: str, rows: Iterable[Row] = ()) -> str:
+    """A table, what its figures are, and where they are from."""
+    return f"{table}\n\n{caption}{' ' * bool(caption)}{described(result, *of, rows=rows)}."
+
+
+def _grouped(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[name], []).append(row)
+    return groups
+
+
+def _if_any(name: str, rows: Iterable[Row]) -> list[str]:
+    return [name] if any(name in row for row in rows) else []
+
+
 def requests(result: Result) -> str:
-    columns = {"mean": "mean", "p50": "p50", "p99": "p99", "slowest / eager": "slowest / eager"}
+    columns = {"": "title"} | {name: name for name in ("mean", "p50", "p99", "slowest / eager")}
     rows = [{**row, "title": _TITLES.get(row["variant"], row["variant"])} for row in result["rows"]]
-    where = described(result, result["settings"]["tower"])
-    count = result["rows"][0]["requests"]
-    return f"{by_columns({'': 'title', **columns}, rows)}\n\nMilliseconds, {count} requests. {where}."
+    caption = f"Milliseconds, {result['rows'][0]['requests']} requests."
+    return _told(result, by_columns(columns, rows), caption, result["settings"]["tower"])
 
 
 def towers(result: Result) -> str:
     rows = [_tower_row(name, its_rows) for name, its_rows in _grouped(result["rows"], "tower").items()]
-    shown = ["tower", "small", "medium", "large", "batch of 8", "error", "compile s", "capture s", "GiB"]
-    shown += ["failure"] if any("failure" in row for row in rows) else []
+    columns = ["tower", "small", "medium", "large", "batch of 8", "error", "compile s", "capture s", "GiB"]
+    columns += _if_any("failure", rows)
     caption = "Eager / `manager.execute`, medians in milliseconds."
-    return f"{by_columns({n: n for n in shown}, rows)}\n\n{caption} {described(result, rows=result['rows'])}."
+    return _told(result, by_columns(columns, rows), caption, rows=result["rows"])
 
 
 def connector(result: Result, *parts: str) -> str:
@@ -292,11 +316,10 @@ def connector(result: Result, *parts: str) -> str:
         "beside": {"text, beside": "beside", "videos": "videos", **first, **text, "step p50": "step p50"},
         "batch": {name: name for name in ("side", "one by one", "at once", "ratio", "a batch alone")},
     }
-    made = [by_columns(columns[part], rows[part]) for part in parts]
+    made = "\n\n".join(by_columns(columns[part], rows[part]) for part in parts)
     settings = result["settings"]
-    rate = f"{settings['rate']:g} requests a second"
-    where = described(result, settings["tower"], rate, rows=result["rows"])
-    return "\n\n".join([*made, f"Milliseconds. {where}."])
+    of = (settings["tower"], f"{settings['rate']:g} requests a second")
+    return _told(result, made, "Milliseconds.", *of, rows=result["rows"])
 
 
 def invariant(result: Result) -> str:
@@ -309,9 +332,8 @@ def invariant(result: Result) -> str:
         for what in ("padding", "error"):
             line |= {f"{what}, default": default[what], f"{what}, invariant": same[what]}
         lines.append(line)
-    note = "Milliseconds, medians; padding: share of the computed tokens; error: relative, from eager"
-    columns = {name: name for name in lines[0]}
-    return f"{by_columns(columns, lines)}\n\n{note}. {described(result, result['settings']['dtype'])}."
+    note = "Milliseconds, medians; padding: share of the computed tokens; error: relative, from eager."
+    return _told(result, by_columns(list(lines[0]), lines), note, result["settings"]["dtype"])
 
 
 def _tower_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -348,8 +370,8 @@ def attention(result: Result) -> str:
         lines.append([segments, times.get("torch_flash"), *chosen])
     heads = f"{result['settings']['heads']} heads of {result['settings']['head_dim']}"
     table = formatted(["segments", "`torch_flash`", *_CHOSEN_FOR], lines)
-    caption = "Microseconds; what is chosen, in the last two columns with its time at known lengths"
-    return f"{table}\n\n{caption}. {described(result, 'bf16', heads)}."
+    caption = "Microseconds; what is chosen, in the last two columns with its time at known lengths."
+    return _told(result, table, caption, "bf16", heads)
 
 
 def _chosen(rows: Iterable[Row], where: str, time: str) -> str | None:
@@ -374,40 +396,37 @@ def products(result: Result) -> str:
         if "failure" in row
     ]
     failures += [f"{name}: {reason}" for name, reason in result["settings"]["unavailable"].items()]
-    where = described(result, "bf16")
-    return "\n\n".join([table, f"Microseconds of a call, weights from memory. {where}.", *failures])
+    told = _told(result, table, "Microseconds of a call, weights from memory.", "bf16")
+    return "\n\n".join([told, *failures])
 
 
 def passes(result: Result) -> str:
     """Milliseconds of one replay with all passes, without any and without each of them."""
     sizes = [str(count) for count in result["settings"]["patches"]]
-    shown = ["candidate", *sizes, "error", *_if_any("failure", result["rows"])]
     rows = [row for row in result["rows"] if not row["candidate"].startswith("pass ")]
-    table = by_columns({name: name for name in shown}, rows)
+    table = by_columns(["candidate", *sizes, "error", *_if_any("failure", result["rows"])], rows)
     unit = result["settings"].get("unit", "patches")
-    return f"{table}\n\nMilliseconds of one full graph replay, by {unit}. {described(result)}."
+    return _told(result, table, f"Milliseconds of one full graph replay, by {unit}.")
 
 
 def kernels(result: Result) -> str:
     """Milliseconds of a request by kind of kernel, and their shares of the span."""
     kinds = ("products", "attention", "norms and pointwise", "copies", "gaps")
 
-    def shown(row: Row, kind: str) -> str:
+    def share(row: Row, kind: str) -> str:
         milliseconds = f"{row[kind]:#.3g}".rstrip(".")
         return f"{milliseconds} ({100 * row[kind] / row['span']:.0f} %)"
 
-    lines = [row | {kind: shown(row, kind) for kind in kinds} for row in result["rows"] if "span" in row]
-    times = (*_if_any("wall", lines), "span", *kinds)
-    columns = {name: name for name in ("tower", "workload", "variant", "patches", *times)}
+    lines = [row | {kind: share(row, kind) for kind in kinds} for row in result["rows"] if "span" in row]
+    columns = ("tower", "workload", "variant", "patches", *_if_any("wall", lines), "span", *kinds)
     settings = result["settings"]
     given = [f"{name}: {value}" for name, value in settings["config"].items()]
-    where = described(result, settings["dtype"], "random weights", *given)
-    return f"{by_columns(columns, lines)}\n\nMilliseconds, medians. {where}."
+    return _told(result, by_columns(columns, lines), _MEDIANS, settings["dtype"], "random weights", *given)
 
 
 def host(result: Result) -> str:
     table = by_columns({"host": "what", "microseconds": "us"}, result["rows"])
-    return f"{table}\n\n{described(result, result['settings']['tower'])}."
+    return _told(result, table, "", result["settings"]["tower"])
 
 
 def map_batches(result: Result) -> str:
@@ -422,7 +441,7 @@ def map_batches(result: Result) -> str:
         f"{settings['images']} photographs of {settings['side']} pixels each way. One CPU prepares "
         f"{shown(prepare['images/s'])} a second: {shown(prepare['CPUs needed'])} CPUs keep these GPUs busy."
     )
-    return f"{table}\n\n{caption} {described(result, settings['tower'])}."
+    return _told(result, table, caption, settings["tower"])
 
 
 def serve(result: Result) -> str:
@@ -441,23 +460,21 @@ def serve(result: Result) -> str:
             rate = next(found[name, share]["rate"] for name in measured if (name, share) in found)
             lines.append([model, f"{share:.0%}", rate, *times])
     columns = [f"{name}: {part}" for name in servers for part in ("p50", "p99")]
-    table = formatted(["tower", "load", "images/s", *columns], lines)
-    note = "Milliseconds; a server that cannot take the load has none. Capacity: "
-    return f"{table}\n\n{note}{' '.join(notes)} {described(result)}."
+    note = f"Milliseconds; a server that cannot take the load has none. Capacity: {' '.join(notes)}"
+    return _told(result, formatted(["tower", "load", "images/s", *columns], lines), note)
 
 
 def accelerate(result: Result) -> str:
-    groups = _grouped(result["rows"], "workload")
     ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
     lines = []
-    for name, rows in groups.items():
+    for name, rows in _grouped(result["rows"], "workload").items():
         times = {row["way"]: row["p50"] for row in rows}
         lines.append([name, *map(times.get, ways)])
     again = ""
     for what, said in {"generate": "Of `generate`, requests after the first", "captured": "In turn"}.items():
         made = [f"{name} {count}" for each in _made(result, what) for name, count in each.items()]
         again += f"{said}: {', '.join(dict.fromkeys(made))}." if made else ""
-    return f"{formatted(['images', *ways], lines)}\n\nMilliseconds, medians. {again} {described(result)}."
+    return _told(result, formatted(["images", *ways], lines), f"{_MEDIANS} {again}")
 
 
 def backend(result: Result) -> str:
@@ -476,7 +493,7 @@ def backend(result: Result) -> str:
             lines.append([name, batch, *map(times.get, ways), ratio, error])
     failures = [f"{row['model']}: {row['failure']}" for row in result["rows"] if "failure" in row]
     table = formatted(["model", "batch", *ways, "ratio", "error"], lines)
-    return "\n\n".join([table, *failures, f"Milliseconds, medians. {described(result)}."])
+    return _told(result, "\n\n".join([table, *failures]), _MEDIANS)
 
 
 def _made(result: Result, what: str) -> list[dict[str, int]]:
@@ -486,32 +503,31 @@ def _made(result: Result, what: str) -> list[dict[str, int]]:
 def starts(result: Result) -> str:
     rows = {row["start"]: row for row in result["rows"]}
     loads = ("load",) if "from file" in rows else ()
-    shown = ("import", *loads, "compile", "capture", "first embedding", "total")
-    lines = [[name, *map(rows[name].get, shown)] for name in ("cold", "second", "from file") if name in rows]
-    memory = ""
+    columns = ("import", *loads, "compile", "capture", "first embedding", "total")
+    names = [name for name in ("cold", "second", "from file") if name in rows]
+    notes = ["Seconds."]
+    if not result["settings"].get("bytecode"):
+        notes.append("Python's packages had no bytecode.")
     if "largest alone" in rows:
-        one = rows[next(name for name in ("second", "cold", "from file") if name in rows)]
+        one = rows["second" if "second" in rows else names[0]]
         ratio = one["bytes"] / rows["largest alone"]["bytes"]
-        memory = f"{one['captured']} budgets take {ratio:.2f} times the memory of the largest alone. "
-    ready = ""
+        notes.append(f"{one['captured']} budgets take {ratio:.2f} times the memory of the largest alone.")
     if "ready at once" in rows:
         row = rows["ready at once"]
         first = row["capture"] + row["first embedding"]
-        ready = (
+        notes.append(
             f"`capture(wait=False)`: the first embedding after {first:.1f} s, everything captured after "
             f"{row['done']:.1f}; of {row['requests']} requests until then the longest took "
             f"{row['longest request']:.1f} ms, the median {row['median request']:.1f}, "
-            f"eager {row['eager']:.1f}. "
+            f"eager {row['eager']:.1f}."
         )
-    compiled = "" if result["settings"].get("bytecode") else "Python's packages had no bytecode. "
-    where = described(result, result["settings"]["tower"])
-    return f"{formatted(['start', *shown], lines)}\n\nSeconds. {compiled}{memory}{ready}{where}."
+    lines = [[name, *map(rows[name].get, columns)] for name in names]
+    return _told(result, formatted(["start", *columns], lines), " ".join(notes), result["settings"]["tower"])
 
 
 def data_parallel(result: Result) -> str:
     columns = {"GPUs": "ranks", "`execute`, ms": "p50", "times as fast as one": "speed-up"}
-    where = described(result, result["settings"]["tower"])
-    return f"{by_columns(columns, result['rows'])}\n\n{where}."
+    return _told(result, by_columns(columns, result["rows"]), "", result["settings"]["tower"])
 
 
 def vllm(result: Result) -> str:
@@ -520,7 +536,7 @@ def vllm(result: Result) -> str:
     errors: list[float] = []
     for tower in dict.fromkeys(row["tower"] for row in result["rows"]):
         for workload, rows in _by_variant(result, tower).items():
-            times = {name: row.get("p50") for name, row in rows.items()}
+            times = _times(rows)
             theirs = [time for name in ("eager", "vllm") if (time := times.get(name)) is not None]
             if not theirs or not times.keys() & {"ours", "ours-compiled"}:
                 continue
@@ -529,19 +545,11 @@ def vllm(result: Result) -> str:
             lines.append([tower, workload, *map(times.get, _IN_VLLM), *best])
     if not lines:
         return _NOT_MEASURED
-    headers = [
-        "encoder",
-        "workload",
-        "vLLM eager",
-        "vLLM's manager",
-        "ours, its kernels",
-        "ours, `compile: true`",
-    ]
-    headers += ["vLLM's best / ours", "/ compiled"]
+    headers = ["encoder", "workload", "vLLM eager", "vLLM's manager", "ours, its kernels"]
+    headers += ["ours, `compile: true`", "vLLM's best / ours", "/ compiled"]
     caption = f"Milliseconds, medians; root mean square difference from eager: up to {max(errors):.1e}."
-    dtype = result["settings"]["dtype"]
-    where = described(result, f"vLLM {result['vllm']}", dtype, "random weights", rows=result["rows"])
-    return f"{formatted(headers, lines)}\n\n{caption} {where}."
+    of = (f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
+    return _told(result, formatted(headers, lines), caption, *of, rows=result["rows"])
 
 
 def vllm_serving(result: Result) -> str:
@@ -557,10 +565,10 @@ def vllm_serving(result: Result) -> str:
     columns |= {"requests / s": "requests per second"}
     same = all(row.get("same") == 1.0 for row in rows)
     columns |= {} if same else {"same tokens": "same"}
-    where = described(result, f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
-    ordered = sorted(rows, key=lambda row: str(row["requests"]))
-    caption = "Milliseconds to the first token" + (", which is the same of all" if same else "")
-    return f"{by_columns(columns, ordered)}\n\n{caption}. {where}."
+    table = by_columns(columns, sorted(rows, key=lambda row: str(row["requests"])))
+    caption = f"Milliseconds to the first token{', which is the same of all' if same else ''}."
+    of = (f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
+    return _told(result, table, caption, *of)
 
 
 def ab(result: Result) -> str:
@@ -568,25 +576,13 @@ def ab(result: Result) -> str:
     times = list(dict.fromkeys(row["time"] for row in result["rows"]))
     lines = []
     for workload, rows in _grouped(result["rows"], "workload").items():
-        cells = {row["time"]: _both_commits(row) for row in rows}
+        cells = {
+            row["time"]: f"{shown(row['baseline']['p50'])}, {shown(row['this']['p50'])} ({row['ratio']:.3f})"
+            for row in rows
+        }
         lines.append([workload, *map(cells.get, times)])
-    caption = f"Milliseconds at {result['settings']['baseline']} and here, medians; in brackets their ratio"
-    return f"{formatted(['images', *times], lines)}\n\n{caption}. {described(result)}."
-
-
-def _both_commits(row: Row) -> str:
-    return f"{shown(row['baseline']['p50'])}, {shown(row['this']['p50'])} ({row['ratio']:.3f})"
-
-
-def _grouped(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row[name], []).append(row)
-    return groups
-
-
-def _if_any(name: str, rows: Iterable[Row]) -> list[str]:
-    return [name] if any(name in row for row in rows) else []
+    caption = f"Milliseconds at {result['settings']['baseline']} and here, medians; in brackets their ratio."
+    return _told(result, formatted(["images", *times], lines), caption)
 
 
 # --- features

@@ -20,6 +20,17 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def device_for(case: str, tiny: bool = False) -> str:
+    """ "cuda", or "cpu" where there is none and the case is asked for tiny sizes; raises SystemExit."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if tiny:
+        return "cpu"
+    raise SystemExit(
+        f"{case}: needs a CUDA device, or --tiny where the case has it: without one nothing is captured"
+    )
+
+
 def summarize(samples: Sequence[float]) -> dict[str, float]:
     """What is stored of samples: median, 10th and 90th percentiles (nearest rank), number."""
     ordered = sorted(samples)

@@ -43,27 +43,6 @@ MAX_ITEMS = 8
 """Images of a batch, for every manager alike: fewer segments are quicker to attend to than vLLM's default of
 64, and eight is the most that most requests here have."""
 
-_QWEN_IDS = {
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-}
-_SECTIONS = {"rope_type": "default", "type": "mrope", "mrope_section": [16, 24, 24]}
-# One layer each: language models are not run, and a second one of DeepSeek's would have experts.
-_QWEN_7B = dict(
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=1,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    hidden_act="silu",
-    max_position_embeddings=32768,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-)
-
 Inputs = Callable[["VllmClass", Request, torch.Generator], tuple[dict[str, Tensor], int]]
 """Pixels and grids of a request as vLLM's processor leaves them, and the patches that attention sees."""
 
@@ -147,188 +126,21 @@ INTERNVL_IMAGE = 151667
 AUTO_MAP = {"AutoConfig": "configuration_given.GivenConfig"}
 """Of a class of which vLLM and transformers know no configuration class: it lies beside config.json."""
 
+# One layer each: language models are not run, and a second one of DeepSeek's would have experts.
+_CONFIGS = json.loads(Path(__file__).with_name("vllm_configs.json").read_text("utf-8"))
+_QWEN: dict[str, Any] = {"kind": "packed", "inputs": patches_of, "adjust": frames_without_processor(1)}
 CLASSES: Mapping[str, VllmClass] = {
-    "qwen3-vl-8b": VllmClass(
-        dict(
-            architectures=["Qwen3VLForConditionalGeneration"],
-            model_type="qwen3_vl",
-            **_QWEN_IDS,
-            text_config=dict(
-                model_type="qwen3_vl_text",
-                vocab_size=151936,
-                hidden_size=4096,
-                intermediate_size=12288,
-                num_hidden_layers=1,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                head_dim=128,
-                hidden_act="silu",
-                max_position_embeddings=262144,
-                rms_norm_eps=1e-6,
-                rope_theta=5e6,
-                rope_scaling=dict(rope_type="default", mrope_interleaved=True, mrope_section=[24, 20, 20]),
-            ),
-            vision_config=dict(
-                depth=27,
-                hidden_size=1152,
-                hidden_act="gelu_pytorch_tanh",
-                intermediate_size=4304,
-                num_heads=16,
-                in_channels=3,
-                patch_size=16,
-                spatial_merge_size=2,
-                temporal_patch_size=2,
-                out_hidden_size=4096,
-                num_position_embeddings=2304,
-                deepstack_visual_indexes=[8, 16, 24],
-            ),
-        ),
-        "packed",
-        patches_of,
-        adjust=frames_without_processor(1),
-    ),
-    "qwen2.5-vl-7b": VllmClass(
-        dict(
-            architectures=["Qwen2_5_VLForConditionalGeneration"],
-            model_type="qwen2_5_vl",
-            **_QWEN_IDS,
-            **_QWEN_7B,
-            rope_scaling=_SECTIONS,
-            vision_config=dict(
-                depth=32,
-                hidden_size=1280,
-                hidden_act="silu",
-                intermediate_size=3420,
-                num_heads=16,
-                in_channels=3,
-                patch_size=14,
-                spatial_merge_size=2,
-                temporal_patch_size=2,
-                out_hidden_size=3584,
-                window_size=112,
-                fullatt_block_indexes=[7, 15, 23, 31],
-                tokens_per_second=2,
-            ),
-        ),
-        "packed",
-        patches_of,
-        adjust=frames_without_processor(1),
-    ),
-    "internvl3-8b": VllmClass(
-        dict(
-            architectures=["InternVLChatModel"],
-            model_type="internvl_chat",
-            auto_map=AUTO_MAP,
-            text_config=dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", **_QWEN_7B),
-            vision_config=dict(
-                model_type="intern_vit_6b",
-                hidden_size=1024,
-                intermediate_size=4096,
-                num_hidden_layers=24,
-                num_attention_heads=16,
-                image_size=448,
-                patch_size=14,
-                num_channels=3,
-                qkv_bias=True,
-                qk_normalization=False,
-                norm_type="layer_norm",
-                layer_norm_eps=1e-6,
-                hidden_act="gelu",
-                initializer_factor=1.0,
-                attention_dropout=0.0,
-                dropout=0.0,
-            ),
-            force_image_size=448,
-            downsample_ratio=0.5,
-            ps_version="v2",
-            select_layer=-1,
-        ),
-        "tiles",
-        tiles_of,
-        around=internvl_without_tokenizer,
-    ),
+    "qwen3-vl-8b": VllmClass(_CONFIGS["qwen3-vl-8b"], **_QWEN),
+    "qwen2.5-vl-7b": VllmClass(_CONFIGS["qwen2.5-vl-7b"], **_QWEN),
+    "internvl3-8b": VllmClass(_CONFIGS["internvl3-8b"], "tiles", tiles_of, around=internvl_without_tokenizer),
     "deepseek-ocr": VllmClass(
-        dict(
-            architectures=["DeepseekOCRForCausalLM"],
-            model_type="deepseek_vl_v2",
-            language_config=dict(
-                vocab_size=129280,
-                hidden_size=1280,
-                intermediate_size=6848,
-                moe_intermediate_size=896,
-                num_hidden_layers=1,
-                num_attention_heads=10,
-                num_key_value_heads=10,
-                n_routed_experts=64,
-                n_shared_experts=2,
-                num_experts_per_tok=6,
-                first_k_dense_replace=1,
-                kv_lora_rank=None,
-                q_lora_rank=None,
-                qk_nope_head_dim=0,
-                qk_rope_head_dim=0,
-                v_head_dim=128,
-                topk_method="greedy",
-                max_position_embeddings=MAX_TOKENS,
-            ),
-            projector_config=dict(projector_type="linear", input_dim=2048, n_embed=1280),
-            tile_tag="2D",
-            global_view_pos="head",
-            vision_config={},
-        ),
-        "pages",
-        pages_of,
-        around=lambda: tokenizer_of("deepseek_ocr", 128815),
+        _CONFIGS["deepseek-ocr"], "pages", pages_of, around=lambda: tokenizer_of("deepseek_ocr", 128815)
     ),
 }
 """By the names of towers elsewhere in the benchmarks."""
 
 
-TINY_WIDTH = 64
-TINY_TEXT = dict(
-    hidden_size=TINY_WIDTH,
-    intermediate_size=TINY_WIDTH,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=256,
-    max_position_embeddings=4096,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
-TINY_VISION = dict(
-    depth=2, hidden_size=TINY_WIDTH, num_heads=4, patch_size=4, spatial_merge_size=2, in_channels=3
-)
-TINY_MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
-TINY_IDS = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
-
-
-def shrunk(name: str, **changes: Any) -> dict[str, Any]:
-    """The configuration of one of `CLASSES` with other values; those of a section are merged into it."""
-    published = CLASSES[name].config
-    merged = {
-        key: {**published[key], **value} if isinstance(published.get(key), dict) else value
-        for key, value in changes.items()
-    }
-    return {**published, **merged}
-
-
-TINY = dataclasses.replace(
-    CLASSES["qwen3-vl-8b"],
-    config=shrunk(
-        "qwen3-vl-8b",
-        **TINY_IDS,
-        text_config=dict(**TINY_TEXT, head_dim=16, rope_scaling=TINY_MROPE),
-        vision_config=dict(
-            **TINY_VISION,
-            out_hidden_size=TINY_WIDTH,
-            intermediate_size=96,
-            num_position_embeddings=64,
-            deepstack_visual_indexes=[0],
-        ),
-    ),
-)
+TINY = VllmClass(_CONFIGS["tiny"], **_QWEN)
 """Qwen3-VL with two narrow blocks, for a CPU."""
 
 _CONFIGURATION = """

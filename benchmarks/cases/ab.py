@@ -3,13 +3,11 @@
     git worktree add /tmp/base COMMIT
     python benchmarks/bench.py ab --baseline /tmp/base --output ab.json
 
-Each side is a process that imports the package of its checkout. Outputs of both are compared with the eager
-model's; then they are timed in turns, a few calls of a workload each. "execute" is the wall time of
-`manager.execute` to the end of its device work, "host" what it keeps the CPU, "replay" the time between
-events around the CUDA graphs that it replays. "ratio" is the median of this checkout's over that of the
-baseline's; "lowest" and "highest" are the same of a single turn. Workloads are those of the default settings,
-and "full graph", one image of 64 output tokens in a manager of three budgets in mode `full`. Every side has
-caches of its own, empty unless `--caches` names a folder where they are kept.
+Each side is a process with the package of its checkout. Outputs are compared with the eager model's, then a
+few calls of a workload are timed in turns: "execute" to the end of its device work, "host" on the CPU,
+"replay" between events around the CUDA graphs. "ratio" is the median of this checkout's over the baseline's;
+"lowest" and "highest" are of a single turn. "full graph" is one image of 64 output tokens in a manager of
+three budgets in mode `full`. Caches are empty unless `--caches` names a folder where they are kept.
 """
 
 from __future__ import annotations

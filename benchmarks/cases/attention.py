@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from storage import Result, new_result, one_line, store
-from timing import host_us
+from timing import device_for, host_us, timed
 
 from fxsplit_encoder.kernels.attention import KERNELS, AttentionKernel, KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import Measurements, shape_of
@@ -70,7 +69,7 @@ def measure(name: str, lengths: list[int], head_dim: int, chooser: KernelChooser
         padded = _call(kernel, values, lengths + [0] * EMPTY_SEGMENTS, tokens)
         row: dict[str, Any] = {"segments": name, "kernel": kernel.name}
         try:
-            row["first ms"] = _first_ms(call)
+            row["first ms"] = timed(call)[0]
             row["known"] = microseconds(call, captured)
             row["host"] = host_us(call, 30)
             row["captured"] = microseconds(padded, captured) if works(kernel, captured) else None
@@ -81,14 +80,6 @@ def measure(name: str, lengths: list[int], head_dim: int, chooser: KernelChooser
     return rows
 
 
-def _first_ms(call: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--segments", nargs="+", choices=SEGMENTS, default=list(SEGMENTS), metavar="NAME")
@@ -97,9 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> Result:
-    if not torch.cuda.is_available():
-        raise SystemExit("attention: needs a CUDA device")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(device_for("attention"), torch.cuda.current_device())
     unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
     chooser = KernelChooser(measurements=Measurements())
     result = new_result("attention", heads=HEADS, head_dim=arguments.head_dim, unavailable=unavailable)

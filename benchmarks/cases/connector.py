@@ -2,32 +2,24 @@
 
     python benchmarks/bench.py connector --output out/connector.json
 
-27 blocks, bf16, seeded random weights, the settings in configs/qwen3_vl_8b.yaml, and as an engine wants it
-no captures while it serves (`--config` sets others). The engine is simulated
-(benchmarks/serving.py): its decoder is the matrix products of Qwen3-8B's layers and nothing else
-(benchmarks/decoder.py), 64 requests decode at once, and a step has up to 960 tokens of prompts. Its measured
-step times are stored. Requests come at random times, `--rate` a second for `--seconds`: 128 tokens of text,
-64 to be generated, and one image (JPEG, 100 to 1500 tokens) or video (32 frames of 256 x 448) in some.
+27 blocks, bf16, seeded random weights, configs/qwen3_vl_8b.yaml, no captures while it serves (`--config`).
+The engine is simulated (serving.py, decoder.py): 64 requests decode at once, a step has up to 960 tokens of
+prompts. Requests come at random times: 128 tokens of text, 64 generated, and one image (JPEG, 100 to 1500
+tokens) or video (32 frames of 256 x 448) in some.
 
-* "mix": by share of images and videos. "no encoding" has every feature lie ready. "asynchronous" is the
-  connector. "synchronous" prepares by the model's own processor and encodes on the engine's thread, one
-  request a step; "prepared as here": with pixels as the connector has them; "prepared beside": so by threads,
-  and only encoding holds up the engine. The streams of engine and encoder have the same priority, but in
-  "asynchronous, engine first" and "encoder first". Milliseconds to the first token from the moment the
-  request was due; "lost" is how much fewer tokens a second a request of text alone gets while it decodes than
-  in "no encoding". "busy" is what nvidia-smi says. Of media in the connector, medians: "prepare" to having
-  been preprocessed, "queue" for a batch, "encode" in it, "then" until the first token.
-* "batch": 8 images, preprocessed and staged, at once against one after the other, without a wait in between:
-  milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand. Both have
-  come before until they were replayed without padding, which a manager does that captures what recurs
-  (`--config '{"capture_recurring": true}'`), or 2,000 times.
-* "beside": text alone, while the connector encodes a video of 64 frames each second, or always one; whole,
-  in slices of 5 ms, and with a worker that rests.
+* "mix": by share of images and videos. "asynchronous" is the connector, with streams of the same priority but
+  in "engine first" and "encoder first". "synchronous" prepares by the model's own processor and encodes on
+  the engine's thread, one request a step; "prepared as here": with pixels as the connector has them;
+  "prepared beside": so by threads. Milliseconds to the first token from when the request was due; "lost" is
+  how much fewer tokens a second a request of text gets than in "no encoding"; "busy" is what nvidia-smi says.
+  Medians of media: "prepare", "queue" for a batch, "encode" in it, "then" until the first token.
+* "batch": 8 images, preprocessed and staged, at once against one after the other, in a stream of 32 that came
+  until they were replayed without padding, or 2,000 times (`--config '{"capture_recurring": true}'`).
+* "beside": text alone, while a video of 64 frames is encoded each second, or always one; whole, in slices of
+  5 ms, and with a worker that rests.
 
-A percentile of few requests is one of the slowest. A p99 to be relied on has ten slower requests: 1,000
-requests, 42 seconds at 24 a second, or for media the time in which 1,000 of them come. A variant takes its
-`--seconds` and a few more, "beside" six times its own. `--encoder-device cuda:1` gives the connector a GPU of
-its own. `--tiny` shows on a CPU that it runs.
+A p99 to be relied on has ten slower requests: 1,000 requests, 42 seconds at 24 a second. `--encoder-device
+cuda:1` gives the connector a GPU of its own. `--tiny` shows on a CPU that it runs.
 """
 
 from __future__ import annotations
@@ -52,7 +44,7 @@ from decoder import TINY, Decoder, Shape
 from models import photographs, tiny_tower
 from serving import Arrival, Beside, Engine, Inline, Medium, Ready, Run, Source, arrivals
 from storage import ROOT, Result, new_result, store
-from timing import percentile, synchronize, wall_ms
+from timing import device_for, percentile, synchronize, wall_ms
 from workloads import random_grid
 
 import fxsplit_encoder as fx
@@ -439,8 +431,7 @@ def _stages(run: Run) -> dict[str, float | None]:
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("connector: needs a CUDA device, or --tiny: there is nothing to capture without one")
+    device_for("connector", arguments.tiny)
     begin = time.perf_counter()
 
     def say(what: str) -> None:

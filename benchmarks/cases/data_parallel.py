@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import tiny_tower
 from storage import Result, new_result, store
-from timing import summarize, synchronize
+from timing import summarize, timed
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from worker import relative_error
 
@@ -31,11 +30,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import demo_tower
 
 PIXELS = 336
-LIMITS = {
-    "token_budgets": (128, 256, 512, 1024, 2048),
-    "max_items_per_batch": 32,
-    "max_frames_per_batch": 0,
-}
+LIMITS = {"token_budgets": (128, 256, 512, 1024, 2048), "max_items_per_batch": 32, "max_frames_per_batch": 0}
 # What the processor of Qwen3-VL allows one image, in pixels.
 MIN_PIXELS, MAX_PIXELS = 65536, 16777216
 WARMUP = 5
@@ -81,13 +76,13 @@ def run_rank(rank: int, num_ranks: int, folder: str, arguments: argparse.Namespa
     inputs = make_inputs(tower, arguments.images)
     times = []
     items: list[torch.Tensor] = []
+
+    def encode() -> None:
+        items[:] = manager.execute(inputs)
+
     for _ in range(WARMUP + arguments.repeats):
         dist.barrier()
-        synchronize()
-        start = time.perf_counter()
-        items = manager.execute(inputs)
-        synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(timed(encode)[0])
     if rank == 0:
         measured = {"times": times[WARMUP:], "items": torch.cat(items).cpu()}
         torch.save(measured, f"{folder}/rank0.pt")

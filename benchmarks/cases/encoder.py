@@ -5,16 +5,12 @@
     python benchmarks/bench.py encoder --towers qwen3-vl-8b --variants eager graph-exact ours-auto
     python benchmarks/bench.py encoder --quick                                  # a tiny tower, on any machine
 
-Towers have their published sizes and seeded random weights. Every variant of every tower runs in a process of
-its own; its outputs are compared with eager's, and what differs is not timed.
-
-Per workload, in milliseconds: median, 10th and 90th percentile of the wall time to the end of the device's
-work; "host", the CPU's time, and "device", between events; the share of padding, the error, the device memory
-beyond the tower's, and what the first request took ("first s": compilation and capture, where they are lazy).
-The variant "floor" is the operations of the matrix products, convolutions and attention over the rate of a
-large matrix product measured in the same run. "vllm-eager" and "vllm", its manager, are vLLM's own class with
-weights of its own, compared with its own forward; they run where vLLM can be imported. Inductor's cache is
-empty when a variant starts, except with `--shared-cache`.
+Published sizes, seeded random weights, every variant of every tower in a process of its own; what differs
+from eager is not timed. Milliseconds: median and percentiles of the wall time to the end of the device's
+work; "host" and "device", between events; the share of padding, the error, device memory beyond the tower's,
+and the first request ("first s"). "floor" is the operations over the rate of a large matrix product.
+"vllm-eager" and "vllm" are vLLM's own class, compared with its own forward. Inductor's cache is empty when a
+variant starts, except with `--shared-cache`.
 """
 
 from __future__ import annotations

@@ -2,21 +2,12 @@
 
     python benchmarks/bench.py host --output out/host.json
 
-27 blocks of the Qwen3-VL-8B vision tower, bf16, seeded random weights; one image, `full` graphs, three small
-budgets. Microseconds of the CPU, device work not awaited, medians; nothing else should run on the host.
-
-* "execute": an image of a size that came before, whose metadata is on the device; "launch": the launch of
-  its graph alone; "execute, new sizes": images whose sizes have not come before; "execute, piecewise": in
-  that mode, with eager calls of attention.
-* "plan of": planning images that have not come before, many of which are larger than every budget and batches
-  of their own.
-* "torch.compile": a call of the tower behind `torch.compile(backend="encoder_cg")` with the same budgets, its
-  guards included; with "module guards skipped", Dynamo does not look at modules and parameters
-  (`options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}`); with "a look a second"
-  Dynamo does, and the backend once a second (`options={"weight_check_seconds": 1}`).
-* "attention op": `fxsplit::varlen_attention`, pinned to torch's kernel, beyond a call of that.
-
-`--tiny` takes a tiny tower, on a CPU too, where the work of the tower itself is in the times.
+27 blocks of the Qwen3-VL-8B vision tower, bf16, one image, `full` graphs, three small budgets. Microseconds
+of the CPU, device work not awaited, medians. "execute": an image of a known size; "launch": that of its graph
+alone; "plan of": images that have not come before. "torch.compile": a call behind the backend, its guards
+included; "module guards skipped": `options={"guard_filter_fn": skip_guard_on_all_nn_modules_unsafe}`; "a look
+a second": `options={"weight_check_seconds": 1}`. "attention op": `fxsplit::varlen_attention` pinned to
+torch's kernel, beyond a call of that. `--tiny` times a tiny tower's own work too.
 """
 
 from __future__ import annotations
@@ -33,7 +24,7 @@ from typing import Any
 import torch
 from models import tiny_tower
 from storage import Result, new_result, store
-from timing import host_us, timed
+from timing import device_for, host_us, timed
 from torch.compiler import skip_guard_on_all_nn_modules_unsafe
 from workloads import random_grid
 
@@ -135,9 +126,7 @@ def _steady(call: Any, samples: int) -> float:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> Result:
-    tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
-    if not tiny and device == "cpu":
-        raise SystemExit("host: needs a CUDA device, or --tiny: there is nothing to replay without one")
+    tiny, device = arguments.tiny, device_for("host", arguments.tiny)
     tower = fx.wrap(tiny_tower().to(device) if tiny else demo_tower(27, device, torch.bfloat16))
     result = new_result("host", tower="tiny" if tiny else "qwen3-vl-8b", **LIMITS)
     measured = [executes(tower, arguments.samples), compiled(tower, arguments.samples)]

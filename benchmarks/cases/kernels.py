@@ -3,13 +3,10 @@
     python benchmarks/bench.py kernels --output out/kernels.json
     python benchmarks/bench.py kernels --towers internvl3-8b --workloads tiles12 --variants ours-auto compile
 
-Towers have their published sizes and seeded random weights. Per workload, in milliseconds of its first
-request, medians: "wall", to the end of its device work, without a profiler; then with one "span", from the
-first kernel's start to the last one's end; how much of it kernels of each kind take, by their names: matrix
-products and convolutions, attention, copies, and what is left, norms and other pointwise work; and "gaps", in
-which none of them runs. Kernels that run side by side count each. "calls" is how many there are, "longest"
-are the names that take most, "between" those around most of the gaps. The profiler lengthens gaps, not
-kernels.
+Published sizes, seeded random weights. Per workload, medians in milliseconds of its first request: "wall"
+without a profiler; then "span", from the first kernel's start to the last one's end, how much of it kernels
+of each kind take by their names, each counted where they run side by side, and "gaps", in which none runs.
+"calls" is how many there are, "longest" the names that take most, "between" those around most of the gaps.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from models import DEFAULT_TOWERS, make_model, tower_names
 from storage import Result, new_result, one_line, store
-from timing import synchronize, wall_ms
+from timing import device_for, synchronize, wall_ms
 from vllm_variants import CONTENDERS
 from worker import known_workloads, settle
 
@@ -135,8 +132,7 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> Result:
-    if not torch.cuda.is_available():
-        raise SystemExit("kernels: needs a CUDA device")
+    device_for("kernels")
     result = new_result("kernels", config=options.config, dtype="bfloat16", samples=_SAMPLES)
     for tower in options.towers:
         for variant in options.variants:

@@ -25,7 +25,7 @@ import pyarrow as pa
 import torch
 from models import make_checkpoint, photographs
 from storage import Result, new_result, store
-from timing import synchronize
+from timing import timed
 
 from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, upload
 from fxsplit_encoder.service.ray import EncodeImages, prepare_images
@@ -77,11 +77,7 @@ def alone_rate(encoder: ImageEncoder, batch: int, seconds: float) -> float:
     inputs = upload(images, encoder._values, encoder.device)
     times: list[float] = []
     while sum(times) < seconds or len(times) < 5:
-        synchronize()
-        begin = time.perf_counter()
-        encoder.manager.execute(inputs)
-        synchronize()
-        times.append(time.perf_counter() - begin)
+        times.append(timed(lambda: encoder.manager.execute(inputs))[0] / 1e3)
     return len(images) / sorted(times)[len(times) // 2]
 
 

@@ -3,20 +3,16 @@ Qwen3-VL-8B, InternVL3-8B and Qwen2.5-VL-7B.
 
     python benchmarks/bench.py products --output out/products.json
 
-The layers of a block as the default passes leave them; bf16, random values. Microseconds of the device inside
-a CUDA graph of a call for each of 27 weights, as many as the tower has blocks, so that they come from memory;
-medians. Errors are relative root mean squares against float64. "first ms" is what the first call of a kernel
-for a layer takes, where it is compiled or planned. What the chooser picks is marked; it measures for itself.
-A kernel that fails has its error in the file, and in a line below the table. `--in-turns` replays the
-kernels' graphs in turn, so that a change of the clock meets all.
-
-`--tiny` takes tiny layers, on a CPU too, where times are those of the wall.
+The layers of a block as the default passes leave them; bf16. Microseconds of the device in a CUDA graph of a
+call for each of 27 weights, so that they come from memory; medians. Errors are relative root mean squares
+against float64; "first ms" is the first call of a kernel for a layer. What the chooser picks is marked. A
+kernel that fails leaves its error. `--in-turns` replays the kernels in turn, so that a change of the clock
+meets all. On a CPU (`--tiny`) times are those of the wall.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from storage import Result, new_result, one_line, store
-from timing import synchronize, wall_ms
+from timing import between_events, device_for, timed, wall_ms
 from torch import Tensor
 from worker import relative_error
 
@@ -60,10 +56,7 @@ LAYERS = (
     Layer("InternVL fc1 + GELU", 1024, 4096, "gelu"),
     Layer("Qwen2.5 gate, up + SwiGLU", 1280, 2 * 3456, "swiglu"),
 )
-TINY_LAYERS = (
-    Layer("fc1 + tanh GELU", 16, 32, "gelu_tanh"),
-    Layer("gate, up + SwiGLU", 16, 64, "swiglu"),
-)
+TINY_LAYERS = (Layer("fc1 + tanh GELU", 16, 32, "gelu_tanh"), Layer("gate, up + SwiGLU", 16, 64, "swiglu"))
 
 
 @dataclass(frozen=True)
@@ -109,7 +102,7 @@ def measure(call: Call, kernels: Sequence[ProductKernel], in_turns: bool) -> lis
             continue
         row = rows[kernel] = {"layer": call.layer.name, "rows": len(call.rows), "kernel": kernel.name}
         try:
-            row["first ms"] = _first_ms(lambda kernel=kernel: call.run(kernel, call.weights[0]))
+            row["first ms"] = timed(lambda kernel=kernel: call.run(kernel, call.weights[0]))[0]
             row["error"] = relative_error(call.run(kernel, call.weights[0]), expected)
             replays[kernel] = _recorded(call, kernel)
         except Exception as error:  # one kernel's failure is a result too
@@ -129,14 +122,6 @@ def _times(
     return times
 
 
-def _first_ms(call: Callable[[], Any]) -> float:
-    synchronize()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    return (time.perf_counter() - start) * 1e3
-
-
 def _recorded(call: Call, kernel: ProductKernel) -> Callable[[], float]:
     """What gives the microseconds of a call, mean over the weights, each time it is called."""
     if not call.rows.is_cuda:
@@ -146,16 +131,7 @@ def _recorded(call: Call, kernel: ProductKernel) -> Callable[[], float]:
         for weight in call.weights:
             call.run(kernel, weight)
     graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replayed() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / len(call.weights)
-
-    return replayed
+    return lambda: between_events(graph.replay) * 1e3 / len(call.weights)
 
 
 def calls(arguments: argparse.Namespace, device: torch.device) -> Iterator[Call]:
@@ -177,10 +153,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> Result:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    if device is None and not arguments.tiny:
-        raise SystemExit("products: needs a CUDA device, or --tiny")
-    device = device or torch.device("cpu")
+    device = torch.device(device_for("products", arguments.tiny))
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     others = [k for k in KERNELS[1:] if any(part in k.name for part in arguments.kernels)]
     kernels = [KERNELS[0], *others]
     unavailable = {k.name: reason for k in kernels if (reason := k.unavailable_reason(device)) is not None}

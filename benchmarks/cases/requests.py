@@ -2,23 +2,15 @@
 
     python benchmarks/bench.py requests --output out/requests.json
 
-27 blocks, 1152 wide, bf16, seeded random weights. A request holds 1 to 16 images of lognormal sizes. Wall
-milliseconds to the end of a request's device work, the median of a few repeats after all requests have run
-twice (cuDNN plans a shape when it comes for the second time):
-
-* "eager": the Hugging Face tower as it is (sdpa), the whole request at once.
-* "powers of two": our compiled program in one full graph for each power of two from 64 to 8192 tokens, greedy
-  packing into the smallest graph that fits: how vLLM's encoder CUDA graphs serve, without its tower.
-* "ours": the default settings; `auto` modes, cost-aware packing, the default ladder of the same range.
-* "greedy" and "greedy_defer": ours with that `packing`.
-
-Outputs are compared with eager's. `--tiny` takes a tiny tower, on a CPU too.
+27 blocks, bf16; 1 to 16 images of lognormal sizes. Wall milliseconds, the median of a few repeats after all
+requests have run twice (cuDNN plans a shape at its second). "eager": the Hugging Face tower (sdpa). "powers
+of two": our program in one full graph for each from 64 to 8192 tokens, greedy packing, as vLLM's encoder CUDA
+graphs serve. "ours": the default settings; "greedy" and "greedy_defer": ours with that `packing`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -27,7 +19,7 @@ from typing import Any
 import torch
 from models import rows_of, tiny_tower
 from storage import Result, new_result, store
-from timing import wall_ms
+from timing import device_for, percentile, wall_ms
 from worker import ERROR_LIMITS, relative_error
 from workloads import MOST_IMAGES, random_grid
 
@@ -77,13 +69,12 @@ def summary(times: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """Mean, median and 99th percentile of each variant, and how its slowest request compares with eager."""
     rows = []
     for name, mine in times.items():
-        ordered = sorted(mine)
         rows.append(
             {
                 "variant": name,
                 "mean": statistics.fmean(mine),
                 "p50": statistics.median(mine),
-                "p99": ordered[math.ceil(0.99 * len(ordered)) - 1],
+                "p99": percentile(mine, 0.99),
                 "slowest / eager": max(a / b for a, b in zip(mine, times["eager"], strict=True)),
                 "requests": len(mine),
             }
@@ -93,9 +84,7 @@ def summary(times: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> Result:
-    tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
-    if not tiny and device == "cpu":
-        raise SystemExit("requests: needs a CUDA device, or --tiny: there is nothing to capture without one")
+    tiny, device = arguments.tiny, device_for("requests", arguments.tiny)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hf = tiny_tower().to(device, dtype) if tiny else demo_tower(27, device, dtype)
     tower = fx.wrap(share_weights(hf))

@@ -3,15 +3,10 @@
     python benchmarks/bench.py serve --output out/serve.json
 
 SigLIP SO400M/14-384 (its pooled vector) and Qwen3-VL-8B's tower (the mean of its rows), seeded weights, bf16.
-The plain server is what one writes first: uvicorn, a thread pool that decodes, and a lock around one request
-at a time through the tower of transformers after `torch.compile`. vLLM's pooling runner (`vllm serve --runner
-pooling`, its caches of prompts and images off) takes SigLIP whole, here with a small text tower. Each runs in
-a process of its own and answers base64. One that cannot take part leaves the reason.
-
-Each server's capacity is measured with many connections that send one request after another. Then requests
-come at random times, at 10 to 90 % of the capacity of `encoder-cg serve`, from new arrivals whatever is still
-waiting; milliseconds from the arrival to the answer. A rate that is more than a server's capacity is left out
-for it. `--tiny` takes tiny towers, on a CPU too.
+The plain server is what one writes first: uvicorn, threads that decode, and a lock around one request at a
+time through transformers' tower after `torch.compile`. vLLM's pooling runner, caches off, takes SigLIP whole.
+Capacity is that of many connections; then requests come at random times, at 10 to 90 % of the capacity of
+`encoder-cg serve`: milliseconds from the arrival to the answer, none where that is more than a server's own.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ import base64
 import importlib
 import itertools
 import json
-import math
 import os
 import random
 import socket
@@ -57,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Any:
     from models import photographs
     from storage import new_result, store
+    from timing import device_for
 
     tiny: bool = arguments.tiny
-    if not tiny and not torch.cuda.is_available():
-        raise SystemExit("serve: needs a CUDA device, or --tiny")
+    device_for("serve", tiny)
     seconds, requests = (0.2, 3) if tiny else (arguments.seconds, arguments.requests)
     settings = {"seconds": seconds, "requests": requests, "clients": CLIENTS, "sides": MODELS, "tiny": tiny}
     result = new_result("serve", **settings)
@@ -266,6 +260,8 @@ async def measure_capacity(server: Server, bodies: Sequence[bytes], seconds: flo
 
 async def measure_rate(server: Server, bodies: Sequence[bytes], rate: float, count: int) -> dict[str, Any]:
     """Latency where requests come at random times, the same for the same rate."""
+    from timing import percentile
+
     draw, idle, times = random.Random(0), [Connection(server.port)], []
     start = time.perf_counter()
 
@@ -280,8 +276,7 @@ async def measure_rate(server: Server, bodies: Sequence[bytes], rate: float, cou
     await asyncio.gather(*map(arrive, arrivals, itertools.cycle(bodies)))
     for connection in idle:
         connection.close()
-    times.sort()
-    p50, p99 = (times[math.ceil(part * len(times)) - 1] for part in (0.5, 0.99))
+    p50, p99 = (percentile(times, part) for part in (0.5, 0.99))
     return {"rate": rate, "p50": p50, "p99": p99, "requests": len(times)}
 
 

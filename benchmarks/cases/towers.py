@@ -2,17 +2,12 @@
 
     python benchmarks/bench.py towers --output out/towers.json
 
-Full depth, bf16, seeded random weights, mode `auto`, the tower's configuration in configs/. Sizes are patches
-of packed towers, tiles of towers of equal tiles, and crops of those that also see the image as a whole.
-
-* Errors are those of `manager.execute` against the same tower in float32, without TF32 and image by image, as
-  multiples of eager's own: of the root mean square, which may be 1.1 at most, and of the largest difference,
-  which is that of a single value and varies. Free memory and the graphs' pool are full of NaN beforehand.
-* Times are medians in milliseconds after warm-up, wall time to the end of the device's work. "eager" is the
-  model's own forward in transformers (sdpa); Kimi-VL, DeepSeek-OCR and Step3 are not in transformers, theirs
-  is the eager forward of the model in this library.
-
-Parts of several runs are merged by `bench.py tables`. `--tiny` takes one block and tiny inputs, on the CPU.
+Full depth, bf16, seeded random weights, mode `auto`, configs/. Sizes are patches of packed towers, tiles of
+towers of equal tiles, and crops of those that also see the image as a whole. Errors are against the tower in
+float32, image by image, as multiples of eager's own: of the root mean square, 1.1 at most, and of the largest
+difference; free memory and the graphs' pool are full of NaN beforehand. Times are medians in milliseconds to
+the end of the device's work; "eager" is transformers' forward (sdpa), or this library's model where it has
+none. Parts of several runs are merged by `bench.py tables`.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from typing import Any
 import torch
 from poison import poison
 from storage import ROOT, Result, new_result, one_line, store
-from timing import synchronize, wall_ms
+from timing import device_for, timed, wall_ms
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.eager import as_tensors, max_error, rms_error, share_weights
@@ -123,12 +118,8 @@ class Bench:
         manager = fx.EncoderCudaGraphManager(
             self.wrapped, chosen_config(self.name, self.tiny), log_interval=0
         )
-        seconds = {}
-        for what in (manager.compile, manager.capture):
-            begin = time.perf_counter()
-            what()
-            synchronize()
-            seconds[f"{what.__name__} s"] = time.perf_counter() - begin
+        calls = (manager.compile, manager.capture)
+        seconds = {f"{what.__name__} s": timed(what)[0] / 1e3 for what in calls}
         yield {"workload": "start", **seconds, "bytes": manager.num_bytes}
         for what in self.batches:
             yield {"workload": what, **self._measure(manager, what, references.pop(what))}
@@ -187,7 +178,5 @@ def measure(names: list[str], output: Path | None, tiny: bool) -> dict[str, Any]
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("towers: needs a CUDA device, or --tiny: there is nothing to capture without one")
-    result = measure(arguments.models, arguments.output, arguments.tiny)
-    return result
+    device_for("towers", arguments.tiny)
+    return measure(arguments.models, arguments.output, arguments.tiny)

@@ -3,15 +3,11 @@
     python benchmarks/bench.py vllm --output out/vllm.json
     python benchmarks/bench.py vllm --towers qwen3-vl-8b --variants eager vllm ours
 
-vLLM's own classes at published sizes with seeded random weights, bf16, at most eight images a batch and 8192
-output tokens; each manager infers its budgets. What is timed is what vLLM's runners call: `embed_multimodal`
-for "eager", `execute` for "vllm" (its manager), "ours" (the plugin without compiling, so with vLLM's kernels)
-and "ours-compiled" (`compile: true`). The variants of a workload are timed in turns of a call each, in one
-process for a tower, so that clocks and neighbors are the same to all. Outputs are compared with eager's
-before they are timed: "error" is the root mean square of the difference, relative to that of the output.
-
-Results are written after each row; a tower that fails or takes too long leaves its rows and the reason.
-`--tiny` runs two narrow blocks of Qwen3-VL's class on a CPU, where replays repeat what was recorded.
+Published sizes, seeded random weights, bf16, at most eight images a batch and 8192 output tokens. Timed is
+what vLLM's runners call: `embed_multimodal` for "eager", `execute` for "vllm", "ours" (the plugin without
+compiling) and "ours-compiled" (`compile: true`), in turns of a call each, in one process for a tower. "error"
+is the root mean square of the difference from eager's output, relative to that. A tower that fails or takes
+too long leaves its rows and the reason. `--tiny` runs two narrow blocks of Qwen3-VL's class on a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from typing import Any
 import torch
 from processes import run_process
 from storage import Result, new_result, one_line, store
-from timing import summarize, synchronize, timed
+from timing import device_for, summarize, synchronize, timed
 from torch import Tensor
 from vllm_classes import (
     CLASSES,
@@ -67,8 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Result:
-    if not (torch.cuda.is_available() or options.tiny):
-        raise SystemExit("vllm: needs a CUDA device, or --tiny: there is nothing to capture without one")
+    device_for("vllm", options.tiny)
     result = new_result(
         "vllm",
         dtype="float32" if options.tiny else "bfloat16",

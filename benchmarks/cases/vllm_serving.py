@@ -2,23 +2,18 @@
 
     python benchmarks/bench.py vllm_serving --output out/vllm_serving.json
 
-Qwen3-VL-8B's encoder at its published size in front of two layers of its language model, random weights,
-bf16, caches of prompts and of images off. The language model is compiled and captured as vLLM does by
-default; eager (`--language-model eager`), its prefill of one image keeps the host for longer than the encoder
-the GPU, so that no encoder would make a first token come sooner. For each variant ("eager", "vllm" its
-manager, "ours" the plugin as it is installed, "ours-compiled" with `compile: true`) requests with no, one and
-four images of 448 to 896 pixels a side arrive at a fixed rate; then with one image all at once. Milliseconds
-to the first token (median and 99th percentile) include vLLM's own preprocessing of images; medians of their
-parts are "until queued", in the process that is asked, and "in engine". "encoder host" and "encoder device"
-are medians of the steps that encode, in vLLM's worker: how long a step keeps the worker, and the time between
-events around it. "same" is the share of requests whose tokens are those of the first variant.
+Qwen3-VL-8B's encoder in front of two layers of its language model, random weights, bf16, caches of prompts
+and images off; with `--language-model eager` a prefill of one image keeps the host for longer than the
+encoder the GPU. For each variant ("eager", "vllm" its manager, "ours" the plugin, "ours-compiled" with
+`compile: true`) requests with no, one and four images of 448 to 896 pixels a side arrive at a fixed rate,
+then with one image all at once. Milliseconds to the first token (median and 99th percentile) include vLLM's
+preprocessing; medians of their parts are "until queued" and "in engine"; "encoder host" and "encoder device"
+are of the worker's steps that encode. "same" is the share of requests whose tokens are those of the first
+variant.
 
-Every engine starts in processes of its own, after the one before has started. Then the same requests go to
-each in turn, over and over, so that all are measured at every time of the run; all run on the cores of one
-memory node. Processes differ all the same, by when they were started: with `--engines 2` each variant has
-two, started in the opposite order, whose answers count together. One that does not start leaves its
-error, and the log of its processes is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker
-makes no manager, so that all of them encode eagerly.
+The same requests go to each engine in turn, all on the cores of one memory node. Processes differ by when
+they were started: `--engines 2` starts a second one of each in the opposite order, whose answers count too.
+One that does not start leaves its error and prints its log. `--tiny` runs narrow models eagerly on a CPU.
 """
 
 from __future__ import annotations
@@ -37,9 +32,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from storage import Result, new_result, one_line, store
-from timing import percentile
+from timing import device_for, percentile
 from vllm_classes import CLASSES, MAX_ITEMS, MAX_TOKENS, TINY, installed_version, prepare_environment
 
 Row = dict[str, Any]
@@ -83,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Result:
-    if not (torch.cuda.is_available() or options.tiny):
-        raise SystemExit("vllm_serving: needs a CUDA device, or --tiny")
+    device_for("vllm_serving", options.tiny)
     dtype = "float32" if options.tiny else "bfloat16"
     settings = dict(seconds=options.seconds, rounds=options.rounds, rates=RATES, tokens=_TOKENS)
     settings |= dict(engines=options.engines)

@@ -48,8 +48,7 @@ MOST_ERROR = {"passes": 0.1, "products": 0.01, "towers": towers.ALLOWED_ERROR}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in QUICK else pytest.mark.exhaustive) for case in OPTIONS],
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.exhaustive) for case in OPTIONS]
 )
 def test_a_case_runs_on_a_cpu(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_dynamo: None

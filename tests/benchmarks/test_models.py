@@ -25,18 +25,14 @@ def test_prepared_forward_equals_eager(make_model: Callable[[], PackedModel]) ->
     assert rows_of(model.wrapped(model.adapter, batch)).shape == expected.shape
 
 
-def test_inputs_are_random_and_the_same_for_every_variant(
-    make_model: Callable[[], PackedModel],
-) -> None:
+def test_inputs_are_random_and_the_same_for_every_variant(make_model: Callable[[], PackedModel]) -> None:
     first, second = (make_model().batch(REQUEST).mm_kwargs["pixel_values"] for _ in range(2))
     assert torch.equal(first, second)
     assert 0.9 < float(first.std()) < 1.1
 
 
 @torch.no_grad()
-def test_counted_operations_are_those_of_the_configuration(
-    make_model: Callable[[], PackedModel],
-) -> None:
+def test_counted_operations_are_those_of_the_configuration(make_model: Callable[[], PackedModel]) -> None:
     model = make_model()
     grids = [(1, 8, 6), (1, 4, 4), (2, 4, 6)]
     rows = sum(t * h * w for t, h, w in grids)

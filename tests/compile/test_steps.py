@@ -1,13 +1,17 @@
-"""When steps beside others are waited for, and how long the memory that they touch is kept."""
+"""When steps beside others are waited for, how long their memory is kept, and how they run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.compile.branches import Step
+from fxsplit_encoder.compile import branches
+from fxsplit_encoder.compile.branches import Step, StepBranches
 from fxsplit_encoder.compile.build import slots_in, with_frees, with_joins
 from fxsplit_encoder.compile.program import Ref
 
@@ -63,3 +67,76 @@ def test_steps_that_all_run_in_order_are_as_before(steps: list[Step]) -> None:
         last.update(dict.fromkeys((*step.outputs, *slots_in(step.args)), index))
     freed = {slot: index for index, step in enumerate(with_frees(marked, {0})) for slot in step.frees}
     assert freed == {slot: index for slot, index in last.items() if slot != 0}
+
+
+# --- how they are run
+
+CPU = torch.device("cpu")
+
+
+class NotedBranch:
+    notes: list[str]
+
+    def __init__(self, device: torch.device, purpose: str) -> None:
+        self.purpose = purpose
+
+    def fork(self) -> None:
+        self.notes.append(f"fork {self.purpose}")
+
+    def join(self) -> None:
+        self.notes.append(f"join {self.purpose}")
+
+    def __enter__(self) -> None:
+        self.notes.append(f"enter {self.purpose}")
+
+    def __exit__(self, *raised: object) -> None:
+        self.notes.append(f"leave {self.purpose}")
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    NotedBranch.notes = []
+    monkeypatch.setattr(branches, "Branch", NotedBranch)
+    return NotedBranch.notes
+
+
+def step(name: str, notes: list[str], kind: str = "piece", **marks: bool) -> Step:
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        notes.append(name)
+        return (name, args, kwargs)
+
+    return Step(kind, name, call, (), {}, (), False, **marks)
+
+
+def test_steps_are_placed_as_they_are_marked(notes: list[str]) -> None:
+    run = StepBranches(CPU)
+    assert run.placed(step("first", notes))(1, a=2) == ("first", (1,), {"a": 2})
+    assert run.placed(step("aside", notes, beside=True))(3, b=4) == ("aside", (3,), {"b": 4})
+    run.placed(step("next", notes))()
+    run.placed(step("aside 2", notes, beside=True))()
+    assert run.placed(step("reads", notes, joins=True))(5, c=6) == ("reads", (5,), {"c": 6})
+    run.placed(step("reads again", notes, joins=True))()
+    run.join()
+    assert notes == [
+        *("first", "fork steps", "enter steps", "aside", "leave steps"),
+        *("next", "fork steps", "enter steps", "aside 2", "leave steps"),
+        *("join steps", "reads", "reads again"),
+    ]
+
+
+def test_what_nobody_has_waited_for_ends_with_the_run(notes: list[str]) -> None:
+    run = StepBranches(CPU)
+    run.placed(step("aside", notes, beside=True))()
+    run.join()
+    run.join()
+    assert notes[-1] == "join steps"
+    assert notes.count("join steps") == 1
+
+
+def test_between_graphs_every_step_runs_in_order(notes: list[str]) -> None:
+    run = StepBranches(CPU, active=False)
+    for each in (step("aside", notes, beside=True), step("reads", notes, joins=True)):
+        assert run.placed(each) is each.call
+        run.placed(each)()
+    run.join()
+    assert notes == ["aside", "reads"]

@@ -6,10 +6,13 @@ In a module of its own, not in a conftest: Dynamo traces some of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import fxsplit_encoder as fx
 
 SHAPE = (3, 16, 16)
 
@@ -56,3 +59,11 @@ def assert_close(got: Sequence[Tensor], expected: Sequence[Tensor], atol: float 
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def encoded(wrapped: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    """Every item of a batch, without a capture."""
+    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(mode="none"), log_interval=0)
+    items: list[Tensor] = manager.execute(inputs)
+    assert all(item.untyped_storage().nbytes() == item.nbytes for item in items)
+    return items

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
@@ -22,6 +23,7 @@ from fxsplit_encoder.manager.tower import named_tensors
 from fxsplit_encoder.protocol import missing_methods
 
 from .conformance import FRAMES, ITEMS, Case, assert_compiled_once, assert_modes_agree, make_case
+from .dense_models import encoded
 from .padding_table import documented, rows_of
 from .tiny_inputs import items
 from .tiny_towers import TINY, tiny
@@ -99,12 +101,21 @@ def test_padding_is_proved_and_every_budget_is_captured(case: Case) -> None:
     for path, budgets in case.inputs.budgets.items():
         program = case.manager.programs[path]
         assert program is not None, case.manager.reports
-        padding = program.program.padding
-        assert padding.proved == (not tiny(case.name).unproved), padding
-        assert padding.proved or str(padding) == tiny(case.name).unproved
+        assert program.program.padding.proved, program.program.padding
         assert program.program.splits, "nothing tells where tokens attend"
+        graphs = [getattr(step.call, "__self__").graph for step in program.program.pieces]  # noqa: B009
+        targets = [str(node.target) for graph in graphs for node in graph.nodes]
+        assert not [target for target in targets if "complex" in target], "Inductor takes no complex numbers"
+        assert not [t for t in program.fixed if isinstance(t, torch.Tensor) and t.is_complex()]
         assert tuple(case.manager.budget_graphs[path]) == budgets
     assert case.manager.reports == []
+    said = documented()
+    for name, path, padding, nodes in rows_of(case.name, case.manager):
+        assert (name, path) in said, "add it: python -m tests.towers.padding_table"
+        assert said[name, path][0] == padding
+        if torch.__version__.startswith("2.13.") and transformers.__version__.startswith("5.23."):
+            # Traces of other versions differ by some nodes.
+            assert said[name, path][1] == nodes
 
 
 @each_captured
@@ -142,17 +153,6 @@ def test_its_programs_are_saved_and_restored(case: Case, monkeypatch: pytest.Mon
             assert restored.program.may_be_captured(symbols) == path.program.program.may_be_captured(symbols)
 
 
-@each_captured
-def test_the_document_says_what_is_proved(case: Case) -> None:
-    said = documented()
-    for name, path, padding, nodes in rows_of(case.name, case.manager):
-        assert (name, path) in said, "add it: python -m tests.towers.padding_table"
-        assert said[name, path][0] == padding
-        if torch.__version__.startswith("2.13.") and transformers.__version__.startswith("5.23."):
-            # Traces of other versions differ by some nodes.
-            assert said[name, path][1] == nodes
-
-
 # --- the protocol
 
 
@@ -176,6 +176,35 @@ def test_what_a_tower_says_of_itself(case: Case) -> None:
         if batch:
             assert tower.get_input_modality(inputs.make(batch)) == batch[0].modality
     assert (tower.device, tower.dtype) == (CPU, torch.float32)
+    with pytest.raises(AttributeError):
+        tower.no_such_attribute  # noqa: B018
+    assert tower.config is tower.tower.config
+    rows = low if isinstance(tower, fx.PackedTower) else 1
+    outputs = [each for each in tree_leaves(tower(*tower.example_inputs())) if each is not None]
+    assert all(each.isfinite().all() for each in outputs)
+    assert rows in {len(each) for each in outputs}
+
+
+@each_tower
+def test_a_capture_owns_its_inputs(case: Case) -> None:
+    """A replay writes to them; metadata of the same size, which are cached, must not change with them."""
+
+    def made() -> dict[str, torch.Tensor]:
+        return {
+            f"{path} {name}": value
+            for path, budgets in case.inputs.budgets.items()
+            for name, value in case.tower.prepare_encoder_cudagraph_capture_inputs(
+                budgets[-1], ITEMS, FRAMES, CPU, torch.float32, path=path
+            ).values.items()
+        }
+
+    first, second = made(), made()
+    expected = {name: value.clone() for name, value in second.items()}
+    for value in first.values():
+        value.fill_(99)
+    for name, value in made().items():
+        assert torch.equal(second[name], expected[name])
+        assert torch.equal(value, expected[name]), name
 
 
 @each_tower
@@ -247,6 +276,29 @@ def test_the_captured_forward_fills_a_budget(case: Case) -> None:
             assert (tuple(output.shape), output.dtype) == ((budget, hidden), torch.float32)
 
 
+@each_tower
+def test_crops_may_be_missing_and_whole_images_may_not(case: Case) -> None:
+    config = case.tower.get_encoder_cudagraph_config()
+    if "local" not in config.paths:
+        assert not any(path.allow_zero_tokens for path in config.paths.values())
+        return
+    low, high = case.tower.get_encoder_cudagraph_budget_range(None)
+    for path, view in case.tower.views.items():
+        assert config.paths[path] == fx.EncoderCudaGraphPathConfig(view.tokens, path == "local")
+        inputs = case.inputs.make(case.images)
+        for wrong in (inputs[view.input_name][1:], inputs[view.input_name][..., 1:], None):
+            with pytest.raises(fx.InputError, match=f"{view.input_name}: expected .*{view.shape[-1]}"):
+                case.tower.get_encoder_cudagraph_item_specs({**inputs, view.input_name: wrong})
+        manager = fx.EncoderCudaGraphManager(
+            case.tower,
+            fx.EncoderConfig(paths={path: {"token_budgets": [1]}}, max_items_per_batch=1),
+            log_interval=0,
+        )
+        manager.paths[path].compile()
+        assert f"paths.{path}.token_budgets: 1 has no room for a tile" in manager.reports[-1]
+    assert (low, high) == (case.tower.views["global"].tokens, 8 * low)
+
+
 # --- item arithmetic
 
 
@@ -265,6 +317,31 @@ def test_items_have_the_sizes_that_follow_from_their_formula(case: Case) -> None
     for indices in ([len(batch) - 1], list(range(len(batch))), []):
         selected = case.tower.select_encoder_cudagraph_items(made, indices)
         assert case.tower.get_encoder_cudagraph_item_specs(selected) == [specs[i] for i in indices]
+
+
+@each_tower
+def test_items_have_the_tokens_that_the_processor_counts(case: Case) -> None:
+    for counts in COUNTS[case.name]:
+        tower: Any = case.tower if counts.tower is None else fx.wrap(counts.tower())
+        inputs, tokens, patches = counts.count()
+        specs = tower.get_encoder_cudagraph_item_specs(inputs)
+        assert [spec.output_tokens for spec in specs] == tokens, counts.source
+        if patches is not None:
+            assert [spec.input_size for spec in specs[: len(patches)]] == patches, counts.source
+
+
+@each_tower
+def test_a_video_is_its_parts_one_after_the_other(case: Case) -> None:
+    """Of a tower that says so: it encodes every frame as if it were alone."""
+    if not (isinstance(case.tower, fx.PackedTower) and case.tower.frames_are_independent):
+        return
+    pixels, grid = case.inputs.video_keys  # type: ignore[attr-defined]
+    made = case.inputs.make(items("video", [(5, 4, 6)]))[pixels].unflatten(0, (5, -1))
+    rows = [
+        encoded(case.tower, {pixels: part.flatten(0, 1), grid: torch.tensor([[len(part), 4, 6]])})[0]
+        for part in (made, *made.split([1, 2, 2]))
+    ]
+    torch.testing.assert_close(torch.cat(rows[1:]), rows[0], rtol=0, atol=1e-5)
 
 
 # --- padding
@@ -368,6 +445,28 @@ def test_an_item_over_every_budget(case: Case) -> None:
     assert case.misses_of([large]) == over
     misses = case.misses_of([case.images[0], large, *case.images[1:]])
     assert misses == over, "the others go without it"
+
+
+@each_captured
+def test_captures_follow_weights_that_are_loaded_in_place(case: Case) -> None:
+    """Also the tables that were folded from them."""
+    tower, batch = case.tower, case.inputs.make(case.images)
+    before = case.manager.execute(batch)
+    weights = {name: tensor.clone() for name, tensor in tower.state_dict().items()}
+    fresh = make_case(case.name)
+    try:
+        for parameter in fresh.tower.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(1.5)
+        tower.load_state_dict(fresh.tower.state_dict())
+        after = case.manager.execute(batch)
+        for embedding, item in zip(after, case.images, strict=True):
+            torch.testing.assert_close(embedding, fresh.alone(item), rtol=1e-4, atol=1e-4)
+        assert (after[0] - before[0]).abs().max() > 0.1
+    finally:
+        for name, tensor in tower.state_dict().items():
+            tensor.data.copy_(weights[name])  # which leaves no version
+    torch.testing.assert_close(case.manager.execute(batch), before)
 
 
 @each_captured

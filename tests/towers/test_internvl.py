@@ -11,7 +11,7 @@ from transformers.models.internvl.modeling_internvl import InternVLModel
 import fxsplit_encoder as fx
 
 from .conformance import Case, assert_modes_agree
-from .dense_models import SHAPE, assert_close, random_tiles
+from .dense_models import SHAPE, assert_close, encoded, random_tiles
 from .random_weights import randomize
 from .tiny_inputs import TileInputs
 from .tiny_tiles import internvl_config, internvl_with_head
@@ -107,5 +107,4 @@ def test_frames_of_a_video_are_tiles() -> None:
         "pixel_values_videos": videos.view(2, 3, *SHAPE),
     }
     expected = reference.get_image_features(torch.cat([images, videos])).pooler_output.flatten(0, 1)
-    manager = fx.EncoderCudaGraphManager(fx.wrap(make()), fx.EncoderConfig(mode="none"), log_interval=0)
-    assert_close(manager.execute(inputs), expected.split([8, 4, 12, 12]))
+    assert_close(encoded(fx.wrap(make()), inputs), expected.split([8, 4, 12, 12]))

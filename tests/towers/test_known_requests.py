@@ -13,30 +13,31 @@ from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.towers import packed
 from fxsplit_encoder.towers.qwen_vl import Qwen3VLTower
+
+from .tiny_packed import qwen3_vl
 
 
 @pytest.fixture(scope="module")
 def tower() -> Any:
-    return fx.wrap(demo_tower(1, "cpu", torch.float32))
+    return fx.wrap(qwen3_vl())
 
 
 def request_of(tower: Any, grids: Any, rows: int = 24, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {"pixel_values": torch.zeros(rows, tower.patch_features, dtype=dtype), "image_grid_thw": grids}
 
 
-def told(read: Any, mm_kwargs: dict[str, Any]) -> object:
-    """What a reader says of a request, or of what is wrong with it."""
+def told(tower: Any, mm_kwargs: dict[str, Any]) -> object:
+    """What a tower says of a request, or of what is wrong with it."""
     try:
-        request = read(mm_kwargs)
+        described, patches, _ = tower.read_request(mm_kwargs, planned=True)
     except InputError as error:
         return str(error)
-    described = request.described
-    return described.grids, described.num_images, described.missing, [id(part) for part in request.patches]
+    return described.grids, described.num_images, described.missing, [id(part) for part in patches]
 
 
+UNKNOWN = "second_per_grid_ts"
 FORMS: dict[str, Any] = {
     "tensor": torch.tensor,
     "int32": lambda rows: torch.tensor(rows, dtype=torch.int32),
@@ -60,7 +61,7 @@ requests = st.fixed_dictionaries(
             ["right", "one more", "none", "missing", "two parts", "narrow", "empty list"]
         ),
         "is_video": st.booleans(),
-        "other": st.sampled_from([None, "image_embeds", "second_per_grid_ts"]),
+        "other": st.sampled_from([None, "image_embeds", UNKNOWN]),
     }
 )
 
@@ -88,7 +89,8 @@ def made(tower: Any, asked: dict[str, Any]) -> dict[str, Any]:
 @given(st.lists(requests, min_size=1, max_size=4))
 def test_what_is_looked_up_is_what_reading_says(tower: Any, asked: list[dict[str, Any]]) -> None:
     for mm_kwargs in [made(tower, each) for each in (*asked, *asked)]:
-        assert told(tower._look_up, mm_kwargs) == told(tower._read_request, mm_kwargs)
+        # A request with an input that the key of a request does not know is read.
+        assert told(tower, mm_kwargs) == told(tower, {**mm_kwargs, UNKNOWN: torch.zeros(1)})
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuples", "lists"])
@@ -118,7 +120,7 @@ def test_the_same_items_are_described_by_the_same_object(tower: Any) -> None:
 
 def test_what_nobody_looked_at_has_to_be_read(tower: Any) -> None:
     inputs = request_of(tower, torch.tensor([[1, 4, 6]]))
-    assert tower.described_items({**inputs, "second_per_grid_ts": [1.0]}) is None
+    assert tower.described_items({**inputs, UNKNOWN: [1.0]}) is None
     many = packed.MOST_ITEMS + 1
     assert tower.described_items(request_of(tower, torch.tensor([[1, 2, 2]] * many), 4 * many)) is None
     parameter = {**inputs, "pixel_values": torch.nn.Parameter(inputs["pixel_values"])}
@@ -131,7 +133,7 @@ def test_an_adapter_with_item_methods_of_its_own_is_asked() -> None:
         def item_segments(self, mm_kwargs: dict[str, Any]) -> list[int]:
             return [int(mm_kwargs["pixel_values"][0, 0])]
 
-    tower = Counting(demo_tower(1, "cpu", torch.float32))
+    tower = Counting(qwen3_vl())
     assert tower.described_items(request_of(tower, torch.tensor([[1, 4, 6]]))) is None
 
 
@@ -143,10 +145,17 @@ def test_a_copy_knows_of_none(tower: Any) -> None:
     assert tower.described_items(inputs) is described
 
 
-def test_of_too_many_requests_all_are_forgotten(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_KEPT", 3)
-    tower = copy.deepcopy(tower)
-    for height in (2, 4, 6, 8, 10, 2):
-        inputs = request_of(tower, torch.tensor([[1, height, 2]]), 2 * height)
-        assert tower.item_grids(inputs) == ((1, height, 2),)
-        assert len(tower._known_requests) <= 3
+def test_of_too_many_requests_all_are_forgotten(tower: Any) -> None:
+    def described(height: int) -> Any:
+        row = torch.zeros(1, tower.patch_features)
+        return tower.described_items(
+            {"pixel_values": row.expand(2 * height, -1), "image_grid_thw": [(1, height, 2)]}
+        )
+
+    first = described(2)
+    seen = [described(2 * number) is first and described(2) is first for number in range(1, 20)]
+    assert seen == [True, *[False] * 18]
+    assert described(2) is first
+    for number in range(2, 1200):
+        described(2 * number)
+    assert described(2) not in (first, None)

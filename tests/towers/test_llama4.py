@@ -5,16 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.llama4.configuration_llama4 import Llama4VisionConfig
-from transformers.models.llama4.modeling_llama4 import (
-    Llama4VisionModel,
-    vision_apply_rotary_emb,
-)
+from transformers.models.llama4.modeling_llama4 import Llama4VisionModel, vision_apply_rotary_emb
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.grid import rotate_pairs
-from fxsplit_encoder.towers.llama4 import _RealRotaryEmbedding
 
 from .dense_models import SHAPE, assert_close, random_tiles
 from .random_weights import randomize
@@ -32,36 +27,21 @@ def test_rows_are_those_of_the_model() -> None:
     assert_close([fx.wrap(make()).encoder_eager_forward({"pixel_values": x})], [expected.flatten(0, 1)])
 
 
-@pytest.mark.slow
-def test_no_complex_number_is_in_the_graph(fresh_dynamo: None) -> None:
-    config = fx.EncoderConfig(token_budgets=(4, 8))
-    manager = fx.EncoderCudaGraphManager(fx.wrap(make(blocks=1)), config, log_interval=0)
-    manager.compile()
-    bound = manager.programs["default"]
-    assert bound is not None
-    assert not [t for t in bound.fixed if isinstance(t, Tensor) and t.is_complex()]
-    for step in bound.program.pieces:
-        for node in step.call.__self__.graph.nodes:  # type: ignore[attr-defined]
-            assert "complex" not in str(node.target)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_real_rotation_is_the_complex_one(dtype: torch.dtype) -> None:
-    rotary = make().vision_model.rotary_embedding
+    rotary, real = (model.vision_model.rotary_embedding for model in (make(), fx.wrap(make())))
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, 17, 2, 16, generator=generator).to(dtype) for _ in range(2))
     expected = vision_apply_rotary_emb(query, key, rotary(query))
-    cos, sin = _RealRotaryEmbedding(rotary, torch.device("cpu"))(query)
+    cos, sin = real(query)
     assert_close([rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin)], expected, 1e-6)
     assert (expected[0] - query).abs().max() > 0.5
 
 
 def test_a_cast_before_wrapping_leaves_the_angles_whole() -> None:
     """Casting a tower to 16 bits drops the imaginary part of Hugging Face's own table."""
-    model = make()
-    table = _RealRotaryEmbedding(model.vision_model.rotary_embedding, torch.device("cpu")).table
-    wrapped = fx.wrap(model.to(torch.float64))
-    assert torch.equal(wrapped.tower.rotary_embedding.table, table)
+    table, cast = (fx.wrap(make().to(dtype)).tower.rotary_embedding.table for dtype in (None, torch.float64))
+    assert torch.equal(cast, table)
     assert table.dtype == torch.float32
 
 

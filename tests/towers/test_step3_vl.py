@@ -14,9 +14,11 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.encoders.step3_vision import Step3VisionModel
 
+from .dense_models import assert_close, encoded
 from .random_weights import randomize
+from .tiny_inputs import items
+from .tiny_towers import tiny
 from .tiny_views import step3_config
-from .two_views import Crops, Family, ServedViewTests, resize_bicubic
 
 CONFIG = step3_config(layers=2)
 
@@ -63,37 +65,32 @@ def reference(tensors: Mapping[str, Tensor], tiles: Tensor) -> Tensor:
     return linear(grid.flatten(2).transpose(1, 2), "vit_large_projector")
 
 
-def make_inputs(crops: list[Crops], seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    counts = [columns * rows for columns, rows in crops]
-    return {
-        "pixel_values": torch.randn(len(crops), 3, 32, 32, generator=generator),
-        "patch_pixel_values": torch.randn(sum(counts), 3, 24, 24, generator=generator),
-        "num_patches": torch.tensor(counts, dtype=torch.int64),
-    }
+def resize_bicubic(grid_HWC: Tensor, side: int) -> Tensor:
+    """Keys' cubic convolution (a = -0.5), widened when shrinking."""
+    old = grid_HWC.shape[0]
+    if side == old:
+        return grid_HWC
+    scale, weights = old / side, torch.zeros(side, old, dtype=torch.float64)
+    for i in range(side):
+        for j in range(old):
+            distance = abs((j + 0.5 - (i + 0.5) * scale) / max(scale, 1.0))
+            if distance < 1:
+                weights[i, j] = 1.5 * distance**3 - 2.5 * distance**2 + 1
+            elif distance < 2:
+                weights[i, j] = -0.5 * distance**3 + 2.5 * distance**2 - 4 * distance + 2
+    weights = weights / weights.sum(1, keepdim=True)
+    return torch.einsum("ih,jw,hwc->ijc", weights, weights, grid_HWC)
 
 
-def expected(tensors: Mapping[str, Tensor], inputs: dict[str, Any]) -> list[Tensor]:
-    counts = torch.as_tensor(inputs["num_patches"]).tolist()
-    crops = reference(tensors, inputs["patch_pixel_values"]).split(counts)
-    whole = reference(tensors, inputs["pixel_values"])
-    return [torch.cat((*own, image)) for own, image in zip(crops, whole, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def family() -> Family:
+@pytest.mark.parametrize("crops", [[(0, 0)], [(0, 0), (2, 2), (1, 2)], [(3, 3), (0, 0)]], ids=str)
+@torch.no_grad()
+def test_vllm_42224_vllm_46034_images_equal_the_reference(crops: Any) -> None:
     wrapped = fx.wrap(randomize(Step3VisionModel(CONFIG)))
-    return Family(
-        wrapped,
-        make_inputs,
-        lambda inputs: expected(wrapped.tower.state_dict(), inputs),
-        lambda output: output,
-    )
-
-
-@pytest.mark.slow
-class TestStep3VL(ServedViewTests):
-    pass
+    inputs = tiny("Step3VisionModel").inputs.make(items("image", crops))
+    own = reference(wrapped.tower.state_dict(), inputs["patch_pixel_values"])
+    whole = reference(wrapped.tower.state_dict(), inputs["pixel_values"])
+    parts = zip(own.split(inputs["num_patches"].tolist()), whole, strict=True)
+    assert_close(encoded(wrapped, inputs), [torch.cat((*crop, image)).float() for crop, image in parts])
 
 
 def test_tokens_and_parameters_of_the_published_model() -> None:

@@ -7,18 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Model, Step3p7VisionModel
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.step3p7 import Step3p7Tower
 
+from .dense_models import assert_close, encoded
 from .random_weights import randomize
-from .two_views import Crops, Family, ServedViewTests, assert_items
+from .tiny_inputs import ViewInputs, items
 
 # Whole images have 8 x 8 patches and crops 5 x 5, which the convolutions halve to an odd side.
 SIZE, CROP, PATCH = 32, 20, 4
+KEYS = ("pixel_values", "pixel_values_local", "num_local_patches")
+INPUTS = ViewInputs(*KEYS, whole_size=SIZE, crop_size=CROP, whole_tokens=4, crop_tokens=4)
 
 
 def make_tower(seed: int = 5) -> Step3p7VisionModel:
@@ -45,79 +48,36 @@ class Model(nn.Module):
         randomize(self.multi_modal_projector)
 
 
-def make_inputs(crops: list[Crops], seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    counts = [columns * rows for columns, rows in crops]
-    inputs: dict[str, Any] = {
-        "pixel_values": torch.randn(len(crops), 3, SIZE, SIZE, generator=generator),
-        "num_local_patches": counts,
-    }
-    if sum(counts):
-        inputs["pixel_values_local"] = torch.randn(sum(counts), 3, CROP, CROP, generator=generator)
-    return inputs
-
-
+@pytest.mark.parametrize("crops", [[(0, 0), (2, 2), (1, 2)], [(3, 3), (0, 0)], []], ids=str)
 @torch.no_grad()
-def library(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    """What the model library makes of the images."""
-    if not len(inputs["pixel_values"]):
-        return []
-    output = Step3p7Model.get_image_features(model, **inputs)  # type: ignore[arg-type]
-    return list(output.pooler_output)
-
-
-@pytest.fixture(scope="module")
-def family() -> Family:
-    model = Model()
+def test_images_are_those_of_the_model_library(crops: Any) -> None:
+    model, inputs = Model(), INPUTS.make(items("image", crops))
     reference = copy.deepcopy(model)
-    wrapped = Step3p7Tower(model, crop_size=CROP)
-
-    def expected(inputs: dict[str, Any]) -> list[Tensor]:
-        reference.vision_model.load_state_dict(wrapped.tower.state_dict())
-        return library(reference, inputs)
-
-    return Family(wrapped, make_inputs, expected, lambda output: output.last_hidden_state)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive  # its kind: Step3's and DeepSeek-OCR's towers are served in these ways in any run
-class TestStep3p7(ServedViewTests):
-    pass
-
-
-def test_images_are_those_of_the_model_library(family: Family) -> None:
-    manager = fx.EncoderCudaGraphManager(family.wrapped, fx.EncoderConfig(mode="none"))
-    for crops in ([(0, 0), (2, 2), (1, 2)], [(3, 3), (0, 0)]):
-        inputs = family.make_inputs(crops, len(crops))
-        assert_items(manager.execute(inputs), family.expected(inputs))
-
-
-@torch.no_grad()
-def test_the_forward_is_that_of_the_vision_model(family: Family) -> None:
-    reference = make_tower()
-    for size in (SIZE, CROP, 24):
-        tiles = torch.randn(2, 3, size, size)
-        output, expected = family.wrapped(tiles), reference(tiles)
-        assert type(output) is type(expected)
-        torch.testing.assert_close(output.last_hidden_state, expected.last_hidden_state, rtol=0, atol=1e-5)
-    options = family.wrapped(tiles, output_hidden_states=True)
-    assert len(options.hidden_states) == len(reference(tiles, output_hidden_states=True).hidden_states)
+    expected = []
+    if crops:
+        output = Step3p7Model.get_image_features(reference, **inputs)  # type: ignore[arg-type]
+        expected = list(output.pooler_output)
+    assert_close(encoded(Step3p7Tower(model, crop_size=CROP), inputs), expected)
 
 
 @torch.no_grad()
 def test_a_vision_model_alone_gives_its_own_features() -> None:
-    reference = make_tower()
+    reference, wrapped = make_tower(), Step3p7Tower(make_tower(), crop_size=CROP)
+    for size in (SIZE, CROP, 24):
+        tiles = torch.randn(2, 3, size, size)
+        output, expected = wrapped(tiles), reference(tiles)
+        assert type(output) is type(expected)
+        assert_close([output.last_hidden_state], [expected.last_hidden_state])
+    options = wrapped(tiles, output_hidden_states=True)
+    assert len(options.hidden_states) == len(reference(tiles, output_hidden_states=True).hidden_states)
+    inputs = INPUTS.make(items("image", [(0, 0), (2, 1)]))
+    whole, crops = (reference(inputs[name]).last_hidden_state for name in KEYS[:2])
+    assert_close(encoded(wrapped, inputs), [whole[0], torch.cat((*crops, whole[1]))])
+
+
+def test_without_counts_no_image_has_crops() -> None:
     wrapped = Step3p7Tower(make_tower(), crop_size=CROP)
-    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(mode="none"))
-    inputs = make_inputs([(0, 0), (2, 1)], 0)
-    whole = reference(inputs["pixel_values"]).last_hidden_state
-    crops = reference(inputs["pixel_values_local"]).last_hidden_state
-    assert_items(manager.execute(inputs), [whole[0], torch.cat((*crops, whole[1]))])
-
-
-def test_without_counts_no_image_has_crops(family: Family) -> None:
-    inputs = {"pixel_values": torch.randn(2, 3, SIZE, SIZE)}
-    specs = family.wrapped.get_encoder_cudagraph_item_specs(inputs)
+    specs = wrapped.get_encoder_cudagraph_item_specs({"pixel_values": torch.randn(2, 3, SIZE, SIZE)})
     assert [spec.path_output_tokens for spec in specs] == 2 * [{"global": 4, "local": 0}]
 
 

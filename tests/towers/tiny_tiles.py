@@ -10,9 +10,18 @@ from transformers.models.internvl.modeling_internvl import InternVLForConditiona
 from transformers.models.llama4.configuration_llama4 import Llama4Config, Llama4VisionConfig
 from transformers.models.llama4.modeling_llama4 import Llama4ForConditionalGeneration, Llama4VisionModel
 
-from .tiny_text import text_config
-
 INTERNVL_TEXT = 12
+
+
+def text_config(**sizes: Any) -> dict[str, Any]:
+    """The least that a language model can be made with."""
+    return {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 16,
+        **sizes,
+    }
 
 
 def internvl_config(vision: dict[str, Any], blocks: int = 1, **options: Any) -> InternVLConfig:

@@ -39,8 +39,6 @@ class Tiny:
 
     make: Callable[[], nn.Module]
     inputs: Inputs
-    unproved: str = ""
-    """What the padding analysis says, if it does not prove that rows are independent."""
 
 
 QWEN = PackedInputs(patch_shape=(3 * 2 * PATCH**2,))
@@ -72,8 +70,7 @@ TINY: dict[str, Tiny] = {
     "InternVLForConditionalGeneration": Tiny(internvl_with_head, TileInputs(videos=((2,), (3,)))),
     "InternVLModel": Tiny(internvl, TileInputs(videos=((2,), (3,)))),
     "KimiVLVisionModel": Tiny(
-        kimi_vl,
-        PackedInputs(RASTER, ("pixel_values", "image_grid_hws"), sizes_with_frames=False, videos=()),
+        kimi_vl, PackedInputs(RASTER, ("pixel_values", "image_grid_hws"), sizes_with_frames=False, videos=())
     ),
     "Kimi_K25VisionModel": Tiny(kimi_k25, PackedInputs(RASTER, pooled=True)),
     "Llama4ForConditionalGeneration": Tiny(llama4, TileInputs()),

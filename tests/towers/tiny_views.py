@@ -11,7 +11,7 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Model, Step3p7Vi
 from fxsplit_encoder.models.encoders.deepseek_encoder import ClipConfig, DeepseekOcrConfig, SamConfig
 from fxsplit_encoder.models.encoders.step3_vision import Step3VisionConfig
 
-from .tiny_text import text_config
+from .tiny_tiles import text_config
 
 
 def deepseek_ocr_config(layers: int = 1, **sizes: int) -> DeepseekOcrConfig:

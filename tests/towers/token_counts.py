@@ -157,10 +157,7 @@ def internvl() -> Counted:
 def llama4() -> Counted:
     """An image of several tiles has the whole image as one more."""
     ratios = [(1, 1), (2, 2), (1, 3)]
-    inputs = {
-        "pixel_values": torch.zeros(1 + 5 + 4, *TileInputs.TILE),
-        "aspect_ratios": torch.tensor(ratios),
-    }
+    inputs = {"pixel_values": torch.zeros(1 + 5 + 4, *TileInputs.TILE), "aspect_ratios": torch.tensor(ratios)}
     prompts = prompts_of(Llama4Processor, patch_size=4, downsample_ratio=4)
     tokens = [prompts.replace_image_token(inputs, i).count("<|patch|>") for i in range(len(ratios))]
     return Counted(inputs, tokens)

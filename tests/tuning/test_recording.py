@@ -259,10 +259,7 @@ def test_larger_requests_are_cut_by_ascending_size() -> None:
 def test_paths_have_demands_of_their_own_and_none_where_they_are_skipped() -> None:
     requests = [two_path_request((10, 0), (10, 90)), two_path_request((20, 0))]
     assert traced_paths(requests) == ["global", "local"]
-    assert trace_demands(requests, maximum=100, max_items_per_batch=8) == {
-        "global": [20, 20],
-        "local": [90],
-    }
+    assert trace_demands(requests, maximum=100, max_items_per_batch=8) == {"global": [20, 20], "local": [90]}
     # An item that is too large on one path is alone on the other path too.
     assert trace_demands(requests, maximum=50, max_items_per_batch=8) == {
         "global": [10, 10, 20],

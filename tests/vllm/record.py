@@ -38,7 +38,7 @@ FIELDS = {
     "vllm.v1.worker.encoder_cudagraph_defs": (
         *("EncoderItemSpec", "EncoderCudaGraphConfig", "EncoderCudaGraphPathConfig"),
         *("EncoderCudaGraphCaptureInputs", "EncoderCudaGraphReplayBuffers"),
-    ),
+    )
 }
 """Dataclasses."""
 

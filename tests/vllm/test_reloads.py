@@ -26,10 +26,7 @@ def padded(name: str) -> Any:
 def reload(served: Served, weights: dict[str, torch.Tensor]) -> None:
     """What vLLM's `reload_weights` does, whose place is another in each version."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     config = served.vllm_config
     with set_current_vllm_config(config), torch.inference_mode():

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import vllm
-from vllm_classes import (
-    AUTO_MAP,
-    frames_without_processor,
-    internvl_without_tokenizer,
-    shrunk,
-    tokenizer_of,
-)
 from vllm_classes import TINY as TINY_QWEN3
-from vllm_classes import TINY_IDS as IDS
-from vllm_classes import TINY_MROPE as MROPE
-from vllm_classes import TINY_TEXT as TEXT
-from vllm_classes import TINY_VISION as VISION
-from vllm_classes import TINY_WIDTH as WIDTH
+from vllm_classes import frames_without_processor, internvl_without_tokenizer, tokenizer_of
 
-from tests.vllm.inputs import (
-    Grids,
-    Positioned,
-    Rasters,
-    Size,
-    Slices,
-    Tiles,
-    Views,
-    WholeAndTiles,
-)
+from tests.vllm.inputs import Grids, Positioned, Rasters, Size, Slices, Tiles, Views, WholeAndTiles
 
 VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-PATCH = VISION["patch_size"]
-LAYERS = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=WIDTH, intermediate_size=96)
+CONFIGS = json.loads(Path(__file__).with_name("tiny_configs.json").read_text("utf-8"))
+PATCH, WIDTH = 4, 64
+"""Of those configurations: pixels a side of a patch, and the hidden size."""
 
 QWEN = Grids(3 * 2 * PATCH**2)
 RAW_QWEN = Grids(QWEN.features, raw=True)
@@ -207,30 +190,10 @@ def fixed_positions(model: Any) -> None:
     model.resampler._adjust_pos_cache = lambda tgt_sizes, device: None
 
 
-DEEPSEEK_OCR = shrunk(
-    "deepseek-ocr",
-    language_config=dict(
-        **TEXT,
-        moe_intermediate_size=32,
-        n_routed_experts=2,
-        n_shared_experts=1,
-        num_experts_per_tok=1,
-        v_head_dim=16,
-    ),
-    projector_config=dict(input_dim=2 * WIDTH, n_embed=WIDTH),
-)
-DEEPSEEK_TEXT = DEEPSEEK_OCR["language_config"]
-
+CONFIGS = json.loads(Path(__file__).with_name("tiny_configs.json").read_text("utf-8"))
 TINY: dict[str, Tiny] = {
     "Qwen2-VL": Tiny(
-        dict(
-            architectures=["Qwen2VLForConditionalGeneration"],
-            model_type="qwen2_vl",
-            **IDS,
-            **TEXT,
-            rope_scaling=MROPE,
-            vision_config=dict(**VISION, embed_dim=WIDTH, mlp_ratio=2, temporal_patch_size=2),
-        ),
+        CONFIGS["Qwen2-VL"],
         QWEN,
         IMAGES,
         VIDEOS,
@@ -238,19 +201,7 @@ TINY: dict[str, Tiny] = {
         adjust=few_frames,
     ),
     "Qwen2.5-VL": Tiny(
-        shrunk(
-            "qwen2.5-vl-7b",
-            **IDS,
-            **TEXT,
-            rope_scaling=MROPE,
-            vision_config=dict(
-                **VISION,
-                out_hidden_size=WIDTH,
-                intermediate_size=96,
-                window_size=16,
-                fullatt_block_indexes=[1],
-            ),
-        ),
+        CONFIGS["Qwen2.5-VL"],
         QWEN,
         IMAGES,
         VIDEOS,
@@ -266,33 +217,10 @@ TINY: dict[str, Tiny] = {
         adjust=few_frames,
     ),
     "GLM-4.1V": Tiny(
-        dict(
-            architectures=["Glm4vForConditionalGeneration"],
-            model_type="glm4v",
-            text_config=dict(
-                model_type="glm4v_text",
-                **TEXT,
-                rope_scaling={**MROPE, "mrope_section": [2, 1, 1]},
-                partial_rotary_factor=0.5,
-            ),
-            vision_config=dict(
-                **VISION, out_hidden_size=WIDTH, intermediate_size=96, temporal_patch_size=2, image_size=32
-            ),
-            **dict(image_token_id=250, video_token_id=251, image_start_token_id=252),
-            **dict(image_end_token_id=253, video_start_token_id=254, video_end_token_id=255),
-        ),
-        QWEN,
-        IMAGES,
-        VIDEOS,
-        [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)],
+        CONFIGS["GLM-4.1V"], QWEN, IMAGES, VIDEOS, [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)]
     ),
     "InternVL": Tiny(
-        shrunk(
-            "internvl3-8b",
-            text_config=TEXT,
-            vision_config=dict(**LAYERS, image_size=32, patch_size=8),
-            force_image_size=32,
-        ),
+        CONFIGS["InternVL"],
         Tiles(
             32,
             {
@@ -308,68 +236,20 @@ TINY: dict[str, Tiny] = {
         small=internvl_without_tokenizer,
     ),
     "Kimi-VL": Tiny(
-        dict(
-            architectures=["KimiVLForConditionalGeneration"],
-            model_type="kimi_vl",
-            text_config={**DEEPSEEK_TEXT, "kv_lora_rank": 16},
-            vision_config=dict(
-                **LAYERS,
-                patch_size=PATCH,
-                init_pos_emb_height=8,
-                init_pos_emb_width=8,
-                merge_kernel_size=[2, 2],
-            ),
-            media_placeholder_token_id=250,
-        ),
+        CONFIGS["Kimi-VL"],
         Rasters("image_grid_hws"),
         [[(8, 8)], [(4, 8), (8, 8), (16, 8)], [(2, 4)] * 6],
         eager=[("image", [(32, 32)])],
     ),
     "Kimi-K2.5": Tiny(
-        dict(
-            architectures=["KimiK25ForConditionalGeneration"],
-            model_type="kimi_k25",
-            text_config={**DEEPSEEK_TEXT, "kv_lora_rank": 16},
-            vision_config=dict(
-                **LAYERS,
-                patch_size=PATCH,
-                pos_emb_height=8,
-                pos_emb_width=8,
-                pos_emb_time=4,
-                merge_kernel_size=[2, 2],
-            ),
-            image_token_id=250,
-        ),
+        CONFIGS["Kimi-K2.5"],
         Rasters("grid_thws"),
         [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6],
         eager=[("vision_chunk", [(1, 32, 32)]), ("vision_chunk", [(2, 8, 8)])],
         modality="vision_chunk",
     ),
     "Llama 4": Tiny(
-        dict(
-            architectures=["Llama4ForConditionalGeneration"],
-            model_type="llama4",
-            text_config=dict(
-                model_type="llama4_text",
-                **TEXT,
-                head_dim=16,
-                intermediate_size_mlp=WIDTH,
-                num_local_experts=1,
-                num_experts_per_tok=1,
-                interleave_moe_layer_step=2,
-            ),
-            vision_config=dict(
-                **{**LAYERS, "intermediate_size": 4 * WIDTH},
-                image_size=32,
-                patch_size=8,
-                num_channels=3,
-                pixel_shuffle_ratio=0.5,
-                projector_input_dim=WIDTH,
-                projector_output_dim=WIDTH,
-                vision_output_dim=WIDTH,
-            ),
-            image_token_index=250,
-        ),
+        CONFIGS["Llama 4"],
         Tiles(
             32,
             {"image": ("pixel_values", "patches_per_image")},
@@ -380,35 +260,14 @@ TINY: dict[str, Tiny] = {
         budgets=(4, 16, 64),
     ),
     "Step3-VL": Tiny(
-        dict(
-            architectures=["Step3VLForConditionalGeneration"],
-            model_type="step3_vl",
-            hidden_size=WIDTH,
-            text_config=dict(
-                architectures=["Step3TextForCausalLM"],
-                hidden_size=WIDTH,
-                intermediate_size=WIDTH,
-                num_attention_heads=4,
-                num_hidden_layers=1,
-                vocab_size=256,
-                moe_num_experts=2,
-                moe_top_k=1,
-                moe_layers_enum="1",
-                head_dim=16,
-                share_q_dim=32,
-            ),
-            vision_config=dict(**LAYERS, output_hidden_size=32, image_size=728, patch_size=56),
-            understand_projector_stride=2,
-            projector_bias=True,
-            image_token_id=250,
-        ),
+        CONFIGS["Step3-VL"],
         Views(728, 504, "patch_pixel_values", "num_patches", grids=False),
         [[(0, 0)], [(2, 1), (0, 0), (1, 1)], [(2, 2)], [(1, 1)] * 6],
         eager=[("image", [(3, 3)] * 2)],
         budgets=(16, 32, 64),
     ),
     "DeepSeek-OCR": Tiny(
-        DEEPSEEK_OCR,
+        CONFIGS["DeepSeek-OCR"],
         Views(256, 128, "images_crop", "images_spatial_crop", grids=True),
         [[(0, 0)], [(2, 1), (0, 0), (1, 3)], [(2, 2)], [(2, 1)] * 6],
         eager=[("image", [(4, 6)])],
@@ -416,14 +275,7 @@ TINY: dict[str, Tiny] = {
         small=small_deepseek_ocr,
     ),
     "DeepSeek-VL2": Tiny(
-        dict(
-            architectures=["DeepseekVLV2ForCausalLM"],
-            model_type="deepseek_vl_v2",
-            language_config=DEEPSEEK_TEXT,
-            projector_config=dict(input_dim=WIDTH, n_embed=WIDTH),
-            tile_tag="2D",
-            vision_config=dict(image_size=64, patch_size=16),
-        ),
+        CONFIGS["DeepSeek-VL2"],
         WholeAndTiles(64),
         [[(1, 1)], [(2, 1), (1, 1), (1, 3)], [(2, 2)], [(1, 1)] * 6],
         eager=[("image", [(4, 6)])],
@@ -433,31 +285,7 @@ TINY: dict[str, Tiny] = {
         since=(0, 33),
     ),
     "MiniCPM-V": Tiny(
-        dict(
-            architectures=["MiniCPMV"],
-            model_type="minicpmv",
-            auto_map=AUTO_MAP,
-            version="2.6",
-            **{**TEXT, "hidden_size": 128},
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            hidden_act="silu",
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=False,
-            query_num=4,
-            drop_vision_last_layer=False,
-            slice_config=dict(max_slice_nums=3),
-            max_slice_num=3,
-            vision_config=dict(
-                model_type="siglip",
-                **LAYERS,
-                image_size=96,
-                patch_size=2,
-                num_channels=3,
-                layer_norm_eps=1e-6,
-                hidden_act="gelu_pytorch_tanh",
-                attention_dropout=0.0,
-            ),
-        ),
+        CONFIGS["MiniCPM-V"],
         Slices(2),
         [[[(30, 20)]], [[(30, 20)], [(10, 12), (32, 8)], [(32, 32)]], [[(40, 20)]]],
         [[[(20, 20), (20, 20)]]],
@@ -467,25 +295,7 @@ TINY: dict[str, Tiny] = {
         adjust=fixed_positions,
     ),
     "Gemma 4": Tiny(
-        dict(
-            architectures=["Gemma4ForConditionalGeneration"],
-            model_type="gemma4",
-            text_config=dict(model_type="gemma4_text", **TEXT, head_dim=16, hidden_size_per_layer_input=0),
-            vision_config=dict(
-                model_type="gemma4_vision",
-                **LAYERS,
-                num_key_value_heads=4,
-                head_dim=16,
-                patch_size=2,
-                pooling_kernel_size=3,
-                position_embedding_size=64,
-                default_output_length=70,
-                num_soft_tokens=70,
-            ),
-            audio_config=None,
-            image_token_id=250,
-            video_token_id=251,
-        ),
+        CONFIGS["Gemma 4"],
         Positioned(2),
         [[(1, 30, 21)], [(1, 30, 21)] * 3],
         [[(2, 30, 21)], [(2, 30, 21), (1, 30, 21)]],
@@ -497,20 +307,7 @@ TINY: dict[str, Tiny] = {
 }
 
 TINY["MiniMax-M3"] = Tiny(
-    dict(
-        architectures=["MiniMaxM3SparseForConditionalGeneration"],
-        model_type="minimax_m3_tiny",
-        auto_map=AUTO_MAP,
-        text_config=dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", **TEXT),
-        vision_config=dict(
-            **LAYERS,
-            num_channels=3,
-            patch_size=PATCH,
-            layer_norm_eps=1e-6,
-            img_token_compression_config=dict(spatial_merge_size=2, temporal_patch_size=2),
-        ),
-        projector_hidden_size=WIDTH,
-    ),
+    CONFIGS["MiniMax-M3"],
     QWEN,
     [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6],
     eager=[("image", TOO_LARGE)],
@@ -518,16 +315,7 @@ TINY["MiniMax-M3"] = Tiny(
     adjust=flash_attention_by_name,
 )
 TINY["Gemma 3"] = Tiny(
-    dict(
-        architectures=["Gemma3ForConditionalGeneration"],
-        model_type="gemma3",
-        text_config=dict(model_type="gemma3_text", **TEXT, head_dim=16),
-        vision_config=dict(
-            model_type="siglip_vision_model", **LAYERS, image_size=32, patch_size=PATCH, num_channels=3
-        ),
-        mm_tokens_per_image=16,
-        image_token_index=250,
-    ),
+    CONFIGS["Gemma 3"],
     Tiles(32, {"image": ("pixel_values", "num_patches")}, {}),
     [[1], [3], [2, 1, 3], [2, 2, 2, 1], [1] * 6],
     eager=[("image", [6])],

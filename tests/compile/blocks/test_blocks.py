@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from fxsplit_encoder.compile import trace
 from fxsplit_encoder.compile.blocks import equal_blocks_as_ops
@@ -21,6 +17,8 @@ from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.towers import wrap
 
+from ...towers.random_weights import randomize
+from ...towers.tiny_packed import qwen2_5_vl, qwen3_vl
 from ..packed_forwards import SPLITTING_OPS, WIDTH, packed_inputs, trace_with
 from . import block_towers
 
@@ -59,50 +57,18 @@ def assert_same_program(one: BoundProgram, other: BoundProgram) -> None:
         assert a.accepts({a.token_symbol: tokens}) == b.accepts({b.token_symbol: tokens}), tokens
 
 
-def randomize(tower: Any) -> Any:
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in tower.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2, generator=generator)
-    return wrap(tower.requires_grad_(False).train(False))
-
-
-def qwen3_vl() -> Any:
-    config = Qwen3VLVisionConfig(
-        depth=3,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=2,
-        out_hidden_size=16,
-        patch_size=4,
-        deepstack_visual_indexes=[0, 1],
-    )
-    return randomize(Qwen3VLVisionModel(config))
-
-
-def qwen2_5_vl() -> Any:
-    config = Qwen2_5_VLVisionConfig(
-        depth=4,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=2,
-        out_hidden_size=16,
-        patch_size=4,
-        window_size=16,
-        fullatt_block_indexes=[1, 3],
-    )
-    return randomize(Qwen2_5_VisionTransformerPretrainedModel(config))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_weights"),
-    [(qwen3_vl, 3 * 12 + 2 * 6), pytest.param(qwen2_5_vl, 4 * 12, marks=pytest.mark.exhaustive)],
+    [
+        (lambda: qwen3_vl(2), 2 * 12),
+        pytest.param(lambda: qwen2_5_vl(4), 4 * 12, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_towers_of_hugging_face_become_the_program_of_a_plain_trace(
     make: Callable[[], Any], num_weights: int, inlined: list[int], fresh_dynamo: None
 ) -> None:
-    tower = make()
+    tower = wrap(randomize(make()))
     cpu = torch.device("cpu")
     example = tower.prepare_encoder_cudagraph_capture_inputs(16, 2, 0, cpu, torch.float32).values
     forward = tower.encoder_cudagraph_forward

@@ -219,10 +219,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda y, i: y.view(-1, 2, 4).permute(1, 0, 2) @ y.view(-1, 2, 4).permute(1, 2, 0),
         "along the token dimension",
     ),
-    "bmm that contracts tokens": (
-        lambda y, i: torch.bmm(y.t()[None], y[None]),
-        "along the token dimension",
-    ),
+    "bmm that contracts tokens": (lambda y, i: torch.bmm(y.t()[None], y[None]), "along the token dimension"),
     "layer norm over tokens": (
         lambda y, i: F.layer_norm(y.t().softmax(0).view(1, -1), (y.shape[0] * 8,)),
         "computes with the token count",
@@ -238,10 +235,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         "reduces over tokens",
     ),
     "normalize over tokens": (lambda y, i: F.normalize(y, dim=0), "reduces over tokens"),
-    "unfolding over tokens": (
-        lambda y, i: F.unfold(y[None, None], (2, 1)),
-        "along the token dimension",
-    ),
+    "unfolding over tokens": (lambda y, i: F.unfold(y[None, None], (2, 1)), "along the token dimension"),
     "convolution over tokens": (
         lambda y, i: F.conv1d(y.t()[None], KERNEL_TOKENS, padding=1),
         "along the token dimension",

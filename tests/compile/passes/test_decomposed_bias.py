@@ -112,10 +112,7 @@ OTHER_BIASES: dict[str, Bias] = {
         GridAttention((239, 2)),
         GridAttention((5, 5)).half(),  # terms might overflow
     ],
-    ids=[
-        *OTHER_BIASES,
-        *("no power of two", "no power of two given", "too wide", "float16"),
-    ],
+    ids=[*OTHER_BIASES, *("no power of two", "no power of two given", "too wide", "float16")],
 )
 def test_others_stay(attention: GridAttention) -> None:
     head_dim = attention.rows.shape[-1]

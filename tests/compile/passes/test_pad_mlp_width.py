@@ -96,11 +96,7 @@ class OnePart(Merged):
 @pytest.mark.parametrize("shape", [(7, 12), (7, 1, 12)])
 @pytest.mark.parametrize(
     "mlp",
-    [
-        OnePart(CUTS["chunks"]),
-        Mlp(lambda x: x),
-        Merged(lambda x: x.chunk(3, dim=-1), parts=3, bias=True),
-    ],
+    [OnePart(CUTS["chunks"]), Mlp(lambda x: x), Merged(lambda x: x.chunk(3, dim=-1), parts=3, bias=True)],
     ids=["one part", "all of it", "three parts"],
 )
 def test_what_a_layer_gives_may_be_read_in_other_ways(mlp: nn.Module, shape: tuple[int, ...]) -> None:

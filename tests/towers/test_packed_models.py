@@ -1,0 +1,182 @@
+"""Packed towers of Hugging Face against their own forwards; `test_conformance.py` captures them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.capture.buffers import parts_of
+from fxsplit_encoder.errors import InputError
+
+from .dense_models import assert_close
+from .random_weights import randomize
+from .tiny_packed import PATCH, exaone, glm4v, qwen2_5_omni, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+
+INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+FEATURES = 3 * 2 * PATCH**2
+PLAIN = ("position_ids", "cu_seqlens")
+TABLE = ("position_ids", "interp_indices", "interp_weights", "cu_seqlens")
+WINDOWS = ("position_ids", "window_permutation", "inverse_permutation", "cu_window_seqlens", "cu_seqlens")
+
+
+class Model(NamedTuple):
+    make: Callable[[], nn.Module]
+    """A tower of several blocks, with 24 features a token."""
+    metadata: Sequence[str]
+    deep: int = 0
+    """Blocks whose features leave the tower early."""
+    by_frame: bool = False
+    """Whether the tower takes a video as images, one a frame: so the model around it gives it."""
+
+
+MODELS = {
+    "exaone4.5": Model(exaone, WINDOWS),
+    "glm4v": Model(lambda: glm4v(3), TABLE, by_frame=True),
+    "glm4v-moe": Model(lambda: glm4v(3, moe=True), TABLE, by_frame=True),
+    "qwen2-vl": Model(lambda: qwen2_vl(3), PLAIN),
+    "qwen2.5-vl": Model(qwen2_5_vl, WINDOWS),
+    "qwen2.5-omni": Model(qwen2_5_omni, WINDOWS),
+    "qwen3-vl": Model(lambda: qwen3_vl(3), TABLE, deep=1),
+    "qwen3.5": Model(lambda: qwen3_5(3), TABLE),
+    "qwen3.5-moe": Model(lambda: qwen3_5(3, moe=True), TABLE),
+}
+BATCHES: list[list[tuple[int, int, int]]] = [
+    [(1, 4, 6)],
+    [(1, 10, 12), (3, 2, 4), (1, 2, 2)],
+    [(1, 2, 40), (1, 24, 18), (2, 8, 6)],
+]
+
+
+class Towers(NamedTuple):
+    model: Model
+    reference: Any
+    """Hugging Face's, which nobody wrapped."""
+    wrapped: Any
+
+    def run_reference(self, pixels: Tensor, grid: Tensor, **options: Any) -> Any:
+        if self.model.by_frame:
+            grid = torch.tensor([[1, h, w] for t, h, w in grid.tolist() for _ in range(t)])
+        return self.reference(pixels, grid, **options)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def towers(request: pytest.FixtureRequest) -> Towers:
+    model = MODELS[request.param]
+    tower = randomize(model.make())
+    return Towers(model, copy.deepcopy(tower), fx.wrap(tower))
+
+
+def parts(output: Any) -> list[Tensor]:
+    """What the tower returns; with what leaves it behind early blocks."""
+    return [output.pooler_output, output.last_hidden_state, *getattr(output, "deepstack_features", [])]
+
+
+@pytest.mark.parametrize("grids", BATCHES, ids=str)
+@torch.no_grad()
+def test_the_forward_is_that_of_the_tower(grids: Any, towers: Towers, make_batch: Any) -> None:
+    grid, pixels = make_batch(grids, features=FEATURES).values()
+    expected = towers.run_reference(pixels, grid)
+    for got in (towers.wrapped(pixels, grid), towers.wrapped(hidden_states=pixels, grid_thw=grid)):
+        assert type(got) is type(expected)
+        assert_close(parts(got), parts(expected))
+
+
+@torch.no_grad()
+def test_the_towers_own_options_work(towers: Towers, make_batch: Any) -> None:
+    grid, pixels = make_batch([(1, 4, 6), (1, 2, 8)], features=FEATURES).values()
+    got = towers.wrapped(pixels, grid, output_hidden_states=True)
+    expected = towers.reference(pixels, grid, output_hidden_states=True)
+    assert len(got.hidden_states) == len(expected.hidden_states) > 2
+    assert_close([*got.hidden_states], [*expected.hidden_states])
+    assert_close(towers.wrapped(pixels, grid, return_dict=False)[:2], expected.to_tuple()[:2])
+
+
+@torch.no_grad()
+def test_items_are_the_rows_of_images_and_videos(towers: Towers, make_batch: Any) -> None:
+    """With what leaves the tower early beside them."""
+    inputs = make_batch([(1, 4, 6)], [(2, 4, 4)], features=FEATURES)
+    outputs = [towers.run_reference(inputs[pixels], inputs[key]) for pixels, key in INPUTS]
+    columns = [torch.cat([pooled, *deep], dim=1) for pooled, _, *deep in map(parts, outputs)]
+    assert_close([towers.wrapped.encoder_eager_forward(inputs)], [torch.cat(columns)])
+
+
+def test_what_is_fixed_about_the_tower(towers: Towers) -> None:
+    config = towers.wrapped.get_encoder_cudagraph_config()
+    assert config.modalities == ["image", "video"]
+    assert config.buffer_keys == ["pixel_values", *towers.model.metadata]
+    assert config.out_hidden_size == 24 * (1 + towers.model.deep)
+    assert not config.padding_logics
+    assert towers.wrapped.get_encoder_cudagraph_budget_range(None) == (64, 4096)
+    names = {name.removeprefix("tower.") for name in towers.wrapped.state_dict()}
+    assert names == set(towers.reference.state_dict())
+
+
+# --- of one of them
+
+
+@torch.no_grad()
+def test_the_forward_refuses_grids_that_do_not_describe_the_patches(tiny_towers: Any) -> None:
+    wrapped = tiny_towers.wrapped
+    with pytest.raises(InputError, match="grid_thw: describes 16 patches; got 15 rows"):
+        wrapped(torch.zeros(15, 1536), torch.tensor([[1, 4, 4]]))
+    with pytest.raises(InputError, match=r"grid_thw: .* multiples of the merge size 2"):
+        wrapped(torch.zeros(15, 1536), torch.tensor([[1, 3, 5]]))
+
+
+def test_only_the_wrapped_tower_changes_its_attention(make_tower: Any) -> None:
+    first = make_tower()
+    second = copy.deepcopy(first)
+    shared = first.config
+    fx.wrap(first)
+    assert (
+        second.config._attn_implementation == shared._attn_implementation != first.config._attn_implementation
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@torch.no_grad()
+def test_another_dtype_of_the_tower(dtype: torch.dtype, make_batch: Any) -> None:
+    tower = randomize(qwen3_vl(2)).to(dtype)
+    eager, wrapped = copy.deepcopy(tower), fx.wrap(tower)
+    assert wrapped.dtype == dtype
+    grid, pixels = make_batch([(1, 4, 4), (2, 2, 4)], features=FEATURES).values()
+    output = wrapped(pixels.to(dtype), grid).pooler_output
+    assert output.dtype == dtype
+    expected = eager(pixels.to(dtype), grid).pooler_output
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-9 if dtype == torch.float64 else 0.1)
+
+
+def test_items_are_images_then_videos(tiny_towers: Any, make_batch: Any) -> None:
+    wrapped, inputs = tiny_towers.wrapped, make_batch([(1, 4, 6), (1, 2, 2)], [(3, 4, 4)])
+    specs = wrapped.get_encoder_cudagraph_item_specs(inputs)
+    assert [(s.input_size, s.output_tokens) for s in specs] == [(24, 6), (4, 1), (48, 12)]
+    assert wrapped.item_segments(inputs) == [1, 1, 3]
+    assert wrapped.get_encoder_cudagraph_item_specs({}) == []
+    assert wrapped.get_max_frames_per_video() == 384
+    captured = wrapped.prepare_encoder_cudagraph_capture_inputs(
+        16, 4, 8, torch.device("cpu"), torch.bfloat16
+    ).values
+    assert captured["cu_seqlens"].tolist() == [0] + [64] * 9
+    values = wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 4, 8).values
+    assert values["cu_seqlens"].tolist() == [0, 24, 28, 44, 60, 76]
+
+
+@pytest.mark.parametrize("indices", [[2], [3, 0], [0, 1, 2, 3], [3, 2, 1, 0], []])
+def test_selected_items_keep_their_rows_in_the_order_asked_for(
+    indices: list[int], tiny_towers: Any, make_batch: Any
+) -> None:
+    grids = [(1, 4, 6), (1, 2, 2), (3, 4, 4), (1, 2, 4)]
+    inputs = make_batch(grids[:2], grids[2:])
+    rows = torch.cat([inputs["pixel_values"], inputs["pixel_values_videos"]]).split([24, 4, 48, 8])
+    selected = tiny_towers.wrapped.select_encoder_cudagraph_items(inputs, indices)
+    assert [grid for _, key in INPUTS for grid in selected.get(key, ())] == [grids[i] for i in indices]
+    got = [part for key, _ in INPUTS if key in selected for part in parts_of(selected[key])]
+    assert torch.equal(torch.cat([rows[0][:0], *got]), torch.cat([rows[0][:0], *(rows[i] for i in indices)]))
+    if indices == sorted(indices):  # then the images stay images, and the videos videos
+        assert len(selected.get("video_grid_thw", ())) == sum(index >= 2 for index in indices)
