@@ -11,6 +11,7 @@ images of random pixels. Milliseconds, medians of calls in turn, wall time to th
 * "error" of a way: relative root mean square against the model in float32.
 
 A process for each model. They compile side by side, `--jobs` on each GPU, and are timed one after another.
+What a process has not begun to compile after `--compile-seconds` is left out, max-autotune first.
 `--tiny` takes three small models of transformers without torch's modes, on a CPU too.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import multiprocessing
 import statistics
 import threading
@@ -43,7 +45,7 @@ TIMM = (
     "hiera_base_224 levit_256 mvitv2_base fastvit_sa12"
 ).split()
 TRANSFORMERS = (
-    "ViT Dinov2 Dinov2WithRegisters SiglipVision Siglip2Vision CLIPVision ConvNext ConvNextV2 Swin Swinv2 "
+    "ViT Dinov2 Dinov2WithRegisters SiglipVision CLIPVision ConvNext ConvNextV2 Swin Swinv2 "
     "Beit DINOv3ViT ResNet"
 ).split()
 MODES = ("reduce-overhead", "max-autotune")
@@ -61,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--jobs", type=int, default=6, help="models that compile at once on a GPU")
+    parser.add_argument("--compile-seconds", type=float, default=1200)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a model")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too")
 
@@ -89,41 +92,45 @@ def output_of(model: Callable[..., Any], pixels: Tensor) -> Tensor:
     return made if isinstance(made, Tensor) else made[0]
 
 
-def rows_of(name: str, options: argparse.Namespace, device: str, ready: Any, turn: Any) -> Iterator[Row]:
+def rows_of(
+    name: str, options: argparse.Namespace, device: str, ready: Any, go: Any, turn: Any
+) -> Iterator[Row]:
     """Compiles each way of a model, waits for the others of the GPU, then times them in turn."""
-    ways: dict[tuple[str, int], Callable[[], Tensor]] = {}
+    end = time.monotonic() + options.compile_seconds
+    calls: dict[tuple[str, int], Callable[[], Tensor]] = {}
     rows: dict[tuple[str, int], Row] = {}
-    try:
-        with torch.no_grad():  # parameters made in inference mode have no versions
-            model, side = make(name, options.tiny)
-            model.to(device)
-            pixels = {n: torch.randn(n, 3, side, side, device=device) for n in options.batches}
-            expected = {n: output_of(model, each).float() for n, each in pixels.items()}
-            dtype = torch.float32 if options.tiny else torch.bfloat16
-            model.to(dtype)
-            pixels = {n: each.to(dtype) for n, each in pixels.items()}
-            ours = torch.compile(copy.deepcopy(model), backend="encoder_cg")
-            for n, each in pixels.items():
-                calls: dict[str, Callable[..., Any]] = {"eager": model, "encoder_cg": ours}
-                for mode in () if options.tiny else options.modes:
-                    calls[mode] = torch.compile(copy.deepcopy(model), mode=mode, dynamic=False)
-                for way, call in calls.items():
-                    row: Row = {"model": name, "batch": n, "way": way}
-                    begin = time.perf_counter()
-                    try:
-                        for _ in range(_WARMUPS):
-                            made = output_of(call, each)
-                        error = relative_error(made.float(), expected[n])
-                    except Exception as failure:  # of one way, which the others need not share
-                        yield {**row, "failure": one_line(failure)}
-                        continue
-                    rows[way, n] = {**row, "warm-up s": time.perf_counter() - begin, "error": error}
-                    ways[way, n] = functools.partial(output_of, call, each)
-    finally:
-        ready.wait(options.timeout)
+    with torch.no_grad():  # parameters made in inference mode have no versions
+        model, side = make(name, options.tiny)
+        model.to(device)
+        pixels = {n: torch.randn(n, 3, side, side, device=device) for n in options.batches}
+        expected = {n: output_of(model, each).float() for n, each in pixels.items()}
+        dtype = torch.float32 if options.tiny else torch.bfloat16
+        model.to(dtype)
+        pixels = {n: each.to(dtype) for n, each in pixels.items()}
+        ours = torch.compile(copy.deepcopy(model), backend="encoder_cg")
+        ways: dict[str, Callable[[], Any]] = {"eager": lambda: model, "encoder_cg": lambda: ours}
+        for mode in () if options.tiny else options.modes:
+            ways[mode] = functools.partial(compiled_for_a_size, model, mode)
+        for way, n in itertools.product(ways, options.batches):
+            begin = time.monotonic()
+            if begin > end:
+                break
+            row: Row = {"model": name, "batch": n, "way": way}
+            try:
+                call = functools.partial(output_of, ways[way](), pixels[n])
+                for _ in range(_WARMUPS):
+                    made = call()
+                error = relative_error(made.float(), expected[n])
+            except Exception as failure:  # of one way, which the others need not share
+                yield {**row, "failure": one_line(failure)}
+                continue
+            rows[way, n] = {**row, "warm-up s": time.monotonic() - begin, "error": error}
+            calls[way, n] = call
+    ready.set()
+    go.wait(options.timeout)
     with turn, torch.inference_mode():
         for n in options.batches:
-            calls_n = {way: call for (way, batch), call in ways.items() if batch == n}
+            calls_n = {way: call for (way, batch), call in calls.items() if batch == n}
             times: dict[str, list[float]] = {way: [] for way in calls_n}
             for sample in range(-3, 2 if options.tiny else _SAMPLES):
                 for way, timed_call in calls_n.items():
@@ -131,6 +138,11 @@ def rows_of(name: str, options: argparse.Namespace, device: str, ready: Any, tur
                     times[way] += [ms] if sample >= 0 else []
             for way, samples in times.items():
                 yield {**rows[way, n], "p50": statistics.median(samples)}
+
+
+def compiled_for_a_size(model: nn.Module, mode: str) -> Any:
+    """A copy of a model by one of torch's modes, for a single batch size."""
+    return torch.compile(copy.deepcopy(model), mode=mode, dynamic=False)
 
 
 def run(arguments: argparse.Namespace) -> Result:
@@ -150,17 +162,19 @@ def run(arguments: argparse.Namespace) -> Result:
     def measure(device: str, names: list[str]) -> None:
         while names:
             now, names = names[: arguments.jobs], names[arguments.jobs :]
-            ready, turn = context.Barrier(len(now)), context.Lock()
+            readies, go, turn = [context.Event() for _ in now], context.Event(), context.Lock()
 
-            def one(name: str, ready: Any = ready, turn: Any = turn) -> None:
-                options = (name, arguments_of(arguments), device, ready, turn)
+            def one(name: str, ready: Any, go: Any = go, turn: Any = turn) -> None:
+                options = (name, arguments_of(arguments), device, ready, go, turn)
                 failure = run_process(rows_of, options, arguments.timeout, add, "spawn")
                 if failure is not None:
-                    ready.abort()
                     add({"model": name, "failure": failure})
+                ready.set()
 
-            each = [threading.Thread(target=one, args=(name,)) for name in now]
+            each = [threading.Thread(target=one, args=pair) for pair in zip(now, readies, strict=True)]
             [thread.start() for thread in each]
+            [ready.wait() for ready in readies]
+            go.set()
             [thread.join() for thread in each]
 
     shares = [arguments.models[index :: len(devices)] for index in range(len(devices))]
@@ -174,5 +188,5 @@ def run(arguments: argparse.Namespace) -> Result:
 
 def arguments_of(arguments: argparse.Namespace) -> argparse.Namespace:
     """The options that a process of a model needs, all of which can be sent to it."""
-    names = ("modes", "batches", "tiny", "timeout")
+    names = ("modes", "batches", "tiny", "timeout", "compile_seconds")
     return argparse.Namespace(**{name: getattr(arguments, name) for name in names})
