@@ -136,8 +136,7 @@ def _recorded(call: Call, kernel: ProductKernel) -> Callable[[], float]:
 
 def calls(arguments: argparse.Namespace, device: torch.device) -> Iterator[Call]:
     """Those that are asked for, one at a time: their weights take gigabytes together."""
-    layers = TINY_LAYERS if arguments.tiny else LAYERS
-    for layer in (each for each in layers if any(part in each.name for part in arguments.layers)):
+    for layer in TINY_LAYERS if arguments.tiny else LAYERS:
         for rows in arguments.rows:
             yield Call.of(layer, rows, 1 if arguments.tiny else WEIGHTS, device)
 
@@ -145,8 +144,6 @@ def calls(arguments: argparse.Namespace, device: torch.device) -> Iterator[Call]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rows", nargs="+", type=int, default=PATCHES, help="patches")
-    add("--kernels", nargs="+", default=[""], help="those whose names contain one of these; torch's always")
-    add("--layers", nargs="+", default=[""], help="those whose names contain one of these")
     add("--in-turns", action="store_true", help="replay the kernels of a layer in turn")
     add("--tiny", action="store_true", help="tiny layers, on a CPU too")
 
@@ -156,15 +153,13 @@ def run(arguments: argparse.Namespace) -> Result:
     device = torch.device(device_for("products", arguments.tiny))
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    others = [k for k in KERNELS[1:] if any(part in k.name for part in arguments.kernels)]
-    kernels = [KERNELS[0], *others]
-    unavailable = {k.name: reason for k in kernels if (reason := k.unavailable_reason(device)) is not None}
-    chooser = ProductChooser(measurements=KernelMeasurements(ProductShape, kernels, ProductMeter()))
+    unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
+    chooser = ProductChooser(measurements=KernelMeasurements(ProductShape, KERNELS, ProductMeter()))
     result = new_result(
         "products", weights=WEIGHTS, in_turns=arguments.in_turns, tiny=arguments.tiny, unavailable=unavailable
     )
     for call in calls(arguments, device):
-        rows = measure(call, kernels, arguments.in_turns)
+        rows = measure(call, KERNELS, arguments.in_turns)
         with measuring():
             chosen = chooser.ranking(call.shape)[0].name
         result["rows"] += [{**row, "chosen": row["kernel"] == chosen} for row in rows]

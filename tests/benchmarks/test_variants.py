@@ -18,12 +18,7 @@ from workloads import WORKLOADS, Request
 
 import fxsplit_encoder as fx
 
-CONFIG = {
-    "token_budgets": (8, 32),
-    "max_items_per_batch": 4,
-    "max_frames_per_batch": 0,
-    "piece_compiler": "eager",
-}
+CONFIG = dict(token_budgets=(8, 32), max_items_per_batch=4, max_frames_per_batch=0, piece_compiler="eager")
 REQUESTS = (Request(images=((128, 96), (64, 64))), Request(images=((96, 96),)))
 MakeModel = Callable[[], PackedModel]
 

@@ -63,13 +63,9 @@ def test_the_tower_becomes_pieces_of_few_kinds(bound: BoundProgram) -> None:
 
 def test_the_inputs_are_known_by_name(bound: BoundProgram, wrapped: Any) -> None:
     assert bound.region.segment_inputs == ("cu_seqlens",)
-    assert {name: entry.token_dim for name, entry in bound.region.inputs.items()} == {
-        "pixel_values": 0,
-        "position_ids": 0,
-        "interp_indices": 0,
-        "interp_weights": 0,
-        "cu_seqlens": None,
-    }
+    assert {name: entry.token_dim for name, entry in bound.region.inputs.items()} == dict(
+        pixel_values=0, position_ids=0, interp_indices=0, interp_weights=0, cu_seqlens=None
+    )
     parameters = {p.data_ptr() for p in (*wrapped.parameters(), *wrapped.buffers())}
     assert all(bound.fixed[i].data_ptr() in parameters for i in bound.program.static_inputs)
 

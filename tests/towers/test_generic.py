@@ -25,13 +25,7 @@ from .dense_models import SHAPE, BiasedTower, PlainTower, assert_close, random_t
 from .random_weights import randomize
 from .tiny_inputs import TileInputs
 
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
+SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8)
 CLASS_TOKEN = fx.DenseTowerSpec(SHAPE, 4, 16, rows=slice(1, None))
 
 

@@ -22,12 +22,7 @@ from .tiny_packed import KIMI_TEXT as TEXT
 from .tiny_packed import PATCH, kimi_vl_config, raster_patches
 
 HEADS, BLOCKS = 4, 3
-SIZES = {
-    "hidden_size": HIDDEN,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": BLOCKS,
-    "patch_size": PATCH,
-}
+SIZES = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_hidden_layers=BLOCKS, patch_size=PATCH)
 CONFIG = kimi_vl_config(BLOCKS)
 BATCHES = [[(4, 6), (2, 2), (6, 4)], [(8, 8), (6, 10)], [(2, 14)], [(4, 2), (12, 14), (2, 6), (4, 4)]]
 

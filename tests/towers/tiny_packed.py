@@ -7,23 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.models.exaone4_5.modeling_exaone4_5 import Exaone4_5_VisionModel
-from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
 from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
-from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeVisionConfig
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
-from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
-from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeVisionConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
 from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVisionModel
@@ -31,12 +23,18 @@ from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVi
 PATCH = 4
 """Pixels a side of a patch of the packed towers."""
 
-# --- the Qwen line: 24 features a token
+
+def made(kind: Any, blocks: int, **sizes: Any) -> nn.Module:
+    """A tower of a class that knows its configuration's."""
+    model: nn.Module = kind(kind.config_class(depth=blocks, num_heads=2, patch_size=PATCH, **sizes))
+    return model
+
+
+# --- 24 features a token
 
 
 def qwen2_vl(blocks: int = 1) -> nn.Module:
-    config = Qwen2VLVisionConfig(depth=blocks, embed_dim=32, hidden_size=24, num_heads=2, patch_size=PATCH)
-    return Qwen2VisionTransformerPretrainedModel(config)
+    return made(Qwen2VisionTransformerPretrainedModel, blocks, embed_dim=32, hidden_size=24)
 
 
 QWEN25_WINDOW = 4
@@ -47,19 +45,8 @@ def qwen2_5_vl(
     blocks: int = 2, kind: Any = Qwen2_5_VisionTransformerPretrainedModel, **sizes: int
 ) -> nn.Module:
     """The second block attends over whole frames."""
-    config = kind.config_class(
-        depth=blocks,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=2,
-        out_hidden_size=24,
-        patch_size=PATCH,
-        window_size=QWEN25_WINDOW * 2 * PATCH,
-        fullatt_block_indexes=[1],
-        **sizes,
-    )
-    model: nn.Module = kind(config)
-    return model
+    window: dict[str, Any] = dict(window_size=QWEN25_WINDOW * 2 * PATCH, fullatt_block_indexes=[1])
+    return made(kind, blocks, hidden_size=32, intermediate_size=48, out_hidden_size=24, **window, **sizes)
 
 
 def qwen2_5_omni() -> nn.Module:
@@ -71,48 +58,26 @@ def exaone() -> nn.Module:
     return qwen2_5_vl(kind=Exaone4_5_VisionModel, num_key_value_heads=1)
 
 
-def _qwen3_sizes(blocks: int) -> dict[str, Any]:
-    return {
-        "depth": blocks,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 24,
-        "patch_size": PATCH,
-        "num_position_embeddings": 49,
-    }
+_QWEN3 = dict(hidden_size=32, intermediate_size=64, out_hidden_size=24, num_position_embeddings=49)
 
 
 def qwen3_vl(blocks: int = 1, *, moe: bool = False) -> nn.Module:
     """With deepstack behind its first block."""
-    sizes = {**_qwen3_sizes(blocks), "deepstack_visual_indexes": [0]}
-    if moe:
-        return Qwen3VLMoeVisionModel(Qwen3VLMoeVisionConfig(**sizes))
-    return Qwen3VLVisionModel(Qwen3VLVisionConfig(**sizes))
+    kind = Qwen3VLMoeVisionModel if moe else Qwen3VLVisionModel
+    return made(kind, blocks, **_QWEN3, deepstack_visual_indexes=[0])
 
 
 def qwen3_5(blocks: int = 1, *, moe: bool = False) -> nn.Module:
-    if moe:
-        return Qwen3_5MoeVisionModel(Qwen3_5MoeVisionConfig(**_qwen3_sizes(blocks)))
-    return Qwen3_5VisionModel(Qwen3_5VisionConfig(**_qwen3_sizes(blocks)))
-
-
-# --- others
+    return made(Qwen3_5MoeVisionModel if moe else Qwen3_5VisionModel, blocks, **_QWEN3)
 
 
 def glm4v(blocks: int = 1, *, moe: bool = False) -> nn.Module:
-    sizes = {
-        "depth": blocks,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "image_size": 6 * PATCH,
-        "patch_size": PATCH,
-        "out_hidden_size": 24,
-        "intermediate_size": 48,
-    }
-    if moe:
-        return Glm4vMoeVisionModel(Glm4vMoeVisionConfig(**sizes))
-    return Glm4vVisionModel(Glm4vVisionConfig(**sizes))
+    kind = Glm4vMoeVisionModel if moe else Glm4vVisionModel
+    sizes = dict(hidden_size=32, image_size=6 * PATCH, out_hidden_size=24, intermediate_size=48)
+    return made(kind, blocks, **sizes)
+
+
+# --- Kimi
 
 
 KIMI_HIDDEN, KIMI_TEXT = 48, 40
@@ -140,7 +105,7 @@ def kimi_vl(blocks: int = 1) -> nn.Module:
 
 
 def kimi_k25(blocks: int = 1) -> nn.Module:
-    config = Kimi_K25VisionConfig(
+    config = Kimi_K25VisionModel.config_class(
         num_hidden_layers=blocks,
         hidden_size=KIMI_HIDDEN,
         num_attention_heads=4,

@@ -46,11 +46,7 @@ RUN: dict[str, Any] = {
 REQUEST: dict[str, Any] = {
     "items": [{"input_size": 200, "output_tokens": 50}],
     "batches": [
-        {
-            "items": [0],
-            "output_tokens": 50,
-            "paths": {"default": {"tokens": 50, "budget": 64, "result": "hit"}},
-        }
+        dict(items=[0], output_tokens=50, paths={"default": {"tokens": 50, "budget": 64, "result": "hit"}})
     ],
     "host_ms": 0.25,
 }

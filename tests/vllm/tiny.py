@@ -29,7 +29,9 @@ NORMALIZED = dict(do_normalize=True, do_rescale=True, image_mean=[0.4, 0.5, 0.6]
 IMAGES = [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6]
 VIDEOS = [[(2, 8, 8)], [(2, 8, 8), (3, 8, 4)]]
 TOO_LARGE = [(1, 32, 32)]
-TOO_MANY_FRAMES = [(12, 4, 4)]
+BY_GRIDS: dict[str, Any] = dict(
+    inputs=QWEN, images=IMAGES, videos=VIDEOS, eager=[("image", TOO_LARGE), ("video", [(12, 4, 4)])]
+)
 
 
 @dataclass(frozen=True)
@@ -192,33 +194,10 @@ def fixed_positions(model: Any) -> None:
 
 CONFIGS = json.loads(Path(__file__).with_name("tiny_configs.json").read_text("utf-8"))
 TINY: dict[str, Tiny] = {
-    "Qwen2-VL": Tiny(
-        CONFIGS["Qwen2-VL"],
-        QWEN,
-        IMAGES,
-        VIDEOS,
-        [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)],
-        adjust=few_frames,
-    ),
-    "Qwen2.5-VL": Tiny(
-        CONFIGS["Qwen2.5-VL"],
-        QWEN,
-        IMAGES,
-        VIDEOS,
-        [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)],
-        adjust=few_frames,
-    ),
-    "Qwen3-VL": Tiny(
-        dict(TINY_QWEN3.config),
-        QWEN,
-        IMAGES,
-        VIDEOS,
-        [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)],
-        adjust=few_frames,
-    ),
-    "GLM-4.1V": Tiny(
-        CONFIGS["GLM-4.1V"], QWEN, IMAGES, VIDEOS, [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)]
-    ),
+    "Qwen2-VL": Tiny(CONFIGS["Qwen2-VL"], **BY_GRIDS, adjust=few_frames),
+    "Qwen2.5-VL": Tiny(CONFIGS["Qwen2.5-VL"], **BY_GRIDS, adjust=few_frames),
+    "Qwen3-VL": Tiny(dict(TINY_QWEN3.config), **BY_GRIDS, adjust=few_frames),
+    "GLM-4.1V": Tiny(CONFIGS["GLM-4.1V"], **BY_GRIDS),
     "InternVL": Tiny(
         CONFIGS["InternVL"],
         Tiles(
@@ -244,7 +223,7 @@ TINY: dict[str, Tiny] = {
     "Kimi-K2.5": Tiny(
         CONFIGS["Kimi-K2.5"],
         Rasters("grid_thws"),
-        [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6],
+        IMAGES,
         eager=[("vision_chunk", [(1, 32, 32)]), ("vision_chunk", [(2, 8, 8)])],
         modality="vision_chunk",
     ),
@@ -309,7 +288,7 @@ TINY: dict[str, Tiny] = {
 TINY["MiniMax-M3"] = Tiny(
     CONFIGS["MiniMax-M3"],
     QWEN,
-    [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6],
+    IMAGES,
     eager=[("image", TOO_LARGE)],
     small=minimax_m3_of_a_cpu,
     adjust=flash_attention_by_name,
