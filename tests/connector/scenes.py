@@ -17,7 +17,7 @@ from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
-from fxsplit_encoder.connector.states import Availability
+from fxsplit_encoder.connector.states import Availability, State
 from fxsplit_encoder.connector.threads.copies import Copies
 
 PATIENCE_S = 60.0
@@ -74,10 +74,10 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def queued(each: Connector) -> int:
-    """Items that wait for a worker."""
-    with each._core.lock:
-        return len(each._core.books.holdings.to_encode)
+def wait_until_queued(*tickets: Ticket) -> None:
+    """Every item of these waits for a worker."""
+    items = [item for ticket in tickets for item in ticket.items]
+    wait_until(lambda: all(item.state is State.QUEUED for item in items))
 
 
 def encode_behind(each: Connector, stage: Stage, *requests: EncodeRequest) -> list[Availability]:
@@ -85,9 +85,8 @@ def encode_behind(each: Connector, stage: Stage, *requests: EncodeRequest) -> li
     tickets = [each.submit(request("first"))]
     stage.wait_for_batch()
     for one in requests:
-        num_waiting = queued(each) + len(one.items)
         tickets.append(each.submit(one))
-        wait_until(lambda expected=num_waiting: queued(each) == expected)
+        wait_until_queued(tickets[-1])
     stage.open()
     return [wait(ticket) for ticket in tickets]
 

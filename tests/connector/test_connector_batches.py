@@ -25,12 +25,11 @@ from .scenes import (
     connector,
     encode_behind,
     image,
-    queued,
     ready,
     request,
     staged,
     wait,
-    wait_until,
+    wait_until_queued,
 )
 
 
@@ -64,7 +63,7 @@ def test_batches_of_eight_or_of_five_milliseconds(monkeypatch: pytest.MonkeyPatc
         alone = each.submit(request("alone"))
         assert stage.wait_for_batch() == ["alone"], "after 5 ms, though nobody joined it"
         tickets = [each.submit(request(f"image {number}")) for number in range(20)]
-        wait_until(lambda: queued(each) == 20)
+        wait_until_queued(*tickets)
         stage.open()
         for ticket in (alone, *tickets):
             wait(ticket)
@@ -153,7 +152,7 @@ def test_a_worker_that_rests_ends_when_it_is_told_to() -> None:
     with connector(max_busy_share=1e-9) as each:
         ready(each, "a")
         late = each.submit(request("b"))
-        wait_until(lambda: queued(each) == 1)
+        wait_until_queued(late)
         each.cancel(late)
 
 
@@ -203,7 +202,7 @@ def test_a_batch_waits_until_there_is_room_for_what_it_writes() -> None:
         first = each.submit(request("a", "b"))
         stage.wait_for_batch()
         second = each.submit(request(image("c", 8)))
-        wait_until(lambda: queued(each) >= 1)
+        wait_until_queued(second)
         stage.open()
         assert (wait(first), wait(second)) == ("ready", "ready")
         assert each.stats().bytes_peak["staging worker 0"] <= 256
@@ -264,7 +263,7 @@ def test_a_tenant_with_much_to_do_holds_up_no_other() -> None:
         with pytest.raises(ConnectorFullError):
             each.submit(request("one more", tenant="many"))
         few = [each.submit(request(f"f{number}", tenant="few")) for number in range(2)]
-        wait_until(lambda: queued(each) == 8)
+        wait_until_queued(*many, *few)
         stage.open()
         assert {wait(ticket) for ticket in (first, *many, *few)} == {"ready"}
         order = stage.encoded

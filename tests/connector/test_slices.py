@@ -28,13 +28,13 @@ from .scenes import (
     encode_behind,
     image,
     names_of,
-    queued,
     ready,
     request,
     rows_in,
     rows_of,
     wait,
     wait_until,
+    wait_until_queued,
 )
 from .test_connector_races import assert_nothing_is_left
 
@@ -115,7 +115,7 @@ def test_a_device_has_no_more_than_two_slices_and_images_pass_between_them() -> 
         assert len(seen.batches) == 2
         small = each.submit(request(image("image", 2)))
         large = each.submit(request(image("large", 6)))
-        wait_until(lambda: queued(each) == 2)
+        wait_until_queued(small, large)
         assert len(seen.batches) == 2
         copies.marks[0].come_to_pass()
         wait_until(lambda: len(copies.marks) == 4)  # the image's, and that of the third slice

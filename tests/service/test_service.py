@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.errors import EncoderLostError, InputError
+from fxsplit_encoder.models.text import TextEncoder
 from fxsplit_encoder.service import application, server
 from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, QueuedEncoder
 
@@ -353,7 +354,7 @@ def test_a_service_whose_encoder_is_lost_says_so(
         def lost(*_: object) -> None:
             raise EncoderLostError("of the test")
 
-        monkeypatch.setattr(ImageEncoder, "_launch_texts", lost)
+        monkeypatch.setattr(TextEncoder, "__call__", lost)
         answer = httpx.post(f"{running.url}/v1/embeddings", json={"input": "a"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         wait_for(lambda: httpx.get(f"{running.url}/health").status_code == 503)

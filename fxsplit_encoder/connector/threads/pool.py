@@ -127,14 +127,13 @@ class Pool:
             started = _WorkerThread(self._core, worker, encoder, self._copies, self.lost)
             self._threads[worker.name] = started
             started.thread.start()
-            self._started.append(started.thread)
+            self._started = [*filter(threading.Thread.is_alive, self._started), started.thread]
 
     # --- the end
 
     def threads(self) -> list[threading.Thread]:
         """All that may still run. One that ends by a fault may add another before it has ended."""
         with self._core.lock:
-            self._started = [thread for thread in self._started if thread.is_alive()]
             return list(self._started)
 
 

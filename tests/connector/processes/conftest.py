@@ -41,11 +41,16 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def fork(arguments: Sequence[str], descriptors: Sequence[int], options: ProcessOptions) -> ForkedProcess:
+def fork(
+    arguments: Sequence[str],
+    descriptors: Sequence[int],
+    options: ProcessOptions,
+    main: Callable[[Sequence[str]], int] = child.main,
+) -> ForkedProcess:
     """Takes the place of `program.launch`."""
     pid = quiet_fork()
     if pid == 0:
-        run_child(arguments, descriptors, options)
+        run_child(arguments, descriptors, options, main)
     return ForkedProcess(pid)
 
 
@@ -55,7 +60,12 @@ def quiet_fork() -> int:
         return os.fork()
 
 
-def run_child(arguments: Sequence[str], descriptors: Sequence[int], options: ProcessOptions) -> None:
+def run_child(
+    arguments: Sequence[str],
+    descriptors: Sequence[int],
+    options: ProcessOptions,
+    main: Callable[[Sequence[str]], int],
+) -> None:
     status = 1
     try:
         gc.disable()  # objects of the test process must not close descriptors that are others' here
@@ -66,7 +76,7 @@ def run_child(arguments: Sequence[str], descriptors: Sequence[int], options: Pro
         os.environ.update(options.environment)
         torch.set_num_threads(1)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        status = child.main(arguments)
+        status = main(arguments)
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from fxsplit_encoder.connector.processes import (
     program,
 )
 from fxsplit_encoder.connector.processes.process_encoder import EncoderProcess
-from fxsplit_encoder.connector.processes.wire import More
+from fxsplit_encoder.connector.processes.wire import Channel, More
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.models.connectors import checkpoint_encoder, checkpoint_process, weightless_tower
 from fxsplit_encoder.models.media import media_processor
@@ -37,7 +38,7 @@ from tests.connector.resources import eventually, mapped_bytes, nothing_left, nu
 from tests.models.checkpoints import save
 
 from .conftest import DOUBLING, fork, make_item, quiet_fork
-from .encoders import LIES
+from .encoders import LIES, lie
 
 Make = Callable[..., ProcessEncoder]
 
@@ -297,7 +298,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(
 
     ask = EncoderProcess.ask
 
-    def no_answer(self: EncoderProcess, timeout: float | None) -> Any:
+    def no_answer(self: Channel[Any], timeout: float | None) -> Any:
         raise KeyboardInterrupt
 
     def not_all(self: EncoderProcess, message: Any, timeout: float | None) -> Any:
@@ -306,9 +307,9 @@ def test_an_interrupted_caller_leaves_nothing_behind(
         return ask(self, message, timeout)
 
     large = [make_item(300, do="repeat") for _ in range(6)]  # their features come in several parts
-    for name, fault in [("_receive", no_answer), ("ask", not_all)] * 2:
+    for owner, name, fault in [(Channel, "receive", no_answer), (EncoderProcess, "ask", not_all)] * 2:
         with monkeypatch.context() as patch:
-            patch.setattr(EncoderProcess, name, fault)
+            patch.setattr(owner, name, fault)
             with pytest.raises(KeyboardInterrupt):
                 encoder.encode(large)
         items = [make_item(1900)]
@@ -316,12 +317,14 @@ def test_an_interrupted_caller_leaves_nothing_behind(
     assert encoder.stats()["losses"] == 0
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_process_that_breaks_the_protocol_is_ended(make_encoder: Make, lie: str) -> None:
-    encoder = make_encoder(of=EncoderProgram("tests.connector.processes.encoders:lying"))
-    item = PreparedItem("image", b"", {"pixel_values": torch.full((1, 1), LIES.index(lie) / 2)}, 1)
+@pytest.mark.parametrize("name", LIES)
+def test_a_process_that_breaks_the_protocol_is_ended(
+    make_encoder: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(program, "launch", partial(fork, main=partial(lie, answer=LIES[name])))
+    encoder = make_encoder()
     with pytest.raises(EncoderLostError, match=r"(not asked|nobody understands)"):
-        encoder.encode([item])
+        encoder.encode([make_item(1)])
     assert eventually(lambda: encoder.stats()["losses"] == 1)
 
 
