@@ -1,7 +1,6 @@
 """The application on a Ray cluster: front ends that decode, and encoders with a GPU each.
 
-`serve run fxsplit_encoder.service.ray_serve:app model=NAME` starts it, `import_path` in a YAML file too. How
-many there are of each is up to Serve's own options of the deployments `Encoder` and `Frontend`.
+`serve run fxsplit_encoder.service.ray_serve:app model=NAME` starts it, `import_path` in a YAML file too.
 """
 
 from __future__ import annotations
@@ -35,14 +34,7 @@ PREFIXES = ("ray_encoder_service_", "ray_serve_")
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """The application, for `serve run`.
-
-    Args:
-        args: those of `ServiceSettings`; `model` has no default.
-
-    Raises:
-        ConfigError: an argument is unknown or not allowed.
-    """
+    """Make the application, for `serve run`, of fields of `ServiceSettings`; ConfigError: one is wrong."""
     settings = ServiceSettings(**args)
     options = {
         "max_ongoing_requests": _UNLIMITED,

@@ -86,11 +86,8 @@ class RayOptions:
 
 
 class RayEncoder(FeatureEncoder):
-    """Encodes in an actor that it starts and ends.
-
-    Inputs and features cross by Ray's object store. An actor encodes one batch at a time; one that dies, with
-    its node or alone, loses its worker of the connector: the items go to another worker, and this one is
-    started again as a new actor, as often as `ConnectorConfig.max_worker_restarts` allows.
+    """Encodes in an actor that it starts and ends, a batch at a time; tensors cross by Ray's object store. One
+    that dies, with its node or alone, is a lost worker of the connector.
 
     Args:
         make: makes the encoder, in the actor: a function that Ray can pickle.
