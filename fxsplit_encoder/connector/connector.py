@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -19,11 +16,7 @@ from fxsplit_encoder.connector.books.books import Books, Step
 from fxsplit_encoder.connector.books.encoding import WorkerStatus
 from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.tickets import Ticket
-from fxsplit_encoder.connector.interfaces import (
-    MediaItem,
-    MediaProcessor,
-    PromptRun,
-)
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PromptRun
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
 from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, Run, merge_rows
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
@@ -33,13 +26,9 @@ from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, make_encoders, row_bytes_of
 from fxsplit_encoder.connector.threads.preparers import Preparers
+from fxsplit_encoder.encode_queue.batch_thread import EXIT_SECONDS, deadline_of, join
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
-
-logger = logging.getLogger(__name__)
-
-_EXIT_SECONDS = 30.0
-"""How long the end of the interpreter waits for batches that are being encoded."""
 
 _ANY_TOWER = TowerIdentity(b"", "", "")
 
@@ -281,33 +270,29 @@ class Connector:
         Args:
             timeout_s: how long to wait for threads; one that hangs is left to itself, with a warning.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_of(timeout_s)
         with self._core.change() as books:
             books.close()
         for name in self.workers():
             self._pool.drain(name)
         joined: list[threading.Thread] = []
         while threads := [thread for thread in self._pool.threads() if thread not in joined]:
-            _join(threads, deadline)
+            join(threads, deadline)
             joined += threads
         self._core.stop()
-        _join(self._threads, deadline)
-        _join([self._core.warden], deadline)
+        join([*self._threads, self._core.warden], deadline)
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        # A thread that encodes while the interpreter is taken down would abort the process.
-        self.close(_EXIT_SECONDS)
+        self.close(EXIT_SECONDS)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -326,11 +311,3 @@ def _check_ready(ticket: Ticket, items: Sequence[int]) -> None:
             raise InputError(
                 f"item {index} of request {ticket.request.id}: expected it to be ready; it is {state}"
             )
-
-
-def _join(threads: Sequence[threading.Thread], deadline: float | None) -> None:
-    for thread in threads:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        thread.join(None if left is None else min(left, threading.TIMEOUT_MAX))
-        if thread.is_alive():
-            logger.warning("%s does not come to an end; it is left to itself", thread.name)

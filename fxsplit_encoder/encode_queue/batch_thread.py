@@ -8,11 +8,13 @@ batch that fails is halved until single items do.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
@@ -21,6 +23,23 @@ from fxsplit_encoder.errors import EncoderLostError
 logger = logging.getLogger(__name__)
 
 BatchT = TypeVar("BatchT")
+
+EXIT_SECONDS = 30.0
+"""How long the end of the interpreter waits for batches that are being encoded: a thread that encodes while
+the interpreter is taken down would abort the process."""
+
+
+def join(threads: Iterable[threading.Thread], deadline: float) -> None:
+    """Wait for threads until a deadline on the monotonic clock; one that hangs is left to itself."""
+    for thread in threads:
+        thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        if thread.is_alive():
+            logger.warning("%s does not come to an end; it is left to itself", thread.name)
+
+
+def deadline_of(timeout_s: float | None) -> float:
+    """The deadline on the monotonic clock that is so far away; None: infinitely."""
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
 class Landing(Generic[BatchT]):
@@ -178,14 +197,14 @@ class Clock:
 
     Args:
         changed: condition of the lock under which deadlines change.
-        next_deadline: on the clock `now`, called with the lock; None: nothing has one.
+        next_deadline: on the clock `now`, called with the lock; infinite: nothing has one.
         expire: called without the lock; leaves no deadline that has passed.
     """
 
     def __init__(
         self,
         changed: threading.Condition,
-        next_deadline: Callable[[], float | None],
+        next_deadline: Callable[[], float],
         expire: Callable[[], None],
         now: Callable[[], float],
         name: str,
@@ -194,14 +213,13 @@ class Clock:
         self._next_deadline = next_deadline
         self._expire = expire
         self._now = now
-        self._awaited: float | None = None
+        self._awaited = math.inf
         self._is_stopping = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def look(self) -> None:
         """Look at deadlines that may have come closer; called with the lock."""
-        deadline = self._next_deadline()
-        if deadline is not None and (self._awaited is None or deadline < self._awaited):
+        if self._next_deadline() < self._awaited:
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -215,9 +233,8 @@ class Clock:
                 if self._is_stopping:
                     return
                 self._awaited = self._next_deadline()
-                left = None if self._awaited is None else self._awaited - self._now()
-                if left is None or left > 0:
+                if (left := self._awaited - self._now()) > 0:
                     # Deadlines further away than a wait may be are looked at again.
-                    self._changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX))
+                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
                     continue
             self._expire()

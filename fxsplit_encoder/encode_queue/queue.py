@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from fxsplit_encoder.encode_queue.batch_thread import BatchThread, Clock
+from fxsplit_encoder.encode_queue.batch_thread import EXIT_SECONDS, BatchThread, Clock, deadline_of, join
 from fxsplit_encoder.encode_queue.fair_queue import FairQueue, Shares
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -96,9 +96,6 @@ class _Batch:
 MOST_LOSSES = 2
 """Workers that an item may cost before it is taken for the cause."""
 
-_EXIT_SECONDS = 30.0
-"""How long the end of the interpreter waits for batches that are being encoded."""
-
 
 class EncodeQueue(Generic[ItemT, ResultT]):
     """A bounded queue of items that workers encode in batches, with a future for each.
@@ -140,7 +137,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._max_batch_cost = max_batch_cost
         self._max_batch_items = max_batch_items or math.inf
         self._max_items = max_items
-        self._hang_timeout_s = hang_timeout_s
+        self._longest = math.inf if hang_timeout_s is None else hang_timeout_s
         self.clock = clock
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
@@ -283,7 +280,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             drain: whether what waits is encoded, else it is cancelled.
             timeout_s: how long to wait for workers; one that hangs is left to itself.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_of(timeout_s)
         with self.lock:
             self._is_closed = True
             drain = drain and bool(self._workers)
@@ -294,16 +291,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             self.work.notify_all()
         for entry in dropped:
             entry.future.cancel()
-        for worker in list(self._workers):
-            worker.thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        join([worker.thread for worker in list(self._workers)], deadline)
         with self.lock:
             self._clock.stop()
         self._clock.thread.join()
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        # A thread that encodes while the interpreter is taken down would abort the process.
-        self.close(drain=False, timeout_s=_EXIT_SECONDS)
+        self.close(drain=False, timeout_s=EXIT_SECONDS)
 
     # --- batches, for the workers
 
@@ -404,16 +399,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
 
     # --- time
 
-    def _next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float:
         if self._late:
             return -math.inf
         while self._deadlines and self._deadlines[0][2] not in self._waiting:
             heapq.heappop(self._deadlines)
-        found = [self._deadlines[0][0]] if self._deadlines else []
-        if self._hang_timeout_s is not None:
-            begins = [batch.begin for worker in self._workers for batch in worker.batches]
-            found += [min(begins) + self._hang_timeout_s] if begins else []
-        return min(found, default=None)
+        first = self._deadlines[0][0] if self._deadlines else math.inf
+        begins = (batch.begin for worker in self._workers for batch in worker.batches)
+        return min(first, min(begins, default=math.inf) + self._longest)
 
     def _expire(self) -> None:
         with self.lock:
@@ -424,17 +417,13 @@ class EncodeQueue(Generic[ItemT, ResultT]):
                 if self._drop(entry) and entry.future.set_running_or_notify_cancel():
                     expired.append(entry)
             self._counts.expired += len(expired)
-            longest = math.inf if self._hang_timeout_s is None else self._hang_timeout_s
-            hung = [
-                worker
-                for worker in self._workers
-                if any(batch.begin + longest <= now for batch in worker.batches)
-            ]
+            late = now - self._longest
+            hung = [each for each in self._workers if any(batch.begin <= late for batch in each.batches)]
         for entry in expired:
             entry.future.set_exception(QueueTimeoutError("no worker has taken it within its timeout"))
         for worker in hung:
-            logger.warning("%s has not landed a batch for %g s, and is given up", worker.name, longest)
-            self.lose(worker, f"it has not landed a batch for {longest:g} s")
+            logger.warning("%s has not landed a batch for %g s, and is given up", worker.name, self._longest)
+            self.lose(worker, f"it has not landed a batch for {self._longest:g} s")
 
 
 class _QueueWorker(BatchThread[_Batch]):

@@ -235,9 +235,8 @@ def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
     machine.take_cpu_job()
     machine.digested(0, False)
     bench.books.settle()
-    job = bench.books.preparation.take()
-    prepared = PreparedItem("image", job.entry.digest, {}, 4)
-    bench.books.preparation.prepared(job, prepared, cost)
+    entry = bench.books.preparation.take()
+    bench.books.preparation.prepared(entry, PreparedItem("image", entry.digest, {}, 4), cost)
     bench.books.settle()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -178,17 +179,16 @@ class Books:
                 if item.state in WAITING:
                     self.holdings.fail_item(item, error)
 
-    def next_deadline(self) -> float | None:
-        """When a ticket has to be failed or a worker given up next; None: nothing waits."""
+    def next_deadline(self) -> float:
+        """When a ticket has to be failed or a worker given up next; infinite: nothing waits."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             ticket = self.holdings.tickets.get(number)
             if ticket is not None and ticket.deadline == deadline and not ticket.is_settled:
                 break
             heapq.heappop(self._deadlines)
-        hang = self.encoding.next_hang()
-        found = [deadline for deadline, _ in self._deadlines[:1]] + ([] if hang is None else [hang])
-        return min(found, default=None)
+        first = self._deadlines[0][0] if self._deadlines else math.inf
+        return min(first, self.encoding.next_hang())
 
     def step(self) -> Step:
         """What has become of whom since the last step."""

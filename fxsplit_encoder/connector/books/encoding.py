@@ -93,9 +93,6 @@ class Worker:
         if busy_share < 1:
             self.rests_until = max(self.rests_until, begin) + (now - begin) / busy_share
 
-    def __repr__(self) -> str:
-        return f"Worker({self.name}, {self.status})"
-
 
 _OUT_OF_PROPORTION = 3.0
 """Times the cost of all that come before it in a batch. What costs more fills a device by itself, and little
@@ -130,9 +127,6 @@ class Batch:
         self.is_lost = False
         """Whether its worker was given up; nobody waits for its results."""
 
-    def __repr__(self) -> str:
-        return f"Batch({len(self.entries)} entries, {self.worker.name})"
-
 
 class Taken(NamedTuple):
     """What a worker is to do."""
@@ -149,6 +143,8 @@ class Encoding:
         self._holdings = holdings
         self._config, self._stats, self._storage = holdings.config, holdings.stats, holdings.storage
         self._clock = holdings.clock
+        longest = self._config.hang_timeout_s
+        self._longest = math.inf if longest is None else longest
         self.workers: dict[str, Worker] = {}
 
     # --- workers
@@ -272,18 +268,14 @@ class Encoding:
 
     # --- workers that hang
 
-    def next_hang(self) -> float | None:
-        """When a worker will have hung for too long, unless it goes on before; None: none has a batch."""
-        begins = [batch.progressed_at for worker in self.workers.values() for batch in worker.batches]
-        longest = self._config.hang_timeout_s
-        return None if longest is None or not begins else min(begins) + longest
+    def next_hang(self) -> float:
+        """When a worker will have hung for too long, unless it goes on before."""
+        begins = (batch.progressed_at for worker in self.workers.values() for batch in worker.batches)
+        return min(begins, default=math.inf) + self._longest
 
     def hung_workers(self) -> list[Worker]:
         """The workers that have made no progress with a batch for too long."""
-        if (longest := self._config.hang_timeout_s) is None:
-            return []
-        late = self._clock() - longest
-        workers = self.workers.values()
+        late, workers = self._clock() - self._longest, self.workers.values()
         return [each for each in workers if any(batch.progressed_at <= late for batch in each.batches)]
 
     # --- rows

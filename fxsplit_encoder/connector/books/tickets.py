@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
@@ -62,34 +62,21 @@ def capacity_of(num_bytes: int) -> int:
     return max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
 
 
-class Event(Protocol):
-    """A point of a device's stream, as `torch.cuda.Event`."""
+class Event:
+    """A point of a device's stream, as `torch.cuda.Event`; this one, of work that the calling thread has done
+    itself, has passed.
+    """
 
     def query(self) -> bool:
         """Whether the device has passed it, or is lost: nothing uses memory on its account any more."""
-        ...
+        return True
 
     def has_succeeded(self) -> bool:
         """Whether the device has passed it, and not because it was lost."""
-        ...
+        return True
 
     def synchronize(self) -> None:
-        """Blocks until the device has passed it; raises RuntimeError where the device was lost."""
-        ...
-
-
-class _PassedEvent:
-    def query(self) -> bool:
-        return True
-
-    def has_succeeded(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
-PASSED: Event = _PassedEvent()
-"""Of work which the calling thread has done itself."""
+        """Block until the device has passed it; RuntimeError: the device was lost."""
 
 
 @dataclass(eq=False)

@@ -6,7 +6,6 @@ process at once when the parent has ended.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import select
@@ -114,21 +113,18 @@ class EncoderHost:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an encoder process, with the arguments of `ProcessOptions.command_line`."""
-    parser = argparse.ArgumentParser(prog="fxsplit encoder process")
-    for name in ("--socket", "--memory", "--parent", "--max-bytes"):
-        parser.add_argument(name, type=int, required=True)
-    options = parser.parse_args(arguments)
+    """Run an encoder process, with the arguments of `program.launch`."""
+    descriptor, memory_descriptor, parent_pid, max_bytes = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and decides
     try:
-        parent = os.pidfd_open(options.parent)
+        parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
         _end()
-    if os.getppid() != options.parent:
+    if os.getppid() != parent_pid:
         _end()
     threading.Thread(target=_end_with, args=(parent,), name="fxsplit-parent", daemon=True).start()
-    memory = SharedMemory(options.max_bytes, options.memory)
-    connection = socket.socket(fileno=options.socket)
+    memory = SharedMemory(max_bytes, memory_descriptor)
+    connection = socket.socket(fileno=descriptor)
     channel: Channel[ToEncoder] = Channel(connection, parent, ToEncoder, memory, half=1)
     EncoderHost(channel).serve()
     return 0

@@ -66,8 +66,7 @@ class EncoderProcess:
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         resources.callback(connection.close)
         with theirs:
-            descriptors = [theirs.fileno(), self.memory.descriptor]
-            self._process = launching.launch(options.command_line(*descriptors), descriptors, options)
+            self._process = launching.launch(theirs.fileno(), self.memory.descriptor, options)
         resources.callback(self._end)
         pidfd = os.pidfd_open(self._process.pid)
         resources.callback(os.close, pidfd)

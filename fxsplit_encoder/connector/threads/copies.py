@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.tickets import PASSED, Event
+from fxsplit_encoder.connector.books.tickets import Event
 
 
-class _CudaEvent:
+class _CudaEvent(Event):
     """A CUDA event which has also passed once its device is lost: nothing uses the memory any more."""
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Copies:
         target = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
         if not rows.is_cuda:
             target.copy_(rows)
-            return target, PASSED
+            return target, Event()
         stream = self._stream(rows.device)
         stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(stream):
@@ -87,7 +87,7 @@ class Copies:
     def mark(self, device: torch.device) -> Event:
         """When everything is over that this thread has given the current stream of a device."""
         if device.type != "cuda":
-            return PASSED
+            return Event()
         return _CudaEvent(device)
 
     def _stream(self, device: torch.device) -> Any:

@@ -11,8 +11,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from fxsplit_encoder.connector.books.preparation import CountJob, Digested, DigestJob, PrepareJob, Problem
-from fxsplit_encoder.connector.books.tickets import Ticket, capacity_of
+from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, Problem
+from fxsplit_encoder.connector.books.tickets import Entry, Ticket, capacity_of
 from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import failure_of
@@ -46,15 +46,15 @@ class Preparers:
 
     def _run_next(self) -> bool:
         job = self._take()
-        if isinstance(job, CountJob):
-            self._count(job.ticket)
+        if isinstance(job, Ticket):
+            self._count(job)
         elif isinstance(job, DigestJob):
             self._digest(job)
         elif job is not None:
             self._prepare(job)
         return job is not None
 
-    def _take(self) -> CountJob | DigestJob | PrepareJob | None:
+    def _take(self) -> Ticket | DigestJob | Entry | None:
         with self._core.lock:
             while not self._core.is_stopping:
                 if (job := self._core.books.preparation.take()) is not None:
@@ -122,15 +122,16 @@ class Preparers:
             raise error
         return Digested(media, num_tokens, self._hashed(media))
 
-    def _prepare(self, job: PrepareJob) -> None:
+    def _prepare(self, entry: Entry) -> None:
         started = time.monotonic()
-        result, cost = _attempt("media", self._prepared, job.media), 0.0
+        assert entry.media is not None
+        result, cost = _attempt("media", self._prepared, entry.media), 0.0
         if not isinstance(result, ConnectorError):
             staged = _attempt("encoder", self._staged, result)
             result, cost = (staged, 0.0) if isinstance(staged, ConnectorError) else staged
         with self._core.change() as books:
             books.holdings.stats.prepare.add(time.monotonic() - started)
-            books.preparation.prepared(job, result, cost)
+            books.preparation.prepared(entry, result, cost)
 
     def _prepared(self, media: MediaItem) -> PreparedItem:
         return _checked_item(self._processor.prepare(media))

@@ -86,8 +86,8 @@ class RayOptions:
 
 
 class RayEncoder(FeatureEncoder):
-    """Encodes in an actor that it starts and ends, a batch at a time; tensors cross by Ray's object store. One
-    that dies, with its node or alone, is a lost worker of the connector.
+    """Encodes in an actor that it starts and ends, a batch at a time; tensors cross by Ray's object store.
+    One that dies, with its node or alone, is a lost worker of the connector.
 
     Args:
         make: makes the encoder, in the actor: a function that Ray can pickle.

@@ -42,15 +42,16 @@ class ForkedProcess:
 
 
 def fork(
-    arguments: Sequence[str],
-    descriptors: Sequence[int],
+    connection: int,
+    memory: int,
     options: ProcessOptions,
     main: Callable[[Sequence[str]], int] = child.main,
 ) -> ForkedProcess:
     """Takes the place of `program.launch`."""
+    arguments = [str(number) for number in (connection, memory, os.getpid(), options.max_bytes)]
     pid = quiet_fork()
     if pid == 0:
-        run_child(arguments, descriptors, options, main)
+        run_child(arguments, {connection, memory}, options, main)
     return ForkedProcess(pid)
 
 
@@ -62,7 +63,7 @@ def quiet_fork() -> int:
 
 def run_child(
     arguments: Sequence[str],
-    descriptors: Sequence[int],
+    descriptors: set[int],
     options: ProcessOptions,
     main: Callable[[Sequence[str]], int],
 ) -> None:

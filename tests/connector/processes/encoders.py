@@ -120,7 +120,7 @@ LIES: dict[str, Message | bytes] = {
 
 def lie(arguments: Sequence[str], answer: Message | bytes) -> int:
     """In place of `child.main`."""
-    connection, descriptor, parent, max_bytes = map(int, arguments[1::2])
+    connection, descriptor, parent, max_bytes = map(int, arguments)
     memory, process = SharedMemory(max_bytes, descriptor), os.pidfd_open(parent)
     channel: Channel[ToEncoder] = Channel(
         socket.socket(fileno=connection), process, ToEncoder, memory, half=1

@@ -405,9 +405,9 @@ def test_a_socket_that_others_have_inherited_does_not_hide_the_end(
 ) -> None:
     kept: list[int] = []
 
-    def launch(arguments: Any, descriptors: Any, options: Any) -> Any:
-        kept.append(os.dup(descriptors[0]))  # as a process that was forked meanwhile has it
-        return fork(arguments, descriptors, options)
+    def launch(connection: int, memory: int, options: Any) -> Any:
+        kept.append(os.dup(connection))  # as a process that was forked meanwhile has it
+        return fork(connection, memory, options)
 
     monkeypatch.setattr(program, "launch", launch)
     encoder = make_encoder()
