@@ -111,12 +111,7 @@ class Connector:
             return books.submit(request)
 
     def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
-        """What a prompt has to show of an item, from its header or dimensions alone, before it is submitted.
-
-        Raises:
-            InputError: the processor does not tell.
-            MediaError: the media cannot be read.
-        """
+        """What a prompt has to show of an item, by its header or dimensions; raises as the processor."""
         return self.processor.prompt_runs(item)
 
     def step(self) -> Step:
@@ -159,8 +154,8 @@ class Connector:
     def read(
         self, ticket: Ticket, items: Sequence[int] | None = None, *, device: torch.device | str = "cpu"
     ) -> Iterator[dict[int, FeatureRows]]:
-        """The rows of some items, which stay until the work is over that the current stream of `device` was
-        given inside; raises InputError where one is not ready.
+        """Read rows of items, which stay until the current stream of `device` is through with what it was
+        given inside; InputError: one is not ready.
         """
         reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
@@ -264,11 +259,8 @@ class Connector:
     # --- the end
 
     def close(self, timeout_s: float | None = 60.0) -> None:
-        """Cancels every ticket, lets workers finish what they have in hand, and frees everything. Further
-        calls do nothing.
-
-        Args:
-            timeout_s: how long to wait for threads; one that hangs is left to itself, with a warning.
+        """Cancel every ticket, let workers finish what they have in hand, and free everything; idempotent. A
+        thread that takes longer than `timeout_s` is left to itself, with a warning.
         """
         deadline = deadline_of(timeout_s)
         with self._core.change() as books:

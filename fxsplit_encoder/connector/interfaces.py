@@ -76,9 +76,7 @@ class MediaProcessor(ABC):
         """Decode, check and preprocess one item; raises a ``MediaError`` for what cannot be."""
 
     def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
-        """The item's placeholder tokens, ``count_tokens`` in all, as its prompt divides them; nothing is
-        decoded. InputError: this processor does not tell.
-        """
+        """The item's ``count_tokens`` as its prompt divides them, undecoded; InputError: it does not tell."""
         raise InputError(f"{type(self).__name__} does not tell what prompts show of media")
 
     def reduce(self, item: MediaItem, how: Reduction) -> MediaItem | None:
@@ -117,9 +115,7 @@ class FeatureEncoder(ABC):
         return item
 
     def slices(self, item: PreparedItem, most_cost: float) -> Sequence[PreparedItem]:
-        """Items whose features, one after the other, are the item's: each of no more than that cost, as far
-        as it can be cut. The item alone: it is not.
-        """
+        """Cut an item to some of that cost at most, whose features, one after the other, are the item's."""
         return [item]
 
     @abstractmethod

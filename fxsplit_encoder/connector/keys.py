@@ -114,19 +114,13 @@ class TowerIdentity:
 
     @classmethod
     def of(cls, tower: nn.Module, precision: str, name: HashName = "blake3") -> TowerIdentity:
-        """That of a tower as it is now, with the precision of its configuration (`precision_of`).
-
-        Reads every weight once; weights on a GPU pass through host memory in pieces. After other weights are
-        loaded it is another one.
-        """
+        """Identify a tower as it is now, with a `precision_of`; reads every weight once, in pieces."""
         dtype = next((str(parameter.dtype) for parameter in tower.parameters()), "none")
         return cls(weights_digest(tower, name), dtype, precision)
 
 
 def precision_of(config: EncoderConfig) -> str:
-    """Whether the configuration is `invariant`: a feature that was made without would not have the bits that
-    are promised with it.
-    """
+    """Whether the configuration is `invariant`, which promises bits that other features do not have."""
     return "invariant" if config.invariant else ""
 
 

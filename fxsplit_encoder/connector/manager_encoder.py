@@ -31,31 +31,23 @@ _ONE_THREAD_ELEMENTS = 32_768
 
 
 class ManagerEncoder(FeatureEncoder):
-    """The images and videos of one tower.
-
-    Args:
-        manager: not captured yet, or captured on any thread; `start` captures what is not.
-        capture: whether `start` captures.
-        modalities: that it encodes; None: those for which the tower declares captures.
-    """
+    """Encodes images and videos by one tower; None: of the modalities that it declares captures for."""
 
     def __init__(
         self,
         manager: EncoderCudaGraphManager,
         *,
-        capture: bool = True,
         modalities: Sequence[Modality] | None = None,
     ) -> None:
         self.manager = manager
         self.device, self.dtype = manager.pool.device, manager.dtype
         self.stream_priority = manager.config.stream_priority
-        self._capture = capture
         self._tables: dict[bytes, PixelValues] = {}
         self._modalities = manager.model_config.modalities if modalities is None else modalities
 
     def start(self) -> None:
         """Capture every budget, on the thread that will replay them."""
-        if self._capture and not self.manager.is_captured():
+        if not self.manager.is_captured():
             self.manager.capture()
 
     def predict_cost(self, item: PreparedItem) -> float:
@@ -82,9 +74,7 @@ class ManagerEncoder(FeatureEncoder):
         return staged(tensor, tensor.dtype, is_pinned) if is_pixels else tensor
 
     def slices(self, item: PreparedItem, most_cost: float) -> list[PreparedItem]:
-        """A video by frames, as evenly as its predicted cost asks for; the item alone where frames depend on
-        each other (`PackedTower.frames_are_independent`).
-        """
+        """Cut a video by frames, as evenly as its predicted cost asks for, if they are independent."""
         keys = _video_keys(self.manager.tower)
         if keys is None or {*item.inputs} - {PIXEL_TABLE} != {*keys}:
             return [item]

@@ -1,8 +1,7 @@
 """Threads: `BatchThread` launches batches and has them landed in order, `Clock` waits for deadlines.
 
 A worker *launches* a batch, which returns as soon as its device or process has the work, and *lands* it,
-which waits for the results. A second thread lands, in order, so that the next batch is launched in time. A
-batch that fails is halved until single items do.
+which waits for the results. A second thread lands, in order, so that the next batch is launched in time.
 """
 
 from __future__ import annotations

@@ -101,19 +101,13 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     """A bounded queue of items that workers encode in batches, with a future for each.
 
     A free worker takes what waits, as far as costs and number allow: items of higher priority first, then of
-    the tenant that has had the least work, then in order of arrival. An item that costs more than a batch may
-    goes alone.
+    the tenant that has had the least work, then in order of arrival. InputError: a limit is not positive.
 
     Args:
-        max_batch_cost: of the items of a batch together.
+        max_batch_cost: of the items of a batch together; one that costs more goes alone.
         max_batch_items: of a batch; None: any number.
-        max_items: that may wait; None: any number. A tenant with less than its even share of them is not
-            refused for what others have: up to twice as many may wait then.
+        max_items: that may wait; None: any number. Tenants have `Shares` of them.
         hang_timeout_s: seconds after which a worker that has not landed a batch is given up; None: never.
-        clock: seconds, for deadlines.
-
-    Raises:
-        InputError: a limit is not positive.
     """
 
     def __init__(
@@ -169,16 +163,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         close: Callable[[], None] | None = None,
         in_flight: int = 2,
     ) -> Future[None]:
-        """Start a worker, whose thread alone calls these.
-
-        Args:
-            launch: begins to encode items.
-            start: makes ready to encode.
-            close: gives back what `start` made.
-            in_flight: batches that are launched before the first of them has landed, at most.
-
-        Returns:
-            What is done once `start` is, or has its error.
+        """Start a worker, whose thread alone calls `start`, `launch` and `close`; at most `in_flight` batches
+        are launched before the first has landed. What it returns is done once `start` is, or has its error.
         """
         with self.lock:
             if self._is_closed:
@@ -208,8 +194,6 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         """Add an item.
 
         Args:
-            item: as `launch` takes it.
-            cost: in the unit of `max_batch_cost`.
             priority: higher ones go first.
             tenant: whose turns it uses.
             timeout_s: seconds within which a worker has to take it; None: any.
@@ -274,11 +258,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             return replace(self._counts, waiting=len(self._waiting) + again, running=running)
 
     def close(self, drain: bool = True, timeout_s: float | None = None) -> None:
-        """Take no more items, and end the workers; further calls do nothing.
-
-        Args:
-            drain: whether what waits is encoded, else it is cancelled.
-            timeout_s: how long to wait for workers; one that hangs is left to itself.
+        """Take no more items, and end the workers; idempotent. With `drain` what waits is encoded, else it is
+        cancelled; workers that take longer than `timeout_s` are left to themselves.
         """
         deadline = deadline_of(timeout_s)
         with self.lock:

@@ -117,9 +117,7 @@ class Books:
         return ticket.availability
 
     def _acquire(self, ticket: Ticket, released: list[Occurrence]) -> bool:
-        """Finds items again or has them encoded again; False: there is no memory, and none to be waited
-        for.
-        """
+        """Find items again or have them encoded again; False: there is no memory, and none may be awaited."""
         holds_others = any(each.entry is not None for each in ticket.items)
         self.holdings.touch(ticket)
         self._set_deadline(ticket)  # what has to be encoded again has as long as it had at first

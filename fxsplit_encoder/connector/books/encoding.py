@@ -45,13 +45,7 @@ LIVE = frozenset({WorkerStatus.STARTING, WorkerStatus.RUNNING})
 
 
 class Worker:
-    """One worker, as the books see it.
-
-    Args:
-        name: that its successors have, too.
-        modalities: that it encodes.
-        staging: memory of the batches that it has in hand.
-    """
+    """One worker, whose successors have the same name; `staging` holds the batches that it has in hand."""
 
     def __init__(self, name: str, modalities: frozenset[str], staging: Account) -> None:
         self.name = name
@@ -292,9 +286,7 @@ class Encoding:
         ]
 
     def _arrival(self, entry: Entry, rows: Any) -> Arrival:
-        """Decide where the rows of an entry will lie. Its memory on the host stays reserved until they are
-        there: whatever goes wrong before, it can be encoded again.
-        """
+        """Decide where rows will lie; until they are there, memory for another try stays reserved."""
         assert entry.memory is not None
         if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
             entry.feature = feature = Feature(rows, Residence.DEVICE, memory)
@@ -384,10 +376,7 @@ class Encoding:
     # --- lost workers
 
     def _lose(self, batch: Batch, *, is_running: bool) -> None:
-        """A batch's worker is gone: its entries go to another, and each of them alone.
-
-        Its memory is kept until its thread has returned, where that may still go on and write.
-        """
+        """Pass the entries of a batch on, each alone; its memory is kept until its thread has returned."""
         batch.is_lost = True
         del batch.worker.batches[batch]
         rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.memory)

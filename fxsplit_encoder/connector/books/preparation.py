@@ -59,9 +59,7 @@ class Preparation:
         return self._inputs.used < self._holdings.config.input_bytes
 
     def take(self) -> Ticket | DigestJob | Entry | None:
-        """The next thing to do: a ticket whose media's headers are to be read, an item to hash, an entry to
-        preprocess; None: nothing, or too much waits for encoders already.
-        """
+        """Hand out a ticket to count, an item to hash or an entry to preprocess; None: there is none."""
         kinds = (self._count_job, self._digest_job, self._prepare_job)
         for kind in range(self._turn, self._turn + len(kinds)):
             if (job := kinds[kind % len(kinds)]()) is not None:

@@ -56,16 +56,12 @@ _SMALLEST = 1 << 12
 
 
 def capacity_of(num_bytes: int) -> int:
-    """Bytes of the buffer for so many: a power of two, as the allocator of pinned memory makes them, so that
-    accounts count what is really taken.
-    """
+    """Bytes of the buffer for so many: a power of two, as the allocator of pinned memory makes them."""
     return max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
 
 
 class Event:
-    """A point of a device's stream, as `torch.cuda.Event`; this one, of work that the calling thread has done
-    itself, has passed.
-    """
+    """A point of a device's stream, as `torch.cuda.Event`; this one has passed."""
 
     def query(self) -> bool:
         """Whether the device has passed it, or is lost: nothing uses memory on its account any more."""
@@ -244,9 +240,7 @@ class Ticket:
 
     @property
     def token_counts(self) -> tuple[int, ...]:
-        """Rows of each item, exact; 0 of a request that goes on as text alone, or failed before. Waits until
-        CPU workers have read the media's headers.
-        """
+        """Rows of each item, exact; waits until headers are read. 0 of text alone, or if it failed before."""
         if not self.is_counted and not self.is_settled:
             with self._settled:
                 self._settled.wait_for(lambda: self.is_counted or self.is_settled)

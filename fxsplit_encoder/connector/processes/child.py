@@ -1,7 +1,5 @@
-"""The program of an encoder process: encodes one batch after another, until its parent is done.
-
-The main thread does all work, so that an encoder captures and replays on one thread. Another ends this
-process at once when the parent has ended.
+"""The program of an encoder process: its main thread encodes one batch after another, until its parent is
+done; another ends this process at once when the parent has ended.
 """
 
 from __future__ import annotations

@@ -39,10 +39,7 @@ _END_SECONDS = 1.0
 
 
 class EncoderProcess:
-    """A process that encodes, asked for one thing at a time.
-
-    Its end is seen at once, by the kernel's word. `on_loss` is called once if that comes without `close`.
-    """
+    """A process that encodes, asked for one thing at a time; calls `on_loss` if it ends without `close`."""
 
     def __init__(self, options: ProcessOptions, on_loss: Callable[[], None]) -> None:
         self._options = options
@@ -90,9 +87,7 @@ class EncoderProcess:
     # --- asking, by who has the turn
 
     def begin(self) -> None:
-        """Be ready to ask: wait for the answers to a caller that was interrupted. EncoderLostError: it is
-        gone.
-        """
+        """Wait for the answers to a caller that was interrupted; EncoderLostError: the process is gone."""
         if not self.is_alive:
             raise self.lose()
         while self._open:
@@ -101,11 +96,8 @@ class EncoderProcess:
             self._receive(self._options.encode_timeout)
 
     def ask(self, message: Message, timeout: float | None) -> Started | Encoded:
-        """The answer to a message; raises the error of the process, of its own class.
-
-        Raises:
-            InputError: no message may hold this; nothing was sent.
-            EncoderLostError: the process ended, or did not answer within so many seconds and was killed.
+        """Ask, and return the answer or raise the error of the process; InputError: no message may hold this;
+        EncoderLostError: the process ended, or did not answer within so many seconds and was killed.
         """
         self._send(message)
         reply = self._receive(timeout)
@@ -182,18 +174,13 @@ def _end_of(status: int) -> str:
 
 
 class ProcessEncoder(FeatureEncoder):
-    """Encodes in a process that it starts, bounds and ends.
+    """Encodes in a process that it starts, bounds and ends; threads that call `encode` take turns.
 
     Inputs and features cross in anonymous shared memory of `options.max_bytes` each way. Inputs that do not
-    fit at once are encoded in several batches, one after another. Several threads may call `encode`; they
-    take turns.
-
-    The process's end is noticed at once: a call of `encode` that waits raises `EncoderLostError`, as does
-    every later one until `start` has started another process. Errors in the process keep their class.
+    fit at once are encoded in several batches, one after another. The process's end is noticed at once: a
+    call of `encode` that waits raises `EncoderLostError`, as does every later one until another `start`.
 
     Args:
-        program: which encoder.
-        options: of the process.
         row_bytes: bytes of a feature's row by modality, where they are asked for before `start`.
     """
 
@@ -258,9 +245,8 @@ class ProcessEncoder(FeatureEncoder):
         return started.row_bytes
 
     def close(self) -> None:
-        """End the process and give back everything; idempotent, and `start` may follow.
-
-        It may be called from another thread than `encode` or `start`, which then raise `EncoderLostError`.
+        """End the process and give back everything; idempotent, and `start` may follow. Where another thread
+        is inside `encode` or `start`, these raise `EncoderLostError`.
         """
         process = self._process
         if process is not None:
@@ -314,9 +300,7 @@ class ProcessEncoder(FeatureEncoder):
         )
 
     def stats(self) -> dict[str, int]:
-        """Counts over all processes of this encoder: starts, losses, batches, splits (calls whose inputs did
-        not fit at once); and resident bytes of shared memory now.
-        """
+        """Counts of starts, losses, batches, splits (inputs that did not fit at once); resident bytes now."""
         process = self._process
         resident = process.memory.resident_bytes if process is not None else 0
         return {**self._counts, "resident_bytes": resident}

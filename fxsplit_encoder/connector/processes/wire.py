@@ -72,10 +72,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class SharedMemory:
-    """Maps a file of two halves of `max_bytes`, made by the other process if there is a descriptor of it.
-
-    InputError: so much cannot be made.
-    """
+    """Maps a file of two halves of `max_bytes`, with a descriptor the other's; InputError: it cannot be."""
 
     def __init__(self, max_bytes: int, descriptor: int | None = None) -> None:
         self.half_bytes = -(-max_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -219,9 +216,7 @@ class Channel(Generic[T]):
     # --- sending
 
     def pack(self, values: Sequence[object]) -> list[Any]:
-        """As many values as there is memory for, to be sent as part of one message; InputError: the first
-        alone does not fit, or one holds what no message may.
-        """
+        """Pack as many values of a message as fit; InputError: not the first, or no message may hold one."""
         self._end, packed = 0, []
         for value in values:
             try:

@@ -1,6 +1,4 @@
-"""Host buffers, copies into them that do not wait for the device, and the events that tell when they are
-over.
-"""
+"""Host buffers, copies into them that do not wait for the device, and events that tell their ends."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ class Copies:
 
     @contextlib.contextmanager
     def own_stream(self, device: torch.device | None, priority: int = 0) -> Iterator[None]:
-        """Give this thread's work on a device a stream of its own: it and the work of others do not wait for
-        each other. None, or a device without streams: nothing changes.
-        """
+        """Give this thread's work on a device with streams one of its own: no work of others waits for it."""
         if device is None or device.type != "cuda":
             yield
             return

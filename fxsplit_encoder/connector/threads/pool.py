@@ -96,9 +96,7 @@ class Pool:
         return self._workers[name]
 
     def lost(self, worker: Worker, is_running: bool) -> None:
-        """Another worker takes its place, at the end of a thread that a fault has ended, or while one runs
-        that hangs, which is left to itself.
-        """
+        """Start another worker in its place, after the thread has ended, or while it runs and hangs."""
         with self._core.change() as books:
             was_serving = worker.status in LIVE
             books.encoding.lose_worker(worker, is_running=is_running)
