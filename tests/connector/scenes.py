@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,8 @@ from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Availability, State
 from fxsplit_encoder.connector.threads.copies import Copies
+
+from ..waiting import wait_until
 
 PATIENCE_S = 60.0
 """How long anything is waited for that has to come, on however busy a machine."""
@@ -64,14 +65,6 @@ def rows_in(each: Connector, ticket: Ticket) -> Tensor:
     """Those of a ticket's first item."""
     with each.read(ticket) as rows:
         return rows[0].rows.clone()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """For what no ticket tells of."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def wait_until_queued(*tickets: Ticket) -> None:

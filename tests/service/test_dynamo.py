@@ -22,7 +22,7 @@ from fxsplit_encoder.models.load import load_tower, read_family
 
 from ..models.checkpoints import CPU, save
 from .dynamo_interface import RECORDED, installed_at, installed_interface, recorded_interface
-from .photographs import encoded, photograph
+from .photographs import data_url, encoded, photograph
 
 CAPTURED = {"device": "cpu", "config": {"token_budgets": [16, 32], "compile": False}}
 UNCAPTURED = {"device": "cpu", "config": {"enabled": False}}
@@ -30,7 +30,7 @@ SIZES = ((120, 90), (60, 90), (90, 60))
 
 
 def url_of(size: tuple[int, int] = SIZES[0]) -> str:
-    return "data:image/png;base64," + base64.b64encode(encoded(photograph(size=size))).decode()
+    return data_url(encoded(photograph(size=size)))
 
 
 def name_architecture(directory: Path, name: str) -> None:

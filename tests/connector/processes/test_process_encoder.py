@@ -34,8 +34,9 @@ from fxsplit_encoder.connector.processes.wire import Channel, More
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.models.connectors import checkpoint_encoder, checkpoint_process, weightless_tower
 from fxsplit_encoder.models.media import media_processor
-from tests.connector.resources import eventually, mapped_bytes, nothing_left, num_descriptors
+from tests.connector.resources import mapped_bytes, nothing_left, num_descriptors
 from tests.models.checkpoints import save
+from tests.waiting import wait_until
 
 from .conftest import DOUBLING, fork, make_item, quiet_fork
 from .encoders import LIES, lie
@@ -245,7 +246,7 @@ def test_whoever_waits_for_a_turn_learns_of_the_end(make_encoder: Make) -> None:
     encoder = make_encoder(max_bytes=1 << 16)
     with ThreadPoolExecutor(2) as pool:
         sleeping = pool.submit(encoder.encode, [make_item(1500, do="sleep", seconds=600)])
-        assert eventually(lambda: encoder.stats()["resident_bytes"] > 0)
+        wait_until(lambda: encoder.stats()["resident_bytes"] > 0)
         waiting = pool.submit(encoder.encode, [make_item(1500)])
         time.sleep(0.02)
         kill_later(encoder).join()
@@ -258,21 +259,21 @@ def test_a_hung_process_is_killed(make_encoder: Make) -> None:
     encoder = make_encoder(encode_timeout=0.2)
     with pytest.raises(EncoderLostError, match=r"did not answer within 0\.2 s"):
         encoder.encode([make_item(do="sleep", seconds=600)])
-    assert eventually(lambda: encoder.stats()["losses"] == 1)
+    wait_until(lambda: encoder.stats()["losses"] == 1)
 
 
 def test_a_device_that_is_gone_ends_its_process(make_encoder: Make) -> None:
     encoder = make_encoder()
     with pytest.raises(EncoderLostError, match="device-side assert"):
         encoder.encode([make_item(do="fatal")])
-    assert eventually(lambda: not encoder.is_alive)
+    wait_until(lambda: not encoder.is_alive)
 
 
 def test_close_from_another_thread_ends_what_waits(make_encoder: Make) -> None:
     encoder = make_encoder(close_timeout=0.1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(encoder.encode, [make_item(do="sleep", seconds=600)])
-        assert eventually(lambda: encoder.stats()["resident_bytes"] > 0)
+        wait_until(lambda: encoder.stats()["resident_bytes"] > 0)
         encoder.close()
         with pytest.raises(EncoderLostError, match="was closed"):
             waiting.result(60)
@@ -285,7 +286,7 @@ def test_close_while_starting(make_encoder: Make) -> None:
     encoder = make_encoder(start=False, of=slow, close_timeout=0.1)
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(encoder.start)
-        assert eventually(lambda: encoder.pid is not None)
+        wait_until(lambda: encoder.pid is not None)
         encoder.close()
         with pytest.raises(EncoderLostError, match="was closed"):
             starting.result(60)
@@ -325,7 +326,7 @@ def test_a_process_that_breaks_the_protocol_is_ended(
     encoder = make_encoder()
     with pytest.raises(EncoderLostError, match=r"(not asked|nobody understands)"):
         encoder.encode([make_item(1)])
-    assert eventually(lambda: encoder.stats()["losses"] == 1)
+    wait_until(lambda: encoder.stats()["losses"] == 1)
 
 
 class Lives(RuleBasedStateMachine):
@@ -365,7 +366,7 @@ class Lives(RuleBasedStateMachine):
                 self.encoder.encode([make_item(100), make_item(100, do="die")])
         elif by == "signal":
             os.kill(self.encoder.pid, signal.SIGKILL)
-            assert eventually(lambda: not self.encoder.is_alive)
+            wait_until(lambda: not self.encoder.is_alive)
         else:
             self.encoder.close()
         self.is_dead = True
@@ -413,7 +414,7 @@ def test_a_socket_that_others_have_inherited_does_not_hide_the_end(
     encoder = make_encoder()
     assert encoder.pid is not None
     os.kill(encoder.pid, signal.SIGKILL)
-    assert eventually(lambda: not encoder.is_alive)
+    wait_until(lambda: not encoder.is_alive)
     encoder.close()
     os.close(kept[0])
 
