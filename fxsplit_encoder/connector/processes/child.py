@@ -21,11 +21,9 @@ from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, Prepa
 from fxsplit_encoder.connector.processes.program import EncoderProgram
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
-    Encode,
     Encoded,
     Failed,
     Message,
-    More,
     SharedMemory,
     Start,
     Started,
@@ -65,10 +63,8 @@ class EncoderHost:
         try:
             if isinstance(message, Start):
                 self._start(message)
-            elif isinstance(message, Encode):
-                self._deliver(self._encode(message.items))
             else:
-                raise TransportError("asked for more features than there are")
+                self._send(Encoded(self._encode(message.items)))
         except Exception as error:
             self._send(Failed(to_wire(error)))
             return not isinstance(message, Start) and not isinstance(error, _FATAL)
@@ -96,18 +92,6 @@ class EncoderHost:
             if not isinstance(feature, Tensor):
                 raise InputError(f"feature: expected a tensor; got {shown(feature)}")
         return features
-
-    def _deliver(self, features: Sequence[Tensor]) -> None:
-        """Send features, in several messages where there is no room for all of them at once."""
-        sent = 0
-        while True:
-            packed = self._channel.pack(features[sent:])
-            sent += len(packed)
-            self._send(Encoded(packed, is_last=sent == len(features)))
-            if sent == len(features):
-                return
-            if not isinstance(self._channel.receive(), More):
-                raise TransportError("asked for something else before all features were read")
 
 
 def main(arguments: Sequence[str]) -> int:

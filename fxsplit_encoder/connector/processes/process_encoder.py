@@ -10,7 +10,6 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 from torch import Tensor
 
@@ -24,11 +23,9 @@ from fxsplit_encoder.connector.processes.wire import (
     Failed,
     FromEncoder,
     Message,
-    More,
     SharedMemory,
     Start,
     Started,
-    aligned,
     from_wire,
 )
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
@@ -46,8 +43,8 @@ class EncoderProcess:
         self._on_loss = on_loss
         self.turn = threading.Lock()
         """Held by who asks, from the first message to the last answer."""
-        self._open: Literal["", "answer", "more"] = ""
-        """What was not done yet of the last exchange: to read an answer, or to ask for more features."""
+        self._is_asked = False
+        """Whether an answer was not read yet."""
         self._lock = threading.Lock()
         self._reason = ""
         """Why it does not answer any more."""
@@ -90,9 +87,7 @@ class EncoderProcess:
         """Wait for the answers to a caller that was interrupted; EncoderLostError: the process is gone."""
         if not self.is_alive:
             raise self.lose()
-        while self._open:
-            if self._open == "more":
-                self._send(More())
+        if self._is_asked:
             self._receive(self._options.encode_timeout)
 
     def ask(self, message: Message, timeout: float | None) -> Started | Encoded:
@@ -107,7 +102,7 @@ class EncoderProcess:
 
     def _send(self, message: Message) -> None:
         data = self.channel.encode(message)
-        self._open = "answer"
+        self._is_asked = True
         try:
             self.channel.send(data)
         except OSError as error:
@@ -126,7 +121,7 @@ class EncoderProcess:
             raise self.lose(message) from error
         if reply is None:
             raise self.lose()
-        self._open = "more" if isinstance(reply, Encoded) and not reply.is_last else ""
+        self._is_asked = False
         return reply
 
     # --- the end
@@ -176,9 +171,9 @@ def _end_of(status: int) -> str:
 class ProcessEncoder(FeatureEncoder):
     """Encodes in a process that it starts, bounds and ends; threads that call `encode` take turns.
 
-    Inputs and features cross in anonymous shared memory of `options.max_bytes` each way. Inputs that do not
-    fit at once are encoded in several batches, one after another. The process's end is noticed at once: a
-    call of `encode` that waits raises `EncoderLostError`, as does every later one until another `start`.
+    Inputs and features cross in anonymous shared memory of `options.max_bytes` each way; a batch that does
+    not fit fails, and a connector halves it. The process's end is noticed at once: a call of `encode` that
+    waits raises `EncoderLostError`, as does every later one until another `start`.
 
     Args:
         row_bytes: bytes of a feature's row by modality, where they are asked for before `start`.
@@ -195,7 +190,7 @@ class ProcessEncoder(FeatureEncoder):
         self._declared_row_bytes = dict(row_bytes) if row_bytes is not None else None
         self._row_bytes = self._declared_row_bytes
         self._process: EncoderProcess | None = None
-        self._counts = Counter(starts=0, losses=0, batches=0, splits=0)
+        self._counts = Counter(starts=0, losses=0, batches=0)
         self._start_lock = threading.Lock()
 
     @property
@@ -265,53 +260,32 @@ class ProcessEncoder(FeatureEncoder):
 
         Raises:
             EncoderLostError: the process is gone, or hung; `start` begins another.
-            InputError: an item's inputs cannot be sent, or do not fit into `max_bytes`; nothing was.
+            InputError: inputs cannot be sent, or inputs or features do not fit into `max_bytes`.
             Exception: what the encoder raised, of its own class.
         """
         process = self._process
         if process is None:
             raise EncoderLostError("no encoder process was started; call start")
-        features: list[Tensor] = []
-        num_batches = 0
+        _check_inputs(items)
         with process.turn:
             process.begin()
-            _check_sizes(items, process.memory.half_bytes)
-            while len(features) < len(items):
-                features += self._encode_batch(process, items[len(features) :])
-                num_batches += 1
-            self._counts.update(batches=num_batches, splits=int(num_batches > 1))
-        return features
-
-    def _encode_batch(self, process: EncoderProcess, items: Sequence[PreparedItem]) -> list[Tensor]:
-        """The features of the first items, as many as there is memory for."""
-        packed, timeout = process.channel.pack(items), self.options.encode_timeout
-        features: list[Tensor] = []
-        reply = process.ask(Encode(packed), timeout)
-        while isinstance(reply, Encoded):
-            features += [feature.clone() for feature in reply.features]
-            if len(features) > len(packed) or (reply.is_last and len(features) < len(packed)):
-                break
-            if reply.is_last:
-                return features
-            reply = process.ask(More(), timeout)
-        raise process.lose(
-            f"the encoder process {process.pid} answered what was not asked: {type(reply).__name__}, with "
-            f"{len(features)} features of {len(packed)} items"
-        )
+            reply = process.ask(Encode(list(items)), self.options.encode_timeout)
+            if not isinstance(reply, Encoded) or len(reply.features) != len(items):
+                asked = f"asked to encode {len(items)} items"
+                raise process.lose(f"the encoder process {process.pid} answered what was not asked: {asked}")
+            self._counts["batches"] += 1
+            return [feature.clone() for feature in reply.features]
 
     def stats(self) -> dict[str, int]:
-        """Counts of starts, losses, batches, splits (inputs that did not fit at once); resident bytes now."""
+        """Counts of starts, losses and batches; resident bytes of shared memory now."""
         process = self._process
         resident = process.memory.resident_bytes if process is not None else 0
         return {**self._counts, "resident_bytes": resident}
 
 
-def _check_sizes(items: Sequence[PreparedItem], most: int) -> None:
-    """Raise InputError where the inputs of an item are no tensors, or do not fit into memory alone."""
+def _check_inputs(items: Sequence[PreparedItem]) -> None:
+    """Raise InputError where the inputs of an item are no tensors."""
     for item in items:
         for name, tensor in item.inputs.items():
             if not isinstance(tensor, Tensor):
                 raise InputError(f"inputs.{name_of(name)}: expected a tensor; got {shown(tensor)}")
-        size = sum(aligned(tensor.numel() * tensor.itemsize) for tensor in item.inputs.values())
-        if size > most:
-            raise InputError(f"items: expected inputs of at most max_bytes={most} an item; got {size} bytes")

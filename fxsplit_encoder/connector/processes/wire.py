@@ -4,8 +4,7 @@
     Start(factory, arguments)   ->    makes the encoder and starts it
                                 <-    Started(row_bytes), or Failed(error)
     Encode(items)               ->    encodes them as one batch
-                                <-    Encoded(features, is_last), or Failed(error)
-    More()                      ->    where not all features fitted: Encoded again
+                                <-    Encoded(features), or Failed(error)
 
 One side asks, the other answers. A message is its length and MessagePack of a declared type: nothing that is
 decoded names code to run. Its tensors lie in the sender's half of the file, which the sender uses again once
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from fxsplit_encoder import errors
 from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
-from fxsplit_encoder.errors import InputError, MissingExtraError, TransportError, TransportFullError
+from fxsplit_encoder.errors import InputError, MissingExtraError, TransportError
 from fxsplit_encoder.messages import shown
 
 try:
@@ -143,10 +142,6 @@ class Encode(Message, frozen=True):
     items: list[PreparedItem]
 
 
-class More(Message, frozen=True):
-    """Send the features that did not fit."""
-
-
 class Started(Message, frozen=True):
     """The encoder is ready."""
 
@@ -154,10 +149,9 @@ class Started(Message, frozen=True):
 
 
 class Encoded(Message, frozen=True):
-    """The next features of a batch, in order of its items."""
+    """The features of a batch, in order of its items."""
 
     features: list[Tensor]
-    is_last: bool
 
 
 class WireError(Message, frozen=True):
@@ -175,7 +169,7 @@ class Failed(Message, frozen=True):
     error: WireError
 
 
-ToEncoder = Start | Encode | More
+ToEncoder = Start | Encode
 FromEncoder = Started | Encoded | Failed
 
 _HEAD = struct.Struct("<I")
@@ -215,24 +209,15 @@ class Channel(Generic[T]):
 
     # --- sending
 
-    def pack(self, values: Sequence[object]) -> list[Any]:
-        """Pack as many values of a message as fit; InputError: not the first, or no message may hold one."""
-        self._end, packed = 0, []
-        for value in values:
-            try:
-                packed.append(msgspec.Raw(self._encoded(value)))
-            except TransportFullError as error:
-                if not packed:
-                    raise InputError(str(error)) from error
-                break
-        return packed
-
     def encode(self, message: Message) -> bytes:
         """A message's bytes; raises InputError where it holds what no message may, or too much."""
+        self._end = 0
         try:
-            data = self._encoded(message)
-        except TransportFullError as error:
-            raise InputError(str(error)) from error
+            data = self._encoder.encode(message)
+        except InputError:
+            raise
+        except (TypeError, OverflowError, RecursionError, ValueError) as error:
+            raise InputError(f"values: expected numbers, strings and tensors; {error}") from error
         if len(data) > _MOST_BYTES:
             raise InputError(f"values: expected at most {_MOST_BYTES} bytes of them; got {len(data)}")
         return _HEAD.pack(len(data)) + data
@@ -240,14 +225,6 @@ class Channel(Generic[T]):
     def send(self, data: bytes) -> None:
         """Send what `encode` gave; raises OSError where the other process does not read it."""
         self._socket.sendall(data)
-
-    def _encoded(self, value: object) -> bytes:
-        try:
-            return self._encoder.encode(value)
-        except (TypeError, OverflowError, RecursionError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"values: expected numbers, strings and tensors; {error}") from error
 
     def _packed(self, value: object) -> object:
         if isinstance(value, np.generic):
@@ -272,7 +249,7 @@ class Channel(Generic[T]):
             )
         offset, end = self._end, self._end + aligned(tensor.nbytes)
         if end > (most := self._memory.half_bytes):
-            raise TransportFullError(f"values: expected tensors of at most max_bytes={most}; got {end} bytes")
+            raise InputError(f"values: expected tensors of at most max_bytes={most}; got {end} bytes")
         with torch.no_grad():
             self._memory.view(self._half, offset, tensor.dtype, tensor.shape).copy_(tensor)
         self._end = end

@@ -105,13 +105,11 @@ def describing() -> DescribingEncoder:
     return DescribingEncoder()
 
 
+OUTSIDE = msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("float32", (1, 1), 1 << 40)))
 LIES: dict[str, Message | bytes] = {
-    "more": Encoded([torch.zeros(1, 1)] * 2, is_last=True),
-    "fewer": Encoded([], is_last=True),
-    "outside": Encoded(
-        [msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("float32", (1, 1), 1 << 40)))],  # type: ignore[list-item]
-        is_last=True,
-    ),
+    "more": Encoded([torch.zeros(1, 1)] * 2),
+    "fewer": Encoded([]),
+    "outside": Encoded([OUTSIDE]),  # type: ignore[list-item]
     "other": Started({"image": 1}),
     "garbage": b"\x07\x00\x00\x00garbage",
 }

@@ -22,7 +22,6 @@ from fxsplit_encoder.connector.processes.wire import (
     Encode,
     Encoded,
     FromEncoder,
-    More,
     SharedMemory,
     Start,
     Started,
@@ -106,7 +105,7 @@ def test_messages_arrive_as_they_were(ends: Ends) -> None:
     reader, writer, *_ = ends
     values: dict[str, Any] = {"a": [1, 2.5, None, True], "b": {"c": b"bytes"}, "d": "ä" * 100_000}
     item = PreparedItem("video", b"digest", {}, 7, {**values, "color": Color.RED, "number": np.float32(0.5)})
-    sent = [Start("a:b", values), Encode([item]), More()]
+    sent = [Start("a:b", values), Encode([item]), Encode([])]
 
     def send() -> None:
         for message in sent:
@@ -147,21 +146,17 @@ def test_tensors_of_every_kind_and_arrays_arrive_as_what_they_were(memory: Share
     reader.close(), os.close(process), other.close()
 
 
-def test_as_many_values_are_packed_as_fit_and_memory_is_used_again_after_an_answer(ends: Ends) -> None:
+def test_what_does_not_fit_is_an_error_and_memory_is_used_again_after_an_answer(ends: Ends) -> None:
     reader, writer, *_ = ends
-    pages = [torch.full((size * PAGE // 4,), float(size)) for size in (10, 6, 1, 9)]
+    pages = [torch.full((size * PAGE // 4,), float(size)) for size in (10, 6, 1)]
     for _ in range(3):
-        packed = reader.pack(pages)
-        assert len(packed) == 2
-        reader.send(reader.encode(Encoded(packed, is_last=False)))
+        with pytest.raises(InputError, match="at most max_bytes=65536"):
+            reader.encode(Encoded(pages))
+        reader.send(reader.encode(Encoded(pages[:2])))
         first: Any = writer.receive()
         assert all(torch.equal(one, page) for one, page in zip(first.features, pages, strict=False))
-        writer.send(writer.encode(More()))
-        assert reader.receive() == More()
-        assert len(reader.pack(pages[2:])) == 2
-    assert reader.pack([]) == []
-    with pytest.raises(InputError, match="at most max_bytes=65536"):
-        reader.pack([torch.zeros(17 * PAGE // 4)])
+        writer.send(writer.encode(Encode([])))
+        assert reader.receive() == Encode([])
     with pytest.raises(InputError, match="at most max_bytes=65536"):
         writer.encode(Start("a:b", {"x": torch.zeros(17 * PAGE // 4)}))
 
@@ -179,12 +174,12 @@ def test_a_peak_gives_its_pages_back(ends: Ends, memory: SharedMemory) -> None:
 
 def test_an_answer_that_does_not_come_in_time_is_an_error_and_comes_whole_later(ends: Ends) -> None:
     reader, writer, _, raw = ends
-    data = writer.encode(More())
+    data = writer.encode(Encode([]))
     raw.sendall(data[:3])
     with pytest.raises(TimeoutError):
         reader.receive(0.01)
     raw.sendall(data[3:])
-    assert reader.receive(60.0) == More()
+    assert reader.receive(60.0) == Encode([])
 
 
 DEEP: list[Any] = []
@@ -241,7 +236,7 @@ def test_the_end_of_the_other_is_seen_though_its_socket_is_open(memory: SharedMe
     channel: Channel[FromEncoder] = Channel(here, process, FromEncoder, memory, half=0)
     writer: Channel[ToEncoder] = Channel(there, process, ToEncoder, memory, half=1)
     writer.send(writer.encode(Started({"image": 1})))
-    writer.send(writer.encode(Encoded([], is_last=True))[:5])
+    writer.send(writer.encode(Encoded([]))[:5])
     assert channel.receive() == Started({"image": 1}), "its last words"
     assert channel.receive() is None
     channel.close(), writer.close(), os.close(process)
