@@ -62,11 +62,11 @@ class EncoderProcess:
         with theirs:
             self._process = launching.launch(theirs.fileno(), self.memory.descriptor, options)
         resources.callback(self._end)
-        pidfd = os.pidfd_open(self._process.pid)
-        resources.callback(os.close, pidfd)
-        self._poll = select.poll()
-        self._poll.register(pidfd, select.POLLIN)
-        self.channel: Channel[FromEncoder] = Channel(connection, pidfd, FromEncoder, self.memory, half=0)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        resources.callback(os.close, self._pidfd)
+        self.channel: Channel[FromEncoder] = Channel(
+            connection, self._pidfd, FromEncoder, self.memory, half=0
+        )
 
     @property
     def pid(self) -> int:
@@ -79,7 +79,9 @@ class EncoderProcess:
         return not self._reason and not self._has_ended(0.0)
 
     def _has_ended(self, seconds: float) -> bool:
-        return bool(self._poll.poll(1e3 * seconds))
+        poll = select.poll()  # an object of which one thread alone may ask
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(1e3 * seconds))
 
     # --- asking, by who has the turn
 
