@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
 import select
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +26,6 @@ from fxsplit_encoder.connector.processes import (
     process_encoder,
     program,
 )
-from fxsplit_encoder.connector.processes.process_encoder import EncoderProcess
 from fxsplit_encoder.connector.processes.wire import Channel
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.models.connectors import checkpoint_encoder, checkpoint_process, weightless_tower
@@ -109,13 +105,14 @@ def test_an_error_keeps_its_class_and_the_process_goes_on(
     make_encoder: Make, do: str, kind: type[Exception], words: str
 ) -> None:
     encoder = make_encoder()
+    pid = encoder.pid
     with pytest.raises(kind, match=words) as caught:
         encoder.encode([make_item(), make_item(do=do)])
     assert type(caught.value) is kind
     assert "in misbehave" in "".join(caught.value.__notes__)
     items = [make_item()]
     assert_doubled(encoder.encode(items), items)
-    assert encoder.stats()["losses"] == 0
+    assert encoder.pid == pid
 
 
 def test_features_that_are_no_tensors_or_too_few_are_an_error(make_encoder: Make) -> None:
@@ -157,8 +154,9 @@ def test_an_encoder_that_is_not_ready_in_time_is_ended(make_encoder: Make) -> No
         encoder.start()
 
 
-def test_inputs_that_never_fit_are_refused_and_nothing_is_sent(make_encoder: Make) -> None:
+def test_inputs_that_never_fit_are_refused(make_encoder: Make) -> None:
     encoder = make_encoder(max_bytes=1 << 16)
+    pid = encoder.pid
     with pytest.raises(InputError, match="at most max_bytes=65536"):
         encoder.encode([make_item(), make_item(rows=1 << 12)])
     with pytest.raises(InputError, match="values: expected numbers"):
@@ -167,9 +165,9 @@ def test_inputs_that_never_fit_are_refused_and_nothing_is_sent(make_encoder: Mak
         encoder.encode([PreparedItem("image", b"", {"x": [1]}, 1)])  # type: ignore[dict-item]
     with pytest.raises(InputError, match="expected a dense tensor"):
         encoder.encode([PreparedItem("image", b"", {"x": torch.rand(3, 3).to_sparse()}, 1)])
-    assert encoder.stats()["batches"] == 0
     items = [make_item()]
     assert_doubled(encoder.encode(items), items)
+    assert encoder.pid == pid
 
 
 @pytest.mark.parametrize(("rows", "do"), [((1000, 900, 1000, 10, 2000), ""), ((300,) * 6, "repeat")])
@@ -207,20 +205,6 @@ def test_a_feature_that_never_fits_is_an_error_of_its_batch_alone(make_encoder: 
         assert_doubled(encoder.encode(items), items)
 
 
-def test_many_threads_share_a_process(make_encoder: Make) -> None:
-    encoder = make_encoder(max_bytes=1 << 16)
-
-    def work(seed: int) -> None:
-        source = random.Random(seed)
-        for _ in range(12):
-            items = [make_item(source.randint(0, 500)) for _ in range(source.randint(1, 4))]
-            assert_doubled(encoder.encode(items), items)
-
-    with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(work, seed) for seed in range(8)]:
-            done.result()
-
-
 # --- ends
 
 
@@ -234,14 +218,10 @@ def kill_later(encoder: ProcessEncoder) -> threading.Timer:
 def test_a_killed_process_fails_what_waits_at_once_and_can_be_restarted(make_encoder: Make) -> None:
     encoder = make_encoder()
     first = encoder.pid
-    asked = [[make_item(do="sleep", seconds=600)] for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(encoder.encode, items) for items in asked]
-        timer = kill_later(encoder)
-        for future in waiting:
-            with pytest.raises(EncoderLostError, match=f"{first} was ended by SIGKILL") as error:
-                future.result(60)
-            assert error.value.retryable
+    timer = kill_later(encoder)
+    with pytest.raises(EncoderLostError, match=f"{first} was ended by SIGKILL") as error:
+        encoder.encode([make_item(do="sleep", seconds=600)])
+    assert error.value.retryable
     timer.join()
     assert not encoder.is_alive
     with pytest.raises(EncoderLostError, match="SIGKILL"):
@@ -250,27 +230,13 @@ def test_a_killed_process_fails_what_waits_at_once_and_can_be_restarted(make_enc
     items = [make_item()]
     assert_doubled(encoder.encode(items), items)
     assert encoder.pid != first
-    assert (encoder.stats()["starts"], encoder.stats()["losses"]) == (2, 1)
-
-
-def test_whoever_waits_for_a_turn_learns_of_the_end(make_encoder: Make) -> None:
-    encoder = make_encoder(max_bytes=1 << 16)
-    with ThreadPoolExecutor(2) as pool:
-        sleeping = pool.submit(encoder.encode, [make_item(1500, do="sleep", seconds=600)])
-        wait_until(lambda: encoder.stats()["resident_bytes"] > 0)
-        waiting = pool.submit(encoder.encode, [make_item(1500)])
-        time.sleep(0.02)
-        kill_later(encoder).join()
-        for future in (sleeping, waiting):
-            with pytest.raises(EncoderLostError):
-                future.result(60)
 
 
 def test_a_hung_process_is_killed(make_encoder: Make) -> None:
     encoder = make_encoder(encode_timeout=0.2)
     with pytest.raises(EncoderLostError, match=r"did not answer within 0\.2 s"):
         encoder.encode([make_item(do="sleep", seconds=600)])
-    wait_until(lambda: encoder.stats()["losses"] == 1)
+    assert not encoder.is_alive
 
 
 def test_a_device_that_is_gone_ends_its_process(make_encoder: Make) -> None:
@@ -280,45 +246,39 @@ def test_a_device_that_is_gone_ends_its_process(make_encoder: Make) -> None:
     wait_until(lambda: not encoder.is_alive)
 
 
-def test_close_from_another_thread_ends_what_waits(make_encoder: Make) -> None:
-    encoder = make_encoder(close_timeout=0.1)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(encoder.encode, [make_item(do="sleep", seconds=600)])
-        wait_until(lambda: encoder.stats()["resident_bytes"] > 0)
-        encoder.close()
-        with pytest.raises(EncoderLostError, match="was closed"):
-            waiting.result(60)
-    encoder.close()
-    assert encoder.stats()["losses"] == 0
-
-
-def test_close_while_starting(make_encoder: Make) -> None:
-    slow = EncoderProgram(DOUBLING.factory, {"start_seconds": 600.0})
-    encoder = make_encoder(start=False, of=slow, close_timeout=0.1)
-    with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(encoder.start)
-        wait_until(lambda: encoder.pid is not None)
-        encoder.close()
-        with pytest.raises(EncoderLostError, match="was closed"):
-            starting.result(60)
-
-
-def test_an_interrupted_caller_leaves_nothing_behind(
-    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder = make_encoder(max_bytes=1 << 16)
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ProcessEncoder, list[PreparedItem]], None]:
+    """Asks an encoder, and is interrupted while it waits for the answer."""
 
     def no_answer(self: Channel[Any], timeout: float | None) -> Any:
         raise KeyboardInterrupt
 
-    for _ in range(2):
-        with monkeypatch.context() as patch:
+    def ask(encoder: ProcessEncoder, items: list[PreparedItem]) -> None:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Channel, "receive", no_answer)
-            with pytest.raises(KeyboardInterrupt):
-                encoder.encode([make_item(1000, do="value")])
+            encoder.encode(items)
+
+    return ask
+
+
+def test_an_interrupted_caller_leaves_nothing_behind(make_encoder: Make, interrupted: Any) -> None:
+    encoder = make_encoder(max_bytes=1 << 16)
+    pid = encoder.pid
+    for _ in range(2):
+        interrupted(encoder, [make_item(1000, do="value")])
         items = [make_item(1900)]
         assert_doubled(encoder.encode(items), items)
-    assert encoder.stats()["losses"] == 0
+    assert encoder.pid == pid
+
+
+def test_a_process_that_is_at_work_is_ended(make_encoder: Make, interrupted: Any) -> None:
+    encoder = make_encoder(close_timeout=0.1)
+    interrupted(encoder, [make_item(do="sleep", seconds=600)])
+    for _ in range(2):
+        encoder.close()
+        assert not encoder.is_alive
+    with pytest.raises(EncoderLostError, match="call start"):
+        encoder.encode([make_item()])
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -329,7 +289,7 @@ def test_a_process_that_breaks_the_protocol_is_ended(
     encoder = make_encoder()
     with pytest.raises(EncoderLostError, match=r"(not asked|nobody understands)"):
         encoder.encode([make_item(1)])
-    wait_until(lambda: encoder.stats()["losses"] == 1)
+    assert not encoder.is_alive
 
 
 class Lives(RuleBasedStateMachine):
@@ -444,7 +404,7 @@ def test_a_process_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "pidfd_open", fail)
     with nothing_left():
         with pytest.raises(OSError, match="too many"):
-            EncoderProcess(ProcessOptions(max_bytes=4096), lambda: None)
+            ProcessEncoder(DOUBLING, ProcessOptions(max_bytes=4096)).start()
         assert launched[0].poll() == -signal.SIGKILL
 
 
