@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.messages import shown
 
 Modality = Literal["image", "video", "audio"]
@@ -82,6 +82,10 @@ class MediaProcessor(ABC):
     def reduce(self, item: MediaItem, how: Reduction) -> MediaItem | None:
         """The item with half its frames, or with half of each side; None where it has no more to give."""
         return None
+
+
+FATAL = (EncoderLostError, torch.AcceleratorError)
+"""Errors after which a device's context is of no use: an encoder's process or actor has to be another."""
 
 
 class FeatureEncoder(ABC):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.staging import to_device
+from fxsplit_encoder._torch.staging import copy_on_host, to_device
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
@@ -53,12 +53,9 @@ class ManagerEncoder(FeatureEncoder):
     def predict_cost(self, item: PreparedItem) -> float:
         """Milliseconds, as the manager's plan predicts; a guess by tokens where it predicts none."""
         inputs = {name: tensor for name, tensor in item.inputs.items() if name != PIXEL_TABLE}
-        predicted = self.manager.plan(inputs).milliseconds if self._is_timed else None
+        is_timed = self.manager.pool.is_cuda and self.manager.is_captured()
+        predicted = self.manager.plan(inputs).milliseconds if is_timed else None
         return item.num_tokens * _MILLISECONDS_PER_TOKEN if predicted is None else predicted
-
-    @property
-    def _is_timed(self) -> bool:
-        return self.manager.pool.is_cuda and self.manager.is_captured()
 
     def stage(self, item: PreparedItem) -> PreparedItem:
         """Pixels in the tower's dtype and, for a GPU, in pinned memory: they are sent from there."""
@@ -179,11 +176,7 @@ def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:
     if tensor.is_cuda or (tensor.dtype == dtype and (tensor.is_pinned() or not is_pinned)):
         return tensor
     target = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
-    if tensor.dtype == dtype and dtype != torch.bfloat16:  # which NumPy does not have
-        np.copyto(target.numpy(), tensor.detach().numpy())
-        return target
     flat, source = target.view(-1), tensor.detach().reshape(-1)
-    for start in range(0, flat.numel(), _ONE_THREAD_ELEMENTS):
-        part = slice(start, start + _ONE_THREAD_ELEMENTS)
-        flat[part].copy_(source[part])
+    for part in (slice(s, s + _ONE_THREAD_ELEMENTS) for s in range(0, flat.numel(), _ONE_THREAD_ELEMENTS)):
+        copy_on_host(flat[part], source[part])
     return target

@@ -332,7 +332,7 @@ class Admission:
         for entry, memory in zip(needing, reserved, strict=True):
             entry.memory = memory
         for group in groups:
-            self._let_in(ticket, group)
+            self._let_in(group)
         return True
 
     def _groups(self, ticket: Ticket, items: Sequence[Occurrence]) -> list[_Group]:
@@ -360,7 +360,7 @@ class Admission:
             taken.add(key)
         return list(groups.values())
 
-    def _let_in(self, ticket: Ticket, group: _Group) -> None:
+    def _let_in(self, group: _Group) -> None:
         entry, stats = group.entry, self._holdings.stats
         if (heir := group.heir) is not None:
             entry.memory, heir.memory = heir.memory, None
@@ -369,7 +369,6 @@ class Admission:
             stats.rejected_hits += group.is_rejected
             self._storage.add(entry)
             self._holdings.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant)
-        ticket.num_hits += len(group.items) - group.is_new
         if entry.state is State.READY:
             stats.hits += len(group.items)
         else:

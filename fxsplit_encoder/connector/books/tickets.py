@@ -229,8 +229,6 @@ class Ticket:
         """The longest that one of its items waited for an encoder."""
         self.encode_seconds = 0.0
         """The longest that one of its items was in a batch."""
-        self.num_hits = 0
-        """Items whose rows were there, or being made for somebody else."""
         self._settled = settled
         self.waiters: list[Future[None]] = []
         """Of those that await it, changed with the lock."""

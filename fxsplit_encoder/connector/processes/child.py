@@ -14,10 +14,9 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn, get_args
 
-import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FATAL, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.processes.program import EncoderProgram
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
@@ -30,13 +29,10 @@ from fxsplit_encoder.connector.processes.wire import (
     ToEncoder,
     to_wire,
 )
-from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
+from fxsplit_encoder.errors import InputError, TransportError
 from fxsplit_encoder.messages import shown
 
 EXIT_PARENT_GONE = 3
-
-# After these a device's context is of no use: the process has to be another.
-_FATAL = (EncoderLostError, torch.AcceleratorError)
 
 
 class EncoderHost:
@@ -67,7 +63,7 @@ class EncoderHost:
                 self._send(Encoded(self._encode(message.items)))
         except Exception as error:
             self._send(Failed(to_wire(error)))
-            return not isinstance(message, Start) and not isinstance(error, _FATAL)
+            return not isinstance(message, Start) and not isinstance(error, FATAL)
         return True
 
     def _start(self, message: Start) -> None:

@@ -92,11 +92,6 @@ class SharedMemory:
         # Through NumPy, which keeps the mapping from being closed; `torch.frombuffer` would not.
         self._memory: Tensor | None = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of its pages that take memory."""
-        return os.fstat(self.descriptor).st_blocks * 512 if self.descriptor >= 0 else 0
-
     def view(self, half: int, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """A tensor in a half, which stays mapped as long; TransportError: it does not lie in the half."""
         if self._memory is None:

@@ -24,7 +24,7 @@ from ray.exceptions import (
 )
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FATAL, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from fxsplit_encoder.service.encoder import Download
 
@@ -49,9 +49,6 @@ class HostTensor:
         np.copyto(made.reshape(-1).view(torch.uint8).numpy(), self.data)
         return made
 
-
-# After these a device's context is of no use, and with it the actor.
-_FATAL = (EncoderLostError, torch.AcceleratorError)
 
 # What the end of a process or a node looks like, to who waits for its results.
 _LOST = (
@@ -145,8 +142,7 @@ class RayEncoder(FeatureEncoder):
             EncoderLostError: the actor is gone, or hung.
             Exception: what the encoder raised, of its own class.
         """
-        actor = self._actor  # which another thread may close
-        if actor is None:
+        if (actor := self._actor) is None:
             raise EncoderLostError("no actor was started; call start")
         sent: list[Sent] = [
             (
@@ -159,9 +155,7 @@ class RayEncoder(FeatureEncoder):
         return [feature.copy() for feature in features]
 
     def close(self) -> None:
-        """End the actor; idempotent, and `start` may follow. From any thread: a batch that takes longer than
-        `close_timeout` raises `EncoderLostError` in `encode`.
-        """
+        """End the actor; idempotent, and `start` may follow."""
         actor, self._actor = self._actor, None
         if actor is None:
             return
@@ -180,7 +174,7 @@ class RayEncoder(FeatureEncoder):
             raise self._lost(actor, f"is lost: {error}") from None
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, _FATAL):
+            if isinstance(cause, FATAL):
                 raise self._lost(actor, f"can encode no more: {cause}") from cause
             if not isinstance(cause, Exception):
                 raise
