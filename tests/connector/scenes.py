@@ -54,6 +54,12 @@ def wait(ticket: Ticket) -> Availability:
     return told
 
 
+def kind_of(ticket: Ticket) -> tuple[str, bool]:
+    """Of the failure that a ticket comes to, and whether it is retryable."""
+    assert wait(ticket) == "unavailable" and ticket.error is not None, ticket
+    return ticket.error.kind, ticket.error.retryable
+
+
 def ready(each: Connector, *items: MediaItem | str, **settings: Any) -> Ticket:
     """The ticket of a request, once its features are there."""
     ticket = each.submit(request(*items, **settings))
@@ -65,6 +71,13 @@ def rows_in(each: Connector, ticket: Ticket) -> Tensor:
     """Those of a ticket's first item."""
     with each.read(ticket) as rows:
         return rows[0].rows.clone()
+
+
+def assert_nothing_is_left(each: Connector) -> None:
+    each.clear_cache()
+    assert each.audit() == []
+    assert not any(each.stats().bytes_used.values()), each.stats()
+    assert (each.stats().live_tickets, each.stats().waiting_items) == (0, 0)
 
 
 def wait_until_queued(*tickets: Ticket) -> None:
