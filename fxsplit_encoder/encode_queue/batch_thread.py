@@ -1,8 +1,4 @@
-"""Threads: `BatchThread` launches batches and has them landed in order, `Clock` waits for deadlines.
-
-A worker *launches* a batch, which returns as soon as its device or process has the work, and *lands* it,
-which waits for the results. A second thread lands, in order, so that the next batch is launched in time.
-"""
+"""Threads: `BatchThread` launches batches and has them landed in order, `Clock` waits for deadlines."""
 
 from __future__ import annotations
 
@@ -98,16 +94,21 @@ def _clear_frames(error: BaseException | None) -> None:
 
 
 class BatchThread(ABC, Generic[BatchT]):
-    """A thread that takes batches from a source, launches them, and has them landed in order.
+    """A thread that takes batches from a source and launches them, which returns as soon as a device or
+    process has the work; a second thread lands them in order, which waits, so that the next is launched.
 
     An Exception of `launch` concerns the batch, which is split. `EncoderLostError`, what is no Exception, and
     errors of other methods end the thread, and `lost` is called.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, work: threading.Condition) -> None:
+        self.name, self.work = name, work
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._landing = Landing(self.land, self.wake, f"{name}-landing")
+        self._landing = Landing(self.land, self._wake, f"{name}-landing")
+
+    def _wake(self) -> None:
+        with self.work:
+            self.work.notify_all()
 
     @abstractmethod
     def serving(self) -> AbstractContextManager[None]:
@@ -115,7 +116,9 @@ class BatchThread(ABC, Generic[BatchT]):
 
     @abstractmethod
     def take(self) -> BatchT | None:
-        """The next batch, once there is one; None: there will be none. Calls `check` whenever it wakes."""
+        """The next batch, once there is one; None: there will be none. Waits on `work`, and calls `check`
+        whenever it wakes.
+        """
 
     @abstractmethod
     def launch(self, batch: BatchT) -> None:
@@ -132,10 +135,6 @@ class BatchThread(ABC, Generic[BatchT]):
     @abstractmethod
     def land(self, batch: BatchT) -> None:
         """Wait for the results of a batch and publish them."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Have `take` look again."""
 
     @abstractmethod
     def lost(self, error: BaseException) -> None:
@@ -182,7 +181,10 @@ class BatchThread(ABC, Generic[BatchT]):
             self.lost(error)
             _clear_frames(error)
         finally:
-            self.close()
+            try:
+                self.close()
+            except Exception:
+                logger.warning("%s could not be closed", self.name, exc_info=True)
 
     def _run_next(self) -> bool:
         batch = self.take()

@@ -1,8 +1,4 @@
-"""`EncodeQueue`: forms batches of items for workers, with a future for each item.
-
-A batch that fails is halved until single items do. A worker that ends by a fault or hangs is given up, and
-others take its items.
-"""
+"""`EncodeQueue`: batches of items for workers, a future for each; halves of what fails; workers given up."""
 
 from __future__ import annotations
 
@@ -419,7 +415,7 @@ class _QueueWorker(BatchThread[_Batch]):
         close: Callable[[], None] | None,
         in_flight: int,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, source.work)
         self._source = source
         self._launch, self._start, self._close = launch, start, close
         self.in_flight = in_flight
@@ -447,13 +443,12 @@ class _QueueWorker(BatchThread[_Batch]):
         yield
 
     def take(self) -> _Batch | None:
-        source = self._source
-        with source.lock:
+        with self.work:
             while True:
                 self.check()
-                if (batch := source.take(self)) is not None or source.is_done(self):
+                if (batch := self._source.take(self)) is not None or self._source.is_done(self):
                     return batch
-                source.work.wait()
+                self.work.wait()
 
     def launch(self, batch: _Batch) -> None:
         batch.handle = self._launch([entry.value for entry in batch.items])
@@ -487,10 +482,6 @@ class _QueueWorker(BatchThread[_Batch]):
             return
         self._source.finish(self, batch, results)
 
-    def wake(self) -> None:
-        with self._source.lock:
-            self._source.work.notify_all()
-
     def lost(self, error: BaseException) -> None:
         if not self.started.done():
             self.started.set_exception(error)
@@ -498,7 +489,4 @@ class _QueueWorker(BatchThread[_Batch]):
 
     def close(self) -> None:
         if self._close is not None:
-            try:
-                self._close()
-            except Exception:
-                logger.warning("%s could not be closed", self.name, exc_info=True)
+            self._close()

@@ -256,7 +256,7 @@ def test_a_process_hands_features_over() -> None:
     def process() -> ProcessEncoder:
         options = ProcessOptions(max_bytes=1 << 24)
         program = EncoderProgram("tests.gpu.cuda_encoders:slow", {"device": "cuda:0"})
-        made.append(ProcessEncoder(program, options, dict.fromkeys(MODALITIES, 4 * WIDTH)))
+        made.append(ProcessEncoder(program, dict.fromkeys(MODALITIES, 4 * WIDTH), options))
         return made[-1]
 
     first = process()

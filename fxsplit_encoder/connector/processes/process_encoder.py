@@ -43,21 +43,20 @@ class ProcessEncoder(FeatureEncoder):
     call of `encode` that waits raises `EncoderLostError`, as does every later one until another `start`.
 
     Args:
-        row_bytes: bytes of a feature's row by modality, where they are asked for before `start`.
+        row_bytes: bytes of a feature's row by modality, for which a connector asks before any start.
     """
 
     def __init__(
         self,
         program: EncoderProgram,
+        row_bytes: Mapping[Modality, int],
         options: ProcessOptions | None = None,
-        row_bytes: Mapping[Modality, int] | None = None,
     ) -> None:
         self.program = program
+        self._row_bytes = dict(row_bytes)
         self.options = options if options is not None else ProcessOptions()
         self.pid: int | None = None
         """The id of the last process; None: none was started."""
-        self._declared_row_bytes = dict(row_bytes) if row_bytes is not None else None
-        self._row_bytes = self._declared_row_bytes
         self._reason = _NOT_STARTED
         """Why nothing can be encoded, if so."""
         self._is_asked = False
@@ -88,10 +87,9 @@ class ProcessEncoder(FeatureEncoder):
             started = self._ask(message, self.options.start_timeout)
             if not isinstance(started, Started):
                 raise self._lose(f"the encoder process {self.pid} answered what was not asked")
-            declared = self._declared_row_bytes
-            if declared is not None and declared != started.row_bytes:
-                raise InputError(f"row_bytes: expected the encoder's {started.row_bytes}; got {declared}")
-            self._row_bytes = started.row_bytes
+            if self._row_bytes != started.row_bytes:
+                expected = f"the encoder's {started.row_bytes}"
+                raise InputError(f"row_bytes: expected {expected}; got {self._row_bytes}")
             self._resources = resources.pop_all()
 
     def _launch(self, resources: contextlib.ExitStack) -> None:
@@ -135,9 +133,7 @@ class ProcessEncoder(FeatureEncoder):
     # --- encoding
 
     def row_bytes(self, modality: Modality) -> int | None:
-        """See `FeatureEncoder`; InputError: it was not declared, and no encoder was started."""
-        if self._row_bytes is None:
-            raise InputError("row_bytes: known once the encoder was started; declare it, or call start first")
+        """See `FeatureEncoder`; as declared."""
         return self._row_bytes.get(modality)
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:

@@ -65,11 +65,6 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 # --- memory
 
 
-def aligned(num_bytes: int) -> int:
-    """Bytes that a tensor of so many takes in a half."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 class SharedMemory:
     """Maps a file of two halves of `max_bytes`, with a descriptor the other's; InputError: it cannot be."""
 
@@ -242,7 +237,7 @@ class Channel(Generic[T]):
                 "values: expected a dense tensor with values, of a dtype of whole bytes; "
                 f"got {tensor.layout}, {tensor.dtype}, on {tensor.device}"
             )
-        offset, end = self._end, self._end + aligned(tensor.nbytes)
+        offset, end = self._end, self._end + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if end > (most := self._memory.half_bytes):
             raise InputError(f"values: expected tensors of at most max_bytes={most}; got {end} bytes")
         with torch.no_grad():

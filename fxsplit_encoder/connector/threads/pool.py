@@ -181,7 +181,7 @@ class _WorkerThread(BatchThread[Batch]):
         copies: Copies,
         on_lost: Callable[[Worker, bool], None],
     ) -> None:
-        super().__init__(f"connector-{worker.name}")
+        super().__init__(f"connector-{worker.name}", core.encode_work)
         self._core = core
         self.worker = worker
         self.encoder = encoder
@@ -202,14 +202,7 @@ class _WorkerThread(BatchThread[Batch]):
         self._on_lost(self.worker, False)
 
     def close(self) -> None:
-        try:
-            self.encoder.close()
-        except Exception:
-            logger.warning("%s: its encoder could not be closed", self.worker.name, exc_info=True)
-
-    def wake(self) -> None:
-        with self._core.lock:
-            self._core.encode_work.notify_all()
+        self.encoder.close()
 
     def _set_status(self, before: WorkerStatus, after: WorkerStatus) -> None:
         with self._core.change():
@@ -220,18 +213,17 @@ class _WorkerThread(BatchThread[Batch]):
     # --- batches
 
     def take(self) -> Batch | None:
-        core, books = self._core, self._core.books
-        with core.lock:
+        with self.work:
             while True:
                 self.check()
-                taken = books.encoding.take(self.worker)
+                taken = self._core.books.encoding.take(self.worker)
                 if taken.batch is not None:
-                    core.clock.look()
-                    core.encode_work.notify_all()  # others may take the rest
+                    self._core.clock.look()
+                    self.work.notify_all()  # others may take the rest
                     return taken.batch
                 if self.worker.status is not WorkerStatus.RUNNING:
                     return None
-                core.encode_work.wait(taken.wait_s)
+                self.work.wait(taken.wait_s)
 
     def launch(self, batch: Batch) -> None:
         batch.outputs = self._outputs(batch)
@@ -363,4 +355,4 @@ class _WorkerThread(BatchThread[Batch]):
             while self.worker.status is WorkerStatus.RUNNING:
                 if (left := self.worker.rests_until - clock()) <= 0:
                     break
-                core.encode_work.wait(left)
+                self.work.wait(left)

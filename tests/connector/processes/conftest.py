@@ -86,6 +86,7 @@ def run_child(
         os._exit(status)
 
 
+ROWS: dict[Modality, int] = {"image": 32, "video": 32}
 DOUBLING = EncoderProgram("tests.connector.processes.encoders:doubling")
 
 
@@ -103,7 +104,7 @@ def make_encoder(
 
     def make(start: bool = True, of: EncoderProgram = DOUBLING, **options: Any) -> ProcessEncoder:
         settings = ProcessOptions(**{"max_bytes": 1 << 20, **options})
-        encoder = ProcessEncoder(of, settings)
+        encoder = ProcessEncoder(of, ROWS, settings)
         made.append(encoder)
         if start:
             encoder.start()

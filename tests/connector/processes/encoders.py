@@ -124,6 +124,6 @@ def lie(arguments: Sequence[str], answer: Message | bytes) -> int:
         socket.socket(fileno=connection), process, ToEncoder, memory, half=1
     )
     while (asked := channel.receive()) is not None:
-        told = Started({"image": 32}) if isinstance(asked, Start) else answer
+        told = Started({"image": 32, "video": 32}) if isinstance(asked, Start) else answer
         channel.send(told if isinstance(told, bytes) else channel.encode(told))
     return 0

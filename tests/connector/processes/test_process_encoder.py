@@ -34,7 +34,7 @@ from tests.connector.resources import mapped_bytes, nothing_left, num_descriptor
 from tests.models.checkpoints import save
 from tests.waiting import wait_until
 
-from .conftest import DOUBLING, fork, make_item, quiet_fork
+from .conftest import DOUBLING, ROWS, fork, make_item, quiet_fork
 from .encoders import LIES, lie
 
 Make = Callable[..., ProcessEncoder]
@@ -72,24 +72,14 @@ def test_what_an_item_holds_arrives(make_encoder: Make) -> None:
     assert "torch.float32 (3, 4)" in described
 
 
-def test_row_bytes_are_declared_or_told(make_encoder: Make) -> None:
+def test_row_bytes_are_declared(make_encoder: Make) -> None:
     encoder = make_encoder(start=False)
-    with pytest.raises(InputError, match="declare"):
-        encoder.row_bytes("image")
-    encoder.start()
     assert [encoder.row_bytes(kind) for kind in ("image", "video", "audio")] == [32, 32, None]
     assert encoder.predict_cost(make_item(7)) == 7.0
-    declared = ProcessEncoder(DOUBLING, encoder.options, {"image": 32, "video": 32})
-    assert (declared.row_bytes("image"), declared.row_bytes("audio")) == (32, None)
-    declared.start()
-    declared.close()
-
-
-def test_what_was_declared_wrong_is_an_error(make_encoder: Make) -> None:
-    encoder = ProcessEncoder(DOUBLING, make_encoder(start=False).options, {"image": 64})
+    wrong = ProcessEncoder(DOUBLING, {"image": 64}, encoder.options)
     with pytest.raises(InputError, match="row_bytes: expected"):
-        encoder.start()
-    assert not encoder.is_alive
+        wrong.start()
+    assert not wrong.is_alive
 
 
 @pytest.mark.parametrize(
@@ -303,7 +293,7 @@ class Lives(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.before = num_descriptors(), mapped_bytes(), threading.active_count()
-        self.encoder = ProcessEncoder(DOUBLING, OPTIONS[0])
+        self.encoder = ProcessEncoder(DOUBLING, ROWS, OPTIONS[0])
         self.encoder.start()
 
     @rule(sizes=st.lists(st.integers(0, 400), min_size=1, max_size=5))
@@ -404,7 +394,7 @@ def test_a_process_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "pidfd_open", fail)
     with nothing_left():
         with pytest.raises(OSError, match="too many"):
-            ProcessEncoder(DOUBLING, ProcessOptions(max_bytes=4096)).start()
+            ProcessEncoder(DOUBLING, ROWS, ProcessOptions(max_bytes=4096)).start()
         assert launched[0].poll() == -signal.SIGKILL
 
 
@@ -449,7 +439,7 @@ def a_family(do: Callable[[ProcessEncoder, Callable[[], None]], None]) -> Iterat
     if parent == 0:
         try:
             program.launch = fork  # type: ignore[assignment]
-            encoder = ProcessEncoder(DOUBLING, ProcessOptions(max_bytes=1 << 20))
+            encoder = ProcessEncoder(DOUBLING, ROWS, ProcessOptions(max_bytes=1 << 20))
             do(encoder, lambda: os.write(writing, str(encoder_pid(encoder)).encode()) and None)
         finally:
             os._exit(1)
