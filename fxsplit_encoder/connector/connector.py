@@ -111,11 +111,11 @@ class Connector:
             return books.submit(request)
 
     def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
-        """What a prompt has to show of an item, by its header or dimensions; raises as the processor."""
+        """Read the placeholder runs of an item from its header or dimensions; raises as the processor."""
         return self.processor.prompt_runs(item)
 
     def step(self) -> Step:
-        """What tickets have become since the last step; for each step of the engine. Waits for nothing."""
+        """Report changes of tickets since the last step, in each step of the engine; waits for nothing."""
         with self._core.change() as books:
             return books.step()
 
@@ -251,7 +251,7 @@ class Connector:
             return self._core.books.snapshot()
 
     def audit(self) -> list[str]:
-        """What does not add up in the books, counted again from the objects; empty if they are in order."""
+        """Count the books again from the objects; return what does not add up."""
         with self._core.change() as books:
             books.settle()
             return audit(books)

@@ -94,7 +94,7 @@ class FakeEncoder(FeatureEncoder):
 
 
 def fake_rows(digest: bytes, num_tokens: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a `FakeEncoder` makes of an item: the first bytes of its digest, plus the number of the row."""
+    """Rows of a `FakeEncoder` for an item: the first bytes of its digest, plus the number of the row."""
     first = [digest[column % len(digest)] for column in range(width)]
     columns = torch.tensor(first, dtype=dtype, device="cpu")
     return columns + torch.arange(num_tokens, dtype=dtype, device="cpu")[:, None]

@@ -1,4 +1,4 @@
-"""What the connector's parts hand to each other, and who prepares and encodes media."""
+"""Items, and the interfaces of processors and encoders of media."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class FeatureEncoder(ABC):
         """Make ready to encode: load, compile, capture."""
 
     def predict_cost(self, item: PreparedItem) -> float:
-        """What encoding the item alone costs, in any unit that adds up."""
+        """Cost of encoding the item alone, in any unit that adds up."""
         return float(item.num_tokens)
 
     @abstractmethod

@@ -98,13 +98,13 @@ _KINDS: tuple[tuple[type | tuple[type, ...], Callable[[Any], object]], ...] = (
 def item_digest(
     media: bytes, fingerprint: bytes, options: Mapping[str, object], name: HashName = "blake3"
 ) -> bytes:
-    """What identifies a prepared item."""
+    """Digest of a prepared item."""
     return digest_of([b"item", media, fingerprint, canonical(options)], name)
 
 
 @dataclass(frozen=True)
 class TowerIdentity:
-    """What features depend on besides their item."""
+    """A tower, as far as features depend on it."""
 
     weights: bytes
     """The digest of class, configuration, parameters and buffers, see `weights_digest`."""
@@ -125,7 +125,7 @@ def precision_of(config: EncoderConfig) -> str:
 
 
 def feature_key(item: bytes, tower: TowerIdentity, salt: str = "", name: HashName = "blake3") -> bytes:
-    """What a cache calls a feature."""
+    """Name of a feature in a cache."""
     parts = (tower.dtype.encode(), tower.precision.encode(), salt.encode())
     return digest_of([b"feature", item, tower.weights, *parts], name)
 

@@ -160,7 +160,7 @@ class ManagerEncoder(FeatureEncoder):
 
 
 def _video_keys(tower: object) -> tuple[str, str] | None:
-    """What a tower calls the patches and the grids of videos, if it encodes each of their frames alone."""
+    """Names of a tower's patches and grids of videos, if it encodes each of their frames alone."""
     if not isinstance(tower, PackedTower) or not tower.frames_are_independent:
         return None
     keys = [pair for pair in tower.input_keys if "video" in pair[1]]

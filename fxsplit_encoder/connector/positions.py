@@ -84,7 +84,7 @@ class PositionMap:
         return len(self._layout(token_counts).token_ids)
 
     def runs(self, token_counts: Sequence[int], start: int, stop: int) -> list[Run]:
-        """What goes to the positions from `start` up to `stop`, in order; raises as `merged_length`."""
+        """Runs within the positions from `start` up to `stop`, in order; raises as `merged_length`."""
         return self._layout(token_counts).between(start, stop)
 
     def token_ids(self, token_counts: Sequence[int]) -> Integers:
@@ -246,7 +246,7 @@ class FeatureRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MergedRows:
-    """What a model takes besides embeddings for the rows of items in a range of tokens."""
+    """Inputs of a model besides embeddings, for the rows of items in a range of tokens."""
 
     positions: Tensor
     """(rows,): where they are, counted from the beginning of the range, rising; int64, on the device."""

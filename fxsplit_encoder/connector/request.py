@@ -76,7 +76,7 @@ Retention = Literal["discard", "keep"]
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What becomes of a request one of whose items cannot be encoded."""
+    """Consequences for a request one of whose items cannot be encoded."""
 
     then: Literal["fail", "text_only"] = "fail"
     """fail: the ticket fails. text_only: it becomes ready without any media and with token counts of 0."""

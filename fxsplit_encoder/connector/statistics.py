@@ -1,4 +1,4 @@
-"""What the connector has done so far, counted as it does it."""
+"""Counts of the connector's work."""
 
 from __future__ import annotations
 

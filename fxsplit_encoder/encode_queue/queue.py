@@ -48,7 +48,7 @@ Launch = Callable[[Sequence[ItemT]], BatchHandle[ResultT]]
 
 @dataclass
 class QueueStats:
-    """What a queue has done so far, in items unless it says otherwise."""
+    """Counts of a queue, in items unless it says otherwise."""
 
     waiting: int = 0
     """Now."""

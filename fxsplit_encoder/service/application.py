@@ -61,7 +61,7 @@ _GONE = 499
 
 
 class Backend(Protocol):
-    """What encodes for the application."""
+    """Encoders of the application."""
 
     async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
         """Encode a request's items; return embeddings, in order, and output tokens before pooling.
@@ -70,7 +70,7 @@ class Backend(Protocol):
         ...
 
     async def describe(self) -> dict[str, Any]:
-        """What encodes, and whether it `is_ready`; raises FxSplitError where it is lost."""
+        """Describe the encoders, and whether one `is_ready`; FxSplitError: they are lost."""
         ...
 
 
@@ -338,7 +338,7 @@ def _unavailable(message: str) -> RequestError:
 
 
 def _answer_to(error: Exception, index: int | None) -> Exception:
-    """What answers a request whose item was not encoded."""
+    """The answer to a request whose item was not encoded."""
     if isinstance(error, InputError):
         return RequestError(422, "unencodable_image", str(error), index)
     if isinstance(error, FxSplitError) and error.retryable:

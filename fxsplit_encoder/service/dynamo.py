@@ -27,7 +27,7 @@ _TAKE_GRIDS = {
 
 
 class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo's class, not installed here
-    """What `--custom-encoder-class` names, as it is or as the base of a class that sets these attributes.
+    """The class for `--custom-encoder-class`, as it is or as a base of one that sets these attributes.
 
     Dynamo joins all images that wait, or up to `max_batch_cost` output tokens, and the manager packs them.
     """
@@ -80,7 +80,7 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         return decoded(url)
 
     def preprocess(self, raw: str) -> Preprocessed:
-        """Prepare the image of a URL, on any thread; InputError: it cannot be encoded, its sender is told."""
+        """Prepare the image of a URL, on any thread; InputError: it cannot be encoded, its sender's fault."""
         image = self._built().preparer.load(self.fetch(raw))
         return Preprocessed(item=image, cost=self._built().first.count_tokens(image))
 

@@ -60,7 +60,7 @@ def _invalid(message: str, index: int | None = None) -> RequestError:
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """What is to be encoded, and how it is answered."""
+    """Items to encode, and the form of the answer."""
 
     items: list[Source]
     encoding: Encoding = "float"

@@ -125,7 +125,7 @@ class _ClusterMetrics(RayMetrics):
         self._threads = threads
 
     async def exposition(self) -> str:
-        """What all nodes have counted. Counts arrive there some seconds after they were made."""
+        """Counts of all nodes, where they arrive some seconds after they were made."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         urls = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
         loop = asyncio.get_running_loop()

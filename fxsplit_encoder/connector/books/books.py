@@ -1,4 +1,4 @@
-"""What an engine asks of the connector's state: submit, hold, release, cancel, step, read."""
+"""The connector's state as an engine changes it: submit, hold, release, cancel, step, read."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Books:
         return min(first, self.encoding.next_hang())
 
     def step(self) -> Step:
-        """What has become of whom since the last step."""
+        """Report changes of tickets since the last step."""
         self.encoding.poll()
         self.expire()
         self.settle()

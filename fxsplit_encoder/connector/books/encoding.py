@@ -123,7 +123,7 @@ class Batch:
 
 
 class Taken(NamedTuple):
-    """What a worker is to do."""
+    """A worker's next batch."""
 
     batch: Batch | None = None
     wait_s: float | None = None

@@ -261,7 +261,7 @@ class Ticket:
 
     @property
     def availability(self) -> Availability:
-        """What an engine needs to know in a step."""
+        """The ticket's state as an engine needs it in a step."""
         state = self.state
         if state is State.READY:
             return "ready"
@@ -292,7 +292,7 @@ class Ticket:
         return entry.feature.residence
 
     def metadata(self, item: int) -> Mapping[str, object]:
-        """What travels with the rows of one item, such as its grid; empty before it is preprocessed."""
+        """Metadata of the rows of one item, such as its grid; empty before it is preprocessed."""
         return self.items[item].metadata
 
     def wait(self, timeout_s: float | None = None) -> Availability:

@@ -136,7 +136,7 @@ class Pool:
 
 
 def modalities_of(encoder: FeatureEncoder) -> frozenset[str]:
-    """What an encoder encodes."""
+    """Modalities of an encoder."""
     return frozenset(modality for modality in MODALITIES if encoder.row_bytes(modality) is not None)
 
 

@@ -162,7 +162,7 @@ def _prompt_problem(request: EncodeRequest, counts: Sequence[int]) -> ConnectorE
 
 
 def _checked_count(count: object) -> int:
-    """What a processor counted, as an integer; TypeError or ValueError for what is none of at least 0."""
+    """A processor's count as an integer; TypeError or ValueError: it is none of at least 0."""
     if isinstance(count, bool):
         raise TypeError(f"count_tokens: expected an integer of the processor; got {shown(count)}")
     number = operator.index(count)  # type: ignore[arg-type]

@@ -258,7 +258,7 @@ def _timed(shard: pa.Table, stage: str, begin: float, end: float) -> pa.Table:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """Counts and times of a run."""
 
     images: int
     written_before: int
@@ -274,7 +274,7 @@ class Outcome:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What each stage took for all shards together."""
+        """Seconds of each stage, of all shards together."""
         return {stage: sum(shard[stage][1] - shard[stage][0] for shard in self.shards) for stage in STAGES}
 
     @property

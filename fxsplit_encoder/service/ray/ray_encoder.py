@@ -66,7 +66,7 @@ Sent = tuple[PreparedItem, Mapping[str, HostTensor]]
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What an actor asks the cluster for, and how long it is waited for."""
+    """Resources and timeouts of an actor."""
 
     num_gpus: float = 1.0
     """Two workers on a GPU, of half a one each, encode in turns: while one copies, the other computes."""
