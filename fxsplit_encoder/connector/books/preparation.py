@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem, Reduction
 from fxsplit_encoder.connector.states import State
+from fxsplit_encoder.encode_queue.fair_queue import FairQueue
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -60,31 +61,22 @@ class Preparation:
 
     def take(self) -> Ticket | DigestJob | Entry | None:
         """Hand out a ticket to count, an item to hash or an entry to preprocess; None: there is none."""
-        kinds = (self._count_job, self._digest_job, self._prepare_job)
-        for kind in range(self._turn, self._turn + len(kinds)):
-            if (job := kinds[kind % len(kinds)]()) is not None:
-                self._turn = (kind + 1) % len(kinds)
-                return job
+        holdings = self._holdings
+        queues: tuple[FairQueue[Any], ...] = (holdings.to_count, holdings.to_digest, holdings.to_prepare)
+        for kind in range(self._turn, self._turn + len(queues)):
+            queue = queues[kind % len(queues)]
+            thing: Ticket | Occurrence | Entry | None = queue.first()
+            if thing is None or (queue is holdings.to_prepare and not self._has_room):
+                continue
+            queue.take(thing)
+            self._turn = (kind + 1) % len(queues)
+            if isinstance(thing, Occurrence):
+                reduction = thing.ticket.request.failure.reduce if thing.is_reducing else None
+                return DigestJob(thing.ticket, thing, thing.media, reduction)
+            if isinstance(thing, Entry):
+                thing.is_preparing = True
+            return thing
         return None
-
-    def _count_job(self) -> Ticket | None:
-        if (ticket := self._holdings.to_count.first()) is not None:
-            self._holdings.to_count.take(ticket)
-        return ticket
-
-    def _digest_job(self) -> DigestJob | None:
-        if (item := self._holdings.to_digest.first()) is None:
-            return None
-        self._holdings.to_digest.take(item)
-        reduction = item.ticket.request.failure.reduce if item.is_reducing else None
-        return DigestJob(item.ticket, item, item.media, reduction)
-
-    def _prepare_job(self) -> Entry | None:
-        if (entry := self._holdings.to_prepare.first()) is None or not self._has_room:
-            return None
-        self._holdings.to_prepare.take(entry)
-        entry.is_preparing = True
-        return entry
 
     def counted(self, ticket: Ticket, counts: Sequence[int], problem: Problem | None) -> None:
         """Take the tokens of each item, 0 if it was not looked at, and why its request may not go on."""
