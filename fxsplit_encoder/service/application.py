@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -362,8 +361,3 @@ def _declared(request: Request) -> int:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def thread_pool() -> ThreadPoolExecutor:
-    """Threads for parsing, decoding and writing: one a CPU."""
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")

@@ -6,9 +6,10 @@ import base64
 import contextlib
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +111,11 @@ class ImagePreparer:
         # Some processors lay whole numbers out as floats.
         inputs = {name: a.astype(np.uint8) if a.dtype.kind == "f" else a for name, a in made.inputs.items()}
         return PreparedImage(inputs, made.layout)
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    """Threads for parsing, decoding and writing: one a CPU."""
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")
 
 
 def decoded(text: object) -> bytes:

@@ -18,8 +18,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import RayMetrics
-from fxsplit_encoder.service.application import Application, LocalBackend, Outcome, thread_pool
-from fxsplit_encoder.service.encoder import ImagePreparer, Item, QueuedEncoder
+from fxsplit_encoder.service.application import Application, LocalBackend, Outcome
+from fxsplit_encoder.service.encoder import ImagePreparer, Item, QueuedEncoder, thread_pool
 from fxsplit_encoder.service.settings import ServiceSettings
 
 _HEALTH_TIMEOUT_S = 5.0

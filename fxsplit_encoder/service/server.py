@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import LocalMetrics
-from fxsplit_encoder.service.application import Application, LocalBackend, thread_pool
-from fxsplit_encoder.service.encoder import QueuedEncoder
+from fxsplit_encoder.service.application import Application, LocalBackend
+from fxsplit_encoder.service.encoder import QueuedEncoder, thread_pool
 from fxsplit_encoder.service.settings import ServiceSettings
 
 HEADER_TIMEOUT_S = 10.0

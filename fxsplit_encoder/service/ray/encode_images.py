@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ from fxsplit_encoder.service.encoder import (
     PreparedImage,
     QueuedEncoder,
     Result,
+    thread_pool,
 )
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
@@ -221,7 +220,7 @@ class EncodeImages:
 
     def __init__(self, **settings: Any) -> None:
         self._settings = ImageEncoderSettings(**settings)
-        self._decoders = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")
+        self._decoders = thread_pool()
         self.encoder = QueuedEncoder(self._settings, budgets_per_batch=MANY_BUDGETS)
         self.encoder.wait_started()
 
