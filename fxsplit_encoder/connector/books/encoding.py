@@ -120,6 +120,12 @@ class Batch:
         """Whether the device was given everything, and what is above will not change."""
         self.is_lost = False
         """Whether its worker was given up; nobody waits for its results."""
+        worker.batches[self] = None
+
+    def close(self) -> None:
+        """Take it from its worker, with its memory."""
+        del self.worker.batches[self]
+        self.memory.free()
 
 
 class Taken(NamedTuple):
@@ -226,7 +232,7 @@ class Encoding:
 
     def _start(self, worker: Worker, chosen: list[Entry]) -> Batch:
         now = self._clock()
-        batch = self._open(worker, chosen, now)
+        batch = Batch(worker, chosen, now)
         for entry in chosen:
             self._holdings.to_encode.take(entry)
             self._holdings.move(entry, State.ENCODING)
@@ -239,11 +245,6 @@ class Encoding:
         self._stats.batch_tokens += sum(entry.num_tokens for entry in chosen)
         return batch
 
-    def _open(self, worker: Worker, entries: list[Entry], taken_at: float) -> Batch:
-        batch = Batch(worker, entries, taken_at)
-        worker.batches[batch] = None
-        return batch
-
     def split(self, batch: Batch, error: ConnectorError) -> list[Batch]:
         """The halves of a batch that failed as a whole; none: its only entry has failed, or it is lost."""
         if batch.is_lost or len(batch.entries) == 1:
@@ -251,14 +252,10 @@ class Encoding:
             self.publish(batch)
             return []
         self._stats.split_batches += 1
-        self._close(batch)
+        batch.close()
         middle = len(batch.entries) // 2
         halves = (batch.entries[:middle], batch.entries[middle:])
-        return [self._open(batch.worker, entries, batch.taken_at) for entries in halves]
-
-    def _close(self, batch: Batch) -> None:
-        del batch.worker.batches[batch]
-        batch.memory.free()
+        return [Batch(batch.worker, entries, batch.taken_at) for entries in halves]
 
     # --- workers that hang
 
@@ -337,7 +334,7 @@ class Encoding:
             else:
                 self._stats.encode.add(seconds)
                 self._arrive(entry)
-        self._close(batch)
+        batch.close()
 
     def _arrive(self, entry: Entry) -> None:
         memory, entry.memory = entry.memory, None
