@@ -4,6 +4,7 @@ done; another ends this process at once when the parent has ended.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import select
@@ -22,7 +23,6 @@ from fxsplit_encoder.connector.processes.wire import (
     Channel,
     Encoded,
     Failed,
-    Message,
     SharedMemory,
     Start,
     Started,
@@ -35,59 +35,50 @@ from fxsplit_encoder.messages import shown
 EXIT_PARENT_GONE = 3
 
 
-class EncoderHost:
-    """Serves one parent."""
+_MODALITIES: tuple[Modality, ...] = get_args(Modality)
 
-    def __init__(self, channel: Channel[ToEncoder]) -> None:
-        self._channel = channel
-        self._encoder: FeatureEncoder | None = None
 
-    def serve(self) -> None:
-        """Do what is asked until the parent hangs up."""
-        try:
-            while (message := self._channel.receive()) is not None and self._do(message):
-                pass
-        finally:
-            if self._encoder is not None:
-                self._encoder.close()
-
-    def _send(self, message: Message) -> None:
-        self._channel.send(self._channel.encode(message))
-
-    def _do(self, message: ToEncoder) -> bool:
-        """Whether the process is of further use."""
-        try:
-            if isinstance(message, Start):
-                self._start(message)
+def serve(channel: Channel[ToEncoder]) -> None:
+    """Do what one parent asks, until it hangs up or the encoder is of no further use."""
+    encoder: FeatureEncoder | None = None
+    with contextlib.ExitStack() as closing:
+        while (asked := channel.receive()) is not None:
+            try:
+                if isinstance(asked, Start):
+                    encoder = _made(asked)
+                    closing.callback(encoder.close)
+                    encoder.start()
+                    sizes = {modality: encoder.row_bytes(modality) for modality in _MODALITIES}
+                    data = channel.encode(Started({m: size for m, size in sizes.items() if size is not None}))
+                else:
+                    data = channel.encode(Encoded(_encoded(encoder, asked.items)))
+            except Exception as error:
+                channel.send(channel.encode(Failed(to_wire(error))))
+                if isinstance(asked, Start) or isinstance(error, FATAL):
+                    return
             else:
-                self._send(Encoded(self._encode(message.items)))
-        except Exception as error:
-            self._send(Failed(to_wire(error)))
-            return not isinstance(message, Start) and not isinstance(error, FATAL)
-        return True
+                channel.send(data)
 
-    def _start(self, message: Start) -> None:
-        # An encoder may keep its arguments, and later messages have tensors where these lie.
-        program = EncoderProgram(message.factory, copy.deepcopy(message.arguments))
-        encoder = program.resolve()(**program.arguments)
-        if not isinstance(encoder, FeatureEncoder):
-            raise InputError(f"factory: {program.factory} returned no FeatureEncoder but {type(encoder)}")
-        self._encoder = encoder
-        encoder.start()
-        modalities: tuple[Modality, ...] = get_args(Modality)
-        sizes = {modality: encoder.row_bytes(modality) for modality in modalities}
-        self._send(Started({name: size for name, size in sizes.items() if size is not None}))
 
-    def _encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
-        if self._encoder is None:
-            raise TransportError("asked to encode before the encoder was started")
-        features = self._encoder.encode(items)
-        if len(features) != len(items):
-            raise InputError(f"{len(features)} features of {len(items)} items")
-        for feature in features:
-            if not isinstance(feature, Tensor):
-                raise InputError(f"feature: expected a tensor; got {shown(feature)}")
-        return features
+def _made(asked: Start) -> FeatureEncoder:
+    # An encoder may keep its arguments, and later messages have tensors where these lie.
+    program = EncoderProgram(asked.factory, copy.deepcopy(asked.arguments))
+    encoder = program.resolve()(**program.arguments)
+    if not isinstance(encoder, FeatureEncoder):
+        raise InputError(f"factory: {program.factory} returned no FeatureEncoder but {type(encoder)}")
+    return encoder
+
+
+def _encoded(encoder: FeatureEncoder | None, items: Sequence[PreparedItem]) -> list[Tensor]:
+    if encoder is None:
+        raise TransportError("asked to encode before the encoder was started")
+    features = encoder.encode(items)
+    if len(features) != len(items):
+        raise InputError(f"{len(features)} features of {len(items)} items")
+    for feature in features:
+        if not isinstance(feature, Tensor):
+            raise InputError(f"feature: expected a tensor; got {shown(feature)}")
+    return features
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     memory = SharedMemory(max_bytes, memory_descriptor)
     connection = socket.socket(fileno=descriptor)
     channel: Channel[ToEncoder] = Channel(connection, parent, ToEncoder, memory, half=1)
-    EncoderHost(channel).serve()
+    serve(channel)
     return 0
 
 
