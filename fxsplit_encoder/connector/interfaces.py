@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.messages import shown
 
 Modality = Literal["image", "video", "audio"]
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
 Reduction = Literal["half_frames", "half_resolution"]
 
 PIXEL_TABLE = "pixel_table"

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.connector.interfaces import PreparedItem
+from fxsplit_encoder.connector.interfaces import MODALITIES, PreparedItem
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
-from fxsplit_encoder.connector.threads.pool import MODALITIES
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from tests.connector.resources import nothing_left
 

@@ -13,11 +13,11 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn, get_args
+from typing import NoReturn
 
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import FATAL, FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FATAL, MODALITIES, FeatureEncoder, PreparedItem
 from fxsplit_encoder.connector.processes.program import EncoderProgram
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
@@ -35,9 +35,6 @@ from fxsplit_encoder.messages import shown
 EXIT_PARENT_GONE = 3
 
 
-_MODALITIES: tuple[Modality, ...] = get_args(Modality)
-
-
 def serve(channel: Channel[ToEncoder]) -> None:
     """Do what one parent asks, until it hangs up or the encoder is of no further use."""
     encoder: FeatureEncoder | None = None
@@ -48,7 +45,7 @@ def serve(channel: Channel[ToEncoder]) -> None:
                     encoder = _made(asked)
                     closing.callback(encoder.close)
                     encoder.start()
-                    sizes = {modality: encoder.row_bytes(modality) for modality in _MODALITIES}
+                    sizes = {modality: encoder.row_bytes(modality) for modality in MODALITIES}
                     data = channel.encode(Started({m: size for m, size in sizes.items() if size is not None}))
                 else:
                     data = channel.encode(Encoded(_encoded(encoder, asked.items)))

@@ -6,14 +6,14 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.books.tickets import Entry, Event
-from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import MODALITIES, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
@@ -24,9 +24,6 @@ from fxsplit_encoder.messages import names_of, shown
 logger = logging.getLogger(__name__)
 
 EncoderFactory = Callable[[], FeatureEncoder]
-
-MODALITIES: tuple[Modality, ...] = get_args(Modality)
-
 
 MOST_RESTARTS = 3
 """How often in a row a worker that was lost is started again before it is given up."""
