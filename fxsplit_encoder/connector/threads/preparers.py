@@ -13,7 +13,7 @@ import torch
 
 from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, Problem
 from fxsplit_encoder.connector.books.tickets import Entry, Ticket, capacity_of
-from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem, Reduction
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.core import Core
@@ -94,22 +94,21 @@ class Preparers:
         return counts[index] * row_bytes
 
     def _digest(self, job: DigestJob) -> None:
-        result = _attempt("media", self._reduced if job.reduction else self._digested, job)
+        result = _attempt("media", self._digested, job)
         with self._core.change() as books:
             books.preparation.digested(job, result)
 
     def _digested(self, job: DigestJob) -> Digested:
-        return Digested(job.media, job.item.num_tokens, self._hashed(job.media))
-
-    def _hashed(self, media: MediaItem) -> bytes:
+        media, num_tokens = job.media, job.item.num_tokens
+        if job.reduction is not None:
+            media, num_tokens = self._reduced(job, job.reduction)
         digest: object = self._processor.digest(media)
         if not isinstance(digest, bytes):
             raise TypeError(f"digest: expected bytes of the processor; got {shown(digest)}")
-        return digest
+        return Digested(media, num_tokens, digest)
 
-    def _reduced(self, job: DigestJob) -> Digested:
-        assert job.reduction is not None
-        media = self._processor.reduce(job.media, job.reduction)
+    def _reduced(self, job: DigestJob, how: Reduction) -> tuple[MediaItem, int]:
+        media = self._processor.reduce(job.media, how)
         num_tokens = job.item.num_tokens
         if media is not None:
             num_tokens = _checked_count(self._processor.count_tokens(media))
@@ -120,7 +119,7 @@ class Preparers:
         counts = [num_tokens if item is job.item else item.num_tokens for item in job.ticket.items]
         if (error := _prompt_problem(job.ticket.request, counts)) is not None:
             raise error
-        return Digested(media, num_tokens, self._hashed(media))
+        return media, num_tokens
 
     def _prepare(self, entry: Entry) -> None:
         started = time.monotonic()
