@@ -19,9 +19,9 @@ import pytest
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.ray import EncodeJob
-from fxsplit_encoder.service.settings import ImageEncoderSettings
 
 from ...waiting import wait_until
+from ..photographs import settings_of
 from .conftest import STORE_BYTES
 from .processes import descendants, named, private_bytes
 
@@ -29,10 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SHARD = 64
 ACTOR = "ray::MapWorker"
-
-
-def settings_of(model: Path, **changes: Any) -> ImageEncoderSettings:
-    return ImageEncoderSettings(**{"model": str(model), "config": {"enabled": False}, **changes})
 
 
 def job_of(photographs: Path, output: Path, model: Path, **settings: Any) -> EncodeJob:

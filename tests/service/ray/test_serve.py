@@ -27,12 +27,11 @@ from PIL import Image
 
 from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.ray_serve import joined
-from fxsplit_encoder.service.settings import ImageEncoderSettings
 from fxsplit_encoder.towers.inputs import PixelValues
 
 from ...models.checkpoints import save
 from ...waiting import wait_until
-from ..photographs import EXAMPLES, b64, blank, encoded
+from ..photographs import EXAMPLES, b64, blank, encoded, settings_of
 from ..serving import free_port
 from .processes import named
 
@@ -78,7 +77,7 @@ def url(model: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def photographs(model: Path) -> Photographs:
-    encoder = QueuedEncoder(ImageEncoderSettings(model=str(model), config={"enabled": False}))
+    encoder = QueuedEncoder(settings_of(model))
     values = PixelValues(encoder.preparer.values, torch.float32, torch.device("cpu"))
     draw, made = random.Random(1), []
     for path in sorted(EXAMPLES.iterdir()):
