@@ -21,7 +21,6 @@ FxSplitError
 +-- QueueClosedError (RuntimeError)      a queue takes no more items
 +-- EncoderLostError (RuntimeError)      an encoder's process, thread or device is gone
 +-- TransportError (RuntimeError)        what another process handed over is not what was agreed, or gone
-|   +-- TransportFullError               no room before something that was put is released
 +-- RankError (RuntimeError)             another rank of the process group failed, or is gone
 +-- MissingExtraError (ImportError)      an optional dependency is not installed
 
@@ -151,12 +150,6 @@ class EncoderLostError(FxSplitError, RuntimeError):
 
 class TransportError(FxSplitError, RuntimeError):
     """A message, a descriptor or a handle is not what two processes agreed on, or what it names is gone."""
-
-
-class TransportFullError(TransportError):
-    """There is no room for what is put before something else is released."""
-
-    retryable = True
 
 
 class RankError(FxSplitError, RuntimeError):

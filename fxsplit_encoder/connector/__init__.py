@@ -1,7 +1,6 @@
 """Asynchronous encoding above the manager: media in, features at their placeholder tokens out.
 
-Nothing here needs a package that only an extra installs; what does is imported by its module: encoders
-in other processes (`processes`). Processors of media are in `fxsplit_encoder.models.preprocess`.
+Encoders in other processes, which need an extra, are imported by their module, `processes`.
 """
 
 from fxsplit_encoder.connector.books.books import Step

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -19,11 +16,7 @@ from fxsplit_encoder.connector.books.books import Books, Step
 from fxsplit_encoder.connector.books.encoding import WorkerStatus
 from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.tickets import Ticket
-from fxsplit_encoder.connector.interfaces import (
-    MediaItem,
-    MediaProcessor,
-    PromptRun,
-)
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PromptRun
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
 from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, Run, merge_rows
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
@@ -33,13 +26,9 @@ from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, make_encoders, row_bytes_of
 from fxsplit_encoder.connector.threads.preparers import Preparers
+from fxsplit_encoder.encode_queue.batch_thread import EXIT_SECONDS, deadline_of, join
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
-
-logger = logging.getLogger(__name__)
-
-_EXIT_SECONDS = 30.0
-"""How long the end of the interpreter waits for batches that are being encoded."""
 
 _ANY_TOWER = TowerIdentity(b"", "", "")
 
@@ -122,16 +111,11 @@ class Connector:
             return books.submit(request)
 
     def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
-        """What a prompt has to show of an item, from its header or dimensions alone, before it is submitted.
-
-        Raises:
-            InputError: the processor does not tell.
-            MediaError: the media cannot be read.
-        """
+        """Read the placeholder runs of an item from its header or dimensions; raises as the processor."""
         return self.processor.prompt_runs(item)
 
     def step(self) -> Step:
-        """What tickets have become since the last step; for each step of the engine. Waits for nothing."""
+        """Report changes of tickets since the last step, in each step of the engine; waits for nothing."""
         with self._core.change() as books:
             return books.step()
 
@@ -170,8 +154,8 @@ class Connector:
     def read(
         self, ticket: Ticket, items: Sequence[int] | None = None, *, device: torch.device | str = "cpu"
     ) -> Iterator[dict[int, FeatureRows]]:
-        """The rows of some items, which stay until the work is over that the current stream of `device` was
-        given inside; raises InputError where one is not ready.
+        """Read rows of items, which stay until the current stream of `device` is through with what it was
+        given inside; InputError: one is not ready.
         """
         reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
@@ -267,7 +251,7 @@ class Connector:
             return self._core.books.snapshot()
 
     def audit(self) -> list[str]:
-        """What does not add up in the books, counted again from the objects; empty if they are in order."""
+        """Count the books again from the objects; return what does not add up."""
         with self._core.change() as books:
             books.settle()
             return audit(books)
@@ -275,39 +259,32 @@ class Connector:
     # --- the end
 
     def close(self, timeout_s: float | None = 60.0) -> None:
-        """Cancels every ticket, lets workers finish what they have in hand, and frees everything. Further
-        calls do nothing.
-
-        Args:
-            timeout_s: how long to wait for threads; one that hangs is left to itself, with a warning.
+        """Cancel every ticket, let workers finish what they have in hand, and free everything; idempotent. A
+        thread that takes longer than `timeout_s` is left to itself, with a warning.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_of(timeout_s)
         with self._core.change() as books:
             books.close()
         for name in self.workers():
             self._pool.drain(name)
         joined: list[threading.Thread] = []
         while threads := [thread for thread in self._pool.threads() if thread not in joined]:
-            _join(threads, deadline)
+            join(threads, deadline)
             joined += threads
         self._core.stop()
-        _join(self._threads, deadline)
-        _join([self._core.warden], deadline)
+        join([*self._threads, self._core.warden], deadline)
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        # A thread that encodes while the interpreter is taken down would abort the process.
-        self.close(_EXIT_SECONDS)
+        self.close(EXIT_SECONDS)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -326,11 +303,3 @@ def _check_ready(ticket: Ticket, items: Sequence[int]) -> None:
             raise InputError(
                 f"item {index} of request {ticket.request.id}: expected it to be ready; it is {state}"
             )
-
-
-def _join(threads: Sequence[threading.Thread], deadline: float | None) -> None:
-    for thread in threads:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        thread.join(None if left is None else min(left, threading.TIMEOUT_MAX))
-        if thread.is_alive():
-            logger.warning("%s does not come to an end; it is left to itself", thread.name)

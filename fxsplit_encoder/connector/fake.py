@@ -1,6 +1,4 @@
-"""An encoder and a processor without a model, to test an engine with: no GPU, no media, every fault on
-demand.
-"""
+"""An encoder and a processor to test an engine with: no model, no GPU, no media, every fault on demand."""
 
 from __future__ import annotations
 
@@ -24,9 +22,8 @@ from fxsplit_encoder.messages import shown
 
 
 class FakeProcessor(MediaProcessor):
-    """Takes any media that is a string; its option `tokens` says how many rows it has.
-
-    `on_prepare` is called with every item that is preprocessed, to wait or to raise.
+    """Takes any media that is a string, of as many rows as its option `tokens` says; `on_prepare`, called
+    with every item that is preprocessed, may wait or raise.
     """
 
     def __init__(
@@ -70,9 +67,8 @@ class FakeProcessor(MediaProcessor):
 
 
 class FakeEncoder(FeatureEncoder):
-    """Makes rows of `width` columns from items' digests, as `fake_rows` does.
-
-    `on_encode` is called with every batch before it is encoded, to wait or to raise.
+    """Makes rows of items' digests, as `fake_rows` does; `on_encode`, called with every batch before, may
+    wait or raise.
     """
 
     def __init__(
@@ -98,7 +94,7 @@ class FakeEncoder(FeatureEncoder):
 
 
 def fake_rows(digest: bytes, num_tokens: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a `FakeEncoder` makes of an item: the first bytes of its digest, plus the number of the row."""
+    """Rows of a `FakeEncoder` for an item: the first bytes of its digest, plus the number of the row."""
     first = [digest[column % len(digest)] for column in range(width)]
     columns = torch.tensor(first, dtype=dtype, device="cpu")
     return columns + torch.arange(num_tokens, dtype=dtype, device="cpu")[:, None]

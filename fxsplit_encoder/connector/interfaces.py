@@ -1,18 +1,19 @@
-"""What the connector's parts hand to each other, and who prepares and encodes media."""
+"""Items, and the interfaces of processors and encoders of media."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.messages import shown
 
 Modality = Literal["image", "video", "audio"]
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
 Reduction = Literal["half_frames", "half_resolution"]
 
 PIXEL_TABLE = "pixel_table"
@@ -76,14 +77,16 @@ class MediaProcessor(ABC):
         """Decode, check and preprocess one item; raises a ``MediaError`` for what cannot be."""
 
     def prompt_runs(self, item: MediaItem) -> Sequence[PromptRun]:
-        """The item's placeholder tokens, ``count_tokens`` in all, as its prompt divides them; nothing is
-        decoded. InputError: this processor does not tell.
-        """
+        """The item's ``count_tokens`` as its prompt divides them, undecoded; InputError: it does not tell."""
         raise InputError(f"{type(self).__name__} does not tell what prompts show of media")
 
     def reduce(self, item: MediaItem, how: Reduction) -> MediaItem | None:
         """The item with half its frames, or with half of each side; None where it has no more to give."""
         return None
+
+
+FATAL = (EncoderLostError, torch.AcceleratorError)
+"""Errors after which a device's context is of no use: an encoder's process or actor has to be another."""
 
 
 class FeatureEncoder(ABC):
@@ -105,7 +108,7 @@ class FeatureEncoder(ABC):
         """Make ready to encode: load, compile, capture."""
 
     def predict_cost(self, item: PreparedItem) -> float:
-        """What encoding the item alone costs, in any unit that adds up."""
+        """Cost of encoding the item alone, in any unit that adds up."""
         return float(item.num_tokens)
 
     @abstractmethod
@@ -117,9 +120,7 @@ class FeatureEncoder(ABC):
         return item
 
     def slices(self, item: PreparedItem, most_cost: float) -> Sequence[PreparedItem]:
-        """Items whose features, one after the other, are the item's: each of no more than that cost, as far
-        as it can be cut. The item alone: it is not.
-        """
+        """Cut an item to some of that cost at most, whose features, one after the other, are the item's."""
         return [item]
 
     @abstractmethod

@@ -98,13 +98,13 @@ _KINDS: tuple[tuple[type | tuple[type, ...], Callable[[Any], object]], ...] = (
 def item_digest(
     media: bytes, fingerprint: bytes, options: Mapping[str, object], name: HashName = "blake3"
 ) -> bytes:
-    """What identifies a prepared item."""
+    """Digest of a prepared item."""
     return digest_of([b"item", media, fingerprint, canonical(options)], name)
 
 
 @dataclass(frozen=True)
 class TowerIdentity:
-    """What features depend on besides their item."""
+    """A tower, as far as features depend on it."""
 
     weights: bytes
     """The digest of class, configuration, parameters and buffers, see `weights_digest`."""
@@ -114,24 +114,18 @@ class TowerIdentity:
 
     @classmethod
     def of(cls, tower: nn.Module, precision: str, name: HashName = "blake3") -> TowerIdentity:
-        """That of a tower as it is now, with the precision of its configuration (`precision_of`).
-
-        Reads every weight once; weights on a GPU pass through host memory in pieces. After other weights are
-        loaded it is another one.
-        """
+        """Identify a tower as it is now, with a `precision_of`; reads every weight once, in pieces."""
         dtype = next((str(parameter.dtype) for parameter in tower.parameters()), "none")
         return cls(weights_digest(tower, name), dtype, precision)
 
 
 def precision_of(config: EncoderConfig) -> str:
-    """Whether the configuration is `invariant`: a feature that was made without would not have the bits that
-    are promised with it.
-    """
+    """Whether the configuration is `invariant`, which promises bits that other features do not have."""
     return "invariant" if config.invariant else ""
 
 
 def feature_key(item: bytes, tower: TowerIdentity, salt: str = "", name: HashName = "blake3") -> bytes:
-    """What a cache calls a feature."""
+    """Name of a feature in a cache."""
     parts = (tower.dtype.encode(), tower.precision.encode(), salt.encode())
     return digest_of([b"feature", item, tower.weights, *parts], name)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.staging import to_device
+from fxsplit_encoder._torch.staging import copy_on_host, to_device
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
@@ -31,42 +31,31 @@ _ONE_THREAD_ELEMENTS = 32_768
 
 
 class ManagerEncoder(FeatureEncoder):
-    """The images and videos of one tower.
-
-    Args:
-        manager: not captured yet, or captured on any thread; `start` captures what is not.
-        capture: whether `start` captures.
-        modalities: that it encodes; None: those for which the tower declares captures.
-    """
+    """Encodes images and videos by one tower; None: of the modalities that it declares captures for."""
 
     def __init__(
         self,
         manager: EncoderCudaGraphManager,
         *,
-        capture: bool = True,
         modalities: Sequence[Modality] | None = None,
     ) -> None:
         self.manager = manager
         self.device, self.dtype = manager.pool.device, manager.dtype
         self.stream_priority = manager.config.stream_priority
-        self._capture = capture
         self._tables: dict[bytes, PixelValues] = {}
         self._modalities = manager.model_config.modalities if modalities is None else modalities
 
     def start(self) -> None:
         """Capture every budget, on the thread that will replay them."""
-        if self._capture and not self.manager.is_captured():
+        if not self.manager.is_captured():
             self.manager.capture()
 
     def predict_cost(self, item: PreparedItem) -> float:
         """Milliseconds, as the manager's plan predicts; a guess by tokens where it predicts none."""
         inputs = {name: tensor for name, tensor in item.inputs.items() if name != PIXEL_TABLE}
-        predicted = self.manager.plan(inputs).milliseconds if self._is_timed else None
+        is_timed = self.manager.pool.is_cuda and self.manager.is_captured()
+        predicted = self.manager.plan(inputs).milliseconds if is_timed else None
         return item.num_tokens * _MILLISECONDS_PER_TOKEN if predicted is None else predicted
-
-    @property
-    def _is_timed(self) -> bool:
-        return self.manager.pool.is_cuda and self.manager.is_captured()
 
     def stage(self, item: PreparedItem) -> PreparedItem:
         """Pixels in the tower's dtype and, for a GPU, in pinned memory: they are sent from there."""
@@ -82,9 +71,7 @@ class ManagerEncoder(FeatureEncoder):
         return staged(tensor, tensor.dtype, is_pinned) if is_pixels else tensor
 
     def slices(self, item: PreparedItem, most_cost: float) -> list[PreparedItem]:
-        """A video by frames, as evenly as its predicted cost asks for; the item alone where frames depend on
-        each other (`PackedTower.frames_are_independent`).
-        """
+        """Cut a video by frames, as evenly as its predicted cost asks for, if they are independent."""
         keys = _video_keys(self.manager.tower)
         if keys is None or {*item.inputs} - {PIXEL_TABLE} != {*keys}:
             return [item]
@@ -173,7 +160,7 @@ class ManagerEncoder(FeatureEncoder):
 
 
 def _video_keys(tower: object) -> tuple[str, str] | None:
-    """What a tower calls the patches and the grids of videos, if it encodes each of their frames alone."""
+    """Names of a tower's patches and grids of videos, if it encodes each of their frames alone."""
     if not isinstance(tower, PackedTower) or not tower.frames_are_independent:
         return None
     keys = [pair for pair in tower.input_keys if "video" in pair[1]]
@@ -189,11 +176,7 @@ def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:
     if tensor.is_cuda or (tensor.dtype == dtype and (tensor.is_pinned() or not is_pinned)):
         return tensor
     target = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
-    if tensor.dtype == dtype and dtype != torch.bfloat16:  # which NumPy does not have
-        np.copyto(target.numpy(), tensor.detach().numpy())
-        return target
     flat, source = target.view(-1), tensor.detach().reshape(-1)
-    for start in range(0, flat.numel(), _ONE_THREAD_ELEMENTS):
-        part = slice(start, start + _ONE_THREAD_ELEMENTS)
-        flat[part].copy_(source[part])
+    for part in (slice(s, s + _ONE_THREAD_ELEMENTS) for s in range(0, flat.numel(), _ONE_THREAD_ELEMENTS)):
+        copy_on_host(flat[part], source[part])
     return target

@@ -84,7 +84,7 @@ class PositionMap:
         return len(self._layout(token_counts).token_ids)
 
     def runs(self, token_counts: Sequence[int], start: int, stop: int) -> list[Run]:
-        """What goes to the positions from `start` up to `stop`, in order; raises as `merged_length`."""
+        """Runs within the positions from `start` up to `stop`, in order; raises as `merged_length`."""
         return self._layout(token_counts).between(start, stop)
 
     def token_ids(self, token_counts: Sequence[int]) -> Integers:
@@ -173,9 +173,7 @@ def _assign(
 
 
 def _check_borders(modality: Modality, where: Integers, owned: Integers) -> None:
-    """Raise InputError where neighboring tokens are of two items, one of which has others elsewhere: the
-    prompt was expanded for other counts of the same sum.
-    """
+    """InputError: of two items with neighboring tokens one has others elsewhere; these are other counts."""
     for first in np.flatnonzero(np.diff(owned)) + 1:
         if where[first] != where[first - 1] + 1:
             continue
@@ -248,7 +246,7 @@ class FeatureRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MergedRows:
-    """What a model takes besides embeddings for the rows of items in a range of tokens."""
+    """Inputs of a model besides embeddings, for the rows of items in a range of tokens."""
 
     positions: Tensor
     """(rows,): where they are, counted from the beginning of the range, rising; int64, on the device."""
@@ -288,9 +286,7 @@ def merge_rows(
 
 
 def _pieces(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The runs in as few pieces as their rows are in: the item, the first row and the one after the last;
-    InputError: a run is not within the positions from `start` up to `stop`.
-    """
+    """Join runs to (item, first row, the one after the last); InputError: one is beyond `start` to `stop`."""
     # For a few hundred runs this takes less than making an array of them.
     pieces = []
     current, first, end = -1, 0, 0

@@ -22,11 +22,7 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ConnectorConfig(Settings):
-    """How much a `Connector` may hold, and how it forms batches.
-
-    Raises:
-        ConfigError: a setting is unknown or not allowed.
-    """
+    """How much a `Connector` may hold, and how it forms batches; ConfigError: a setting is not allowed."""
 
     host_bytes: _Bytes = 4 << 30
     """Host memory for features, in bytes or as a size such as 4GiB; reserved in powers of two before an item
@@ -80,7 +76,7 @@ Retention = Literal["discard", "keep"]
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What becomes of a request one of whose items cannot be encoded."""
+    """Consequences for a request one of whose items cannot be encoded."""
 
     then: Literal["fail", "text_only"] = "fail"
     """fail: the ticket fails. text_only: it becomes ready without any media and with token counts of 0."""

@@ -22,10 +22,7 @@ Availability = Literal["ready", "deferred", "unavailable"]
 
 
 class State(StrEnum):
-    """Of an item of a ticket, and of the feature that it shares with equal items of other tickets.
-
-    Where a feature lies and how many hold it are attributes, not states.
-    """
+    """Of an item of a ticket, and of the feature that it shares with equal items of other tickets."""
 
     NEW = "new"
     """Known: it is hashed, waits for memory, or is decoded and preprocessed."""

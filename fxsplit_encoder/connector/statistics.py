@@ -1,4 +1,4 @@
-"""What the connector has done so far, counted as it does it."""
+"""Counts of the connector's work."""
 
 from __future__ import annotations
 
@@ -135,10 +135,10 @@ class ConnectorStats:
             f"({self.batch_fill:.1%} full); "
             f"{self.evictions} evictions, {self.retries} retries, {self.failures.total()} failures{failed}",
         ]
+        stages = {"prepare": self.prepare, "queue": self.queue, "encode": self.encode, "ready": self.ready}
         rows = [
-            [name, each.count, *(1e3 * value for value in _shown(each))]
-            for name in ("prepare", "queue", "encode", "ready")
-            for each in (getattr(self, name),)
+            [name, each.count, *(1e3 * s for s in (each.mean, *map(each.percentile, (50, 99)), each.longest))]
+            for name, each in stages.items()
         ]
         headers = ["stage", "count", "mean ms", "p50 ms", "p99 ms", "longest ms"]
         lines.append(tabulate(rows, headers, floatfmt=".2f"))
@@ -147,7 +147,3 @@ class ConnectorStats:
             for account, used in self.bytes_used.items()
         ]
         return "\n".join(lines)
-
-
-def _shown(durations: Durations) -> tuple[float, ...]:
-    return durations.mean, durations.percentile(50), durations.percentile(99), durations.longest

@@ -1,18 +1,15 @@
-"""Threads: `BatchThread` launches batches and has them landed in order, `Clock` waits for deadlines.
-
-A worker *launches* a batch, which returns as soon as its device or process has the work, and *lands* it,
-which waits for the results. A second thread lands, in order, so that the next batch is launched in time. A
-batch that fails is halved until single items do.
-"""
+"""Threads: `BatchThread` launches batches and has them landed in order, `Clock` waits for deadlines."""
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
@@ -21,6 +18,23 @@ from fxsplit_encoder.errors import EncoderLostError
 logger = logging.getLogger(__name__)
 
 BatchT = TypeVar("BatchT")
+
+EXIT_SECONDS = 30.0
+"""How long the end of the interpreter waits for batches that are being encoded: a thread that encodes while
+the interpreter is taken down would abort the process."""
+
+
+def join(threads: Iterable[threading.Thread], deadline: float) -> None:
+    """Wait for threads until a deadline on the monotonic clock; one that hangs is left to itself."""
+    for thread in threads:
+        thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        if thread.is_alive():
+            logger.warning("%s does not come to an end; it is left to itself", thread.name)
+
+
+def deadline_of(timeout_s: float | None) -> float:
+    """The deadline on the monotonic clock that is so far away; None: infinitely."""
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
 class Landing(Generic[BatchT]):
@@ -80,16 +94,21 @@ def _clear_frames(error: BaseException | None) -> None:
 
 
 class BatchThread(ABC, Generic[BatchT]):
-    """A thread that takes batches from a source, launches them, and has them landed in order.
+    """A thread that takes batches from a source and launches them, which returns as soon as a device or
+    process has the work; a second thread lands them in order, which waits, so that the next is launched.
 
     An Exception of `launch` concerns the batch, which is split. `EncoderLostError`, what is no Exception, and
     errors of other methods end the thread, and `lost` is called.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, work: threading.Condition) -> None:
+        self.name, self.work = name, work
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._landing = Landing(self.land, self.wake, f"{name}-landing")
+        self._landing = Landing(self.land, self._wake, f"{name}-landing")
+
+    def _wake(self) -> None:
+        with self.work:
+            self.work.notify_all()
 
     @abstractmethod
     def serving(self) -> AbstractContextManager[None]:
@@ -97,7 +116,9 @@ class BatchThread(ABC, Generic[BatchT]):
 
     @abstractmethod
     def take(self) -> BatchT | None:
-        """The next batch, once there is one; None: there will be none. Calls `check` whenever it wakes."""
+        """The next batch, once there is one; None: there will be none. Waits on `work`, and calls `check`
+        whenever it wakes.
+        """
 
     @abstractmethod
     def launch(self, batch: BatchT) -> None:
@@ -114,10 +135,6 @@ class BatchThread(ABC, Generic[BatchT]):
     @abstractmethod
     def land(self, batch: BatchT) -> None:
         """Wait for the results of a batch and publish them."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Have `take` look again."""
 
     @abstractmethod
     def lost(self, error: BaseException) -> None:
@@ -164,7 +181,10 @@ class BatchThread(ABC, Generic[BatchT]):
             self.lost(error)
             _clear_frames(error)
         finally:
-            self.close()
+            try:
+                self.close()
+            except Exception:
+                logger.warning("%s could not be closed", self.name, exc_info=True)
 
     def _run_next(self) -> bool:
         batch = self.take()
@@ -178,14 +198,14 @@ class Clock:
 
     Args:
         changed: condition of the lock under which deadlines change.
-        next_deadline: on the clock `now`, called with the lock; None: nothing has one.
+        next_deadline: on the clock `now`, called with the lock; infinite: nothing has one.
         expire: called without the lock; leaves no deadline that has passed.
     """
 
     def __init__(
         self,
         changed: threading.Condition,
-        next_deadline: Callable[[], float | None],
+        next_deadline: Callable[[], float],
         expire: Callable[[], None],
         now: Callable[[], float],
         name: str,
@@ -194,14 +214,13 @@ class Clock:
         self._next_deadline = next_deadline
         self._expire = expire
         self._now = now
-        self._awaited: float | None = None
+        self._awaited = math.inf
         self._is_stopping = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def look(self) -> None:
         """Look at deadlines that may have come closer; called with the lock."""
-        deadline = self._next_deadline()
-        if deadline is not None and (self._awaited is None or deadline < self._awaited):
+        if self._next_deadline() < self._awaited:
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -215,9 +234,8 @@ class Clock:
                 if self._is_stopping:
                     return
                 self._awaited = self._next_deadline()
-                left = None if self._awaited is None else self._awaited - self._now()
-                if left is None or left > 0:
+                if (left := self._awaited - self._now()) > 0:
                     # Deadlines further away than a wait may be are looked at again.
-                    self._changed.wait(None if left is None else min(left, threading.TIMEOUT_MAX))
+                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
                     continue
             self._expire()

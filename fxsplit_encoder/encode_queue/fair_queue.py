@@ -77,12 +77,12 @@ class _Level(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Fair queuing: by priority, then between tenants, then between the flows of a tenant, such as requests.
+    """Orders things by priority, then between tenants, then between the flows of a tenant, such as requests.
 
     Tenants are served by the work that each has had. Within a tenant a thing is tagged, as it comes, with the
-    virtual time at which it would be done if all flows were served at once (self-clocked fair queuing), and
-    tags decide the order: a thing waits for at most as much work of each other flow as its own flow has asked
-    for, so a long video lets images pass. A flow is first in first out.
+    virtual time at which it would be done if all flows were served at once (self-clocked fair queuing): it
+    waits for at most as much work of each other flow as its own has asked for, so a long video lets images
+    pass.
     """
 
     def __init__(self) -> None:
@@ -144,10 +144,8 @@ class FairQueue(Generic[T]):
 
 
 class Shares:
-    """How much of something bounded each tenant has.
-
-    A tenant with less than its even share is not refused for what others have: up to twice as much as the
-    bound may be used then.
+    """How much of something bounded each tenant has. One with less than its even share is not refused for
+    what others have: up to twice as much as the bound may be used then.
     """
 
     def __init__(self) -> None:

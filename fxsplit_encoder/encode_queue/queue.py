@@ -1,8 +1,4 @@
-"""`EncodeQueue`: forms batches of items for workers, with a future for each item.
-
-A batch that fails is halved until single items do. A worker that ends by a fault or hangs is given up, and
-others take its items.
-"""
+"""`EncodeQueue`: batches of items for workers, a future for each; halves of what fails; workers given up."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from fxsplit_encoder.encode_queue.batch_thread import BatchThread, Clock
+from fxsplit_encoder.encode_queue.batch_thread import EXIT_SECONDS, BatchThread, Clock, deadline_of, join
 from fxsplit_encoder.encode_queue.fair_queue import FairQueue, Shares
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -52,7 +48,7 @@ Launch = Callable[[Sequence[ItemT]], BatchHandle[ResultT]]
 
 @dataclass
 class QueueStats:
-    """What a queue has done so far, in items unless it says otherwise."""
+    """Counts of a queue, in items unless it says otherwise."""
 
     waiting: int = 0
     """Now."""
@@ -96,27 +92,18 @@ class _Batch:
 MOST_LOSSES = 2
 """Workers that an item may cost before it is taken for the cause."""
 
-_EXIT_SECONDS = 30.0
-"""How long the end of the interpreter waits for batches that are being encoded."""
-
 
 class EncodeQueue(Generic[ItemT, ResultT]):
     """A bounded queue of items that workers encode in batches, with a future for each.
 
     A free worker takes what waits, as far as costs and number allow: items of higher priority first, then of
-    the tenant that has had the least work, then in order of arrival. An item that costs more than a batch may
-    goes alone.
+    the tenant that has had the least work, then in order of arrival. InputError: a limit is not positive.
 
     Args:
-        max_batch_cost: of the items of a batch together.
+        max_batch_cost: of the items of a batch together; one that costs more goes alone.
         max_batch_items: of a batch; None: any number.
-        max_items: that may wait; None: any number. A tenant with less than its even share of them is not
-            refused for what others have: up to twice as many may wait then.
+        max_items: that may wait; None: any number. Tenants have `Shares` of them.
         hang_timeout_s: seconds after which a worker that has not landed a batch is given up; None: never.
-        clock: seconds, for deadlines.
-
-    Raises:
-        InputError: a limit is not positive.
     """
 
     def __init__(
@@ -140,7 +127,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._max_batch_cost = max_batch_cost
         self._max_batch_items = max_batch_items or math.inf
         self._max_items = max_items
-        self._hang_timeout_s = hang_timeout_s
+        self._longest = math.inf if hang_timeout_s is None else hang_timeout_s
         self.clock = clock
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
@@ -172,16 +159,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         close: Callable[[], None] | None = None,
         in_flight: int = 2,
     ) -> Future[None]:
-        """Start a worker, whose thread alone calls these.
-
-        Args:
-            launch: begins to encode items.
-            start: makes ready to encode.
-            close: gives back what `start` made.
-            in_flight: batches that are launched before the first of them has landed, at most.
-
-        Returns:
-            What is done once `start` is, or has its error.
+        """Start a worker, whose thread alone calls `start`, `launch` and `close`; at most `in_flight` batches
+        are launched before the first has landed. What it returns is done once `start` is, or has its error.
         """
         with self.lock:
             if self._is_closed:
@@ -211,8 +190,6 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         """Add an item.
 
         Args:
-            item: as `launch` takes it.
-            cost: in the unit of `max_batch_cost`.
             priority: higher ones go first.
             tenant: whose turns it uses.
             timeout_s: seconds within which a worker has to take it; None: any.
@@ -277,13 +254,10 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             return replace(self._counts, waiting=len(self._waiting) + again, running=running)
 
     def close(self, drain: bool = True, timeout_s: float | None = None) -> None:
-        """Take no more items, and end the workers; further calls do nothing.
-
-        Args:
-            drain: whether what waits is encoded, else it is cancelled.
-            timeout_s: how long to wait for workers; one that hangs is left to itself.
+        """Take no more items, and end the workers; idempotent. With `drain` what waits is encoded, else it is
+        cancelled; workers that take longer than `timeout_s` are left to themselves.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_of(timeout_s)
         with self.lock:
             self._is_closed = True
             drain = drain and bool(self._workers)
@@ -294,16 +268,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             self.work.notify_all()
         for entry in dropped:
             entry.future.cancel()
-        for worker in list(self._workers):
-            worker.thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        join([worker.thread for worker in list(self._workers)], deadline)
         with self.lock:
             self._clock.stop()
         self._clock.thread.join()
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        # A thread that encodes while the interpreter is taken down would abort the process.
-        self.close(drain=False, timeout_s=_EXIT_SECONDS)
+        self.close(drain=False, timeout_s=EXIT_SECONDS)
 
     # --- batches, for the workers
 
@@ -404,16 +376,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
 
     # --- time
 
-    def _next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float:
         if self._late:
             return -math.inf
         while self._deadlines and self._deadlines[0][2] not in self._waiting:
             heapq.heappop(self._deadlines)
-        found = [self._deadlines[0][0]] if self._deadlines else []
-        if self._hang_timeout_s is not None:
-            begins = [batch.begin for worker in self._workers for batch in worker.batches]
-            found += [min(begins) + self._hang_timeout_s] if begins else []
-        return min(found, default=None)
+        first = self._deadlines[0][0] if self._deadlines else math.inf
+        begins = (batch.begin for worker in self._workers for batch in worker.batches)
+        return min(first, min(begins, default=math.inf) + self._longest)
 
     def _expire(self) -> None:
         with self.lock:
@@ -424,17 +394,13 @@ class EncodeQueue(Generic[ItemT, ResultT]):
                 if self._drop(entry) and entry.future.set_running_or_notify_cancel():
                     expired.append(entry)
             self._counts.expired += len(expired)
-            longest = math.inf if self._hang_timeout_s is None else self._hang_timeout_s
-            hung = [
-                worker
-                for worker in self._workers
-                if any(batch.begin + longest <= now for batch in worker.batches)
-            ]
+            late = now - self._longest
+            hung = [each for each in self._workers if any(batch.begin <= late for batch in each.batches)]
         for entry in expired:
             entry.future.set_exception(QueueTimeoutError("no worker has taken it within its timeout"))
         for worker in hung:
-            logger.warning("%s has not landed a batch for %g s, and is given up", worker.name, longest)
-            self.lose(worker, f"it has not landed a batch for {longest:g} s")
+            logger.warning("%s has not landed a batch for %g s, and is given up", worker.name, self._longest)
+            self.lose(worker, f"it has not landed a batch for {self._longest:g} s")
 
 
 class _QueueWorker(BatchThread[_Batch]):
@@ -449,7 +415,7 @@ class _QueueWorker(BatchThread[_Batch]):
         close: Callable[[], None] | None,
         in_flight: int,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, source.work)
         self._source = source
         self._launch, self._start, self._close = launch, start, close
         self.in_flight = in_flight
@@ -477,13 +443,12 @@ class _QueueWorker(BatchThread[_Batch]):
         yield
 
     def take(self) -> _Batch | None:
-        source = self._source
-        with source.lock:
+        with self.work:
             while True:
                 self.check()
-                if (batch := source.take(self)) is not None or source.is_done(self):
+                if (batch := self._source.take(self)) is not None or self._source.is_done(self):
                     return batch
-                source.work.wait()
+                self.work.wait()
 
     def launch(self, batch: _Batch) -> None:
         batch.handle = self._launch([entry.value for entry in batch.items])
@@ -517,10 +482,6 @@ class _QueueWorker(BatchThread[_Batch]):
             return
         self._source.finish(self, batch, results)
 
-    def wake(self) -> None:
-        with self._source.lock:
-            self._source.work.notify_all()
-
     def lost(self, error: BaseException) -> None:
         if not self.started.done():
             self.started.set_exception(error)
@@ -528,7 +489,4 @@ class _QueueWorker(BatchThread[_Batch]):
 
     def close(self) -> None:
         if self._close is not None:
-            try:
-                self._close()
-            except Exception:
-                logger.warning("%s could not be closed", self.name, exc_info=True)
+            self._close()

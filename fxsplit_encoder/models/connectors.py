@@ -73,7 +73,7 @@ def checkpoint_process(
         "dtype": dtype,
     }
     program = EncoderProgram(f"{__name__}:{checkpoint_encoder.__name__}", arguments)
-    return ProcessEncoder(program, options, row_bytes_of(checkpoint, device, dtype))
+    return ProcessEncoder(program, row_bytes_of(checkpoint, device, dtype), options)
 
 
 def weightless_tower(model: str | Path | Checkpoint) -> Any:

@@ -1,7 +1,6 @@
-"""The application that answers requests for embeddings: one Starlette application, here and on Ray.
+"""The Starlette application that answers requests for embeddings, here and on Ray.
 
-The event loop reads bodies and waits. Parsing, decoding, tokenizing and writing answers happen on threads;
-encoding behind a `Backend`.
+The event loop reads bodies and waits. Threads parse, decode, tokenize and write; a `Backend` encodes.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -62,18 +60,16 @@ _GONE = 499
 
 
 class Backend(Protocol):
-    """What encodes for the application."""
+    """Encoders of the application."""
 
     async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
-        """The embeddings of a request's items, in order, and their output tokens before pooling.
-
-        Raises:
-            FxSplitError: a retryable one, where nothing can be encoded now.
+        """Encode a request's items; return embeddings, in order, and output tokens before pooling.
+        FxSplitError: nothing can be encoded now, and it is retryable.
         """
         ...
 
     async def describe(self) -> dict[str, Any]:
-        """What encodes, and whether it `is_ready`; raises FxSplitError where it is lost."""
+        """Describe the encoders, and whether one `is_ready`; FxSplitError: they are lost."""
         ...
 
 
@@ -119,14 +115,8 @@ def _cancel_items(submitted: Future[tuple[list[Future[list[Array]]], int]]) -> N
 
 
 class Application:
-    """Answers `POST /v1/embeddings`, and `GET` of /v1/models, /health, /ready and /metrics.
-
-    Args:
-        settings: limits, and the form of embeddings.
-        preparer: of the checkpoint.
-        backend: encodes.
-        metrics: counts requests.
-        threads: for parsing, decoding and writing.
+    """Answers `POST /v1/embeddings`, and `GET` of /v1/models, /health, /ready and /metrics; `threads` parse,
+    decode and write.
     """
 
     def __init__(
@@ -259,9 +249,7 @@ class Application:
             raise
 
     async def _discard(self, chunks: AsyncIterator[bytes]) -> None:
-        """Read the rest of a body that is refused, if it is not too long: a connection that is closed before
-        is reset, and its client does not see the answer.
-        """
+        """Read the rest of a refused body within limits: a connection closed before is reset, unanswered."""
         left = self.settings.max_request_bytes
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -349,7 +337,7 @@ def _unavailable(message: str) -> RequestError:
 
 
 def _answer_to(error: Exception, index: int | None) -> Exception:
-    """What answers a request whose item was not encoded."""
+    """The answer to a request whose item was not encoded."""
     if isinstance(error, InputError):
         return RequestError(422, "unencodable_image", str(error), index)
     if isinstance(error, FxSplitError) and error.retryable:
@@ -373,8 +361,3 @@ def _declared(request: Request) -> int:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def thread_pool() -> ThreadPoolExecutor:
-    """Threads for parsing, decoding and writing: one a CPU."""
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")

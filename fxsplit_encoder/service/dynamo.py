@@ -1,7 +1,4 @@
-"""NVIDIA Dynamo's custom vision encoder: images of many requests through one manager, in a worker of vLLM.
-
-Imported where the worker runs, which has `dynamo` and vLLM; elsewhere the import fails.
-"""
+"""NVIDIA Dynamo's custom vision encoder, in a worker of vLLM; needs `dynamo`."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _TAKE_GRIDS = {
 
 
 class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo's class, not installed here
-    """What `--custom-encoder-class` names, as it is or as the base of a class that sets these attributes.
+    """The class for `--custom-encoder-class`, as it is or as a base of one that sets these attributes.
 
     Dynamo joins all images that wait, or up to `max_batch_cost` output tokens, and the manager packs them.
     """
@@ -52,7 +49,7 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
     @property
     def buckets(self) -> Sequence[int] | None:
         """Output tokens of every capture, ascending; before `build` those of the settings. None: there are
-        none, or several paths have a ladder each, of which one number does not choose.
+        none, or several paths have a ladder each.
         """
         if self._encoder is None:
             config = self._resolved.config
@@ -61,10 +58,8 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         return (sorted(ladders[0]) or None) if len(ladders) == 1 else None
 
     def build(self, model_id: str) -> None:
-        """Loads the tower, compiles and captures, on the queue's thread, which will encode.
-
-        Raises:
-            InputError: the checkpoint or the device is not usable, or the tower has not the grids it needs.
+        """Load the tower, compile and capture, on the queue's thread, which will encode; InputError: the
+        checkpoint or the device is not usable, or the tower has not the grids it needs.
         """
         served = Checkpoint.locate(model_id).read_json("config.json") or {}
         self._takes_grids = bool(_TAKE_GRIDS.intersection(served.get("architectures") or ()))
@@ -79,32 +74,23 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         self._encoder = encoder
 
     def fetch(self, url: str) -> bytes:
-        """The bytes of an image, on any thread. Override it to serve URLs that are not `data:`.
-
-        Raises:
-            MediaError: another URL, or no base64 within the limit of bytes.
-        """
+        """Read an image, on any thread; MediaError: no base64 within the limit. Override for other URLs."""
         if len(url) // 4 * 3 > self._resolved.max_image_bytes + 2:
             raise MediaError(f"image: expected at most {self._resolved.max_image_bytes} bytes")
         return decoded(url)
 
     def preprocess(self, raw: str) -> Preprocessed:
-        """One image's URL to the tower's inputs on the host, and its output tokens; on any thread.
-
-        Raises:
-            InputError: this image cannot be encoded, which Dynamo tells its sender.
-        """
+        """Prepare the image of a URL, on any thread; InputError: it cannot be encoded, its sender's fault."""
         image = self._built().preparer.load(self.fetch(raw))
         return Preprocessed(item=image, cost=self._built().first.count_tokens(image))
 
     def forward_batch(
         self, items: Sequence[PreparedImage], target_bucket: int | None = None
     ) -> list[Tensor | Qwen3VLImageEncoding]:
-        """Encodes what `preprocess` made. `target_bucket` is one of `buckets`, or None; either way the
-        manager chooses among its captures.
+        """Encode what `preprocess` made, to (output tokens, hidden) on the host, in the tower's dtype.
 
-        Returns:
-            For every item (output tokens, hidden) on the host, in the tower's dtype; grids where they belong.
+        Args:
+            target_bucket: one of `buckets`, or None; either way the manager chooses among its captures.
 
         Raises:
             RuntimeError: an image does not fit in memory, or no such bucket. All requests of the batch fail.

@@ -1,8 +1,4 @@
-"""Images and texts to embeddings: a tower's inputs on the host, batches on its device, encoders on a queue.
-
-A batch is launched, which returns as soon as the device has its work, and waited for on another thread; both
-ways go through pinned memory. So the device has the next batch before the last one is fetched.
-"""
+"""Images and texts to embeddings: inputs on the host, batches on a device, encoders on a queue."""
 
 from __future__ import annotations
 
@@ -10,9 +6,10 @@ import base64
 import contextlib
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,10 +72,8 @@ Observe = Callable[[Sequence[Array], float], None]
 
 
 class ImagePreparer:
-    """Decodes images and prepares them for the tower of a checkpoint, whose weights it does not read.
-
-    Raises:
-        InputError: the checkpoint has no tower that is known.
+    """Prepares images for a checkpoint's tower, whose weights it does not read; InputError: it has none that
+    is known.
     """
 
     def __init__(self, settings: ImageEncoderSettings) -> None:
@@ -100,11 +95,8 @@ class ImagePreparer:
         return width * height
 
     def load(self, media: bytes | memoryview | Array) -> PreparedImage:
-        """An encoded image, the first of several in a file; or pixels of uint8, (height, width) or with 1, 3
-        or 4 channels.
-
-        Raises:
-            MediaError: it cannot be decoded or prepared, or is beyond a limit.
+        """Prepare the first image of a file, or pixels of uint8, (height, width) or with 1, 3 or 4 channels;
+        MediaError: it cannot be decoded or prepared, or is beyond a limit.
         """
         return self.prepare(load_image(media, self._limits))
 
@@ -119,6 +111,11 @@ class ImagePreparer:
         # Some processors lay whole numbers out as floats.
         inputs = {name: a.astype(np.uint8) if a.dtype.kind == "f" else a for name, a in made.inputs.items()}
         return PreparedImage(inputs, made.layout)
+
+
+def thread_pool() -> ThreadPoolExecutor:
+    """Threads for parsing, decoding and writing: one a CPU."""
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")
 
 
 def decoded(text: object) -> bytes:
@@ -206,14 +203,8 @@ class Launched:
 
 
 class ImageEncoder:
-    """Loads a tower; then captures and encodes, on one thread.
-
-    Args:
-        preparer: of the same checkpoint, where the caller has one.
-        observe: called with the embeddings of each batch and its seconds.
-
-    Raises:
-        InputError: the checkpoint or the device is not usable, or the model has no vector of its own.
+    """Loads a tower; then captures and encodes, on one thread; calls `observe` with the embeddings of each
+    batch and its seconds. InputError: checkpoint or device is not usable, or the model has no vector.
     """
 
     def __init__(
@@ -264,7 +255,8 @@ class ImageEncoder:
         return sum(spec.output_tokens for spec in specs)
 
     def launch(self, groups: Sequence[Group]) -> Launched:
-        """Begin to encode a batch; on a GPU it returns before the device is done.
+        """Begin to encode a batch; on a GPU it returns before the device is done, which so has the next batch
+        before the last one is fetched.
 
         Raises:
             InputError: an item is refused; of a single one, that it does not fit in memory too.
@@ -324,11 +316,7 @@ class ImageEncoder:
 
 
 def resolved_form(settings: ImageEncoderSettings) -> tuple[Pooling, bool]:
-    """Pooling, and whether embeddings are normalized, where the settings leave that to the model.
-
-    Raises:
-        InputError: the model has no vector of its own.
-    """
+    """Resolve pooling, and whether embeddings are normalized; InputError: the model has no vector."""
     family, _ = read_family(Checkpoint.locate(settings.model))
     if settings.pooling == "model" and family.pooled is None:
         raise InputError(f"pooling: {settings.model} has no vector of its own; use mean or none")
@@ -357,15 +345,8 @@ def _host_inputs(image: PreparedImage) -> dict[str, Any]:
 
 
 class QueuedEncoder:
-    """Encoders, one a device, behind one `EncodeQueue`.
-
-    Args:
-        devices: where they encode; None: that of the settings.
-        budgets_per_batch: output tokens of a batch, in those of the largest capture.
-        observe: called with the embeddings of each batch and its seconds, on a thread of an encoder.
-
-    Raises:
-        InputError: the checkpoint or a device is not usable.
+    """Encoders, one a device (None: that of the settings), behind an `EncodeQueue`; raises as `ImageEncoder`.
+    A batch has the output tokens of `budgets_per_batch` largest captures, at most.
     """
 
     def __init__(
@@ -416,8 +397,8 @@ class QueuedEncoder:
         return futures, sum(counts)
 
     def encode(self, items: Sequence[Item]) -> list[Result]:
-        """The embedding of every item, in order, or the InputError that concerns it alone. Which are encoded
-        in one batch depends on these items alone, so that their last bits do too.
+        """Encode items in batches that depend on them alone, and so do their last bits; an InputError takes
+        the place of an embedding.
         """
         groups: list[list[Item]] = []
         room = 0

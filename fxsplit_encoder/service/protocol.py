@@ -1,7 +1,4 @@
-"""Requests for embeddings as OpenAI's clients, Jina's, and forms have them; answers and errors as JSON.
-
-Everything here is a function of bytes, so that it runs on any thread.
-"""
+"""Requests for embeddings as OpenAI's clients, Jina's, and forms have them; answers and errors as JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def _invalid(message: str, index: int | None = None) -> RequestError:
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """What is to be encoded, and how it is answered."""
+    """Items to encode, and the form of the answer."""
 
     items: list[Source]
     encoding: Encoding = "float"
@@ -74,13 +71,10 @@ class EmbeddingRequest:
 def parse_request(
     headers: Mapping[str, str], query: str, body: bytes, settings: ServiceSettings
 ) -> EmbeddingRequest:
-    """Read a request in one of three forms: JSON, multipart, or an image as it is.
+    """Read a request in one of three forms: JSON, multipart, or an image as it is; on any thread.
 
     Args:
         headers: by names in small letters.
-        query: after the path's question mark.
-        body: whole.
-        settings: the limits.
 
     Raises:
         RequestError: it is malformed, or has more items than allowed.
@@ -244,13 +238,9 @@ def embeddings_response(
     tokens: int,
     is_normalized: bool,
 ) -> Response:
-    """The embeddings of all items of a request.
+    """Write the embeddings of all items of a request, (rows, width), row by row; base64 is little-endian.
 
     Args:
-        asked: encoding and dimensions.
-        model: that made them.
-        items: what was encoded.
-        embeddings: (rows, width), row by row; base64 of the little-endian values.
         tokens: output tokens of all items before pooling.
         is_normalized: whether a shortened vector is normalized again.
 

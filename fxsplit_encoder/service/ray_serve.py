@@ -1,7 +1,6 @@
 """The application on a Ray cluster: front ends that decode, and encoders with a GPU each.
 
-`serve run fxsplit_encoder.service.ray_serve:app model=NAME` starts it, `import_path` in a YAML file too. How
-many there are of each is up to Serve's own options of the deployments `Encoder` and `Frontend`.
+`serve run fxsplit_encoder.service.ray_serve:app model=NAME` starts it, `import_path` in a YAML file too.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import RayMetrics
-from fxsplit_encoder.service.application import Application, LocalBackend, Outcome, thread_pool
-from fxsplit_encoder.service.encoder import ImagePreparer, Item, QueuedEncoder
+from fxsplit_encoder.service.application import Application, LocalBackend, Outcome
+from fxsplit_encoder.service.encoder import ImagePreparer, Item, QueuedEncoder, thread_pool
 from fxsplit_encoder.service.settings import ServiceSettings
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -35,14 +34,7 @@ PREFIXES = ("ray_encoder_service_", "ray_serve_")
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """The application, for `serve run`.
-
-    Args:
-        args: those of `ServiceSettings`; `model` has no default.
-
-    Raises:
-        ConfigError: an argument is unknown or not allowed.
-    """
+    """Make the application, for `serve run`, of fields of `ServiceSettings`; ConfigError: one is wrong."""
     settings = ServiceSettings(**args)
     options = {
         "max_ongoing_requests": _UNLIMITED,
@@ -133,7 +125,7 @@ class _ClusterMetrics(RayMetrics):
         self._threads = threads
 
     async def exposition(self) -> str:
-        """What all nodes have counted. Counts arrive there some seconds after they were made."""
+        """Counts of all nodes, where they arrive some seconds after they were made."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         urls = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
         loop = asyncio.get_running_loop()

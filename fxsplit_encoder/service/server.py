@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import LocalMetrics
-from fxsplit_encoder.service.application import Application, LocalBackend, thread_pool
-from fxsplit_encoder.service.encoder import QueuedEncoder
+from fxsplit_encoder.service.application import Application, LocalBackend
+from fxsplit_encoder.service.encoder import QueuedEncoder, thread_pool
 from fxsplit_encoder.service.settings import ServiceSettings
 
 HEADER_TIMEOUT_S = 10.0
@@ -32,14 +32,8 @@ def devices_of(settings: ServiceSettings) -> list[str]:
 
 
 class Service:
-    """Encoders and the application that they answer.
-
-    Args:
-        settings: of the service.
-        devices: an encoder each; None: every GPU, or the CPU.
-
-    Raises:
-        InputError: the checkpoint or a device is not usable.
+    """Encoders, one a device (None: every GPU, or the CPU), and the application that they answer; InputError:
+    the checkpoint or a device is not usable.
     """
 
     def __init__(self, settings: ServiceSettings, devices: Sequence[str] | None = None) -> None:
@@ -68,10 +62,8 @@ class Service:
         return _Server(config, self.application)
 
     def run(self, host: str, port: int) -> None:
-        """Serve until a signal; requests in flight are answered.
-
-        Raises:
-            EncoderLostError: the encoders could not start, or were lost.
+        """Serve until a signal, and answer what is in flight; EncoderLostError: no encoder started, or all
+        were lost.
         """
         server = self.server(host, port)
 

@@ -18,11 +18,7 @@ _Number = Annotated[int, Field(ge=1)]  # not strict: a command line gives text
 
 
 class ImageEncoderSettings(Settings):
-    """What a worker needs to know to encode. Immutable, comparable, hashable, and small to send.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is not allowed.
-    """
+    """Settings of a worker's encoder; ConfigError: a key is unknown, or a value is not allowed."""
 
     model: Annotated[str, Field(min_length=1)]
     """A checkpoint, whole or its vision tower: a directory that every worker sees, or a hub name."""
@@ -60,11 +56,7 @@ class ImageEncoderSettings(Settings):
         return 4 * self.max_pixels + (1 << 20)
 
     def resolved_device(self) -> torch.device:
-        """The device on this machine.
-
-        Raises:
-            InputError: torch knows no such device, or it is not there.
-        """
+        """Resolve the device on this machine; InputError: torch knows no such device, or it is not there."""
         cuda = torch.cuda.is_available()
         if self.device == "auto":
             return torch.device("cuda" if cuda else "cpu")
@@ -100,11 +92,7 @@ class ServingSettings(ImageEncoderSettings):
 
 
 class ServiceSettings(ServingSettings):
-    """The settings of a service. Immutable.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is not allowed.
-    """
+    """Settings of a service."""
 
     pools_by_default: ClassVar[bool] = True
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,16 +22,6 @@ def mapped_bytes(pid: int | str = "self") -> int:
     lines = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if f"memfd:{NAME}" in line]
     spans = [line.split()[0].split("-") for line in lines]
     return sum(int(end, 16) - int(start, 16) for start, end in spans)
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Whether a condition becomes true; other processes take the time that they take."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def descriptors(but: Sequence[str] = ()) -> Counter[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +16,10 @@ from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
-from fxsplit_encoder.connector.states import Availability
+from fxsplit_encoder.connector.states import Availability, State
 from fxsplit_encoder.connector.threads.copies import Copies
+
+from ..waiting import wait_until
 
 PATIENCE_S = 60.0
 """How long anything is waited for that has to come, on however busy a machine."""
@@ -53,6 +54,12 @@ def wait(ticket: Ticket) -> Availability:
     return told
 
 
+def kind_of(ticket: Ticket) -> tuple[str, bool]:
+    """Of the failure that a ticket comes to, and whether it is retryable."""
+    assert wait(ticket) == "unavailable" and ticket.error is not None, ticket
+    return ticket.error.kind, ticket.error.retryable
+
+
 def ready(each: Connector, *items: MediaItem | str, **settings: Any) -> Ticket:
     """The ticket of a request, once its features are there."""
     ticket = each.submit(request(*items, **settings))
@@ -66,18 +73,17 @@ def rows_in(each: Connector, ticket: Ticket) -> Tensor:
         return rows[0].rows.clone()
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    """For what no ticket tells of."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+def assert_nothing_is_left(each: Connector) -> None:
+    each.clear_cache()
+    assert each.audit() == []
+    assert not any(each.stats().bytes_used.values()), each.stats()
+    assert (each.stats().live_tickets, each.stats().waiting_items) == (0, 0)
 
 
-def queued(each: Connector) -> int:
-    """Items that wait for a worker."""
-    with each._core.lock:
-        return len(each._core.books.holdings.to_encode)
+def wait_until_queued(*tickets: Ticket) -> None:
+    """Every item of these waits for a worker."""
+    items = [item for ticket in tickets for item in ticket.items]
+    wait_until(lambda: all(item.state is State.QUEUED for item in items))
 
 
 def encode_behind(each: Connector, stage: Stage, *requests: EncodeRequest) -> list[Availability]:
@@ -85,9 +91,8 @@ def encode_behind(each: Connector, stage: Stage, *requests: EncodeRequest) -> li
     tickets = [each.submit(request("first"))]
     stage.wait_for_batch()
     for one in requests:
-        num_waiting = queued(each) + len(one.items)
         tickets.append(each.submit(one))
-        wait_until(lambda expected=num_waiting: queued(each) == expected)
+        wait_until_queued(tickets[-1])
     stage.open()
     return [wait(ticket) for ticket in tickets]
 

@@ -12,15 +12,7 @@ from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.states import WAITING, State
 
-from .scenes import PATIENCE_S, Stage, connector, request, staged, wait
-
-
-def assert_nothing_is_left(each: Connector) -> None:
-    each.clear_cache()
-    assert each.audit() == []
-    used = {account: num_bytes for account, num_bytes in each.stats().bytes_used.items() if num_bytes}
-    assert used == {}
-    assert (each.stats().live_tickets, each.stats().waiting_items) == (0, 0)
+from .scenes import PATIENCE_S, Stage, assert_nothing_is_left, connector, request, staged, wait
 
 
 def test_thousands_of_submissions_at_once() -> None:

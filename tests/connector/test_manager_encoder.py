@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.inputs import PixelValues
 
 from . import tiny_vision
 from .scenes import wait
@@ -95,7 +97,7 @@ def test_items_with_tables_of_their_own_are_normalized_by_those(encoder: Manager
     for number in range(20):
         other = replace(item, inputs={**item.inputs, PIXEL_TABLE: item.inputs[PIXEL_TABLE] + number})
         encoder.encode([other])
-    assert len(encoder._tables) < 20
+    assert sum(type(each) is PixelValues for each in gc.get_objects()) < 20
 
 
 def in_double(item: PreparedItem) -> PreparedItem:

@@ -85,7 +85,7 @@ class KilledProcess(ProcessEncoder):
     def __init__(self, rate: float, seed: int) -> None:
         program = EncoderProgram(f"{tiny_vision.__name__}:encoder", {})
         row_bytes = 2 * tiny_vision.WIDTH * 4
-        super().__init__(program, ProcessOptions(max_bytes=1 << 24), {"image": row_bytes, "video": row_bytes})
+        super().__init__(program, {"image": row_bytes, "video": row_bytes}, ProcessOptions(max_bytes=1 << 24))
         self._rate = rate
         self._draw = random.Random(seed)
 

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.connector import Connector
-from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
+from fxsplit_encoder.connector.interfaces import MODALITIES, MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Residence
 from fxsplit_encoder.connector.threads.copies import Copies
-from fxsplit_encoder.connector.threads.pool import MODALITIES
 from tests.connector.resources import nothing_left
 from tests.connector.scenes import wait, wait_until
 
@@ -256,7 +255,7 @@ def test_a_process_hands_features_over() -> None:
     def process() -> ProcessEncoder:
         options = ProcessOptions(max_bytes=1 << 24)
         program = EncoderProgram("tests.gpu.cuda_encoders:slow", {"device": "cuda:0"})
-        made.append(ProcessEncoder(program, options, dict.fromkeys(MODALITIES, 4 * WIDTH)))
+        made.append(ProcessEncoder(program, dict.fromkeys(MODALITIES, 4 * WIDTH), options))
         return made[-1]
 
     first = process()

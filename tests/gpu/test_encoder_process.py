@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.connector.interfaces import PreparedItem
+from fxsplit_encoder.connector.interfaces import MODALITIES, PreparedItem
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from tests.connector.resources import nothing_left
@@ -25,7 +25,8 @@ def item(rows: int) -> PreparedItem:
 
 def encoder_of(device: str = "cuda:0", **options: Any) -> ProcessEncoder:
     program = EncoderProgram(FACTORY, {"device": device})
-    return ProcessEncoder(program, ProcessOptions(max_bytes=1 << 24, **options))
+    row_bytes = dict.fromkeys(MODALITIES, 4 * 8)
+    return ProcessEncoder(program, row_bytes, ProcessOptions(max_bytes=1 << 24, **options))
 
 
 def test_features_are_complete() -> None:

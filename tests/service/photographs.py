@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from pathlib import Path
 
@@ -20,6 +21,19 @@ def encoded(image: Image.Image, form: str = "PNG") -> bytes:
     stream = io.BytesIO()
     image.save(stream, form)
     return stream.getvalue()
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def data_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{b64(data)}"
+
+
+def blank(side: int) -> bytes:
+    """A square of little data and many pixels."""
+    return encoded(Image.new("1", (side, side)))
 
 
 def settings_of(directory: Path, **settings: object) -> ImageEncoderSettings:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from fxsplit_encoder.service.server import Service
 from fxsplit_encoder.service.settings import ServiceSettings
 
@@ -50,6 +52,13 @@ class Running:
         self.server.should_exit = True
         self.thread.join()
         self.service.encoder.close()
+
+    def embed(self, **arguments: Any) -> httpx.Response:
+        """The answer to a request for embeddings."""
+        return httpx.post(f"{self.url}/v1/embeddings", timeout=60, **arguments)
+
+    def status_of(self, path: str) -> int:
+        return httpx.get(self.url + path).status_code
 
     def connect(self, data: bytes = b"") -> socket.socket:
         """A connection on which these bytes were sent."""

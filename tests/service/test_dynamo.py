@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError
 from fxsplit_encoder.media import MediaSettings, load_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from fxsplit_encoder.models.load import load_tower, read_family
 
 from ..models.checkpoints import CPU, save
 from .dynamo_interface import RECORDED, installed_at, installed_interface, recorded_interface
-from .photographs import encoded, photograph
+from .photographs import data_url, encoded, photograph
 
 CAPTURED = {"device": "cpu", "config": {"token_budgets": [16, 32], "compile": False}}
 UNCAPTURED = {"device": "cpu", "config": {"enabled": False}}
@@ -29,7 +30,7 @@ SIZES = ((120, 90), (60, 90), (90, 60))
 
 
 def url_of(size: tuple[int, int] = SIZES[0]) -> str:
-    return "data:image/png;base64," + base64.b64encode(encoded(photograph(size=size))).decode()
+    return data_url(encoded(photograph(size=size)))
 
 
 def name_architecture(directory: Path, name: str) -> None:
@@ -73,7 +74,16 @@ def eager_rows(directory: Path, url: str) -> torch.Tensor:
         return tower(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
 
 
-def test_the_ladder_is_dynamos_buckets_and_the_manager_its_forward(dynamo: Any, qwen: Path) -> None:
+def test_the_ladder_is_dynamos_buckets_and_the_manager_its_forward(
+    dynamo: Any, qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managers = []
+    execute = fx.EncoderCudaGraphManager.execute
+    monkeypatch.setattr(
+        fx.EncoderCudaGraphManager,
+        "execute",
+        lambda self, inputs: managers.append(self) or execute(self, inputs),
+    )
     backend = backend_of(dynamo, settings=CAPTURED)
     assert list(backend.buckets) == [16, 32]  # known before anything is loaded
     backend.build(str(qwen))
@@ -83,7 +93,7 @@ def test_the_ladder_is_dynamos_buckets_and_the_manager_its_forward(dynamo: Any, 
     for size, each, result in zip(SIZES, ready, rows, strict=True):
         assert each.cost == len(result)
         torch.testing.assert_close(result, eager_rows(qwen, url_of(size)), rtol=0, atol=1e-5)
-    assert backend._encoder.first.manager.stats().hits == len(SIZES)
+    assert managers[0].stats().hits == len(SIZES)
     with pytest.raises(RuntimeError, match=r"expected one of \[16, 32\]; got 24"):
         backend.forward_batch([ready[0].item], target_bucket=24)
     backend.close()
@@ -154,7 +164,7 @@ def test_what_fails_a_batch_is_no_senders_fault(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("of the test")
 
-    monkeypatch.setattr(type(backend._encoder.first.manager), "execute", full)
+    monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", full)
     with pytest.raises(RuntimeError, match="not encoded: out of memory") as caught:
         backend.forward_batch([item])
     assert not isinstance(caught.value, ValueError | TypeError)

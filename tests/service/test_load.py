@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import collections
 import gc
-import io
-import os
 import pkgutil
 import random
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from PIL import Image
 
 from fxsplit_encoder._torch.allocator import freeze_objects
 
+from ..connector.resources import num_descriptors
 from ..models.embedding_models import WORDS, save_model
-from .photographs import encoded, photograph
+from ..waiting import wait_until
+from .photographs import blank, data_url, encoded, photograph
 from .serving import HOST, Running, serving
 
 MOST_BYTES = 100_000
@@ -80,26 +79,18 @@ def cut_form(data: bytes) -> bytes:
     return sent[: -len(data) // 2]
 
 
-def many_pixels() -> bytes:
-    stream = io.BytesIO()
-    Image.new("1", (3000, 3000)).save(stream, "PNG")
-    return stream.getvalue()
-
-
 def requests_of(draw: random.Random, count: int) -> list[tuple[int, dict[str, Any]]]:
     """What is sent, and the status that answers it."""
     images = [
         encoded(photograph(name, (draw.randint(30, 90), draw.randint(30, 90))), "JPEG")
         for name in ("cat", "rocket", "coffee") * 4
     ]
-    huge = many_pixels()
+    huge = blank(3000)
+    url = partial(data_url, kind="jpeg")
     form = {"content-type": "multipart/form-data; boundary=" + "b" * 20}
 
     def text() -> str:
         return " ".join(draw.choices(WORDS, k=draw.randint(0, 30)))
-
-    def url(data: bytes) -> str:
-        return "data:image/jpeg;base64," + base64.b64encode(data).decode()
 
     good = [
         lambda: {"content": draw.choice(images), "headers": JPEG},
@@ -109,7 +100,7 @@ def requests_of(draw: random.Random, count: int) -> list[tuple[int, dict[str, An
     ]
     bad = [
         (422, lambda: {"content": draw.choice(images)[:200], "headers": JPEG}),
-        (422, lambda: {"json": {"input": [text(), url(b"no image")]}}),
+        (422, lambda: {"json": {"input": [text(), data_url(b"no image")]}}),
         (400, lambda: {"content": draw.randbytes(300), "headers": JSON}),
         (400, lambda: {"content": b"[" * 50_000, "headers": JSON}),
         (400, lambda: {"content": b'{"dimensions":' + b"7" * 5000 + b"}", "headers": JSON}),
@@ -214,7 +205,7 @@ def test_a_crowd_is_answered_and_leaves_nothing(
         descriptors = num_descriptors()
         crowd.samples.clear()
         asyncio.run(crowd.run(work[count // 10 :], clients))
-        settle(lambda: num_descriptors() <= descriptors)
+        wait_until(lambda: num_descriptors() <= descriptors)
         stats = running.service.encoder.queue.stats()
         application = running.service.application
         assert (application.num_requests, application.pending_bytes) == (0, 0)
@@ -243,14 +234,3 @@ def count_health_turns(running: Running, loop: CountingLoop) -> list[int]:
 
     running.server.config.loaded_app = counted
     return turns
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def settle(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -22,6 +22,8 @@ from fxsplit_encoder.service.protocol import (
 )
 from fxsplit_encoder.service.settings import ServiceSettings
 
+from .photographs import b64, data_url
+
 SETTINGS = ServiceSettings(model="m", max_items_per_request=3)
 JSON = {"content-type": "application/json"}
 
@@ -49,10 +51,6 @@ def nameless() -> httpx.Request:
     return post(content=b"--q\r\nX: y\r\n\r\nz\r\n--q--\r\n", headers=headers)
 
 
-def b64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
 def test_images_come_as_a_form_as_json_or_as_they_are() -> None:
     images = [b"one\0", b"\xfftwo"]
     assert read(form(images)) == EmbeddingRequest(images)
@@ -69,7 +67,7 @@ def test_images_come_as_a_form_as_json_or_as_they_are() -> None:
 
 def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
     image = b"\x89PNG"
-    url = f"data:image/png;base64,{b64(image)}"
+    url = data_url(image)
     assert read(post(json={"model": "m", "input": "a cat", "user": "me", "dimensions": 8})) == (
         EmbeddingRequest(["a cat"], "float", 8, "me")
     )

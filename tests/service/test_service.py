@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +23,14 @@ from typer.testing import CliRunner
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.errors import EncoderLostError, InputError
+from fxsplit_encoder.models.text import TextEncoder
 from fxsplit_encoder.service import application, server
 from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, QueuedEncoder
 
 from ..models.checkpoints import save
 from ..models.embedding_models import image_vector, save_model, text_vectors
-from .photographs import encoded, photograph, settings_of
+from ..waiting import wait_until
+from .photographs import b64, blank, data_url, encoded, photograph, settings_of
 from .serving import HOST, Running, free_port, serving
 
 TEXTS = ["a photo of a cat", "two cups of coffee", "rocket"]
@@ -50,10 +49,6 @@ def running(siglip: tuple[Any, Path]) -> Iterator[Running]:
         patch.setattr(application, "BODY_TIMEOUT_S", 1.0)
         patch.setattr(server, "HEADER_TIMEOUT_S", 1.0)
         yield running
-
-
-def data_url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 def expected_vectors(model: Any, directory: Path, images: list[bytes]) -> np.ndarray:
@@ -98,21 +93,20 @@ def test_openais_client_gets_the_models_own_vectors(running: Running, siglip: tu
 def test_vectors_may_keep_their_length(siglip: tuple[Any, Path]) -> None:
     model, directory = siglip
     with serving(directory, normalize=False) as running:
-        found = httpx.post(f"{running.url}/v1/embeddings", json={"input": TEXTS}).json()["data"]
+        found = running.embed(json={"input": TEXTS}).json()["data"]
     expected = text_vectors(model, directory, TEXTS)
     np.testing.assert_allclose([each["embedding"] for each in found], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_images_come_in_every_form(running: Running) -> None:
     data = encoded(photograph())
-    url = f"{running.url}/v1/embeddings"
     forms: list[dict[str, Any]] = [
         {"files": {"image": ("a.png", data)}},
-        {"json": {"input": {"image": base64.b64encode(data).decode()}}},
+        {"json": {"input": {"image": b64(data)}}},
         {"json": {"input": [data_url(data)]}},
         {"content": data, "headers": PNG},
     ]
-    answers = [httpx.post(url, **each).json()["data"][0] for each in forms]
+    answers = [running.embed(**each).json()["data"][0] for each in forms]
     assert all(each == answers[0] for each in answers)
     assert (answers[0]["shape"], answers[0]["layout"]) == ([1, 16], {"tiles": 1})
 
@@ -124,13 +118,12 @@ def test_other_towers_have_the_mean_of_their_rows(tmp_path: Path) -> None:
     (rows,) = encoder.encode([encoder.preparer.load(data)])
     assert isinstance(rows, np.ndarray)
     with serving(directory) as running:
-        url = f"{running.url}/v1/embeddings"
-        (entry,) = httpx.post(url, content=data, headers=PNG).json()["data"]
+        (entry,) = running.embed(content=data, headers=PNG).json()["data"]
         np.testing.assert_allclose([entry["embedding"]], unit(rows.mean(axis=0, keepdims=True)), atol=1e-5)
-        refused = httpx.post(url, json={"input": "a cat"})
+        refused = running.embed(json={"input": "a cat"})
         assert (refused.status_code, refused.json()["error"]["index"]) == (400, 0)
     with serving(directory, pooling="none") as running:
-        (entry,) = httpx.post(f"{running.url}/v1/embeddings", content=data, headers=PNG).json()["data"]
+        (entry,) = running.embed(content=data, headers=PNG).json()["data"]
         np.testing.assert_allclose(np.reshape(entry["embedding"], entry["shape"]), rows, atol=1e-5)
     with pytest.raises(InputError, match="has no vector of its own"):
         ImageEncoder(settings_of(directory, pooling="model"))
@@ -138,7 +131,7 @@ def test_other_towers_have_the_mean_of_their_rows(tmp_path: Path) -> None:
 
 def test_health_readiness_metrics_and_other_paths(running: Running) -> None:
     url = running.url
-    assert httpx.post(f"{url}/v1/embeddings", json={"input": "a cat"}).status_code == 200
+    assert running.embed(json={"input": "a cat"}).status_code == 200
     health = httpx.get(f"{url}/health").json()
     assert (health["status"], health["model"], health["encoder"]["pooling"]) == ("ok", "tiny", "model")
     assert httpx.head(f"{url}/health").status_code == 200
@@ -171,7 +164,7 @@ def test_a_key_is_asked_for(siglip: tuple[Any, Path]) -> None:
                 assert httpx.request(method, running.url + path, headers=headers).status_code == 401
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret") as client:
             assert len(client.embeddings.create(model="tiny", input="a").data) == 1
-        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert running.status_of("/health") == 200
 
 
 # --- limits
@@ -185,8 +178,8 @@ def test_connections_that_send_nothing_stop_nothing(running: Running) -> None:
     silent = [running.connect() for _ in range(32)]
     half = [running.connect(HEAD[:40]) for _ in range(32)]
     without_body = [running.connect(HEAD) for _ in range(64)]
-    assert httpx.get(f"{running.url}/health").status_code == 200
-    assert httpx.post(f"{running.url}/v1/embeddings", json={"input": "a cat"}).status_code == 200
+    assert running.status_of("/health") == 200
+    assert running.embed(json={"input": "a cat"}).status_code == 200
     for connection in without_body:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
     for connection in (*silent, *half):
@@ -210,39 +203,36 @@ def test_headers_without_an_end_are_cut_off(running: Running) -> None:
         for _ in range(100_000):  # more than the buffers of both ends hold
             connection.sendall(b"x: " + b"y" * 1000 + b"\r\n")
     connection.close()
-    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert running.status_of("/health") == 200
 
 
 def test_too_many_pixels_are_refused_by_their_headers(
     siglip: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Little data of many pixels, of which nothing is decoded."""
-    stream = io.BytesIO()
-    Image.new("1", (8192, 8192)).save(stream, "PNG")
-    files = [("image", (f"{n}.png", stream.getvalue())) for n in range(32)]
+    files = [("image", (f"{n}.png", blank(8192))) for n in range(32)]
     monkeypatch.setattr("fxsplit_encoder.service.encoder.load_image", None)
     with serving(siglip[1]) as running:
-        answer = httpx.post(f"{running.url}/v1/embeddings", files=files)
+        answer = running.embed(files=files)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["index"]) == (413, "too_large", 1)
     assert "max_request_pixels" in error["message"]
 
 
 def test_bodies_are_limited_by_what_they_say_and_by_what_comes(running: Running) -> None:
-    url = f"{running.url}/v1/embeddings"
-    assert httpx.post(url, content=bytes(200_001), headers=PNG).status_code == 413
+    assert running.embed(content=bytes(200_001), headers=PNG).status_code == 413
 
     def pieces() -> Iterator[bytes]:
         for _ in range(300):
             yield bytes(1000)
 
-    answer = httpx.post(url, content=pieces(), headers=PNG)
+    answer = running.embed(content=pieces(), headers=PNG)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "too_large")
 
 
 def test_a_bad_image_is_refused_with_its_place(running: Running) -> None:
     files = [("image", ("a.png", encoded(photograph()))), ("image", ("b.png", b"no image"))]
-    answer = httpx.post(f"{running.url}/v1/embeddings", files=files)
+    answer = running.embed(files=files)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["index"]) == (422, "undecodable_image", 1)
 
@@ -276,26 +266,24 @@ def in_thread(function: Any) -> tuple[threading.Thread, list[Any]]:
 
 def test_what_is_too_much_is_refused_and_may_come_again(held: Held, siglip: tuple[Any, Path]) -> None:
     with serving(siglip[1], max_requests=2) as running:
-        url = f"{running.url}/v1/embeddings"
-        asked = [in_thread(lambda: httpx.post(url, json={"input": "a"}, timeout=60)) for _ in range(2)]
-        wait_for(lambda: running.service.application.num_requests == 2)
-        refused = httpx.post(url, json={"input": "a"})
+        asked = [in_thread(lambda: running.embed(json={"input": "a"})) for _ in range(2)]
+        wait_until(lambda: running.service.application.num_requests == 2)
+        refused = running.embed(json={"input": "a"})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "overloaded"
-        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert running.status_of("/health") == 200
         held.go_on.set()
         for thread, results in asked:
             thread.join()
             assert results[0].status_code == 200
-        assert httpx.post(url, json={"input": "a"}).status_code == 200
+        assert running.embed(json={"input": "a"}).status_code == 200
 
 
 def test_what_no_encoder_takes_in_time_is_refused(held: Held, siglip: tuple[Any, Path]) -> None:
     with serving(siglip[1], request_timeout_s=0.2) as running:
-        url = f"{running.url}/v1/embeddings"
-        first = in_thread(lambda: httpx.post(url, json={"input": "a"}, timeout=60))
+        first = in_thread(lambda: running.embed(json={"input": "a"}))
         held.entered.wait()
-        late = httpx.post(url, json={"input": "b"}, timeout=60)
+        late = running.embed(json={"input": "b"})
         assert (late.status_code, late.headers["retry-after"]) == (503, "1")
         held.go_on.set()
         first[0].join()
@@ -304,16 +292,15 @@ def test_what_no_encoder_takes_in_time_is_refused(held: Held, siglip: tuple[Any,
 
 def test_a_client_that_goes_is_not_encoded(held: Held, siglip: tuple[Any, Path]) -> None:
     with serving(siglip[1]) as running:
-        url = f"{running.url}/v1/embeddings"
-        first = in_thread(lambda: httpx.post(url, json={"input": "a"}, timeout=60))
+        first = in_thread(lambda: running.embed(json={"input": "a"}))
         held.entered.wait()
         body = json.dumps({"input": ["b"] * 3}).encode()
         head = HEAD.replace(b"image/png", b"application/json").replace(b"1000", str(len(body)).encode())
         connection = running.connect(head + body)
         queue = running.service.encoder.queue
-        wait_for(lambda: queue.stats().waiting == 3)
+        wait_until(lambda: queue.stats().waiting == 3)
         connection.close()
-        wait_for(lambda: queue.stats().waiting == 0)
+        wait_until(lambda: queue.stats().waiting == 0)
         assert queue.stats().cancelled == 3
         held.go_on.set()
         first[0].join()
@@ -334,10 +321,9 @@ def test_one_item_that_fails_fails_its_request_alone(
 
     with serving(siglip[1]) as running:
         monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", refusing)
-        url = f"{running.url}/v1/embeddings"
         images = [encoded(photograph(size=(30 + n, 30))) for n in range(6)]
         asked = [
-            in_thread(lambda data=data: httpx.post(url, content=data, headers=PNG, timeout=60))
+            in_thread(lambda data=data: running.embed(content=data, headers=PNG))
             for data in (*images[:3], bad, *images[3:])
         ]
         for thread, _ in asked:
@@ -353,18 +339,11 @@ def test_a_service_whose_encoder_is_lost_says_so(
         def lost(*_: object) -> None:
             raise EncoderLostError("of the test")
 
-        monkeypatch.setattr(ImageEncoder, "_launch_texts", lost)
-        answer = httpx.post(f"{running.url}/v1/embeddings", json={"input": "a"})
+        monkeypatch.setattr(TextEncoder, "__call__", lost)
+        answer = running.embed(json={"input": "a"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        wait_for(lambda: httpx.get(f"{running.url}/health").status_code == 503)
-        assert httpx.get(f"{running.url}/ready").status_code == 503
-
-
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+        wait_until(lambda: running.status_of("/health") == 503)
+        assert running.status_of("/ready") == 503
 
 
 # --- its end, and its command
@@ -372,11 +351,10 @@ def wait_for(condition: Any) -> None:
 
 def test_requests_in_flight_are_answered_at_the_end(held: Held, siglip: tuple[Any, Path]) -> None:
     with serving(siglip[1]) as running:
-        url = f"{running.url}/v1/embeddings"
-        asked = [in_thread(lambda: httpx.post(url, json={"input": "a"}, timeout=60)) for _ in range(3)]
-        wait_for(lambda: running.service.application.num_requests == 3)
+        asked = [in_thread(lambda: running.embed(json={"input": "a"})) for _ in range(3)]
+        wait_until(lambda: running.service.application.num_requests == 3)
         running.server.should_exit = True
-        wait_for(lambda: running.service.application.is_draining)
+        wait_until(lambda: running.service.application.is_draining)
         held.go_on.set()
         for thread, results in asked:
             thread.join()
@@ -393,10 +371,11 @@ def test_the_command_binds_this_machine_alone_and_warns_where_others_reach_it(
     settings.write_text("config:\n  enabled: false\n", encoding="utf-8")
     command = ["serve", str(siglip[1]), "--settings", str(settings), "--device", "cpu"]
     warning = "may be reached by others, and no --api-key is set"
+    everywhere = ["--host", "0.0.0.0"]
     for options, host, is_warned in (
         ([], "127.0.0.1", False),
-        (["--host", "0.0.0.0"], "0.0.0.0", True),
-        (["--host", "0.0.0.0", "--api-key", "secret"], "0.0.0.0", False),
+        (everywhere, "0.0.0.0", True),
+        ([*everywhere, "--api-key", "secret"], "0.0.0.0", False),
     ):
         done = CliRunner().invoke(app, [*command, *options])
         assert (bound.pop(), warning in done.stderr) == (host, is_warned), done.output
@@ -424,7 +403,7 @@ def test_the_command_serves_and_drains_at_sigterm(siglip: tuple[Any, Path], tmp_
             return False
 
     try:
-        wait_for(is_ready)
+        wait_until(is_ready)
         assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 401
         images = [data_url(encoded(photograph(size=(400 + n, 400)))) for n in range(20)]
 
@@ -442,10 +421,10 @@ def test_the_command_serves_and_drains_at_sigterm(siglip: tuple[Any, Path], tmp_
             return int(httpx.get(f"{url}/health").json()["requests"])
 
         asked = [in_thread(ask_until_the_end) for _ in range(4)]
-        wait_for(requests)
+        wait_until(requests)
         ending.set()
         # A connection that the server has not accepted yet may be reset: each of these is accepted.
-        wait_for(lambda: requests() == sum(thread.is_alive() for thread, _ in asked))
+        wait_until(lambda: requests() == sum(thread.is_alive() for thread, _ in asked))
         server.send_signal(signal.SIGTERM)
         for thread, results in asked:
             thread.join()

@@ -11,7 +11,7 @@ from fxsplit_encoder.connector.states import GONE, WAITING, State
 
 
 def audit(books: Books) -> list[str]:
-    """What does not add up, a sentence each; empty: the books are in order, as they are after `settle`."""
+    """Count again; a sentence for all that does not add up, of which there is nothing after `settle`."""
     return [*_tickets(books), *_entries(books), *_cache(books), *_queues(books), *_memory(books)]
 
 

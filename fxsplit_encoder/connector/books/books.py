@@ -1,9 +1,10 @@
-"""What an engine asks of the connector's state: submit, hold, release, cancel, step, read."""
+"""The connector's state as an engine changes it: submit, hold, release, cancel, step, read."""
 
 from __future__ import annotations
 
 import copy
 import heapq
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -116,9 +117,7 @@ class Books:
         return ticket.availability
 
     def _acquire(self, ticket: Ticket, released: list[Occurrence]) -> bool:
-        """Finds items again or has them encoded again; False: there is no memory, and none to be waited
-        for.
-        """
+        """Find items again or have them encoded again; False: there is no memory, and none may be awaited."""
         holds_others = any(each.entry is not None for each in ticket.items)
         self.holdings.touch(ticket)
         self._set_deadline(ticket)  # what has to be encoded again has as long as it had at first
@@ -178,20 +177,19 @@ class Books:
                 if item.state in WAITING:
                     self.holdings.fail_item(item, error)
 
-    def next_deadline(self) -> float | None:
-        """When a ticket has to be failed or a worker given up next; None: nothing waits."""
+    def next_deadline(self) -> float:
+        """When a ticket has to be failed or a worker given up next; infinite: nothing waits."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             ticket = self.holdings.tickets.get(number)
             if ticket is not None and ticket.deadline == deadline and not ticket.is_settled:
                 break
             heapq.heappop(self._deadlines)
-        hang = self.encoding.next_hang()
-        found = [deadline for deadline, _ in self._deadlines[:1]] + ([] if hang is None else [hang])
-        return min(found, default=None)
+        first = self._deadlines[0][0] if self._deadlines else math.inf
+        return min(first, self.encoding.next_hang())
 
     def step(self) -> Step:
-        """What has become of whom since the last step."""
+        """Report changes of tickets since the last step."""
         self.encoding.poll()
         self.expire()
         self.settle()

@@ -45,13 +45,7 @@ LIVE = frozenset({WorkerStatus.STARTING, WorkerStatus.RUNNING})
 
 
 class Worker:
-    """One worker, as the books see it.
-
-    Args:
-        name: that its successors have, too.
-        modalities: that it encodes.
-        staging: memory of the batches that it has in hand.
-    """
+    """One worker, whose successors have the same name; `staging` holds the batches that it has in hand."""
 
     def __init__(self, name: str, modalities: frozenset[str], staging: Account) -> None:
         self.name = name
@@ -93,9 +87,6 @@ class Worker:
         if busy_share < 1:
             self.rests_until = max(self.rests_until, begin) + (now - begin) / busy_share
 
-    def __repr__(self) -> str:
-        return f"Worker({self.name}, {self.status})"
-
 
 _OUT_OF_PROPORTION = 3.0
 """Times the cost of all that come before it in a batch. What costs more fills a device by itself, and little
@@ -129,13 +120,16 @@ class Batch:
         """Whether the device was given everything, and what is above will not change."""
         self.is_lost = False
         """Whether its worker was given up; nobody waits for its results."""
+        worker.batches[self] = None
 
-    def __repr__(self) -> str:
-        return f"Batch({len(self.entries)} entries, {self.worker.name})"
+    def close(self) -> None:
+        """Take it from its worker, with its memory."""
+        del self.worker.batches[self]
+        self.memory.free()
 
 
 class Taken(NamedTuple):
-    """What a worker is to do."""
+    """A worker's next batch."""
 
     batch: Batch | None = None
     wait_s: float | None = None
@@ -149,6 +143,8 @@ class Encoding:
         self._holdings = holdings
         self._config, self._stats, self._storage = holdings.config, holdings.stats, holdings.storage
         self._clock = holdings.clock
+        longest = self._config.hang_timeout_s
+        self._longest = math.inf if longest is None else longest
         self.workers: dict[str, Worker] = {}
 
     # --- workers
@@ -236,7 +232,7 @@ class Encoding:
 
     def _start(self, worker: Worker, chosen: list[Entry]) -> Batch:
         now = self._clock()
-        batch = self._open(worker, chosen, now)
+        batch = Batch(worker, chosen, now)
         for entry in chosen:
             self._holdings.to_encode.take(entry)
             self._holdings.move(entry, State.ENCODING)
@@ -249,11 +245,6 @@ class Encoding:
         self._stats.batch_tokens += sum(entry.num_tokens for entry in chosen)
         return batch
 
-    def _open(self, worker: Worker, entries: list[Entry], taken_at: float) -> Batch:
-        batch = Batch(worker, entries, taken_at)
-        worker.batches[batch] = None
-        return batch
-
     def split(self, batch: Batch, error: ConnectorError) -> list[Batch]:
         """The halves of a batch that failed as a whole; none: its only entry has failed, or it is lost."""
         if batch.is_lost or len(batch.entries) == 1:
@@ -261,29 +252,21 @@ class Encoding:
             self.publish(batch)
             return []
         self._stats.split_batches += 1
-        self._close(batch)
+        batch.close()
         middle = len(batch.entries) // 2
         halves = (batch.entries[:middle], batch.entries[middle:])
-        return [self._open(batch.worker, entries, batch.taken_at) for entries in halves]
-
-    def _close(self, batch: Batch) -> None:
-        del batch.worker.batches[batch]
-        batch.memory.free()
+        return [Batch(batch.worker, entries, batch.taken_at) for entries in halves]
 
     # --- workers that hang
 
-    def next_hang(self) -> float | None:
-        """When a worker will have hung for too long, unless it goes on before; None: none has a batch."""
-        begins = [batch.progressed_at for worker in self.workers.values() for batch in worker.batches]
-        longest = self._config.hang_timeout_s
-        return None if longest is None or not begins else min(begins) + longest
+    def next_hang(self) -> float:
+        """When a worker will have hung for too long, unless it goes on before."""
+        begins = (batch.progressed_at for worker in self.workers.values() for batch in worker.batches)
+        return min(begins, default=math.inf) + self._longest
 
     def hung_workers(self) -> list[Worker]:
         """The workers that have made no progress with a batch for too long."""
-        if (longest := self._config.hang_timeout_s) is None:
-            return []
-        late = self._clock() - longest
-        workers = self.workers.values()
+        late, workers = self._clock() - self._longest, self.workers.values()
         return [each for each in workers if any(batch.progressed_at <= late for batch in each.batches)]
 
     # --- rows
@@ -300,9 +283,7 @@ class Encoding:
         ]
 
     def _arrival(self, entry: Entry, rows: Any) -> Arrival:
-        """Decide where the rows of an entry will lie. Its memory on the host stays reserved until they are
-        there: whatever goes wrong before, it can be encoded again.
-        """
+        """Decide where rows will lie; until they are there, memory for another try stays reserved."""
         assert entry.memory is not None
         if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
             entry.feature = feature = Feature(rows, Residence.DEVICE, memory)
@@ -353,7 +334,7 @@ class Encoding:
             else:
                 self._stats.encode.add(seconds)
                 self._arrive(entry)
-        self._close(batch)
+        batch.close()
 
     def _arrive(self, entry: Entry) -> None:
         memory, entry.memory = entry.memory, None
@@ -392,10 +373,7 @@ class Encoding:
     # --- lost workers
 
     def _lose(self, batch: Batch, *, is_running: bool) -> None:
-        """A batch's worker is gone: its entries go to another, and each of them alone.
-
-        Its memory is kept until its thread has returned, where that may still go on and write.
-        """
+        """Pass the entries of a batch on, each alone; its memory is kept until its thread has returned."""
         batch.is_lost = True
         del batch.worker.batches[batch]
         rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.memory)

@@ -1,7 +1,4 @@
-"""Which item holds which feature, and news of tickets; memory for all items of a request at once or for none.
-
-All of it changes under the connector's lock.
-"""
+"""Which item holds which feature, news of tickets, and memory for all items of a request at once or none."""
 
 from __future__ import annotations
 
@@ -27,10 +24,8 @@ class Holdings:
     """Tickets, features and the queues that they wait in; ties items to entries and unties them.
 
     Args:
-        config: sizes and limits.
         row_bytes: of a feature's rows; None: no encoder takes the modality.
         settled: over the lock; notified whenever a ticket has settled.
-        clock: seconds.
         can_reduce: whether the processor can ask less of an item.
     """
 
@@ -195,9 +190,7 @@ class Holdings:
         return asked and error.kind == "out_of_memory" and item.ticket.ready_at is None
 
     def _inherit(self, item: Occurrence, entry: Entry) -> bool:
-        """Memory of its own for an item that leaves its entry. It must not wait for any, since other items of
-        its ticket may hold some.
-        """
+        """Reserve memory for an item that leaves its entry; it must not wait: its ticket may hold some."""
         if not entry.holders and entry.memory is not None:
             item.memory, entry.memory = entry.memory, None
         elif (reserved := self.storage.reserve([entry.num_bytes])) is not None:
@@ -286,13 +279,7 @@ class _Group:
 
 
 class Admission:
-    """Lets requests in whose items are hashed.
-
-    Args:
-        holdings: what they get features and memory of.
-        key_of: the name of a feature, from its item's digest and the salt.
-        max_overtakes: see `MOST_OVERTAKES`.
-    """
+    """Lets requests in whose items are hashed; `key_of` names a feature by digest and salt."""
 
     def __init__(
         self, holdings: Holdings, key_of: Callable[[bytes, str], bytes], max_overtakes: int = MOST_OVERTAKES
@@ -335,9 +322,7 @@ class Admission:
         return [ticket for each in rounds for ticket in each if ticket is not None]
 
     def admit(self, ticket: Ticket, items: Sequence[Occurrence]) -> bool:
-        """Finds, joins or reserves memory for all of these items of a ticket, or for none: then nothing
-        changes.
-        """
+        """Find, join or reserve memory for all of these items, or for none: then nothing changes."""
         groups = self._groups(ticket, items)
         found = {group.entry for group in groups if not group.is_new}
         needing = [group.entry for group in groups if group.is_new and group.heir is None]
@@ -347,12 +332,12 @@ class Admission:
         for entry, memory in zip(needing, reserved, strict=True):
             entry.memory = memory
         for group in groups:
-            self._let_in(ticket, group)
+            self._let_in(group)
         return True
 
     def _groups(self, ticket: Ticket, items: Sequence[Occurrence]) -> list[_Group]:
-        """Items of one key and size share a feature, also where the key belongs to rows of another size: so a
-        request never needs more memory than its distinct items, which was checked when it was submitted.
+        """Group items of one key and size, which share a feature, also where the key belongs to rows of
+        another size: so a request never needs more memory than its distinct items, which was checked.
         """
         groups: dict[tuple[bytes, int], _Group] = {}
         taken: set[bytes] = set()  # keys that rows of some size have, in the cache or in this request
@@ -375,7 +360,7 @@ class Admission:
             taken.add(key)
         return list(groups.values())
 
-    def _let_in(self, ticket: Ticket, group: _Group) -> None:
+    def _let_in(self, group: _Group) -> None:
         entry, stats = group.entry, self._holdings.stats
         if (heir := group.heir) is not None:
             entry.memory, heir.memory = heir.memory, None
@@ -384,7 +369,6 @@ class Admission:
             stats.rejected_hits += group.is_rejected
             self._storage.add(entry)
             self._holdings.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant)
-        ticket.num_hits += len(group.items) - group.is_new
         if entry.state is State.READY:
             stats.hits += len(group.items)
         else:

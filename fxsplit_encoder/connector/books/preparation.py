@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem, Reduction
 from fxsplit_encoder.connector.states import State
+from fxsplit_encoder.encode_queue.fair_queue import FairQueue
 from fxsplit_encoder.errors import ConnectorError
 
 
-@dataclass(frozen=True, eq=False)
-class CountJob:
-    """Read the headers of a request's media."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True, eq=False)
-class DigestJob:
+class DigestJob(NamedTuple):
     """Hash an item, after having asked less of it if `reduction` says so."""
 
     ticket: Ticket
@@ -30,21 +22,12 @@ class DigestJob:
     reduction: Reduction | None
 
 
-@dataclass(frozen=True, eq=False)
-class Digested:
-    """What became of a `DigestJob`."""
+class Digested(NamedTuple):
+    """Result of a `DigestJob`."""
 
     media: MediaItem
     num_tokens: int
     digest: bytes
-
-
-@dataclass(frozen=True, eq=False)
-class PrepareJob:
-    """Decode and preprocess the item of a feature that has to be encoded."""
-
-    entry: Entry
-    media: MediaItem
 
 
 class Problem(NamedTuple):
@@ -76,37 +59,24 @@ class Preparation:
     def _has_room(self) -> bool:
         return self._inputs.used < self._holdings.config.input_bytes
 
-    def take(self) -> CountJob | DigestJob | PrepareJob | None:
-        """The next thing to do; None: nothing, or too much waits for encoders already."""
-        kinds = (self._count_job, self._digest_job, self._prepare_job)
-        for kind in range(self._turn, self._turn + len(kinds)):
-            if (job := kinds[kind % len(kinds)]()) is not None:
-                self._turn = (kind + 1) % len(kinds)
-                return job
+    def take(self) -> Ticket | DigestJob | Entry | None:
+        """Hand out a ticket to count, an item to hash or an entry to preprocess; None: there is none."""
+        holdings = self._holdings
+        queues: tuple[FairQueue[Any], ...] = (holdings.to_count, holdings.to_digest, holdings.to_prepare)
+        for kind in range(self._turn, self._turn + len(queues)):
+            queue = queues[kind % len(queues)]
+            thing: Ticket | Occurrence | Entry | None = queue.first()
+            if thing is None or (queue is holdings.to_prepare and not self._has_room):
+                continue
+            queue.take(thing)
+            self._turn = (kind + 1) % len(queues)
+            if isinstance(thing, Occurrence):
+                reduction = thing.ticket.request.failure.reduce if thing.is_reducing else None
+                return DigestJob(thing.ticket, thing, thing.media, reduction)
+            if isinstance(thing, Entry):
+                thing.is_preparing = True
+            return thing
         return None
-
-    def _count_job(self) -> CountJob | None:
-        if (ticket := self._holdings.to_count.first()) is None:
-            return None
-        self._holdings.to_count.take(ticket)
-        return CountJob(ticket)
-
-    def _digest_job(self) -> DigestJob | None:
-        if (item := self._holdings.to_digest.first()) is None:
-            return None
-        self._holdings.to_digest.take(item)
-        ticket = item.ticket
-        return DigestJob(
-            ticket, item, item.media, ticket.request.failure.reduce if item.is_reducing else None
-        )
-
-    def _prepare_job(self) -> PrepareJob | None:
-        if (entry := self._holdings.to_prepare.first()) is None or not self._has_room:
-            return None
-        self._holdings.to_prepare.take(entry)
-        entry.is_preparing = True
-        assert entry.media is not None
-        return PrepareJob(entry, entry.media)
 
     def counted(self, ticket: Ticket, counts: Sequence[int], problem: Problem | None) -> None:
         """Take the tokens of each item, 0 if it was not looked at, and why its request may not go on."""
@@ -143,9 +113,9 @@ class Preparation:
             self._holdings.news[ticket.number] = ticket
         self._holdings.count_digested(ticket)
 
-    def prepared(self, job: PrepareJob, result: PreparedItem | ConnectorError, cost: float) -> None:
+    def prepared(self, entry: Entry, result: PreparedItem | ConnectorError, cost: float) -> None:
         """An item was preprocessed."""
-        entry, holdings = job.entry, self._holdings
+        holdings = self._holdings
         entry.is_preparing = False
         if entry not in holdings.storage.entries:
             return  # nobody wants it any more

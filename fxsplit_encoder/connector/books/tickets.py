@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
@@ -56,40 +56,23 @@ _SMALLEST = 1 << 12
 
 
 def capacity_of(num_bytes: int) -> int:
-    """Bytes of the buffer for so many: a power of two, as the allocator of pinned memory makes them, so that
-    accounts count what is really taken.
-    """
+    """Bytes of the buffer for so many: a power of two, as the allocator of pinned memory makes them."""
     return max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
 
 
-class Event(Protocol):
-    """A point of a device's stream, as `torch.cuda.Event`."""
+class Event:
+    """A point of a device's stream, as `torch.cuda.Event`; this one has passed."""
 
     def query(self) -> bool:
         """Whether the device has passed it, or is lost: nothing uses memory on its account any more."""
-        ...
+        return True
 
     def has_succeeded(self) -> bool:
         """Whether the device has passed it, and not because it was lost."""
-        ...
+        return True
 
     def synchronize(self) -> None:
-        """Blocks until the device has passed it; raises RuntimeError where the device was lost."""
-        ...
-
-
-class _PassedEvent:
-    def query(self) -> bool:
-        return True
-
-    def has_succeeded(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
-PASSED: Event = _PassedEvent()
-"""Of work which the calling thread has done itself."""
+        """Block until the device has passed it; RuntimeError: the device was lost."""
 
 
 @dataclass(eq=False)
@@ -246,8 +229,6 @@ class Ticket:
         """The longest that one of its items waited for an encoder."""
         self.encode_seconds = 0.0
         """The longest that one of its items was in a batch."""
-        self.num_hits = 0
-        """Items whose rows were there, or being made for somebody else."""
         self._settled = settled
         self.waiters: list[Future[None]] = []
         """Of those that await it, changed with the lock."""
@@ -257,9 +238,7 @@ class Ticket:
 
     @property
     def token_counts(self) -> tuple[int, ...]:
-        """Rows of each item, exact; 0 of a request that goes on as text alone, or failed before. Waits until
-        CPU workers have read the media's headers.
-        """
+        """Rows of each item, exact; waits until headers are read. 0 of text alone, or if it failed before."""
         if not self.is_counted and not self.is_settled:
             with self._settled:
                 self._settled.wait_for(lambda: self.is_counted or self.is_settled)
@@ -282,7 +261,7 @@ class Ticket:
 
     @property
     def availability(self) -> Availability:
-        """What an engine needs to know in a step."""
+        """The ticket's state as an engine needs it in a step."""
         state = self.state
         if state is State.READY:
             return "ready"
@@ -313,7 +292,7 @@ class Ticket:
         return entry.feature.residence
 
     def metadata(self, item: int) -> Mapping[str, object]:
-        """What travels with the rows of one item, such as its grid; empty before it is preprocessed."""
+        """Metadata of the rows of one item, such as its grid; empty before it is preprocessed."""
         return self.items[item].metadata
 
     def wait(self, timeout_s: float | None = None) -> Availability:

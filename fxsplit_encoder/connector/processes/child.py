@@ -1,12 +1,10 @@
-"""The program of an encoder process: encodes one batch after another, until its parent is done.
-
-The main thread does all work, so that an encoder captures and replays on one thread. Another ends this
-process at once when the parent has ended.
+"""The program of an encoder process: its main thread encodes one batch after another, until its parent is
+done; another ends this process at once when the parent has ended.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import copy
 import os
 import select
@@ -15,122 +13,86 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn, get_args
+from typing import NoReturn
 
-import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FATAL, MODALITIES, FeatureEncoder, PreparedItem
 from fxsplit_encoder.connector.processes.program import EncoderProgram
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
-    Encode,
     Encoded,
     Failed,
-    Message,
-    More,
     SharedMemory,
     Start,
     Started,
     ToEncoder,
     to_wire,
 )
-from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
+from fxsplit_encoder.errors import InputError, TransportError
 from fxsplit_encoder.messages import shown
 
 EXIT_PARENT_GONE = 3
 
-# After these a device's context is of no use: the process has to be another.
-_FATAL = (EncoderLostError, torch.AcceleratorError)
 
-
-class EncoderHost:
-    """Serves one parent."""
-
-    def __init__(self, channel: Channel[ToEncoder]) -> None:
-        self._channel = channel
-        self._encoder: FeatureEncoder | None = None
-
-    def serve(self) -> None:
-        """Do what is asked until the parent hangs up."""
-        try:
-            while (message := self._channel.receive()) is not None and self._do(message):
-                pass
-        finally:
-            if self._encoder is not None:
-                self._encoder.close()
-
-    def _send(self, message: Message) -> None:
-        self._channel.send(self._channel.encode(message))
-
-    def _do(self, message: ToEncoder) -> bool:
-        """Whether the process is of further use."""
-        try:
-            if isinstance(message, Start):
-                self._start(message)
-            elif isinstance(message, Encode):
-                self._deliver(self._encode(message.items))
+def serve(channel: Channel[ToEncoder]) -> None:
+    """Do what one parent asks, until it hangs up or the encoder is of no further use."""
+    encoder: FeatureEncoder | None = None
+    with contextlib.ExitStack() as closing:
+        while (asked := channel.receive()) is not None:
+            try:
+                if isinstance(asked, Start):
+                    encoder = _made(asked)
+                    closing.callback(encoder.close)
+                    encoder.start()
+                    sizes = {modality: encoder.row_bytes(modality) for modality in MODALITIES}
+                    data = channel.encode(Started({m: size for m, size in sizes.items() if size is not None}))
+                else:
+                    data = channel.encode(Encoded(_encoded(encoder, asked.items)))
+            except Exception as error:
+                channel.send(channel.encode(Failed(to_wire(error))))
+                if isinstance(asked, Start) or isinstance(error, FATAL):
+                    return
             else:
-                raise TransportError("asked for more features than there are")
-        except Exception as error:
-            self._send(Failed(to_wire(error)))
-            return not isinstance(message, Start) and not isinstance(error, _FATAL)
-        return True
+                channel.send(data)
 
-    def _start(self, message: Start) -> None:
-        # An encoder may keep its arguments, and later messages have tensors where these lie.
-        program = EncoderProgram(message.factory, copy.deepcopy(message.arguments))
-        encoder = program.resolve()(**program.arguments)
-        if not isinstance(encoder, FeatureEncoder):
-            raise InputError(f"factory: {program.factory} returned no FeatureEncoder but {type(encoder)}")
-        self._encoder = encoder
-        encoder.start()
-        modalities: tuple[Modality, ...] = get_args(Modality)
-        sizes = {modality: encoder.row_bytes(modality) for modality in modalities}
-        self._send(Started({name: size for name, size in sizes.items() if size is not None}))
 
-    def _encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
-        if self._encoder is None:
-            raise TransportError("asked to encode before the encoder was started")
-        features = self._encoder.encode(items)
-        if len(features) != len(items):
-            raise InputError(f"{len(features)} features of {len(items)} items")
-        for feature in features:
-            if not isinstance(feature, Tensor):
-                raise InputError(f"feature: expected a tensor; got {shown(feature)}")
-        return features
+def _made(asked: Start) -> FeatureEncoder:
+    # An encoder may keep its arguments, and later messages have tensors where these lie.
+    program = EncoderProgram(asked.factory, copy.deepcopy(asked.arguments))
+    encoder = program.resolve()(**program.arguments)
+    if not isinstance(encoder, FeatureEncoder):
+        raise InputError(f"factory: {program.factory} returned no FeatureEncoder but {type(encoder)}")
+    return encoder
 
-    def _deliver(self, features: Sequence[Tensor]) -> None:
-        """Send features, in several messages where there is no room for all of them at once."""
-        sent = 0
-        while True:
-            packed = self._channel.pack(features[sent:])
-            sent += len(packed)
-            self._send(Encoded(packed, is_last=sent == len(features)))
-            if sent == len(features):
-                return
-            if not isinstance(self._channel.receive(), More):
-                raise TransportError("asked for something else before all features were read")
+
+def _encoded(encoder: FeatureEncoder | None, items: Sequence[PreparedItem]) -> list[Tensor]:
+    if encoder is None:
+        raise TransportError("asked to encode before the encoder was started")
+    features = encoder.encode(items)
+    if len(features) != len(items):
+        raise InputError(f"{len(features)} features of {len(items)} items")
+    for feature in features:
+        if not isinstance(feature, Tensor):
+            raise InputError(f"feature: expected a tensor; got {shown(feature)}")
+    return features
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an encoder process, with the arguments of `ProcessOptions.command_line`."""
-    parser = argparse.ArgumentParser(prog="fxsplit encoder process")
-    for name in ("--socket", "--memory", "--parent", "--max-bytes"):
-        parser.add_argument(name, type=int, required=True)
-    options = parser.parse_args(arguments)
+    """Run an encoder process, with the arguments of `program.launch`."""
+    descriptor, memory_descriptor, parent_pid, max_bytes = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and decides
     try:
-        parent = os.pidfd_open(options.parent)
+        parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
         _end()
-    if os.getppid() != options.parent:
+    if os.getppid() != parent_pid:
         _end()
     threading.Thread(target=_end_with, args=(parent,), name="fxsplit-parent", daemon=True).start()
-    memory = SharedMemory(options.max_bytes, options.memory)
-    connection = socket.socket(fileno=options.socket)
+    memory = SharedMemory(max_bytes, memory_descriptor)
+    connection = socket.socket(fileno=descriptor)
     channel: Channel[ToEncoder] = Channel(connection, parent, ToEncoder, memory, half=1)
-    EncoderHost(channel).serve()
+    serve(channel)
     return 0
 
 

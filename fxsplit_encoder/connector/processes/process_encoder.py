@@ -7,10 +7,7 @@ import os
 import select
 import signal
 import socket
-import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -24,203 +21,52 @@ from fxsplit_encoder.connector.processes.wire import (
     Failed,
     FromEncoder,
     Message,
-    More,
     SharedMemory,
     Start,
     Started,
-    aligned,
     from_wire,
 )
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
 from fxsplit_encoder.messages import name_of, shown
 
+_NOT_STARTED = "no encoder process was started; call start"
+
 _END_SECONDS = 1.0
 """How long the end of a process is waited for that has closed its socket."""
-
-
-class EncoderProcess:
-    """A process that encodes, asked for one thing at a time.
-
-    Its end is seen at once, by the kernel's word. `on_loss` is called once if that comes without `close`.
-    """
-
-    def __init__(self, options: ProcessOptions, on_loss: Callable[[], None]) -> None:
-        self._options = options
-        self._on_loss = on_loss
-        self.turn = threading.Lock()
-        """Held by who asks, from the first message to the last answer."""
-        self._open: Literal["", "answer", "more"] = ""
-        """What was not done yet of the last exchange: to read an answer, or to ask for more features."""
-        self._lock = threading.Lock()
-        self._reason = ""
-        """Why it does not answer any more."""
-        self._is_closed = False
-        with contextlib.ExitStack() as resources:
-            self._make(resources)
-            self._resources = resources.pop_all()
-
-    def _make(self, resources: contextlib.ExitStack) -> None:
-        options = self._options
-        self.memory = SharedMemory(options.max_bytes)
-        resources.callback(self.memory.close)
-        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        resources.callback(connection.close)
-        with theirs:
-            descriptors = [theirs.fileno(), self.memory.descriptor]
-            self._process = launching.launch(options.command_line(*descriptors), descriptors, options)
-        resources.callback(self._end)
-        pidfd = os.pidfd_open(self._process.pid)
-        resources.callback(os.close, pidfd)
-        self._poll = select.poll()
-        self._poll.register(pidfd, select.POLLIN)
-        self.channel: Channel[FromEncoder] = Channel(connection, pidfd, FromEncoder, self.memory, half=0)
-
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it may still answer."""
-        return not self._reason and not self._has_ended(0.0)
-
-    def _has_ended(self, seconds: float) -> bool:
-        return bool(self._poll.poll(1e3 * seconds))
-
-    # --- asking, by who has the turn
-
-    def begin(self) -> None:
-        """Be ready to ask: wait for the answers to a caller that was interrupted. EncoderLostError: it is
-        gone.
-        """
-        if not self.is_alive:
-            raise self.lose()
-        while self._open:
-            if self._open == "more":
-                self._send(More())
-            self._receive(self._options.encode_timeout)
-
-    def ask(self, message: Message, timeout: float | None) -> Started | Encoded:
-        """The answer to a message; raises the error of the process, of its own class.
-
-        Raises:
-            InputError: no message may hold this; nothing was sent.
-            EncoderLostError: the process ended, or did not answer within so many seconds and was killed.
-        """
-        self._send(message)
-        reply = self._receive(timeout)
-        if isinstance(reply, Failed):
-            raise from_wire(reply.error, self.pid)
-        return reply
-
-    def _send(self, message: Message) -> None:
-        data = self.channel.encode(message)
-        self._open = "answer"
-        try:
-            self.channel.send(data)
-        except OSError as error:
-            if not self._has_ended(_END_SECONDS):
-                reason = f"the encoder process {self.pid} does not read what it is sent: {error}"
-                raise self.lose(reason) from error
-            raise self.lose() from error
-
-    def _receive(self, timeout: float | None) -> FromEncoder:
-        try:
-            reply = self.channel.receive(timeout)
-        except TimeoutError:
-            raise self.lose(f"the encoder process {self.pid} did not answer within {timeout:g} s") from None
-        except TransportError as error:
-            message = f"the encoder process {self.pid} sent what nobody understands: {error}"
-            raise self.lose(message) from error
-        if reply is None:
-            raise self.lose()
-        self._open = "more" if isinstance(reply, Encoded) and not reply.is_last else ""
-        return reply
-
-    # --- the end
-
-    def lose(self, reason: str = "") -> EncoderLostError:
-        """End the process, which is of no use any more; the error that says why."""
-        if not (reason or self._reason):
-            self._has_ended(_END_SECONDS)  # by itself, with a status of its own
-        with self._lock:
-            self._process.kill()
-            status = self._process.wait()
-            if not self._reason:
-                self._reason = reason or f"the encoder process {self.pid} {_end_of(status)}"
-                self._on_loss()
-            return EncoderLostError(self._reason)
-
-    def _end(self) -> None:
-        with self._lock:
-            self._process.kill()
-            self._process.wait()
-
-    def close(self) -> None:
-        """Ask the process to end, end it if it does not, and give back what belonged to it; idempotent."""
-        if not self._reason and self._has_ended(0.0):
-            self.lose()
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._reason = self._reason or f"the encoder process {self.pid} was closed"
-        self.channel.hang_up()
-        if not self._has_ended(self._options.close_timeout):
-            self._process.kill()
-        with self.turn:  # once who waits for an answer has seen the end
-            self._resources.close()
-
-
-def _end_of(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"
 
 
 class ProcessEncoder(FeatureEncoder):
     """Encodes in a process that it starts, bounds and ends.
 
-    Inputs and features cross in anonymous shared memory of `options.max_bytes` each way. Inputs that do not
-    fit at once are encoded in several batches, one after another. Several threads may call `encode`; they
-    take turns.
-
-    The process's end is noticed at once: a call of `encode` that waits raises `EncoderLostError`, as does
-    every later one until `start` has started another process. Errors in the process keep their class.
+    Inputs and features cross in anonymous shared memory of `options.max_bytes` each way; a batch that does
+    not fit fails, and a connector halves it. The process's end is noticed at once, by the kernel's word: a
+    call of `encode` that waits raises `EncoderLostError`, as does every later one until another `start`.
 
     Args:
-        program: which encoder.
-        options: of the process.
-        row_bytes: bytes of a feature's row by modality, where they are asked for before `start`.
+        row_bytes: bytes of a feature's row by modality, for which a connector asks before any start.
     """
 
     def __init__(
         self,
         program: EncoderProgram,
+        row_bytes: Mapping[Modality, int],
         options: ProcessOptions | None = None,
-        row_bytes: Mapping[Modality, int] | None = None,
     ) -> None:
         self.program = program
+        self._row_bytes = dict(row_bytes)
         self.options = options if options is not None else ProcessOptions()
-        self._declared_row_bytes = dict(row_bytes) if row_bytes is not None else None
-        self._row_bytes = self._declared_row_bytes
-        self._process: EncoderProcess | None = None
-        self._counts = Counter(starts=0, losses=0, batches=0, splits=0)
-        self._start_lock = threading.Lock()
+        self.pid: int | None = None
+        """The id of the last process; None: none was started."""
+        self._reason = _NOT_STARTED
+        """Why nothing can be encoded, if so."""
+        self._is_asked = False
+        """Whether an answer was not read yet."""
+        self._resources = contextlib.ExitStack()
 
     @property
     def is_alive(self) -> bool:
         """Whether there is a process that may be asked to encode."""
-        return self._process is not None and self._process.is_alive
-
-    @property
-    def pid(self) -> int | None:
-        """The process's id, if there is one."""
-        return self._process.pid if self._process is not None else None
+        return not self._reason and not self._has_ended(0.0)
 
     # --- starting and ending
 
@@ -232,47 +78,62 @@ class ProcessEncoder(FeatureEncoder):
             EncoderLostError: the process ended, or was not ready in time.
             Exception: what the program raised, of its own class.
         """
-        with self._start_lock:
-            if self.is_alive:
-                return
-            self.close()
-            self._process = process = EncoderProcess(self.options, lambda: self._counts.update(losses=1))
-            with contextlib.ExitStack() as undoing:
-                undoing.callback(self._forget, process)
-                self._row_bytes = self._begin(process)
-                undoing.pop_all()
-            self._counts["starts"] += 1
+        if self.is_alive:
+            return
+        self.close()
+        with contextlib.ExitStack() as resources:
+            self._launch(resources)
+            message = Start(self.program.factory, dict(self.program.arguments))
+            started = self._ask(message, self.options.start_timeout)
+            if not isinstance(started, Started):
+                raise self._lose(f"the encoder process {self.pid} answered what was not asked")
+            if self._row_bytes != started.row_bytes:
+                expected = f"the encoder's {started.row_bytes}"
+                raise InputError(f"row_bytes: expected {expected}; got {self._row_bytes}")
+            self._resources = resources.pop_all()
 
-    def _forget(self, process: EncoderProcess) -> None:
-        process.close()
-        self._process = None
+    def _launch(self, resources: contextlib.ExitStack) -> None:
+        memory = SharedMemory(self.options.max_bytes)
+        resources.callback(memory.close)
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        resources.callback(connection.close)
+        with theirs:
+            self._process = launching.launch(theirs.fileno(), memory.descriptor, self.options)
+        resources.callback(self._end)
+        self.pid, self._reason, self._is_asked = self._process.pid, "", False
+        self._pidfd = os.pidfd_open(self.pid)
+        resources.callback(os.close, self._pidfd)
+        self._channel: Channel[FromEncoder] = Channel(connection, self._pidfd, FromEncoder, memory, half=0)
 
-    def _begin(self, process: EncoderProcess) -> dict[Modality, int]:
-        message = Start(self.program.factory, dict(self.program.arguments))
-        with process.turn:
-            started = process.ask(message, self.options.start_timeout)
-        if not isinstance(started, Started):
-            raise process.lose(f"the encoder process {process.pid} answered what was not asked")
-        declared = self._declared_row_bytes
-        if declared is not None and declared != started.row_bytes:
-            raise InputError(f"row_bytes: expected the encoder's {started.row_bytes}; got {declared}")
-        return started.row_bytes
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reason = _NOT_STARTED
+
+    def _has_ended(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(1e3 * seconds))
+
+    def _lose(self, reason: str = "") -> EncoderLostError:
+        """End the process, which is of no use any more; the error that says why."""
+        if not reason:
+            self._has_ended(_END_SECONDS)  # by itself, with a status of its own
+        self._process.kill()
+        self._reason = reason or f"the encoder process {self.pid} {_end_of(self._process.wait())}"
+        return EncoderLostError(self._reason)
 
     def close(self) -> None:
-        """End the process and give back everything; idempotent, and `start` may follow.
-
-        It may be called from another thread than `encode` or `start`, which then raise `EncoderLostError`.
-        """
-        process = self._process
-        if process is not None:
-            process.close()
+        """Ask the process to end, or end it, and give back everything; idempotent, and `start` may follow."""
+        if not self._reason:
+            self._channel.hang_up()
+            self._has_ended(self.options.close_timeout)
+        self._resources.close()
 
     # --- encoding
 
     def row_bytes(self, modality: Modality) -> int | None:
-        """See `FeatureEncoder`; InputError: it was not declared, and no encoder was started."""
-        if self._row_bytes is None:
-            raise InputError("row_bytes: known once the encoder was started; declare it, or call start first")
+        """See `FeatureEncoder`; as declared."""
         return self._row_bytes.get(modality)
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
@@ -280,55 +141,64 @@ class ProcessEncoder(FeatureEncoder):
 
         Raises:
             EncoderLostError: the process is gone, or hung; `start` begins another.
-            InputError: an item's inputs cannot be sent, or do not fit into `max_bytes`; nothing was.
+            InputError: inputs cannot be sent, or inputs or features do not fit into `max_bytes`.
             Exception: what the encoder raised, of its own class.
         """
-        process = self._process
-        if process is None:
-            raise EncoderLostError("no encoder process was started; call start")
-        features: list[Tensor] = []
-        num_batches = 0
-        with process.turn:
-            process.begin()
-            _check_sizes(items, process.memory.half_bytes)
-            while len(features) < len(items):
-                features += self._encode_batch(process, items[len(features) :])
-                num_batches += 1
-            self._counts.update(batches=num_batches, splits=int(num_batches > 1))
-        return features
+        if self._reason:
+            raise EncoderLostError(self._reason)
+        _check_inputs(items)
+        if self._is_asked:  # by a caller that was interrupted
+            self._receive(self.options.encode_timeout)
+        reply = self._ask(Encode(list(items)), self.options.encode_timeout)
+        if not isinstance(reply, Encoded) or len(reply.features) != len(items):
+            asked = f"asked to encode {len(items)} items"
+            raise self._lose(f"the encoder process {self.pid} answered what was not asked: {asked}")
+        return [feature.clone() for feature in reply.features]
 
-    def _encode_batch(self, process: EncoderProcess, items: Sequence[PreparedItem]) -> list[Tensor]:
-        """The features of the first items, as many as there is memory for."""
-        packed, timeout = process.channel.pack(items), self.options.encode_timeout
-        features: list[Tensor] = []
-        reply = process.ask(Encode(packed), timeout)
-        while isinstance(reply, Encoded):
-            features += [feature.clone() for feature in reply.features]
-            if len(features) > len(packed) or (reply.is_last and len(features) < len(packed)):
-                break
-            if reply.is_last:
-                return features
-            reply = process.ask(More(), timeout)
-        raise process.lose(
-            f"the encoder process {process.pid} answered what was not asked: {type(reply).__name__}, with "
-            f"{len(features)} features of {len(packed)} items"
-        )
-
-    def stats(self) -> dict[str, int]:
-        """Counts over all processes of this encoder: starts, losses, batches, splits (calls whose inputs did
-        not fit at once); and resident bytes of shared memory now.
+    def _ask(self, message: Message, timeout: float | None) -> Started | Encoded:
+        """Ask, and return the answer or raise the error of the process; InputError: no message may hold this;
+        EncoderLostError: the process ended, or did not answer within so many seconds and was killed.
         """
-        process = self._process
-        resident = process.memory.resident_bytes if process is not None else 0
-        return {**self._counts, "resident_bytes": resident}
+        data = self._channel.encode(message)
+        self._is_asked = True
+        try:
+            self._channel.send(data)
+        except OSError as error:
+            if not self._has_ended(_END_SECONDS):
+                reason = f"the encoder process {self.pid} does not read what it is sent: {error}"
+                raise self._lose(reason) from error
+            raise self._lose() from error
+        reply = self._receive(timeout)
+        if isinstance(reply, Failed):
+            raise from_wire(reply.error, self._process.pid)
+        return reply
+
+    def _receive(self, timeout: float | None) -> FromEncoder:
+        try:
+            reply = self._channel.receive(timeout)
+        except TimeoutError:
+            raise self._lose(f"the encoder process {self.pid} did not answer within {timeout:g} s") from None
+        except TransportError as error:
+            message = f"the encoder process {self.pid} sent what nobody understands: {error}"
+            raise self._lose(message) from error
+        if reply is None:
+            raise self._lose()
+        self._is_asked = False
+        return reply
 
 
-def _check_sizes(items: Sequence[PreparedItem], most: int) -> None:
-    """Raise InputError where the inputs of an item are no tensors, or do not fit into memory alone."""
+def _end_of(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def _check_inputs(items: Sequence[PreparedItem]) -> None:
+    """Raise InputError where the inputs of an item are no tensors."""
     for item in items:
         for name, tensor in item.inputs.items():
             if not isinstance(tensor, Tensor):
                 raise InputError(f"inputs.{name_of(name)}: expected a tensor; got {shown(tensor)}")
-        size = sum(aligned(tensor.numel() * tensor.itemsize) for tensor in item.inputs.values())
-        if size > most:
-            raise InputError(f"items: expected inputs of at most max_bytes={most} an item; got {size} bytes")

@@ -6,7 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,24 +60,12 @@ class ProcessOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the process has besides this one's, such as CUDA_VISIBLE_DEVICES."""
 
-    def command_line(self, connection: int, memory: int) -> list[str]:
-        """The arguments of the process's command, with the descriptors that it inherits."""
-        numbers = {
-            "--socket": connection,
-            "--memory": memory,
-            "--parent": os.getpid(),
-            "--max-bytes": self.max_bytes,
-        }
-        return [argument for name, number in numbers.items() for argument in (name, str(number))]
 
-
-def launch(
-    arguments: Sequence[str], descriptors: Sequence[int], options: ProcessOptions
-) -> subprocess.Popen[str]:
-    """Start the module of encoder processes; raises InputError where it cannot be started."""
+def launch(connection: int, memory: int, options: ProcessOptions) -> subprocess.Popen[str]:
+    """Start an encoder process, which inherits two descriptors; InputError: it cannot be started."""
+    arguments = [str(number) for number in (connection, memory, os.getpid(), options.max_bytes)]
+    given = {"pass_fds": (connection, memory), "stdin": subprocess.DEVNULL}
     try:
-        return start_module(
-            MODULE, arguments, options.environment, pass_fds=descriptors, stdin=subprocess.DEVNULL
-        )
+        return start_module(MODULE, arguments, options.environment, **given)
     except OSError as error:
         raise InputError(f"{sys.executable} cannot be started: {error}") from error

@@ -4,8 +4,7 @@
     Start(factory, arguments)   ->    makes the encoder and starts it
                                 <-    Started(row_bytes), or Failed(error)
     Encode(items)               ->    encodes them as one batch
-                                <-    Encoded(features, is_last), or Failed(error)
-    More()                      ->    where not all features fitted: Encoded again
+                                <-    Encoded(features), or Failed(error)
 
 One side asks, the other answers. A message is its length and MessagePack of a declared type: nothing that is
 decoded names code to run. Its tensors lie in the sender's half of the file, which the sender uses again once
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from fxsplit_encoder import errors
 from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
-from fxsplit_encoder.errors import InputError, MissingExtraError, TransportError, TransportFullError
+from fxsplit_encoder.errors import InputError, MissingExtraError, TransportError
 from fxsplit_encoder.messages import shown
 
 try:
@@ -66,16 +65,8 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 # --- memory
 
 
-def aligned(num_bytes: int) -> int:
-    """Bytes that a tensor of so many takes in a half."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 class SharedMemory:
-    """Maps a file of two halves of `max_bytes`, made by the other process if there is a descriptor of it.
-
-    InputError: so much cannot be made.
-    """
+    """Maps a file of two halves of `max_bytes`, with a descriptor the other's; InputError: it cannot be."""
 
     def __init__(self, max_bytes: int, descriptor: int | None = None) -> None:
         self.half_bytes = -(-max_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -95,11 +86,6 @@ class SharedMemory:
             ) from error
         # Through NumPy, which keeps the mapping from being closed; `torch.frombuffer` would not.
         self._memory: Tensor | None = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of its pages that take memory."""
-        return os.fstat(self.descriptor).st_blocks * 512 if self.descriptor >= 0 else 0
 
     def view(self, half: int, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """A tensor in a half, which stays mapped as long; TransportError: it does not lie in the half."""
@@ -146,10 +132,6 @@ class Encode(Message, frozen=True):
     items: list[PreparedItem]
 
 
-class More(Message, frozen=True):
-    """Send the features that did not fit."""
-
-
 class Started(Message, frozen=True):
     """The encoder is ready."""
 
@@ -157,10 +139,9 @@ class Started(Message, frozen=True):
 
 
 class Encoded(Message, frozen=True):
-    """The next features of a batch, in order of its items."""
+    """The features of a batch, in order of its items."""
 
     features: list[Tensor]
-    is_last: bool
 
 
 class WireError(Message, frozen=True):
@@ -178,7 +159,7 @@ class Failed(Message, frozen=True):
     error: WireError
 
 
-ToEncoder = Start | Encode | More
+ToEncoder = Start | Encode
 FromEncoder = Started | Encoded | Failed
 
 _HEAD = struct.Struct("<I")
@@ -218,26 +199,15 @@ class Channel(Generic[T]):
 
     # --- sending
 
-    def pack(self, values: Sequence[object]) -> list[Any]:
-        """As many values as there is memory for, to be sent as part of one message; InputError: the first
-        alone does not fit, or one holds what no message may.
-        """
-        self._end, packed = 0, []
-        for value in values:
-            try:
-                packed.append(msgspec.Raw(self._encoded(value)))
-            except TransportFullError as error:
-                if not packed:
-                    raise InputError(str(error)) from error
-                break
-        return packed
-
     def encode(self, message: Message) -> bytes:
         """A message's bytes; raises InputError where it holds what no message may, or too much."""
+        self._end = 0
         try:
-            data = self._encoded(message)
-        except TransportFullError as error:
-            raise InputError(str(error)) from error
+            data = self._encoder.encode(message)
+        except InputError:
+            raise
+        except (TypeError, OverflowError, RecursionError, ValueError) as error:
+            raise InputError(f"values: expected numbers, strings and tensors; {error}") from error
         if len(data) > _MOST_BYTES:
             raise InputError(f"values: expected at most {_MOST_BYTES} bytes of them; got {len(data)}")
         return _HEAD.pack(len(data)) + data
@@ -245,14 +215,6 @@ class Channel(Generic[T]):
     def send(self, data: bytes) -> None:
         """Send what `encode` gave; raises OSError where the other process does not read it."""
         self._socket.sendall(data)
-
-    def _encoded(self, value: object) -> bytes:
-        try:
-            return self._encoder.encode(value)
-        except (TypeError, OverflowError, RecursionError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"values: expected numbers, strings and tensors; {error}") from error
 
     def _packed(self, value: object) -> object:
         if isinstance(value, np.generic):
@@ -275,9 +237,9 @@ class Channel(Generic[T]):
                 "values: expected a dense tensor with values, of a dtype of whole bytes; "
                 f"got {tensor.layout}, {tensor.dtype}, on {tensor.device}"
             )
-        offset, end = self._end, self._end + aligned(tensor.nbytes)
+        offset, end = self._end, self._end + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if end > (most := self._memory.half_bytes):
-            raise TransportFullError(f"values: expected tensors of at most max_bytes={most}; got {end} bytes")
+            raise InputError(f"values: expected tensors of at most max_bytes={most}; got {end} bytes")
         with torch.no_grad():
             self._memory.view(self._half, offset, tensor.dtype, tensor.shape).copy_(tensor)
         self._end = end

@@ -1,6 +1,4 @@
-"""Host buffers, copies into them that do not wait for the device, and the events that tell when they are
-over.
-"""
+"""Host buffers, copies into them that do not wait for the device, and events that tell their ends."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.tickets import PASSED, Event
+from fxsplit_encoder.connector.books.tickets import Event
 
 
-class _CudaEvent:
+class _CudaEvent(Event):
     """A CUDA event which has also passed once its device is lost: nothing uses the memory any more."""
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +61,7 @@ class Copies:
         target = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
         if not rows.is_cuda:
             target.copy_(rows)
-            return target, PASSED
+            return target, Event()
         stream = self._stream(rows.device)
         stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(stream):
@@ -72,9 +70,7 @@ class Copies:
 
     @contextlib.contextmanager
     def own_stream(self, device: torch.device | None, priority: int = 0) -> Iterator[None]:
-        """Give this thread's work on a device a stream of its own: it and the work of others do not wait for
-        each other. None, or a device without streams: nothing changes.
-        """
+        """Give this thread's work on a device with streams one of its own: no work of others waits for it."""
         if device is None or device.type != "cuda":
             yield
             return
@@ -87,7 +83,7 @@ class Copies:
     def mark(self, device: torch.device) -> Event:
         """When everything is over that this thread has given the current stream of a device."""
         if device.type != "cuda":
-            return PASSED
+            return Event()
         return _CudaEvent(device)
 
     def _stream(self, device: torch.device) -> Any:

@@ -6,14 +6,14 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.books.tickets import Entry, Event
-from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import MODALITIES, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
@@ -24,9 +24,6 @@ from fxsplit_encoder.messages import names_of, shown
 logger = logging.getLogger(__name__)
 
 EncoderFactory = Callable[[], FeatureEncoder]
-
-MODALITIES: tuple[Modality, ...] = get_args(Modality)
-
 
 MOST_RESTARTS = 3
 """How often in a row a worker that was lost is started again before it is given up."""
@@ -96,9 +93,7 @@ class Pool:
         return self._workers[name]
 
     def lost(self, worker: Worker, is_running: bool) -> None:
-        """Another worker takes its place, at the end of a thread that a fault has ended, or while one runs
-        that hangs, which is left to itself.
-        """
+        """Start another worker in its place, after the thread has ended, or while it runs and hangs."""
         with self._core.change() as books:
             was_serving = worker.status in LIVE
             books.encoding.lose_worker(worker, is_running=is_running)
@@ -127,19 +122,18 @@ class Pool:
             started = _WorkerThread(self._core, worker, encoder, self._copies, self.lost)
             self._threads[worker.name] = started
             started.thread.start()
-            self._started.append(started.thread)
+            self._started = [*filter(threading.Thread.is_alive, self._started), started.thread]
 
     # --- the end
 
     def threads(self) -> list[threading.Thread]:
         """All that may still run. One that ends by a fault may add another before it has ended."""
         with self._core.lock:
-            self._started = [thread for thread in self._started if thread.is_alive()]
             return list(self._started)
 
 
 def modalities_of(encoder: FeatureEncoder) -> frozenset[str]:
-    """What an encoder encodes."""
+    """Modalities of an encoder."""
     return frozenset(modality for modality in MODALITIES if encoder.row_bytes(modality) is not None)
 
 
@@ -184,7 +178,7 @@ class _WorkerThread(BatchThread[Batch]):
         copies: Copies,
         on_lost: Callable[[Worker, bool], None],
     ) -> None:
-        super().__init__(f"connector-{worker.name}")
+        super().__init__(f"connector-{worker.name}", core.encode_work)
         self._core = core
         self.worker = worker
         self.encoder = encoder
@@ -205,14 +199,7 @@ class _WorkerThread(BatchThread[Batch]):
         self._on_lost(self.worker, False)
 
     def close(self) -> None:
-        try:
-            self.encoder.close()
-        except Exception:
-            logger.warning("%s: its encoder could not be closed", self.worker.name, exc_info=True)
-
-    def wake(self) -> None:
-        with self._core.lock:
-            self._core.encode_work.notify_all()
+        self.encoder.close()
 
     def _set_status(self, before: WorkerStatus, after: WorkerStatus) -> None:
         with self._core.change():
@@ -223,18 +210,17 @@ class _WorkerThread(BatchThread[Batch]):
     # --- batches
 
     def take(self) -> Batch | None:
-        core, books = self._core, self._core.books
-        with core.lock:
+        with self.work:
             while True:
                 self.check()
-                taken = books.encoding.take(self.worker)
+                taken = self._core.books.encoding.take(self.worker)
                 if taken.batch is not None:
-                    core.clock.look()
-                    core.encode_work.notify_all()  # others may take the rest
+                    self._core.clock.look()
+                    self.work.notify_all()  # others may take the rest
                     return taken.batch
                 if self.worker.status is not WorkerStatus.RUNNING:
                     return None
-                core.encode_work.wait(taken.wait_s)
+                self.work.wait(taken.wait_s)
 
     def launch(self, batch: Batch) -> None:
         batch.outputs = self._outputs(batch)
@@ -366,4 +352,4 @@ class _WorkerThread(BatchThread[Batch]):
             while self.worker.status is WorkerStatus.RUNNING:
                 if (left := self.worker.rests_until - clock()) <= 0:
                     break
-                core.encode_work.wait(left)
+                self.work.wait(left)

@@ -11,9 +11,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from fxsplit_encoder.connector.books.preparation import CountJob, Digested, DigestJob, PrepareJob, Problem
-from fxsplit_encoder.connector.books.tickets import Ticket, capacity_of
-from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
+from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, Problem
+from fxsplit_encoder.connector.books.tickets import Entry, Ticket, capacity_of
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem, Reduction
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.core import Core
@@ -46,15 +46,15 @@ class Preparers:
 
     def _run_next(self) -> bool:
         job = self._take()
-        if isinstance(job, CountJob):
-            self._count(job.ticket)
+        if isinstance(job, Ticket):
+            self._count(job)
         elif isinstance(job, DigestJob):
             self._digest(job)
         elif job is not None:
             self._prepare(job)
         return job is not None
 
-    def _take(self) -> CountJob | DigestJob | PrepareJob | None:
+    def _take(self) -> Ticket | DigestJob | Entry | None:
         with self._core.lock:
             while not self._core.is_stopping:
                 if (job := self._core.books.preparation.take()) is not None:
@@ -94,22 +94,21 @@ class Preparers:
         return counts[index] * row_bytes
 
     def _digest(self, job: DigestJob) -> None:
-        result = _attempt("media", self._reduced if job.reduction else self._digested, job)
+        result = _attempt("media", self._digested, job)
         with self._core.change() as books:
             books.preparation.digested(job, result)
 
     def _digested(self, job: DigestJob) -> Digested:
-        return Digested(job.media, job.item.num_tokens, self._hashed(job.media))
-
-    def _hashed(self, media: MediaItem) -> bytes:
+        media, num_tokens = job.media, job.item.num_tokens
+        if job.reduction is not None:
+            media, num_tokens = self._reduced(job, job.reduction)
         digest: object = self._processor.digest(media)
         if not isinstance(digest, bytes):
             raise TypeError(f"digest: expected bytes of the processor; got {shown(digest)}")
-        return digest
+        return Digested(media, num_tokens, digest)
 
-    def _reduced(self, job: DigestJob) -> Digested:
-        assert job.reduction is not None
-        media = self._processor.reduce(job.media, job.reduction)
+    def _reduced(self, job: DigestJob, how: Reduction) -> tuple[MediaItem, int]:
+        media = self._processor.reduce(job.media, how)
         num_tokens = job.item.num_tokens
         if media is not None:
             num_tokens = _checked_count(self._processor.count_tokens(media))
@@ -120,17 +119,18 @@ class Preparers:
         counts = [num_tokens if item is job.item else item.num_tokens for item in job.ticket.items]
         if (error := _prompt_problem(job.ticket.request, counts)) is not None:
             raise error
-        return Digested(media, num_tokens, self._hashed(media))
+        return media, num_tokens
 
-    def _prepare(self, job: PrepareJob) -> None:
+    def _prepare(self, entry: Entry) -> None:
         started = time.monotonic()
-        result, cost = _attempt("media", self._prepared, job.media), 0.0
+        assert entry.media is not None
+        result, cost = _attempt("media", self._prepared, entry.media), 0.0
         if not isinstance(result, ConnectorError):
             staged = _attempt("encoder", self._staged, result)
             result, cost = (staged, 0.0) if isinstance(staged, ConnectorError) else staged
         with self._core.change() as books:
             books.holdings.stats.prepare.add(time.monotonic() - started)
-            books.preparation.prepared(job, result, cost)
+            books.preparation.prepared(entry, result, cost)
 
     def _prepared(self, media: MediaItem) -> PreparedItem:
         return _checked_item(self._processor.prepare(media))
@@ -161,7 +161,7 @@ def _prompt_problem(request: EncodeRequest, counts: Sequence[int]) -> ConnectorE
 
 
 def _checked_count(count: object) -> int:
-    """What a processor counted, as an integer; TypeError or ValueError for what is none of at least 0."""
+    """A processor's count as an integer; TypeError or ValueError: it is none of at least 0."""
     if isinstance(count, bool):
         raise TypeError(f"count_tokens: expected an integer of the processor; got {shown(count)}")
     number = operator.index(count)  # type: ignore[arg-type]

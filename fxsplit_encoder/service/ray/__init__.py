@@ -1,7 +1,4 @@
-"""Images on a Ray cluster: for `ray.data`, as a run that can be resumed, and in actors of the connector.
-
-Needs the extra `ray`; `connector` that of the same name too.
-"""
+"""Images on a Ray cluster: for `ray.data`, as a run that can be resumed, and in actors of the connector."""
 
 from fxsplit_encoder.service.ray.encode_images import EncodeImages, encode_images, prepare_images
 from fxsplit_encoder.service.ray.job import EncodeJob, Outcome

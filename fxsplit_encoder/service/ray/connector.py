@@ -28,23 +28,15 @@ def ray_connector(
     dtype: str = "auto",
     hash_name: HashName = "blake3",
 ) -> Connector:
-    """A connector that prepares media here and encodes them in actors, for what a checkpoint takes.
-
-    No weights are read here: `checkpoint_digest` identifies features.
+    """Prepare media here and encode them in actors; arguments as of `models.connectors.checkpoint_connector`.
 
     Args:
-        model: a directory that every node sees, or a hub name.
+        model: a directory that every node sees, or a hub name; `checkpoint_digest` identifies features.
         workers: actors. They start in the background.
-        config: an `EncoderConfig`, or a YAML file of one, which is read here; None: the defaults, or without
-            GPUs no captures.
-        settings: of the connector.
         options: of each actor; with num_gpus=0 it encodes on CPUs.
-        dtype: of the towers; auto: bfloat16 on GPUs, float32 without.
-        hash_name: of the function for digests.
 
     Raises:
-        InputError: Ray is not connected, a file is missing or malformed, it holds no tower that is known, or
-            there is no worker.
+        InputError: Ray is not connected, the checkpoint or a file is not usable, or there is no worker.
     """
     check_connection()
     if workers < 1:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ from fxsplit_encoder.service.encoder import (
     PreparedImage,
     QueuedEncoder,
     Result,
+    thread_pool,
 )
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
@@ -167,19 +166,15 @@ Map = Callable[[Callable[[Row], PreparedImage | str], Iterable[Row]], Iterable[P
 
 
 def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
-    """A function for `Dataset.map_batches`, with `batch_format="pyarrow"` and, as `fn_kwargs`, settings of
-    `ImageEncoderSettings`.
+    """Prepare the images of a table, for `Dataset.map_batches` with `batch_format="pyarrow"`.
 
     Args:
         table: rows with one of the columns `bytes` (encoded images, as `ray.data.read_binary_files` reads
             them), `image` (height, width, channels; as `read_images` does) and `path`.
+        settings: those of `ImageEncoderSettings`.
 
     Returns:
-        The rows, in order, with `inputs` and `layout` in place of `bytes` or `image`, pixels as uint8; those
-        without an image with an `error`.
-
-    Raises:
-        InputError: the table has no such column, or the checkpoint is not usable.
+        The rows, in order, with `inputs` and `layout` in place of `bytes` or `image`; or with an `error`.
     """
     _check_table(table)
     return prepare_table(table, preparer_of(ImageEncoderSettings(**settings)))
@@ -219,15 +214,13 @@ PREPARING = {"num_cpus": 1, "memory": 1 << 29}
 
 
 class EncodeImages:
-    """A class for `Dataset.map_batches`, with `batch_format="pyarrow"`; `encode_images` passes the rest.
-
-    Ray makes actors on one thread and calls them on others; the queue has a thread of its own that captures
-    and encodes. Calls may overlap: while one is encoded, the next is unpacked and the last packed.
+    """Encodes tables in an actor, for `Dataset.map_batches` with `batch_format="pyarrow"`. The queue's own
+    thread captures and encodes, whichever threads Ray calls from. Calls may overlap.
     """
 
     def __init__(self, **settings: Any) -> None:
         self._settings = ImageEncoderSettings(**settings)
-        self._decoders = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")
+        self._decoders = thread_pool()
         self.encoder = QueuedEncoder(self._settings, budgets_per_batch=MANY_BUDGETS)
         self.encoder.wait_started()
 
@@ -253,18 +246,16 @@ def encode_images(
     prepare_apart: bool = True,
     **settings: Any,
 ) -> ray.data.Dataset:
-    """A dataset of images as one of embeddings, in the order of its rows.
+    """Encode a dataset of images to one of embeddings, in the order of its rows.
 
     Args:
         dataset: rows as `prepare_images` takes them.
         workers: actors; two numbers: at least and at most.
-        num_gpus: of each actor; 0: on a CPU. None: one, if the cluster has any and `device` is not cpu.
+        num_gpus: of each actor; 0: on a CPU. None: one, if the cluster has any and `device` is not cpu. More
+            than there are is an InputError: Ray would wait for ever.
         batch_size: images that an actor gets together, which it packs. Large enough to fill budgets.
         prepare_apart: whether images are decoded in tasks, on any node; else by each actor, on its own.
         settings: those of `ImageEncoderSettings`.
-
-    Raises:
-        InputError: the cluster has not the GPUs of one actor, for which Ray would wait for ever.
     """
     checked = ImageEncoderSettings(**settings)  # here, before actors are started
     gpus = gpus_of(checked, num_gpus)

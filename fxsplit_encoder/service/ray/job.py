@@ -50,9 +50,7 @@ EXTENSIONS = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".png", ".ppm", 
 
 
 def list_files(paths: Sequence[str]) -> list[str]:
-    """The files among paths and URIs as they are given, and the images in directories, at any depth and in
-    order of name; InputError: one does not exist, or holds no image.
-    """
+    """List files as they are given, and images in directories, at any depth, by name; InputError: none."""
     found: list[str] = []
     for path in paths:
         scheme, mark, _ = path.rpartition("://")
@@ -77,9 +75,7 @@ _SETTINGS = ("config.json", "processor_config.json", "preprocessor_config.json")
 
 
 def checkpoint_digest(model: str) -> str:
-    """Of a checkpoint: of one on the hub by its revision, of a directory by what its settings hold, and the
-    sizes and times of its weights.
-    """
+    """Digest a checkpoint's settings and revision, or the sizes and times of a directory's weights."""
     checkpoint = Checkpoint.locate(model)
     digest = hashlib.sha256()
     for name in _SETTINGS:
@@ -125,9 +121,7 @@ class Parts:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Makes the directory of parts, or takes up the one of the same run; InputError: it holds parts of
-        another, or another process writes them now.
-        """
+        """Make the directory of parts, or take up this run's; InputError: another run or process has it."""
         if not self.output.parent.is_dir():
             raise InputError(f"{self.output}: no such directory: {self.output.parent}")
         self.directory.mkdir(exist_ok=True)
@@ -264,7 +258,7 @@ def _timed(shard: pa.Table, stage: str, begin: float, end: float) -> pa.Table:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """Counts and times of a run."""
 
     images: int
     written_before: int
@@ -280,7 +274,7 @@ class Outcome:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What each stage took for all shards together."""
+        """Seconds of each stage, of all shards together."""
         return {stage: sum(shard[stage][1] - shard[stage][0] for shard in self.shards) for stage in STAGES}
 
     @property

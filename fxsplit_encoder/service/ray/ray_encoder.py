@@ -24,7 +24,7 @@ from ray.exceptions import (
 )
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FATAL, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from fxsplit_encoder.service.encoder import Download
 
@@ -50,9 +50,6 @@ class HostTensor:
         return made
 
 
-# After these a device's context is of no use, and with it the actor.
-_FATAL = (EncoderLostError, torch.AcceleratorError)
-
 # What the end of a process or a node looks like, to who waits for its results.
 _LOST = (
     ActorUnschedulableError,
@@ -69,7 +66,7 @@ Sent = tuple[PreparedItem, Mapping[str, HostTensor]]
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What an actor asks the cluster for, and how long it is waited for."""
+    """Resources and timeouts of an actor."""
 
     num_gpus: float = 1.0
     """Two workers on a GPU, of half a one each, encode in turns: while one copies, the other computes."""
@@ -86,11 +83,8 @@ class RayOptions:
 
 
 class RayEncoder(FeatureEncoder):
-    """Encodes in an actor that it starts and ends.
-
-    Inputs and features cross by Ray's object store. An actor encodes one batch at a time; one that dies, with
-    its node or alone, loses its worker of the connector: the items go to another worker, and this one is
-    started again as a new actor, as often as `ConnectorConfig.max_worker_restarts` allows.
+    """Encodes in an actor that it starts and ends, a batch at a time; tensors cross by Ray's object store.
+    One that dies, with its node or alone, is a lost worker of the connector.
 
     Args:
         make: makes the encoder, in the actor: a function that Ray can pickle.
@@ -148,8 +142,7 @@ class RayEncoder(FeatureEncoder):
             EncoderLostError: the actor is gone, or hung.
             Exception: what the encoder raised, of its own class.
         """
-        actor = self._actor  # which another thread may close
-        if actor is None:
+        if (actor := self._actor) is None:
             raise EncoderLostError("no actor was started; call start")
         sent: list[Sent] = [
             (
@@ -162,9 +155,7 @@ class RayEncoder(FeatureEncoder):
         return [feature.copy() for feature in features]
 
     def close(self) -> None:
-        """End the actor; idempotent, and `start` may follow. From any thread: a batch that takes longer than
-        `close_timeout` raises `EncoderLostError` in `encode`.
-        """
+        """End the actor; idempotent, and `start` may follow."""
         actor, self._actor = self._actor, None
         if actor is None:
             return
@@ -183,7 +174,7 @@ class RayEncoder(FeatureEncoder):
             raise self._lost(actor, f"is lost: {error}") from None
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, _FATAL):
+            if isinstance(cause, FATAL):
                 raise self._lost(actor, f"can encode no more: {cause}") from cause
             if not isinstance(cause, Exception):
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import Counter
@@ -17,8 +18,8 @@ from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.encoding import Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.books.holdings import Admission, Holdings
-from fxsplit_encoder.connector.books.preparation import CountJob, Digested, DigestJob, PrepareJob, Problem
-from fxsplit_encoder.connector.books.tickets import Feature, Ticket
+from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, Problem
+from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.states import WAITING, State
@@ -35,7 +36,7 @@ class Rows:
 
 
 @dataclass(eq=False)
-class ManualEvent:
+class ManualEvent(Event):
     """Passes when it is told to."""
 
     passed: bool = False
@@ -157,9 +158,9 @@ class AnyHistory(RuleBasedStateMachine):
         self.bench, self.books = bench, bench.books
         self.tickets: list[Ticket] = []
         self.headers: dict[Ticket, tuple[list[int], Problem | None]] = {}
-        self.counting: list[CountJob] = []
+        self.counting: list[Ticket] = []
         self.digesting: list[DigestJob] = []
-        self.preparing: list[PrepareJob] = []
+        self.preparing: list[Entry] = []
         self.encoding: list[Batch] = []
         self.launched: list[Batch] = []
         self.reading: list[list[Feature]] = []
@@ -269,7 +270,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule()
     def take_cpu_job(self) -> None:
         job = self.books.preparation.take()
-        if isinstance(job, CountJob):
+        if isinstance(job, Ticket):
             self.counting.append(job)
         elif isinstance(job, DigestJob):
             self.digesting.append(job)
@@ -279,7 +280,7 @@ class AnyHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.counting)
     @rule(which=indices)
     def counted(self, which: int) -> None:
-        ticket = self.take(self.counting, which).ticket
+        ticket = self.take(self.counting, which)
         self.books.preparation.counted(ticket, *self.headers[ticket])
 
     @precondition(lambda self: self.digesting)
@@ -299,13 +300,13 @@ class AnyHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.preparing)
     @rule(which=indices, outcome=st.sampled_from(["ok", "ok", "ok", "broken", "count", "digest"]))
     def prepared(self, which: int, outcome: str) -> None:
-        job = self.take(self.preparing, which)
+        entry = self.take(self.preparing, which)
         result: Any = _error("media")
         if outcome != "broken":
-            digest = job.entry.digest if outcome != "digest" else b"?"
-            tokens = job.entry.num_tokens + (outcome == "count")
+            digest = entry.digest if outcome != "digest" else b"?"
+            tokens = entry.num_tokens + (outcome == "count")
             result = PreparedItem("image", digest, {"pixels": Inputs()}, tokens)  # type: ignore[dict-item]
-        self.books.preparation.prepared(job, result, cost=float(job.entry.num_tokens))
+        self.books.preparation.prepared(entry, result, cost=float(entry.num_tokens))
 
     # --- workers
 
@@ -373,7 +374,7 @@ class AnyHistory(RuleBasedStateMachine):
     def pass_event(self, which: int) -> None:
         self.take(self.events, which).passed = True
 
-    @precondition(lambda self: self.books.next_deadline())
+    @precondition(lambda self: self.books.next_deadline() < math.inf)
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def wait(self, seconds: float) -> None:
         self.bench.clock.now += seconds

@@ -41,11 +41,17 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def fork(arguments: Sequence[str], descriptors: Sequence[int], options: ProcessOptions) -> ForkedProcess:
+def fork(
+    connection: int,
+    memory: int,
+    options: ProcessOptions,
+    main: Callable[[Sequence[str]], int] = child.main,
+) -> ForkedProcess:
     """Takes the place of `program.launch`."""
+    arguments = [str(number) for number in (connection, memory, os.getpid(), options.max_bytes)]
     pid = quiet_fork()
     if pid == 0:
-        run_child(arguments, descriptors, options)
+        run_child(arguments, {connection, memory}, options, main)
     return ForkedProcess(pid)
 
 
@@ -55,7 +61,12 @@ def quiet_fork() -> int:
         return os.fork()
 
 
-def run_child(arguments: Sequence[str], descriptors: Sequence[int], options: ProcessOptions) -> None:
+def run_child(
+    arguments: Sequence[str],
+    descriptors: set[int],
+    options: ProcessOptions,
+    main: Callable[[Sequence[str]], int],
+) -> None:
     status = 1
     try:
         gc.disable()  # objects of the test process must not close descriptors that are others' here
@@ -66,7 +77,7 @@ def run_child(arguments: Sequence[str], descriptors: Sequence[int], options: Pro
         os.environ.update(options.environment)
         torch.set_num_threads(1)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        status = child.main(arguments)
+        status = main(arguments)
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException:
@@ -75,6 +86,7 @@ def run_child(arguments: Sequence[str], descriptors: Sequence[int], options: Pro
         os._exit(status)
 
 
+ROWS: dict[Modality, int] = {"image": 32, "video": 32}
 DOUBLING = EncoderProgram("tests.connector.processes.encoders:doubling")
 
 
@@ -92,7 +104,7 @@ def make_encoder(
 
     def make(start: bool = True, of: EncoderProgram = DOUBLING, **options: Any) -> ProcessEncoder:
         settings = ProcessOptions(**{"max_bytes": 1 << 20, **options})
-        encoder = ProcessEncoder(of, settings)
+        encoder = ProcessEncoder(of, ROWS, settings)
         made.append(encoder)
         if start:
             encoder.start()

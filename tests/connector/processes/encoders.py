@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 
@@ -12,8 +13,15 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.connector.processes import child
-from fxsplit_encoder.connector.processes.wire import Encoded, Started
+from fxsplit_encoder.connector.processes.wire import (
+    Channel,
+    Encoded,
+    Message,
+    SharedMemory,
+    Start,
+    Started,
+    ToEncoder,
+)
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
 
@@ -97,26 +105,25 @@ def describing() -> DescribingEncoder:
     return DescribingEncoder()
 
 
-def lying() -> DoublingEncoder:
-    """An encoder whose process answers what no process of this library would."""
-    child.EncoderHost._deliver = lie  # type: ignore[method-assign]
-    return DoublingEncoder()
+OUTSIDE = msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("float32", (1, 1), 1 << 40)))
+LIES: dict[str, Message | bytes] = {
+    "more": Encoded([torch.zeros(1, 1)] * 2),
+    "fewer": Encoded([]),
+    "outside": Encoded([OUTSIDE]),  # type: ignore[list-item]
+    "other": Started({"image": 1}),
+    "garbage": b"\x07\x00\x00\x00garbage",
+}
+"""What no process of this library would answer to one item."""
 
 
-LIES = ("more", "fewer", "outside", "other", "garbage")
-
-
-def lie(host: child.EncoderHost, features: Sequence[Tensor]) -> None:
-    channel = host._channel
-    match LIES[int(features[0][0, 0])]:
-        case "more":
-            host._send(Encoded([features[0], features[0]], is_last=True))
-        case "fewer":
-            host._send(Encoded([], is_last=True))
-        case "outside":
-            place = msgspec.msgpack.encode(("float32", (1, 1), 1 << 40))
-            host._send(Encoded([msgspec.msgpack.Ext(1, place)], is_last=True))  # type: ignore[list-item]
-        case "other":
-            host._send(Started({"image": 1}))
-        case "garbage":
-            channel.send(b"\x07\x00\x00\x00garbage")
+def lie(arguments: Sequence[str], answer: Message | bytes) -> int:
+    """In place of `child.main`."""
+    connection, descriptor, parent, max_bytes = map(int, arguments)
+    memory, process = SharedMemory(max_bytes, descriptor), os.pidfd_open(parent)
+    channel: Channel[ToEncoder] = Channel(
+        socket.socket(fileno=connection), process, ToEncoder, memory, half=1
+    )
+    while (asked := channel.receive()) is not None:
+        told = Started({"image": 32, "video": 32}) if isinstance(asked, Start) else answer
+        channel.send(told if isinstance(told, bytes) else channel.encode(told))
+    return 0

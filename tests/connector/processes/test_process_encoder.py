@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 import select
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +26,16 @@ from fxsplit_encoder.connector.processes import (
     process_encoder,
     program,
 )
-from fxsplit_encoder.connector.processes.process_encoder import EncoderProcess
-from fxsplit_encoder.connector.processes.wire import More
+from fxsplit_encoder.connector.processes.wire import Channel
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.models.connectors import checkpoint_encoder, checkpoint_process, weightless_tower
 from fxsplit_encoder.models.media import media_processor
-from tests.connector.resources import eventually, mapped_bytes, nothing_left, num_descriptors
+from tests.connector.resources import mapped_bytes, nothing_left, num_descriptors
 from tests.models.checkpoints import save
+from tests.waiting import wait_until
 
-from .conftest import DOUBLING, fork, make_item, quiet_fork
-from .encoders import LIES
+from .conftest import DOUBLING, ROWS, fork, make_item, quiet_fork
+from .encoders import LIES, lie
 
 Make = Callable[..., ProcessEncoder]
 
@@ -74,24 +72,14 @@ def test_what_an_item_holds_arrives(make_encoder: Make) -> None:
     assert "torch.float32 (3, 4)" in described
 
 
-def test_row_bytes_are_declared_or_told(make_encoder: Make) -> None:
+def test_row_bytes_are_declared(make_encoder: Make) -> None:
     encoder = make_encoder(start=False)
-    with pytest.raises(InputError, match="declare"):
-        encoder.row_bytes("image")
-    encoder.start()
     assert [encoder.row_bytes(kind) for kind in ("image", "video", "audio")] == [32, 32, None]
     assert encoder.predict_cost(make_item(7)) == 7.0
-    declared = ProcessEncoder(DOUBLING, encoder.options, {"image": 32, "video": 32})
-    assert (declared.row_bytes("image"), declared.row_bytes("audio")) == (32, None)
-    declared.start()
-    declared.close()
-
-
-def test_what_was_declared_wrong_is_an_error(make_encoder: Make) -> None:
-    encoder = ProcessEncoder(DOUBLING, make_encoder(start=False).options, {"image": 64})
+    wrong = ProcessEncoder(DOUBLING, {"image": 64}, encoder.options)
     with pytest.raises(InputError, match="row_bytes: expected"):
-        encoder.start()
-    assert not encoder.is_alive
+        wrong.start()
+    assert not wrong.is_alive
 
 
 @pytest.mark.parametrize(
@@ -107,13 +95,14 @@ def test_an_error_keeps_its_class_and_the_process_goes_on(
     make_encoder: Make, do: str, kind: type[Exception], words: str
 ) -> None:
     encoder = make_encoder()
+    pid = encoder.pid
     with pytest.raises(kind, match=words) as caught:
         encoder.encode([make_item(), make_item(do=do)])
     assert type(caught.value) is kind
     assert "in misbehave" in "".join(caught.value.__notes__)
     items = [make_item()]
     assert_doubled(encoder.encode(items), items)
-    assert encoder.stats()["losses"] == 0
+    assert encoder.pid == pid
 
 
 def test_features_that_are_no_tensors_or_too_few_are_an_error(make_encoder: Make) -> None:
@@ -155,8 +144,9 @@ def test_an_encoder_that_is_not_ready_in_time_is_ended(make_encoder: Make) -> No
         encoder.start()
 
 
-def test_inputs_that_never_fit_are_refused_and_nothing_is_sent(make_encoder: Make) -> None:
+def test_inputs_that_never_fit_are_refused(make_encoder: Make) -> None:
     encoder = make_encoder(max_bytes=1 << 16)
+    pid = encoder.pid
     with pytest.raises(InputError, match="at most max_bytes=65536"):
         encoder.encode([make_item(), make_item(rows=1 << 12)])
     with pytest.raises(InputError, match="values: expected numbers"):
@@ -165,24 +155,35 @@ def test_inputs_that_never_fit_are_refused_and_nothing_is_sent(make_encoder: Mak
         encoder.encode([PreparedItem("image", b"", {"x": [1]}, 1)])  # type: ignore[dict-item]
     with pytest.raises(InputError, match="expected a dense tensor"):
         encoder.encode([PreparedItem("image", b"", {"x": torch.rand(3, 3).to_sparse()}, 1)])
-    assert encoder.stats()["batches"] == 0
     items = [make_item()]
     assert_doubled(encoder.encode(items), items)
+    assert encoder.pid == pid
 
 
-def test_more_than_fits_at_once_goes_in_turns_both_ways(make_encoder: Make) -> None:
+@pytest.mark.parametrize(("rows", "do"), [((1000, 900, 1000, 10, 2000), ""), ((300,) * 6, "repeat")])
+def test_more_than_fits_at_once_is_encoded_in_halves(
+    make_encoder: Make, rows: Sequence[int], do: str
+) -> None:
+    """Of inputs, and of features, which may be larger."""
     encoder = make_encoder(max_bytes=1 << 16)
-    items = [make_item(rows) for rows in (1000, 900, 1000, 2000, 10, 20, 2000)]
-    assert_doubled(encoder.encode(items), items)
-    stats = encoder.stats()
-    assert stats["splits"] == 1
-    assert 3 <= stats["batches"] <= 5
-    grown = [make_item(300, do="repeat") for _ in range(6)]  # small inputs, features of 57600 bytes each
-    features = encoder.encode(grown)
-    assert [feature.shape for feature in features] == [(1800, 8)] * 6
-    assert all(
-        torch.equal(f[300:600], i.inputs["pixel_values"]) for f, i in zip(features, grown, strict=True)
-    )
+    items = [make_item(count, do=do) for count in rows]
+    with pytest.raises(InputError, match="at most max_bytes=65536"):
+        encoder.encode(items)
+
+    def halved(some: list[PreparedItem]) -> list[torch.Tensor]:
+        try:
+            return encoder.encode(some)
+        except InputError:
+            middle = len(some) // 2
+            return halved(some[:middle]) + halved(some[middle:])
+
+    found = halved(items)
+    if not do:
+        assert_doubled(found, items)
+    else:
+        assert all(
+            torch.equal(f[300:600], i.inputs["pixel_values"]) for f, i in zip(found, items, strict=True)
+        )
 
 
 def test_a_feature_that_never_fits_is_an_error_of_its_batch_alone(make_encoder: Make) -> None:
@@ -192,20 +193,6 @@ def test_a_feature_that_never_fits_is_an_error_of_its_batch_alone(make_encoder: 
     for _ in range(5):
         items = [make_item(900)]
         assert_doubled(encoder.encode(items), items)
-
-
-def test_many_threads_share_a_process(make_encoder: Make) -> None:
-    encoder = make_encoder(max_bytes=1 << 16)
-
-    def work(seed: int) -> None:
-        source = random.Random(seed)
-        for _ in range(12):
-            items = [make_item(source.randint(0, 700)) for _ in range(source.randint(1, 4))]
-            assert_doubled(encoder.encode(items), items)
-
-    with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(work, seed) for seed in range(8)]:
-            done.result()
 
 
 # --- ends
@@ -221,14 +208,10 @@ def kill_later(encoder: ProcessEncoder) -> threading.Timer:
 def test_a_killed_process_fails_what_waits_at_once_and_can_be_restarted(make_encoder: Make) -> None:
     encoder = make_encoder()
     first = encoder.pid
-    asked = [[make_item(do="sleep", seconds=600)] for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(encoder.encode, items) for items in asked]
-        timer = kill_later(encoder)
-        for future in waiting:
-            with pytest.raises(EncoderLostError, match=f"{first} was ended by SIGKILL") as error:
-                future.result(60)
-            assert error.value.retryable
+    timer = kill_later(encoder)
+    with pytest.raises(EncoderLostError, match=f"{first} was ended by SIGKILL") as error:
+        encoder.encode([make_item(do="sleep", seconds=600)])
+    assert error.value.retryable
     timer.join()
     assert not encoder.is_alive
     with pytest.raises(EncoderLostError, match="SIGKILL"):
@@ -237,92 +220,66 @@ def test_a_killed_process_fails_what_waits_at_once_and_can_be_restarted(make_enc
     items = [make_item()]
     assert_doubled(encoder.encode(items), items)
     assert encoder.pid != first
-    assert (encoder.stats()["starts"], encoder.stats()["losses"]) == (2, 1)
-
-
-def test_whoever_waits_for_a_turn_learns_of_the_end(make_encoder: Make) -> None:
-    encoder = make_encoder(max_bytes=1 << 16)
-    with ThreadPoolExecutor(2) as pool:
-        sleeping = pool.submit(encoder.encode, [make_item(1500, do="sleep", seconds=600)])
-        assert eventually(lambda: encoder.stats()["resident_bytes"] > 0)
-        waiting = pool.submit(encoder.encode, [make_item(1500)])
-        time.sleep(0.02)
-        kill_later(encoder).join()
-        for future in (sleeping, waiting):
-            with pytest.raises(EncoderLostError):
-                future.result(60)
 
 
 def test_a_hung_process_is_killed(make_encoder: Make) -> None:
     encoder = make_encoder(encode_timeout=0.2)
     with pytest.raises(EncoderLostError, match=r"did not answer within 0\.2 s"):
         encoder.encode([make_item(do="sleep", seconds=600)])
-    assert eventually(lambda: encoder.stats()["losses"] == 1)
+    assert not encoder.is_alive
 
 
 def test_a_device_that_is_gone_ends_its_process(make_encoder: Make) -> None:
     encoder = make_encoder()
     with pytest.raises(EncoderLostError, match="device-side assert"):
         encoder.encode([make_item(do="fatal")])
-    assert eventually(lambda: not encoder.is_alive)
+    wait_until(lambda: not encoder.is_alive)
 
 
-def test_close_from_another_thread_ends_what_waits(make_encoder: Make) -> None:
-    encoder = make_encoder(close_timeout=0.1)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(encoder.encode, [make_item(do="sleep", seconds=600)])
-        assert eventually(lambda: encoder.stats()["resident_bytes"] > 0)
-        encoder.close()
-        with pytest.raises(EncoderLostError, match="was closed"):
-            waiting.result(60)
-    encoder.close()
-    assert encoder.stats()["losses"] == 0
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ProcessEncoder, list[PreparedItem]], None]:
+    """Asks an encoder, and is interrupted while it waits for the answer."""
 
-
-def test_close_while_starting(make_encoder: Make) -> None:
-    slow = EncoderProgram(DOUBLING.factory, {"start_seconds": 600.0})
-    encoder = make_encoder(start=False, of=slow, close_timeout=0.1)
-    with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(encoder.start)
-        assert eventually(lambda: encoder.pid is not None)
-        encoder.close()
-        with pytest.raises(EncoderLostError, match="was closed"):
-            starting.result(60)
-
-
-def test_an_interrupted_caller_leaves_nothing_behind(
-    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder = make_encoder(max_bytes=1 << 16)
-
-    ask = EncoderProcess.ask
-
-    def no_answer(self: EncoderProcess, timeout: float | None) -> Any:
+    def no_answer(self: Channel[Any], timeout: float | None) -> Any:
         raise KeyboardInterrupt
 
-    def not_all(self: EncoderProcess, message: Any, timeout: float | None) -> Any:
-        if isinstance(message, More):
-            raise KeyboardInterrupt
-        return ask(self, message, timeout)
+    def ask(encoder: ProcessEncoder, items: list[PreparedItem]) -> None:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Channel, "receive", no_answer)
+            encoder.encode(items)
 
-    large = [make_item(300, do="repeat") for _ in range(6)]  # their features come in several parts
-    for name, fault in [("_receive", no_answer), ("ask", not_all)] * 2:
-        with monkeypatch.context() as patch:
-            patch.setattr(EncoderProcess, name, fault)
-            with pytest.raises(KeyboardInterrupt):
-                encoder.encode(large)
+    return ask
+
+
+def test_an_interrupted_caller_leaves_nothing_behind(make_encoder: Make, interrupted: Any) -> None:
+    encoder = make_encoder(max_bytes=1 << 16)
+    pid = encoder.pid
+    for _ in range(2):
+        interrupted(encoder, [make_item(1000, do="value")])
         items = [make_item(1900)]
         assert_doubled(encoder.encode(items), items)
-    assert encoder.stats()["losses"] == 0
+    assert encoder.pid == pid
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_process_that_breaks_the_protocol_is_ended(make_encoder: Make, lie: str) -> None:
-    encoder = make_encoder(of=EncoderProgram("tests.connector.processes.encoders:lying"))
-    item = PreparedItem("image", b"", {"pixel_values": torch.full((1, 1), LIES.index(lie) / 2)}, 1)
+def test_a_process_that_is_at_work_is_ended(make_encoder: Make, interrupted: Any) -> None:
+    encoder = make_encoder(close_timeout=0.1)
+    interrupted(encoder, [make_item(do="sleep", seconds=600)])
+    for _ in range(2):
+        encoder.close()
+        assert not encoder.is_alive
+    with pytest.raises(EncoderLostError, match="call start"):
+        encoder.encode([make_item()])
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_process_that_breaks_the_protocol_is_ended(
+    make_encoder: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(program, "launch", partial(fork, main=partial(lie, answer=LIES[name])))
+    encoder = make_encoder()
     with pytest.raises(EncoderLostError, match=r"(not asked|nobody understands)"):
-        encoder.encode([item])
-    assert eventually(lambda: encoder.stats()["losses"] == 1)
+        encoder.encode([make_item(1)])
+    assert not encoder.is_alive
 
 
 class Lives(RuleBasedStateMachine):
@@ -336,16 +293,16 @@ class Lives(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.before = num_descriptors(), mapped_bytes(), threading.active_count()
-        self.encoder = ProcessEncoder(DOUBLING, OPTIONS[0])
+        self.encoder = ProcessEncoder(DOUBLING, ROWS, OPTIONS[0])
         self.encoder.start()
 
-    @rule(sizes=st.lists(st.integers(0, 1500), max_size=5))
+    @rule(sizes=st.lists(st.integers(0, 400), min_size=1, max_size=5))
     def encode(self, sizes: list[int]) -> None:
         items = [make_item(size) for size in sizes]
-        if self.is_dead and items:
+        if self.is_dead:
             with pytest.raises(EncoderLostError):
                 self.encoder.encode(items)
-        elif not self.is_dead:
+        else:
             assert_doubled(self.encoder.encode(items), items)
 
     @precondition(lambda self: not self.is_dead)
@@ -362,7 +319,7 @@ class Lives(RuleBasedStateMachine):
                 self.encoder.encode([make_item(100), make_item(100, do="die")])
         elif by == "signal":
             os.kill(self.encoder.pid, signal.SIGKILL)
-            assert eventually(lambda: not self.encoder.is_alive)
+            wait_until(lambda: not self.encoder.is_alive)
         else:
             self.encoder.close()
         self.is_dead = True
@@ -402,15 +359,15 @@ def test_a_socket_that_others_have_inherited_does_not_hide_the_end(
 ) -> None:
     kept: list[int] = []
 
-    def launch(arguments: Any, descriptors: Any, options: Any) -> Any:
-        kept.append(os.dup(descriptors[0]))  # as a process that was forked meanwhile has it
-        return fork(arguments, descriptors, options)
+    def launch(connection: int, memory: int, options: Any) -> Any:
+        kept.append(os.dup(connection))  # as a process that was forked meanwhile has it
+        return fork(connection, memory, options)
 
     monkeypatch.setattr(program, "launch", launch)
     encoder = make_encoder()
     assert encoder.pid is not None
     os.kill(encoder.pid, signal.SIGKILL)
-    assert eventually(lambda: not encoder.is_alive)
+    wait_until(lambda: not encoder.is_alive)
     encoder.close()
     os.close(kept[0])
 
@@ -437,7 +394,7 @@ def test_a_process_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "pidfd_open", fail)
     with nothing_left():
         with pytest.raises(OSError, match="too many"):
-            EncoderProcess(ProcessOptions(max_bytes=4096), lambda: None)
+            ProcessEncoder(DOUBLING, ROWS, ProcessOptions(max_bytes=4096)).start()
         assert launched[0].poll() == -signal.SIGKILL
 
 
@@ -482,7 +439,7 @@ def a_family(do: Callable[[ProcessEncoder, Callable[[], None]], None]) -> Iterat
     if parent == 0:
         try:
             program.launch = fork  # type: ignore[assignment]
-            encoder = ProcessEncoder(DOUBLING, ProcessOptions(max_bytes=1 << 20))
+            encoder = ProcessEncoder(DOUBLING, ROWS, ProcessOptions(max_bytes=1 << 20))
             do(encoder, lambda: os.write(writing, str(encoder_pid(encoder)).encode()) and None)
         finally:
             os._exit(1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -28,13 +29,7 @@ def test_what_a_module_lacks_itself_is_its_own_error(tmp_path: Path, monkeypatch
         EncoderProgram("needing:make").resolve()
 
 
-def test_the_command_line_says_all() -> None:
-    words = ProcessOptions(max_bytes=5).command_line(9, 10)
-    assert " ".join(words).startswith("--socket 9 --memory 10 --parent ")
-    assert " ".join(words).endswith("--max-bytes 5")
-
-
-def test_a_process_gets_our_path_its_variables_and_one_descriptor(
+def test_a_process_gets_our_path_its_variables_and_two_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = tmp_path / "seen"
@@ -43,17 +38,19 @@ def test_a_process_gets_our_path_its_variables_and_one_descriptor(
         f'#!/bin/sh\necho "$@ $PYTHONPATH $EXTRA" > {seen}\nls /proc/self/fd >> {seen}\n', "utf-8"
     )
     python.chmod(0o755)
-    with open("/dev/null", "rb") as file:
+    with open("/dev/null", "rb") as one, open("/dev/zero", "rb") as other:
         monkeypatch.setattr(sys, "executable", str(python))
         monkeypatch.setattr(sys, "path", ["", "/somewhere"])
-        launch(["--x"], [file.fileno()], ProcessOptions(environment={"EXTRA": "1"})).wait()
+        given = one.fileno(), other.fileno()
+        launch(*given, ProcessOptions(max_bytes=5, environment={"EXTRA": "1"})).wait()
         words, *descriptors = seen.read_text("utf-8").split("\n")
         assert words.split()[:3] == ["-P", "-m", "fxsplit_encoder.connector.processes.child"]
+        assert words.split()[3:7] == [*map(str, given), str(os.getpid()), "5"]
         assert words.endswith(f"{Path.cwd()}:/somewhere 1")
-        assert str(file.fileno()) in descriptors
+        assert {*map(str, given)} <= {*descriptors}
 
 
 def test_a_python_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(InputError, match="cannot be started"):
-        launch([], [], ProcessOptions())
+        launch(0, 1, ProcessOptions())

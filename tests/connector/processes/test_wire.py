@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,14 +16,12 @@ import pytest
 import torch
 
 from fxsplit_encoder.connector.interfaces import PreparedItem
-from fxsplit_encoder.connector.processes import wire
 from fxsplit_encoder.connector.processes.wire import (
     DTYPES,
     Channel,
     Encode,
     Encoded,
     FromEncoder,
-    More,
     SharedMemory,
     Start,
     Started,
@@ -36,9 +34,9 @@ PAGE = 4096
 
 
 @pytest.fixture
-def memory() -> Iterator[SharedMemory]:
+def memory(request: pytest.FixtureRequest) -> Iterator[SharedMemory]:
     with nothing_left():
-        made = SharedMemory(16 * PAGE)
+        made = SharedMemory(getattr(request, "param", 16 * PAGE))
         yield made
         made.close()
         made.close()
@@ -79,16 +77,22 @@ def test_memory_that_cannot_be_made_or_mapped_is_an_error(memory: SharedMemory) 
 
 # --- messages
 
-Ends = tuple[Channel[ToEncoder], Channel[FromEncoder], socket.socket]
+
+class Ends(NamedTuple):
+    """The encoder process's, the parent's, and the raw sockets of both."""
+
+    reader: Channel[ToEncoder]
+    writer: Channel[FromEncoder]
+    here: socket.socket
+    there: socket.socket
 
 
 @pytest.fixture
 def ends(memory: SharedMemory) -> Iterator[Ends]:
-    """The encoder process's, the parent's, and the raw socket of the parent's."""
     process, (here, there) = os.pidfd_open(os.getpid()), socket.socketpair()
     reader: Channel[ToEncoder] = Channel(here, process, ToEncoder, memory, half=1)
     writer: Channel[FromEncoder] = Channel(there, process, FromEncoder, memory, half=0)
-    yield reader, writer, there
+    yield Ends(reader, writer, here, there)
     reader.close(), writer.close()
     os.close(process)
 
@@ -98,10 +102,10 @@ class Color(enum.Enum):
 
 
 def test_messages_arrive_as_they_were(ends: Ends) -> None:
-    reader, writer, _ = ends
+    reader, writer, *_ = ends
     values: dict[str, Any] = {"a": [1, 2.5, None, True], "b": {"c": b"bytes"}, "d": "ä" * 100_000}
     item = PreparedItem("video", b"digest", {}, 7, {**values, "color": Color.RED, "number": np.float32(0.5)})
-    sent = [Start("a:b", values), Encode([item]), More()]
+    sent = [Start("a:b", values), Encode([item]), Encode([])]
 
     def send() -> None:
         for message in sent:
@@ -123,10 +127,10 @@ def test_tensors_of_every_kind_and_arrays_arrive_as_what_they_were(memory: Share
     }
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "turned": torch.rand(4, 3).t()}
     tensors |= {"watched": torch.rand(2, requires_grad=True)}
-    _, writer, _ = ends
+    writer = ends.writer
     other = SharedMemory(16 * PAGE, os.dup(memory.descriptor))
     assert mapped_bytes() == 2 * 2 * 16 * PAGE
-    process, reading = os.pidfd_open(os.getpid()), ends[0]._socket.dup()
+    process, reading = os.pidfd_open(os.getpid()), ends.here.dup()
     reader: Channel[ToEncoder] = Channel(reading, process, ToEncoder, other, half=1)
     array = np.arange(6).reshape(2, 3)
     item = PreparedItem("image", b"", tensors, 1, {"a": array, "t": torch.ones(2)})
@@ -142,46 +146,44 @@ def test_tensors_of_every_kind_and_arrays_arrive_as_what_they_were(memory: Share
     reader.close(), os.close(process), other.close()
 
 
-def test_as_many_values_are_packed_as_fit_and_memory_is_used_again_after_an_answer(ends: Ends) -> None:
-    reader, writer, _ = ends
-    pages = [torch.full((size * PAGE // 4,), float(size)) for size in (10, 6, 1, 9)]
+def test_what_does_not_fit_is_an_error_and_memory_is_used_again_after_an_answer(ends: Ends) -> None:
+    reader, writer, *_ = ends
+    pages = [torch.full((size * PAGE // 4,), float(size)) for size in (10, 6, 1)]
     for _ in range(3):
-        packed = reader.pack(pages)
-        assert len(packed) == 2
-        reader.send(reader.encode(Encoded(packed, is_last=False)))
+        with pytest.raises(InputError, match="at most max_bytes=65536"):
+            reader.encode(Encoded(pages))
+        reader.send(reader.encode(Encoded(pages[:2])))
         first: Any = writer.receive()
         assert all(torch.equal(one, page) for one, page in zip(first.features, pages, strict=False))
-        writer.send(writer.encode(More()))
-        assert reader.receive() == More()
-        assert len(reader.pack(pages[2:])) == 2
-    assert reader.pack([]) == []
-    with pytest.raises(InputError, match="at most max_bytes=65536"):
-        reader.pack([torch.zeros(17 * PAGE // 4)])
+        writer.send(writer.encode(Encode([])))
+        assert reader.receive() == Encode([])
     with pytest.raises(InputError, match="at most max_bytes=65536"):
         writer.encode(Start("a:b", {"x": torch.zeros(17 * PAGE // 4)}))
 
 
-def test_a_peak_gives_its_pages_back(
-    ends: Ends, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "_KEPT_BYTES", 2 * PAGE)
-    reader, writer, _ = ends
-    writer.send(writer.encode(Start("a:b", {"x": torch.ones(12 * PAGE // 4)})))
+def resident(memory: SharedMemory) -> int:
+    return os.fstat(memory.descriptor).st_blocks * 512
+
+
+@pytest.mark.parametrize("memory", [80 << 20], indirect=True)
+def test_a_peak_gives_its_pages_back(ends: Ends, memory: SharedMemory) -> None:
+    reader, writer, *_ = ends
+    writer.send(writer.encode(Start("a:b", {"x": torch.ones(72 << 18)})))
     assert reader.receive() is not None
-    assert memory.resident_bytes >= 12 * PAGE
+    assert resident(memory) >= 72 << 20
     reader.send(reader.encode(Started({})))
     assert writer.receive() == Started({})
-    assert memory.resident_bytes <= 2 * PAGE
+    assert resident(memory) <= 64 << 20
 
 
 def test_an_answer_that_does_not_come_in_time_is_an_error_and_comes_whole_later(ends: Ends) -> None:
-    reader, writer, raw = ends
-    data = writer.encode(More())
+    reader, writer, _, raw = ends
+    data = writer.encode(Encode([]))
     raw.sendall(data[:3])
     with pytest.raises(TimeoutError):
         reader.receive(0.01)
     raw.sendall(data[3:])
-    assert reader.receive(60.0) == More()
+    assert reader.receive(60.0) == Encode([])
 
 
 DEEP: list[Any] = []
@@ -199,7 +201,7 @@ for _ in range(100_000):
 )
 def test_what_no_message_takes_is_an_error(ends: Ends, value: object) -> None:
     with pytest.raises(InputError, match="values: expected"):
-        ends[1].encode(Start("a:b", {"x": value}))
+        ends.writer.encode(Start("a:b", {"x": value}))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_what_no_message_takes_is_an_error(ends: Ends, value: object) -> None:
     ],
 )
 def test_what_nobody_understands_is_an_error(ends: Ends, data: bytes) -> None:
-    reader, _, raw = ends
+    reader, _, _, raw = ends
     if data[1:4] not in (b"\x00\x00\x00", b"\xff\xff\xff"):
         data = len(data).to_bytes(4, "little") + data
     raw.sendall(data)
@@ -238,7 +240,7 @@ def test_the_end_of_the_other_is_seen_though_its_socket_is_open(memory: SharedMe
     channel: Channel[FromEncoder] = Channel(here, process, FromEncoder, memory, half=0)
     writer: Channel[ToEncoder] = Channel(there, process, ToEncoder, memory, half=1)
     writer.send(writer.encode(Started({"image": 1})))
-    writer.send(writer.encode(Encoded([], is_last=True))[:5])
+    writer.send(writer.encode(Encoded([]))[:5])
     assert channel.receive() == Started({"image": 1}), "its last words"
     assert channel.receive() is None
     channel.close(), writer.close(), os.close(process)

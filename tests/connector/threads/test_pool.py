@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
 from typing import Any
 
 import pytest
@@ -23,42 +23,62 @@ from tests.connector.scenes import (
 )
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, condition: Any, name: str) -> list[int]:
-    """How many threads each call of a condition's method wakes, from now on."""
-    calls: list[int] = []
-    method: Callable[..., None] = getattr(condition, name)
+class Conditions:
+    """Who waits on which condition, and who was notified; of all that are made from now on."""
 
-    def call(*arguments: int) -> None:
-        calls.append(len(condition._waiters))
-        method(*arguments)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waiting: dict[str, threading.Condition] = {}
+        self.notified: list[str] = []
+        outer, plain = self, threading.Condition
 
-    monkeypatch.setattr(condition, name, call)
-    return calls
+        class Watched(plain):  # type: ignore[misc,valid-type]
+            def wait(self, timeout: float | None = None) -> bool:
+                name = threading.current_thread().name
+                outer.waiting[name] = self
+                try:
+                    return super().wait(timeout)
+                finally:
+                    del outer.waiting[name]
+
+            def notify(self, n: int = 1) -> None:
+                outer.notified += [name for name, each in [*outer.waiting.items()] if each is self]
+                super().notify(n)
+
+        monkeypatch.setattr(threading, "Condition", Watched)
+
+    def wait_for(self, *names: str) -> None:
+        wait_until(lambda: set(names) <= self.waiting.keys())
+        self.notified.clear()
+
+
+@pytest.fixture
+def conditions(monkeypatch: pytest.MonkeyPatch) -> Conditions:
+    return Conditions(monkeypatch)
 
 
 @pytest.mark.parametrize("device_bytes", [0, 1 << 20])
-def test_features_that_are_kept_wake_no_worker(monkeypatch: pytest.MonkeyPatch, device_bytes: int) -> None:
+def test_features_that_are_kept_wake_no_worker(conditions: Conditions, device_bytes: int) -> None:
     with connector(2, device_bytes=device_bytes, host_bytes=4096) as each:
         for name in "abc":
             ticket = ready(each, name, retention="keep")
             each.release(ticket)
-        wait_until(lambda: len(each._core.encode_work._waiters) == 2)
-        calls = counted(monkeypatch, each._core.encode_work, "notify_all")
+        conditions.wait_for("connector-worker 0", "connector-worker 1")
         for _ in range(50):
             each.step()
-        assert calls == []
+        assert conditions.notified == []
 
 
-def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(
+    conditions: Conditions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(encoding, "BATCHES_IN_FLIGHT", 1)
     with staged(input_bytes=1, max_batch_items=1) as (each, stage):
         tickets = [each.submit(request(name)) for name in "abcdef"]
         stage.wait_for_batch()
-        wait_until(lambda: len(each._core.cpu_work._waiters) == 2)
-        calls = counted(monkeypatch, each._core.cpu_work, "notify")
+        conditions.wait_for("connector-cpu-0", "connector-cpu-1")
         for _ in range(50):
             each.step()
-        assert calls == []
+        assert not any("cpu" in name for name in conditions.notified)
         stage.open()
         assert {wait(ticket) for ticket in tickets} == {"ready"}
 

@@ -19,8 +19,9 @@ import pytest
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.ray import EncodeJob
-from fxsplit_encoder.service.settings import ImageEncoderSettings
 
+from ...waiting import wait_until
+from ..photographs import settings_of
 from .conftest import STORE_BYTES
 from .processes import descendants, named, private_bytes
 
@@ -28,10 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SHARD = 64
 ACTOR = "ray::MapWorker"
-
-
-def settings_of(model: Path, **changes: Any) -> ImageEncoderSettings:
-    return ImageEncoderSettings(**{"model": str(model), "config": {"enabled": False}, **changes})
 
 
 def job_of(photographs: Path, output: Path, model: Path, **settings: Any) -> EncodeJob:
@@ -155,7 +152,7 @@ def test_a_run_is_cut_off_and_resumed(whole: Path, photographs: Path, model: Pat
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
         first = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        wait_for(lambda: len(list(parts.glob("0*.parquet"))) >= 5 or first.poll() is not None)
+        wait_until(lambda: len(list(parts.glob("0*.parquet"))) >= 5 or first.poll() is not None)
         assert first.poll() is None, (tmp_path / "log").read_text()
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
@@ -164,7 +161,7 @@ def test_a_run_is_cut_off_and_resumed(whole: Path, photographs: Path, model: Pat
     second = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    wait_for(lambda: len(list(parts.glob("0*.parquet"))) > len(written) or second.poll() is not None)
+    wait_until(lambda: len(list(parts.glob("0*.parquet"))) > len(written) or second.poll() is not None)
     now = {path: path.stat().st_mtime_ns for path in written if path.exists()}
     text, _ = second.communicate()
     assert second.returncode == 0, text
@@ -174,11 +171,6 @@ def test_a_run_is_cut_off_and_resumed(whole: Path, photographs: Path, model: Pat
     assert any(line.startswith("limit    workers encoded") for line in text.splitlines())
     assert output.read_bytes() == whole.read_bytes()
     assert not parts.exists()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.1)
 
 
 def test_a_directory_keeps_a_file_a_shard_and_a_finished_run_is_not_made_again(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import collections
-import io
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,11 +27,12 @@ from PIL import Image
 
 from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.ray_serve import joined
-from fxsplit_encoder.service.settings import ImageEncoderSettings
 from fxsplit_encoder.towers.inputs import PixelValues
 
 from ...models.checkpoints import save
-from ..photographs import EXAMPLES, encoded
+from ...waiting import wait_until
+from ..photographs import EXAMPLES, b64, blank, encoded, settings_of
+from ..serving import free_port
 from .processes import named
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -45,13 +44,6 @@ MOST_BYTES = 200_000
 
 Photographs = list[tuple[bytes, NDArray[Any]]]
 """Encoded images, and what `manager.execute` makes of each."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +77,7 @@ def url(model: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def photographs(model: Path) -> Photographs:
-    encoder = QueuedEncoder(ImageEncoderSettings(model=str(model), config={"enabled": False}))
+    encoder = QueuedEncoder(settings_of(model))
     values = PixelValues(encoder.preparer.values, torch.float32, torch.device("cpu"))
     draw, made = random.Random(1), []
     for path in sorted(EXAMPLES.iterdir()):
@@ -112,15 +104,8 @@ def arguments_of(data: bytes, form: int) -> dict[str, Any]:
     if form == 0:
         return {"files": {"image": ("a.jpg", data, "image/jpeg")}, "data": {"encoding_format": "base64"}}
     if form == 1:
-        return {"json": {"input": {"image": base64.b64encode(data).decode()}}}
+        return {"json": {"input": {"image": b64(data)}}}
     return {"content": data, "headers": {"content-type": "image/jpeg"}}
-
-
-def huge() -> bytes:
-    """Little data, and more pixels than are allowed."""
-    stream = io.BytesIO()
-    Image.new("1", (1200, 1200)).save(stream, "PNG")
-    return stream.getvalue()
 
 
 class Client:
@@ -151,7 +136,7 @@ def test_every_request_of_a_crowd_is_answered(url: str, photographs: Photographs
     kinds = {
         "damaged": (photographs[0][0][:200], 422, "undecodable_image"),
         "no image": (b"no image", 422, "undecodable_image"),
-        "huge": (huge(), 422, "undecodable_image"),
+        "huge": (blank(1200), 422, "undecodable_image"),
         "oversize": (bytes(MOST_BYTES + 1), 413, "too_large"),
     }
     client, draw = Client(url), random.Random(2)
@@ -219,7 +204,9 @@ def test_health_and_other_paths(url: str) -> None:
 def test_metrics_count_what_was_encoded(url: str, photographs: Photographs) -> None:
     data = {"content": photographs[0][0], "headers": {"content-type": "image/jpeg"}}
     assert httpx.post(f"{url}/v1/embeddings", **data).status_code == 200
-    wait_for(lambda: "ray_encoder_service_images_total{" in httpx.get(f"{url}/metrics", timeout=30).text)
+    wait_until(
+        lambda: "ray_encoder_service_images_total{" in httpx.get(f"{url}/metrics", timeout=30).text, 300
+    )
     text = httpx.get(f"{url}/metrics", timeout=30).text
     for name in ("requests_total", "rows_total", "batch_images_bucket", "encode_seconds_count"):
         assert f"ray_encoder_service_{name}{{" in text
@@ -272,7 +259,7 @@ def test_one_yaml_starts_it(model: Path, tmp_path: Path, photographs: Photograph
             except httpx.HTTPError:
                 return False
 
-        wait_for(is_up)
+        wait_until(is_up)
         answer = httpx.post(
             f"http://127.0.0.1:{port}/v1/embeddings", **arguments_of(data, 0), timeout=60
         ).json()
@@ -293,11 +280,6 @@ def test_without_a_cluster_the_application_connects_to_one_of_its_own(model: Pat
         command, cwd=ROOT, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True
     )
     assert "connected True" in done.stdout, done.stderr
-
-
-def wait_for(condition: Any) -> None:
-    while not condition():
-        time.sleep(0.5)
 
 
 def test_texts_of_several_nodes_become_one() -> None:
