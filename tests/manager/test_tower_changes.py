@@ -14,7 +14,7 @@ from torch.nn.modules import module as modules
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import random_inputs
 from fxsplit_encoder.planning.plan import MissReason
-from tests.towers.tiny_towers import TINY
+from tests.small_tower import SmallAdapter
 
 CONFIG = fx.EncoderConfig(token_budgets=(4, 16), piece_compiler="eager")
 UNCOMPILED = fx.EncoderConfig(token_budgets=(4, 16), compile=False)
@@ -73,7 +73,7 @@ SHOWN = {
 
 
 def make(config: fx.EncoderConfig = CONFIG) -> tuple[fx.EncoderCudaGraphManager, dict[str, Any]]:
-    tower = fx.wrap(TINY["Qwen3VLVisionModel"].make().requires_grad_(False))
+    tower = SmallAdapter()
     return fx.EncoderCudaGraphManager(tower, config), random_inputs(tower, [4])
 
 
