@@ -25,7 +25,7 @@ LIMITS = {
     "piece_compiler": "eager",
 }
 CPU = torch.device("cpu")
-SHORT = timedelta(seconds=10)
+SHORT = timedelta(seconds=5)
 FAILING_RANK = 1
 
 

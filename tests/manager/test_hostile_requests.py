@@ -478,13 +478,13 @@ def test_behind_the_compiler_grids_are_compared_before_metadata_are_made(
     inputs = make_batch([(1, 4, 4)])
     x, grid = inputs["pixel_values"], inputs["image_grid_thw"]
     computed: list[int] = []
-    kept = wrapped._device_metadata.of
+    kept = wrapped.kept_metadata
 
-    def counted(grids: Any, *args: Any) -> Any:
+    def counted(grids: Any) -> Any:
         computed.append(len(grids))
-        return kept(grids, *args)
+        return kept(grids)
 
-    monkeypatch.setattr(wrapped._device_metadata, "of", counted)
+    monkeypatch.setattr(wrapped, "kept_metadata", counted)
     with torch.no_grad():
         expected = compiled(x, grid).pooler_output
         # No mode that counts allocations: Dynamo does not compile under one.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.kernels.attention import KERNELS
+from fxsplit_encoder.kernels.attention import builtin
 from fxsplit_encoder.planning.plan import PathPlan
 from tests.manager.mock_towers import PackedModel
 from tests.manager.packings import differing, packed_items, packings, tile_items
@@ -299,14 +299,13 @@ def test_attention_that_reads_its_bounds_shows_in_the_check(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `check_invariance` and the packings above are worth."""
-    kernel = next(kernel for kernel in KERNELS if kernel.name == "per_segment")
-    attend = type(kernel)._attend
+    attend = builtin.attend_by_segment
 
-    def worse_where_long(self: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *rest: Any) -> Tensor:
-        result = attend(self, q, k, v, lengths, *rest)
+    def worse_where_long(q: Tensor, *rest: Any) -> Tensor:
+        result = attend(q, *rest)
         return result * (1 + 1e-6) if q.shape[0] > 64 else result
 
-    monkeypatch.setattr(type(kernel), "_attend", worse_where_long)
+    monkeypatch.setattr(builtin, "attend_by_segment", worse_where_long)
     manager = tiny[0]
     manager.capture()
     assert manager.check_invariance(tiny_towers.QWEN.make(packed_items(12, videos=False))) != []
