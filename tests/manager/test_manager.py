@@ -16,6 +16,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.tuning.trace import read_run, read_trace
+from tests.small_tower import SmallAdapter
 
 from .managers import manager_of
 from .mock_towers import assert_equal_items
@@ -154,8 +155,8 @@ def test_execution_does_what_was_planned(managers: Any, make_batch: Any, batch: 
 
 
 @pytest.mark.slow
-def test_progress_is_reported_while_compiling_and_capturing(tiny_towers: Any) -> None:
-    manager = manager_of(tiny_towers.wrapped, max_items_per_batch=2, piece_compiler="eager")
+def test_progress_is_reported_while_compiling_and_capturing() -> None:
+    manager = manager_of(SmallAdapter(), max_items_per_batch=2, piece_compiler="eager")
     compiled: list[tuple[int, int]] = []
     captured: list[tuple[int, int]] = []
     manager.compile(lambda *done: compiled.append(done))
