@@ -13,13 +13,12 @@ RAY   := .venv-ray
 demo: $(STAMP)
 	$(BIN)/encoder-cg demo
 
-# Child processes of tests read compiled modules. Files are started in the order of tests/conftest.py.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
 # With the cases that `test` leaves out, for the sake of machines with few cores.
 test-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 16 --dist loadfile --no-loadscope-reorder -m "not soak"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 16 --dist loadfile -m "not soak"
 
 # vLLM's own classes, in an environment of their own: 0.32.0, and the Python code of 0.31.0 and 0.33.0 over it.
 test-vllm: $(VLLM)/.installed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +36,10 @@ settings.register_profile(
 )
 settings.load_profile("untimed")
 
+# Processes that tests start read compiled modules, whatever the environment says of those.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # pytest adds handlers to loggers that do not propagate, and where this one has any, torch writes down each
 # graph that it compiles: a fifth of the time of a test that compiles.
 logging.getLogger("torch.__trace").handlers.clear()
@@ -41,6 +47,11 @@ logging.getLogger("torch.__trace").propagate = True
 
 # After each compilation Dynamo flushes the caches and times the guards, for a log.
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have pytest-xdist, where it is installed, start files in the order below."""
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -143,7 +143,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
         """Calls that ran eagerly, by reason."""
         self._pool = pool
         self._shares_pool = pool is not None
-        self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._failures: Recent[Hashable, str] = Recent(_MOST_FAILURES)
         self._baked = StaticParameters.of_module(module)
         self._structure = Structure(module)
@@ -166,13 +166,13 @@ class BreakableCUDAGraphWrapper(nn.Module):
     @property
     def num_captures(self) -> int:
         """Captures that are kept."""
-        return len(self.entries)
+        return len(self._entries)
 
     def clear(self) -> None:
         """Releases every capture and their memory, and forgets what could not be captured."""
         with self._lock:
             self._failures.clear()
-            while self.entries:
+            while self._entries:
                 self._evict()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch] | str:
@@ -189,7 +189,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
         key = batch.descriptor
         have_moved = self._baked.have_moved()
         if have_moved or not self._structure.is_unchanged():
-            if self.entries:
+            if self._entries:
                 reason = "parameters were replaced" if have_moved else self._structure.change()
                 logger.warning("capturing again: since the capture: %s", reason)
             self.clear()
@@ -198,18 +198,18 @@ class BreakableCUDAGraphWrapper(nn.Module):
             return "training"
         if key in self._failures:
             return self._failures[key]
-        if key not in self.entries:
+        if key not in self._entries:
             try:
                 self._capture(batch, self._pool_on(device))
             except CaptureError as error:
                 logger.warning("%s runs eagerly: %s", type(self.module).__name__, error)
                 self._failures[key] = str(error)
                 return self._failures[key]
-        self.entries.move_to_end(key)
-        return self.entries[key], batch
+        self._entries.move_to_end(key)
+        return self._entries[key], batch
 
     def _capture(self, batch: Batch, pool: GraphPool) -> None:
-        while len(self.entries) >= self.max_captures:
+        while len(self._entries) >= self.max_captures:
             self._evict()
         with torch.inference_mode(False), torch.no_grad():
             leaves = [
@@ -245,16 +245,16 @@ class BreakableCUDAGraphWrapper(nn.Module):
             forward.release()
             raise CaptureError("the module writes to an argument, which a replay would do to a copy of it")
         self.captures += 1
-        self.entries[batch.descriptor] = _Entry(forward, [buffer.name for buffer in buffers], structures[-1])
+        self._entries[batch.descriptor] = _Entry(forward, [buffer.name for buffer in buffers], structures[-1])
 
     def _evict(self) -> None:
         """Drops the capture used longest ago; with the last one the memory goes back."""
-        _, entry = self.entries.popitem(last=False)
+        _, entry = self._entries.popitem(last=False)
         pool = entry.forward.pool
         if pool.is_cuda:  # its last replay may still run
             torch.cuda.synchronize(pool.device)
         entry.forward.release()
-        if not self.entries and not self._shares_pool:
+        if not self._entries and not self._shares_pool:
             pool.retire()
 
     def _pool_on(self, device: torch.device) -> GraphPool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import BudgetDispatcher, dispatchers
+from tests.small_tower import FEATURES, SmallTower
 
 
 @pytest.fixture
@@ -23,6 +24,18 @@ def inner(make_tower: Callable[..., Any]) -> Any:
 def pixels(inner: Any) -> Tensor:
     """Patches of one image of `towers.GRID`."""
     return torch.randn(24, fx.wrap(inner).patch_features, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def small() -> SmallTower:
+    """A tower of the test's own that is traced sooner."""
+    return SmallTower()
+
+
+@pytest.fixture
+def few_pixels() -> Tensor:
+    """Patches of one image of `towers.GRID` for `small`."""
+    return torch.randn(24, FEATURES, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture

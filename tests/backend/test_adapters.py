@@ -12,6 +12,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import BudgetDispatcher
 from fxsplit_encoder.compile.blocks import equal_modules
+from tests.small_tower import SmallAdapter
 
 from .towers import assert_equal_features, compiled
 
@@ -21,23 +22,23 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture
-def with_adapters(inner: Any) -> Any:
+def with_adapters(small: Any) -> Any:
     """A tower with the adapters "one" and "two"."""
     for rank, name in ((2, "one"), (3, "two")):
-        add(inner, name, rank)
-    change(inner, lambda layer: layer.set_adapter("one"))
-    return inner
+        add(small, name, rank)
+    change(small, lambda layer: layer.set_adapter("one"))
+    return small
 
 
-def add(inner: Any, name: str, rank: int, **ranks: Any) -> None:
+def add(small: Any, name: str, rank: int, **ranks: Any) -> None:
     torch.manual_seed(rank)
-    vars(inner).pop("peft_config", None)  # of which the second would warn
+    vars(small).pop("peft_config", None)  # of which the second would warn
     lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["linear_fc1"], **ranks)
-    peft.inject_adapter_in_model(lora, inner, adapter_name=name).eval()
+    peft.inject_adapter_in_model(lora, small, adapter_name=name).eval()
 
 
-def change(inner: Any, how: Callable[[Any], None]) -> None:
-    for block in inner.blocks:
+def change(small: Any, how: Callable[[Any], None]) -> None:
+    for block in small.blocks:
         how(block.mlp.linear_fc1)
 
 
@@ -49,33 +50,33 @@ def test_blocks_with_adapters_are_equal(with_adapters: Any) -> None:
 
 
 @pytest.mark.slow
-def test_blocks_of_other_ranks_are_traced_apart(inner: Any, pixels: Tensor) -> None:
-    add(inner, "one", 2, rank_pattern={r"blocks\.0\.mlp\.linear_fc1": 4})
-    grouped = [block for group in equal_modules(inner) for block in group]
-    assert inner.blocks[0] not in grouped and inner.blocks[1] in grouped
-    assert_equal_features(compiled(fx.wrap(inner), piece_compiler="eager"), inner, pixels)
+def test_blocks_of_other_ranks_are_traced_apart(small: Any, few_pixels: Tensor) -> None:
+    add(small, "one", 2, rank_pattern={r"blocks\.0\.mlp\.linear_fc1": 4})
+    grouped = [block for group in equal_modules(small) for block in group]
+    assert small.blocks[0] not in grouped and small.blocks[1] in grouped
+    assert_equal_features(compiled(SmallAdapter(small), piece_compiler="eager"), small, few_pixels)
 
 
 @pytest.mark.slow
 def test_each_state_is_compiled_once(
-    with_adapters: Any, pixels: Tensor, made: Callable[[], list[BudgetDispatcher]]
+    with_adapters: Any, few_pixels: Tensor, made: Callable[[], list[BudgetDispatcher]]
 ) -> None:
-    module = compiled(fx.wrap(with_adapters), piece_compiler="eager")
+    module = compiled(SmallAdapter(with_adapters), piece_compiler="eager")
     changes: list[Callable[[Any], None]] = [
         lambda layer: layer.set_adapter("two"),
         lambda layer: layer.set_adapter("one"),
         lambda layer: layer.enable_adapters(False),
         lambda layer: layer.enable_adapters(True),
     ]
-    assert_equal_features(module, with_adapters, pixels)
+    assert_equal_features(module, with_adapters, few_pixels)
     for _ in range(2):
         for how in changes:
             change(with_adapters, how)
-            assert_equal_features(module, with_adapters, pixels)
+            assert_equal_features(module, with_adapters, few_pixels)
         assert len(made()) == 3
     with torch.no_grad():
         change(with_adapters, lambda layer: layer.lora_B["one"].weight.mul_(3))
-    assert_equal_features(module, with_adapters, pixels)
+    assert_equal_features(module, with_adapters, few_pixels)
     assert len(made()) == 3
     stats = fx.stats(module)
     assert (stats.hits, stats.misses) == (10, {})

@@ -18,6 +18,7 @@ from fxsplit_encoder.backend.dispatch import stats_of_compiled
 from fxsplit_encoder.compile import trace
 from fxsplit_encoder.errors import CompileError, InputError, WeightsLayoutError
 from fxsplit_encoder.planning.plan import MissReason
+from tests.small_tower import SmallAdapter
 
 from .towers import GRID, OPTIONS, assert_equal_features, compiled, features
 
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 def num_weights(inner: Any) -> int:
     """Of the blocks, and of the mergers behind two of them, which are equal too."""
-    return sum(len(list(part.parameters())) for part in (*inner.blocks, *inner.deepstack_merger_list))
+    mergers = getattr(inner, "deepstack_merger_list", ())
+    return sum(len(list(part.parameters())) for part in (*inner.blocks, *mergers))
 
 
 def test_one_block_is_traced_for_all_in_every_trace_of_ours(
@@ -48,54 +50,56 @@ def test_one_block_is_traced_for_all_in_every_trace_of_ours(
     assert len(inlined) == 2  # its guards still hold
 
 
-def test_a_block_that_is_no_longer_equal_computes_with_its_own_weights(inner: Any, pixels: Tensor) -> None:
-    wrapped = fx.wrap(inner)
-    features(compiled(wrapped), pixels)
+def test_a_block_that_is_no_longer_equal_computes_with_its_own_weights(
+    small: Any, few_pixels: Tensor
+) -> None:
+    wrapped = SmallAdapter(small)
+    features(compiled(wrapped), few_pixels)
     torch._dynamo.reset()
-    linear = inner.blocks[1].mlp.linear_fc1
+    linear = small.blocks[1].mlp.linear_fc1
     weight = linear.weight
     del linear.weight  # put back, it comes after the bias
     linear.weight = weight
     module = compiled(wrapped)
-    assert_equal_features(module, inner, pixels)
+    assert_equal_features(module, small, few_pixels)
 
 
-def test_numbers_and_hooks_of_blocks_are_those_of_each_call(inner: Any, pixels: Tensor) -> None:
-    wrapped = fx.wrap(inner)
+def test_numbers_and_hooks_of_blocks_are_those_of_each_call(small: Any, few_pixels: Tensor) -> None:
+    wrapped = SmallAdapter(small)
     module = compiled(wrapped)
-    before = features(module, pixels)
-    inner.blocks[1].norm1.eps = 0.5
-    inner.merger.norm.register_forward_hook(lambda module, args, output: 2 * output)
-    after = features(module, pixels)
-    assert_equal_features(module, inner, pixels)
+    before = features(module, few_pixels)
+    small.blocks[1].norm1.eps = 0.5
+    small.merger.norm.register_forward_hook(lambda module, args, output: 2 * output)
+    after = features(module, few_pixels)
+    assert_equal_features(module, small, few_pixels)
     assert not torch.allclose(before, after)
     hook = modules.register_module_forward_hook(
         lambda module, args, output: 2 * output if isinstance(module, nn.LayerNorm) else None
     )
     try:
         with pytest.warns(UserWarning, match="global hooks"):
-            torch.testing.assert_close(features(module, pixels), features(inner, pixels))
+            torch.testing.assert_close(features(module, few_pixels), features(small, few_pixels))
     finally:
         hook.remove()
     assert stats_of_compiled(module).misses[MissReason.FOREIGN_CODE] == 1
-    torch.testing.assert_close(features(module, pixels), after)
+    torch.testing.assert_close(features(module, few_pixels), after)
 
 
 @pytest.mark.slow
-def test_weights_are_looked_up_at_every_call(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
-    module = compiled(fx.wrap(inner))
-    before = features(module, pixels)
-    block = inner.blocks[2]
+def test_weights_are_looked_up_at_every_call(small: Any, few_pixels: Tensor, inlined: list[int]) -> None:
+    module = compiled(SmallAdapter(small))
+    before = features(module, few_pixels)
+    block = small.blocks[2]
     block.mlp.linear_fc1.weight.data = block.mlp.linear_fc1.weight.data * 3
     block.attn.proj.bias = nn.Parameter(block.attn.proj.bias + 1, requires_grad=False)
     for change in (lambda: None, lambda: block.norm1.weight.mul_(2)):
         change()
-        after = features(module, pixels)
-        torch.testing.assert_close(after, features(inner, pixels), rtol=1e-4, atol=1e-5)
+        after = features(module, few_pixels)
+        torch.testing.assert_close(after, features(small, few_pixels), rtol=1e-4, atol=1e-5)
         assert (after - before).abs().max() > 0.01
     del block.mlp.linear_fc1.weight
     with pytest.raises(InputError, match="parameters: 'weight' of a compiled block was removed"):
-        features(module, pixels)
+        features(module, few_pixels)
     assert len(inlined) == 1
 
 
@@ -112,11 +116,11 @@ def transpose_data(linear: nn.Linear) -> None:
 
 
 @pytest.mark.slow
-def test_weights_of_another_layout_are_refused(inner: Any, pixels: Tensor) -> None:
-    module = compiled(fx.wrap(inner))
-    expected = features(module, pixels)
+def test_weights_of_another_layout_are_refused(small: Any, few_pixels: Tensor) -> None:
+    module = compiled(SmallAdapter(small))
+    expected = features(module, few_pixels)
     layout = "expected them in the sizes, strides, dtype and device in which the module"
-    mlp, square = inner.blocks[1].mlp.linear_fc2, inner.blocks[1].attn.proj
+    mlp, square = small.blocks[1].mlp.linear_fc2, small.blocks[1].attn.proj
     changes: list[tuple[nn.Linear, Callable[[nn.Linear], Any], str]] = [
         (mlp, nn.Linear.double, layout),
         (mlp, transpose_memory, layout),
@@ -128,60 +132,60 @@ def test_weights_of_another_layout_are_refused(inner: Any, pixels: Tensor) -> No
         weights = copy.deepcopy(dict(linear.named_parameters()))
         change(linear)
         with pytest.raises(WeightsLayoutError, match=message):
-            features(module, pixels)
+            features(module, few_pixels)
         for name, weight in weights.items():
             setattr(linear, name, weight)
-    torch.testing.assert_close(features(module, pixels), expected)
+    torch.testing.assert_close(features(module, few_pixels), expected)
 
 
 @pytest.mark.slow
-def test_other_backends_see_the_blocks_own_code(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
-    tower = fx.wrap(inner)
-    features(compiled(tower), pixels)
+def test_other_backends_see_the_blocks_own_code(small: Any, few_pixels: Tensor, inlined: list[int]) -> None:
+    tower = SmallAdapter(small)
+    features(compiled(tower), few_pixels)
     for backend in ("aot_eager", "eager"):
         torch._dynamo.reset()
-        assert_equal_features(torch.compile(tower, backend=backend), inner, pixels)
+        assert_equal_features(torch.compile(tower, backend=backend), small, few_pixels)
     assert len(inlined) == 1
 
 
 @pytest.mark.slow
-def test_copies_and_pickles_have_blocks_of_their_own(inner: Any, pixels: Tensor) -> None:
-    expected = features(inner, pixels)
-    features(compiled(fx.wrap(inner)), pixels)
-    twin = copy.deepcopy(inner)
-    loaded = pickle.loads(pickle.dumps(inner.blocks[0]))
+def test_copies_and_pickles_have_blocks_of_their_own(small: Any, few_pixels: Tensor) -> None:
+    expected = features(small, few_pixels)
+    features(compiled(SmallAdapter(small)), few_pixels)
+    twin = copy.deepcopy(small)
+    loaded = pickle.loads(pickle.dumps(small.blocks[0]))
     for block in twin.blocks:
         block.mlp.linear_fc1.weight.mul_(3)
-    assert (features(twin, pixels) - expected).abs().max() > 0.01
-    torch.testing.assert_close(features(inner, pixels), expected)
-    assert_equal_features(compiled(fx.wrap(twin)), twin, pixels)
+    assert (features(twin, few_pixels) - expected).abs().max() > 0.01
+    torch.testing.assert_close(features(small, few_pixels), expected)
+    assert_equal_features(compiled(SmallAdapter(twin)), twin, few_pixels)
     assert loaded.forward.__func__ is type(loaded).forward
 
 
 @pytest.mark.slow
 def test_with_gradients_and_in_training_the_tower_runs_as_it_is(
-    inner: Any, pixels: Tensor, inlined: list[int]
+    small: Any, few_pixels: Tensor, inlined: list[int]
 ) -> None:
-    module = compiled(fx.wrap(inner))
+    module = compiled(SmallAdapter(small))
     gradients = []
-    for each in (module, inner):
-        patches = pixels.clone().requires_grad_()
+    for each in (module, small):
+        patches = few_pixels.clone().requires_grad_()
         with pytest.warns(UserWarning, match="runs eagerly") if each is module else nullcontext():
-            each(patches, GRID).pooler_output.sum().backward()
+            each(patches, GRID).sum().backward()
         gradients.append(patches.grad)
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
     assert inlined == []
-    inner.train()
-    features(module, pixels)
+    small.train()
+    features(module, few_pixels)
     assert inlined == [0]
-    inner.eval()
-    features(module, pixels)
-    assert inlined[1:] == [num_weights(inner)]
+    small.eval()
+    features(module, few_pixels)
+    assert inlined[1:] == [num_weights(small)]
 
 
 @pytest.mark.slow
 def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
-    inner: Any, pixels: Tensor, made: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    small: Any, few_pixels: Tensor, made: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     real = trace.inline_blocks
 
@@ -191,24 +195,24 @@ def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
         return real(module)
 
     monkeypatch.setattr(trace, "inline_blocks", refusing)
-    module = compiled(fx.wrap(inner))
-    assert_equal_features(module, inner, pixels)
+    module = compiled(SmallAdapter(small))
+    assert_equal_features(module, small, few_pixels)
     assert "equal blocks are traced one by one, which takes longer: a block writes" in caplog.text
     assert [dispatcher.hits for dispatcher in made()] == [1]
 
 
 @pytest.mark.slow
 def test_what_a_failed_trace_began_is_ended_by_the_next(
-    inner: Any, pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch
+    small: Any, few_pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         torch._dynamo.graph_break()
 
-    merger = inner.merger.forward
-    monkeypatch.setattr(inner.merger, "forward", fails)
+    merger = small.merger.forward
+    monkeypatch.setattr(small.merger, "forward", fails)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        features(compiled(fx.wrap(inner)), pixels)
-    monkeypatch.setattr(inner.merger, "forward", merger)
+        features(compiled(SmallAdapter(small)), few_pixels)
+    monkeypatch.setattr(small.merger, "forward", merger)
     torch._dynamo.reset()
-    features(compiled(fx.wrap(inner)), pixels)
+    features(compiled(SmallAdapter(small)), few_pixels)
     assert len(inlined) == 1

@@ -49,9 +49,9 @@ class ClipLike(nn.Module):
         super().__init__()
         self.patch = nn.Conv2d(3, width, 4, stride=4)
         self.position = nn.Parameter(torch.randn(1, 4, width))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(1))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(1))
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch(images).flatten(2).transpose(1, 2) + self.position

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend.forward import ProgramBudgets
 
+from ..small_tower import FEATURES, SmallAdapter
 from ..towers.tiny_inputs import items
 from ..towers.tiny_towers import tiny
 
@@ -42,21 +43,25 @@ def test_entries_for_images_are_limited_and_those_for_windows_are_not() -> None:
     assert limited.segment_entries(5, 512) - 1 == 4 * (unlimited.segment_entries(3, 512) - 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_arguments"),
-    [("Qwen3VLVisionModel", 2), pytest.param("InternVLModel", 1, marks=pytest.mark.exhaustive)],
-)
+def small() -> tuple[Any, list[torch.Tensor]]:
+    return SmallAdapter(), [torch.randn(16, FEATURES), torch.tensor([[1, 4, 4]])]
+
+
+def tiles() -> tuple[Any, list[torch.Tensor]]:
+    found = tiny("InternVLModel")
+    batch = found.inputs.make(items("image", found.inputs.images)[:1])
+    return fx.wrap(found.make()), [next(iter(batch.values()))]
+
+
+@pytest.mark.parametrize("make", [small, pytest.param(tiles, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("max_items", [0, 7])
 @torch.no_grad()
-def test_a_towers_default_ladder_is_the_managers(
-    name: str, num_arguments: int, max_items: int, made: Any
-) -> None:
-    tower, inputs = fx.wrap(tiny(name).make()), tiny(name).inputs
+def test_a_towers_default_ladder_is_the_managers(make: Any, max_items: int, made: Any) -> None:
+    tower, arguments = make()
     config = fx.EncoderConfig(max_items_per_batch=max_items)
     (listed,) = fx.EncoderCudaGraphManager(tower, config).limits.path_budgets.values()
     compiled = torch.compile(tower, backend="encoder_cg", options={"config": config})
-    batch = inputs.make(items("image", inputs.images)[:1])
-    compiled(*list(batch.values())[:num_arguments])
+    compiled(*arguments)
     (dispatcher,) = made()
     assert dispatcher.known_budgets is not None
     assert dispatcher.known_budgets.tokens == listed

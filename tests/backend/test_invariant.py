@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-import fxsplit_encoder as fx
 from tests.manager.packings import packed_items, packings
-from tests.towers import tiny_towers
-from tests.towers.tiny_inputs import Item
+from tests.small_tower import FEATURES, SmallAdapter
+from tests.towers.tiny_inputs import Item, PackedInputs
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -32,18 +31,16 @@ def compiled(module: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["full", "piecewise", "none"])
 def test_bits_are_those_of_an_image_alone(mode: str) -> None:
-    inputs = tiny_towers.QWEN
-    tower = compiled(fx.wrap(tiny_towers.make("Qwen3VLVisionModel")), mode=mode, token_budgets=[8, 32, 64])
+    inputs = PackedInputs(patch_shape=(FEATURES,))
+    tower = compiled(SmallAdapter(), mode=mode, token_budgets=[8, 32, 64])
 
     def encoded(items: list[Item]) -> list[Tensor]:
         given = inputs.make(items)
         with torch.no_grad():
             output = tower(given["pixel_values"], given["image_grid_thw"])
-        packed = torch.cat([output.pooler_output, *output.deepstack_features], 1)
-        return list(packed.split([inputs.tokens(item) for item in items]))
+        return list(output.split([inputs.tokens(item) for item in items]))
 
-    # A single token is traced for itself, as another graph, which is refused (below).
-    items = [item for item in packed_items(14, videos=False) if inputs.tokens(item) > 1]
+    items = packed_items(14, videos=False)
     alone = {item: encoded([item])[0] for item in items}
     for batches in packings(items, 3):
         for batch in batches:

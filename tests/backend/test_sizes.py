@@ -207,29 +207,6 @@ def test_nothing_is_captured_where_that_is_switched_off(made: Made) -> None:
 
 
 @torch.no_grad()
-def test_the_least_recently_used_sizes_are_evicted(made: Made) -> None:
-    module = made_of(ConvNet)
-    compiled = compile_it(module, dynamic=True, exact_min_hits=1, exact_max_graphs=4)
-    for batch in (2, 3, 4, 5, 2, 6):
-        assert_served(compiled, module, images(batch))
-    (dispatcher,) = made()
-    (program,) = dispatcher.programs.values()
-    assert sorted(min(size) for size in program.unpadded.sizes) == [2, 4, 5, 6]
-    assert program.unpadded.num_evicted == 1
-    assert dispatcher.hits == 6
-
-
-@torch.no_grad()
-def test_captures_stay_within_the_memory_limit(made: Made) -> None:
-    module = made_of(ConvNet)
-    compiled = compile_it(module, dynamic=True, exact_min_hits=1, max_graph_bytes=1)
-    for batch in (2, 3, 2):
-        assert_served(compiled, module, images(batch))
-    (dispatcher,) = made()
-    assert (dispatcher.hits, dispatcher.misses) == (0, {fx.MissReason.NOT_CAPTURED: 3})
-
-
-@torch.no_grad()
 def test_warm_up_captures_the_example_and_counts_nothing(made: Made) -> None:
     module = made_of(ConvNet)
     compiled = compile_it(module)

@@ -18,6 +18,8 @@ def compiled(tower: Any, **options: Any) -> Any:
 @torch.no_grad()
 def features(tower: Any, pixels: Tensor) -> Tensor:
     output = tower(pixels, GRID)
+    if isinstance(output, Tensor):
+        return output
     return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
 
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fxsplit_encoder.capture.breakable import (
     active_capture,
     eager_break_during_capture,
 )
+from fxsplit_encoder.capture.buffers import OwnedBuffers
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, ReplayError
 from fxsplit_encoder.kernels.attention import varlen_attention
@@ -330,12 +332,21 @@ def a_release_does_not_wait_for_the_garbage_collector(device: str) -> None:
         held.append(weakref.ref(table))
         return table, value.neg_(), "constant"
 
+    acquire = OwnedBuffers.acquire
+
+    def watched(buffers: OwnedBuffers, *given: Any) -> tuple[Tensor, Tensor]:
+        buffer, alias = acquire(buffers, *given)
+        held.append(weakref.ref(buffer))
+        return buffer, alias
+
     gc.disable()
     try:
-        with BreakableCUDAGraphCapture(pool_on(device)) as capture:
+        with (
+            mock.patch.object(OwnedBuffers, "acquire", watched),
+            BreakableCUDAGraphCapture(pool_on(device)) as capture,
+        ):
             results = made_each_time(x * 2)
         capture.replay()
-        held += [weakref.ref(entry.buffer) for lent in capture._buffers._lent.values() for entry in lent]
         del results
         capture.release()
         assert len(held) == 3

@@ -94,36 +94,6 @@ def test_an_order_is_taken_among_its_own_rows_alone(order: list[int]) -> None:
             buffer.check(value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.int64])
-def test_values_are_converted_to_the_captured_dtype(dtype: torch.dtype) -> None:
-    buffer = StaticBuffer("x", torch.zeros(4))
-    buffer.load(torch.tensor([1, 2, 3], dtype=dtype))
-    assert buffer.tensor.dtype == torch.float32
-    assert buffer.tensor.tolist() == [1.0, 2.0, 3.0, 0.0]
-
-
-def test_strided_values_and_those_of_inference_mode_are_copied() -> None:
-    buffer = StaticBuffer("x", torch.zeros(4, 2))
-    buffer.load(torch.arange(8.0).view(2, 4).t()[::2])
-    assert buffer.tensor.tolist() == [[0.0, 4.0], [2.0, 6.0], [0.0, 0.0], [0.0, 0.0]]
-    with torch.inference_mode():
-        value = torch.ones(1, 2)
-    buffer.load(value)
-    assert buffer.tensor.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
-
-
-def test_all_buffers_are_checked_before_the_first_is_filled() -> None:
-    static = StaticInputs([StaticBuffer("a", torch.zeros(4)), StaticBuffer("b", torch.zeros(2))])
-    for values in ({"a": torch.ones(1), "b": torch.ones(3)}, {"a": torch.ones(1)}):
-        with pytest.raises(ReplayError, match=r"^b: "):
-            static.load(values)
-        assert static.tensors["a"].tolist() == [0.0] * 4
-    static.load({"a": None, "b": torch.ones(1), "not a buffer": torch.ones(9)})
-    assert static.tensors["a"].tolist() == [0.0] * 4
-    assert static.tensors["b"].tolist() == [1.0, 0.0]
-    assert static.num_bytes == 24
-
-
 def test_memory_does_not_wait_for_the_garbage_collector() -> None:
     shared = SharedBuffers()
     buffers = [shared.share(StaticBuffer("x", torch.zeros(rows))) for rows in (4, 2)]

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
 
 from .breakable_checks import make_tower
 
 TOLERANCE = 1e-5
+
+
+def captures_made(monkeypatch: pytest.MonkeyPatch) -> list[BreakableCUDAGraphCapture]:
+    """The captures that are recorded from now on."""
+    made: list[BreakableCUDAGraphCapture] = []
+    enter = BreakableCUDAGraphCapture.__enter__
+    monkeypatch.setattr(BreakableCUDAGraphCapture, "__enter__", lambda self: made.append(self) or enter(self))
+    return made
 
 
 def lengths(*boundaries: int, device: str) -> Tensor:

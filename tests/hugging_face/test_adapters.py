@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.hugging_face.captured import CapturedTower
 from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close
@@ -69,20 +68,6 @@ class Pair:
         return {*fx.stats(self.model).misses} - {MissReason.UNCAPTURED_OUTPUT}
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The keys of captures that were made."""
-    keys: list[Any] = []
-    make = CapturedTower._make
-
-    def counted(captured: CapturedTower, key: Any) -> Any:
-        keys.append(key)
-        return make(captured, key)
-
-    monkeypatch.setattr(CapturedTower, "_make", counted)
-    return keys
-
-
 def scale(factor: float) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         for module in model.modules():
@@ -132,18 +117,6 @@ def test_each_state_is_captured_once(name: str, begin: Callable[..., Pair], made
         pair.assert_alike()
     pair.assert_alike()
     assert len(made) == 3
-
-
-def test_adapters_come_and_go_beside_the_one_in_use(begin: Callable[..., Pair], made: list[Any]) -> None:
-    pair = begin()
-    pair.both(lambda model: pair.add(model, "three", 3))
-    pair.assert_alike()
-    pair.both(lambda model: model.delete_adapter("two"))
-    pair.assert_alike()
-    assert not made
-    pair.both(lambda model: model.set_adapter("three"))
-    pair.assert_alike()
-    assert len(made) == 1
 
 
 def test_weights_of_adapters_are_read_and_merges_too(begin: Callable[..., Pair], made: list[Any]) -> None:

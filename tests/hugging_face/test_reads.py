@@ -18,7 +18,6 @@ from accelerate import dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.hugging_face import served_towers_of
 from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close, generated
@@ -233,22 +232,14 @@ def test_a_size_that_recurs_takes_the_place_of_the_one_that_was_used_least_recen
     assert sizes(many, *others) == 0
 
 
-def test_more_sizes_than_places_are_not_captured_in_turn(many: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    ((_, served),) = served_towers_of(many.model)
-    made = []
-    captured = served._captured
-    monkeypatch.setattr(captured, "_make", lambda key, make=captured._make: made.append(key) or make(key))
+def test_more_sizes_than_places_are_not_captured_in_turn(many: Case, made: list[type]) -> None:
     rotating = [4 * n for n in range(5, 25)]
     assert sizes(many, *rotating * 10) < 150
     assert len(made) < 20
 
 
-def test_what_is_kept_of_requests_is_bounded(many: Case) -> None:
-    ((_, served),) = served_towers_of(many.model)
-    for n in range(300):
-        served._captured.serves(
-            served._captured.calls.read({"pixel_values": torch.empty(1, 3, 4, n + 1)}, {})
-        )
-        served._warn_once(f"message {n}")
-    assert len(served._captured._seen) <= 256
-    assert len(served._logged) <= 64
+def test_a_size_of_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxsplit_encoder.hugging_face.captured._MOST_SEEN", 4)
+    case = tower()
+    assert sizes(case, 20, 24, 28, 32, 36) == 5
+    assert sizes(case, 20, 20) == 1

@@ -15,6 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.protocol import EncoderItemSpec
 
+from ..small_tower import SmallAdapter
 from .mock_towers import PathsOfTiles
 from .rank_processes import join, result_of, start_ranks
 
@@ -25,7 +26,7 @@ LIMITS = {
     "piece_compiler": "eager",
 }
 CPU = torch.device("cpu")
-SHORT = timedelta(seconds=10)
+SHORT = timedelta(seconds=5)
 FAILING_RANK = 1
 
 
@@ -164,7 +165,7 @@ def _two_paths(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]
 def _invariant(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     """A request whose items get the same bits on every rank, and ranks that chose other kernels."""
     config = fx.EncoderConfig(**LIMITS, mode="full", data_parallel=True, invariant=True)
-    manager = fx.EncoderCudaGraphManager(fx.wrap(job["tower"]), config, log_interval=0)
+    manager = fx.EncoderCudaGraphManager(SmallAdapter(job["tower"]), config, log_interval=0)
     manager.capture()
     parallel = manager.data_parallel
     assert parallel is not None

@@ -1,10 +1,11 @@
-"""Another process, with empty caches, that starts from a file and saves another: prints what it compiled and
-returned.
+"""Processes, each with an empty cache, that start from a file and save another: print what they compiled and
+returned. They are forks of one that has imported and done nothing else.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
@@ -34,5 +35,17 @@ def start(path: str, again: str) -> None:
     print(json.dumps(found))
 
 
+def main(path: str, *saved: str) -> None:
+    """Starts from `path` and saves the first of `saved`, then starts from that, and so on."""
+    for again in saved:
+        if (pid := os.fork()) == 0:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{again}.cache"
+            start(path, again)
+            sys.stdout.flush()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        path = again
+
+
 if __name__ == "__main__":
-    start(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -317,28 +317,6 @@ def test_reports_are_those_of_the_last_capture() -> None:
     assert manager.reports == [report for report in before if "captured without compiling" in report]
 
 
-def test_after_clear_everything_is_released_and_can_be_captured_again() -> None:
-    model = PathsModel()
-    manager = captured(model)
-    inputs = items(model, (3, 2), (7, 0))
-    expected, plan, num_bytes = eagerly(model, inputs), manager.plan(inputs), manager.num_bytes
-    for round_ in range(1, 3):
-        manager.clear()
-        assert (manager.num_bytes, manager.is_captured(), captured_budgets(manager)) == (
-            0,
-            False,
-            {"global": [], "local": []},
-        )
-        assert (manager.stats().graph_bytes, manager.stats().input_bytes) == (0, 0)
-        assert_equal_items(manager.execute(inputs), expected)
-        assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2 * round_}
-        manager.capture()
-        assert manager.num_bytes == num_bytes
-        assert manager.plan(inputs) == plan
-        assert_equal_items(manager.execute(inputs), expected)
-        assert manager.stats().hits == 2 * round_
-
-
 def test_found_i_capturing_twice_changes_nothing() -> None:
     manager = captured(PathsModel())
     before, num_bytes = manager.budget_graphs, manager.num_bytes

@@ -16,9 +16,9 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
 from fxsplit_encoder.manager.data_parallel import DataParallel, assign_items
 
+from ..small_tower import FEATURES, SmallAdapter, SmallTower
 from .data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, run_ranks
 from .mock_towers import PathsOfTiles, assert_equal_items, eagerly, items
-from .test_passes import tower as small_tower
 
 MODES = ("full", "piecewise", "none")
 
@@ -121,12 +121,21 @@ def no_images(make_batch: Any) -> dict[str, Any]:
     return {name: tensor[:0] for name, tensor in make_batch([(1, 4, 4)]).items()}
 
 
+GRIDS = [(1, 2 * (1 + 5 * n % 6), 2 * (2 + 3 * n % 7)) for n in range(12)]
+VIDEOS_BESIDE_IMAGES = (GRIDS[:3], [(2, 4, 4), (9, 2, 2), (3, 2, 6)])
+
+
+@pytest.fixture(scope="module")
+def small_inputs(make_batch: Any) -> dict[str, Any]:
+    """For a `SmallTower`."""
+    return make_batch(*VIDEOS_BESIDE_IMAGES, seed=2, features=FEATURES)
+
+
 @pytest.fixture(scope="module")
 def inputs(make_batch: Any) -> dict[str, dict[str, Any]]:
-    grids = [(1, 2 * (1 + 5 * n % 6), 2 * (2 + 3 * n % 7)) for n in range(12)]
     return {
-        "mixed images": make_batch(grids, seed=1),
-        "videos beside images": make_batch(grids[:3], [(2, 4, 4), (9, 2, 2), (3, 2, 6)], seed=2),
+        "mixed images": make_batch(GRIDS, seed=1),
+        "videos beside images": make_batch(*VIDEOS_BESIDE_IMAGES, seed=2),
         "videos": make_batch([], [(1, 4, 4), (4, 2, 4), (8, 4, 4)], seed=3),
         "over the largest budget": make_batch([(1, 4, 4), (1, 18, 18), (1, 16, 16)], seed=4),
         "fewer items than ranks": make_batch([(1, 8, 8)], seed=5),
@@ -153,12 +162,12 @@ def job(make_tower: Any, make_batch: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    job: Any, make_tower: Any, inputs: Any, on_two_paths: Any, tmp_path_factory: Any
+    job: Any, make_tower: Any, inputs: Any, small_inputs: Any, on_two_paths: Any, tmp_path_factory: Any
 ) -> list[dict[str, Any]]:
     parts = {
         "requests": {"tower": make_tower(), "modes": MODES, "inputs": inputs},
         "two paths": {"inputs": on_two_paths},
-        "invariant": {"tower": small_tower(0), "inputs": inputs["videos beside images"]},
+        "invariant": {"tower": SmallTower(), "inputs": small_inputs},
     }
     return run_ranks(2, tmp_path_factory.mktemp("two"), {**job, **parts})
 
@@ -228,12 +237,12 @@ def test_a_tower_of_two_paths_is_shared(two_ranks: Any, on_two_paths: Any) -> No
 
 @pytest.mark.slow
 def test_invariant_ranks_give_the_bits_of_one_process(
-    two_ranks: Any, inputs: Any, single_thread: None
+    two_ranks: Any, small_inputs: Any, single_thread: None
 ) -> None:
     config = fx.EncoderConfig(**LIMITS, mode="piecewise", invariant=True)
-    manager = fx.EncoderCudaGraphManager(fx.wrap(small_tower(0)), config, log_interval=0)
+    manager = fx.EncoderCudaGraphManager(SmallAdapter(), config, log_interval=0)
     manager.capture()
-    expected = manager.execute(inputs["videos beside images"])
+    expected = manager.execute(small_inputs)
     for results in two_ranks:
         assert all(map(torch.equal, results["invariant"], expected))
         assert len(results["invariant"]) == len(expected)

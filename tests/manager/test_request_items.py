@@ -103,10 +103,20 @@ def test_plans_follow_the_captures(manager: Any, make_batch: Any) -> None:
 def test_little_is_kept(manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     monkeypatch.setattr(request_plans, "_KEPT_ITEMS", kept)
     monkeypatch.setattr("fxsplit_encoder.manager.request_plans._KEPT_PLANS", kept)
+    read, ask = [], manager.tower.get_encoder_cudagraph_item_specs
+
+    def watched(mm_kwargs: dict[str, Any]) -> Any:
+        read.append(mm_kwargs)
+        return ask(mm_kwargs)
+
+    monkeypatch.setattr(manager.tower, "get_encoder_cudagraph_item_specs", watched)
+    plans: list[Any] = []
     for height in (2, 4, 6, 8, 4, 2):
-        assert_right(manager, make_batch([(1, height, 2)]))
-        plans = manager.lifecycle.serving.plans
-        assert max(len(manager._items._known), len(plans._described), len(plans._kept)) <= kept
+        inputs = make_batch([(1, height, 2)])
+        plans.append(manager.plan(inputs))
+        assert manager.plan(inputs) is plans[-1]
+    assert len(read) == 6 and plans[-1] is not plans[0] and plans[-2] is not plans[1]
+    assert_right(manager, make_batch([(1, 2, 2)]))
 
 
 def test_a_tower_that_describes_nothing_is_asked_every_time() -> None:

@@ -28,7 +28,7 @@ class OrderedTokens(SplitModel):
     def get_encoder_cudagraph_config(self) -> Config:
         return Config(["image"], ["patches", "order", "back", "lengths"], WIDTH)
 
-    def _inputs(self, lengths: list[int], tokens: int) -> dict[str, Tensor]:
+    def inputs_of(self, lengths: list[int], tokens: int) -> dict[str, Tensor]:
         order = torch.arange(tokens).flip(0)
         ends = torch.tensor([0, *lengths]).cumsum(0) * GROUP
         ends = torch.cat([ends, ends[-1:].expand(MOST_ITEMS + 1 - len(ends))])
@@ -46,14 +46,14 @@ class OrderedTokens(SplitModel):
 
     def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *args: Any, **k: Any) -> Values:
         extra = 0 if self.grows_evenly or token_budget == 4 else 1
-        inputs = self._inputs([token_budget], token_budget + extra)
+        inputs = self.inputs_of([token_budget], token_budget + extra)
         return Values({"patches": torch.randn(GROUP * token_budget, WIDTH), **inputs})
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], *a: Any, **k: Any
     ) -> Values:
         lengths = mm_kwargs["lengths"]
-        return Values({"patches": mm_kwargs["patches"], **self._inputs(lengths, sum(lengths))})
+        return Values({"patches": mm_kwargs["patches"], **self.inputs_of(lengths, sum(lengths))})
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         x = inputs["patches"]
@@ -80,12 +80,12 @@ class TokensByImage(OrderedTokens):
     a row for sixteen patches.
     """
 
-    def _inputs(self, lengths: list[int], tokens: int) -> dict[str, Tensor]:
-        inputs = super()._inputs(lengths, tokens)
+    def inputs_of(self, lengths: list[int], tokens: int) -> dict[str, Tensor]:
+        inputs = super().inputs_of(lengths, tokens)
         return {**inputs, "images": torch.arange(float(len(lengths))).add(1)}
 
     def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *args: Any, **k: Any) -> Values:
-        inputs = self._inputs([4] * (token_budget // 4), token_budget)
+        inputs = self.inputs_of([4] * (token_budget // 4), token_budget)
         return Values({"patches": torch.randn(GROUP * token_budget, WIDTH), **inputs})
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:

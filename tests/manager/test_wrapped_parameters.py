@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import fxsplit_encoder as fx
-from tests.manager.test_passes import tower as plain_tower
+from tests.small_tower import FEATURES, SmallAdapter, SmallTower
 
 GRID = torch.tensor([[1, 4, 6]])
 
@@ -51,7 +51,7 @@ class Quantized(Tensor):
 
 
 def tower(seed: int, factor: float = 1.0) -> Any:
-    made = plain_tower(seed)
+    made = SmallTower(seed)
     for layer in layers(made):
         scale = layer.weight.abs().amax().reshape(1) / 127
         weight = Quantized((layer.weight / scale).round().to(torch.int8), scale, factor)
@@ -70,20 +70,19 @@ def exchange(inner: Any, source: Any) -> None:
 
 @pytest.fixture
 def pixels() -> Tensor:
-    features = fx.wrap(plain_tower(0)).patch_features
-    return torch.randn(24, features, generator=torch.Generator().manual_seed(0))
+    return torch.randn(24, FEATURES, generator=torch.Generator().manual_seed(0))
 
 
 def make_encode(inner: Any, pixels: Tensor, *, compiles: bool) -> Any:
     settings: dict[str, Any] = {"piece_compiler": "eager", "token_budgets": (8,), "mode": "full"}
-    wrapped = fx.wrap(inner)
+    wrapped = SmallAdapter(inner)
     if compiles:
         module = torch.compile(wrapped, backend="encoder_cg", options=settings)
-        return lambda: module(pixels, GRID).pooler_output
+        return lambda: module(pixels, GRID)
     manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(**settings))
     manager.capture()
     inputs = {"pixel_values": pixels, "image_grid_thw": GRID}
-    return lambda: manager.execute(inputs)[0][:, : wrapped.tower.config.out_hidden_size]
+    return lambda: manager.execute(inputs)[0]
 
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -95,10 +94,10 @@ def test_exchanged_parameters_are_those_of_the_next_call(pixels: Tensor, compile
     for seed in (0, 3):
         for each in (inner, reference):
             exchange(each, tower(seed))
-        torch.testing.assert_close(encode(), reference(pixels, GRID).pooler_output, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(encode(), reference(pixels, GRID), rtol=1e-4, atol=1e-5)
     for weight in (layer.weight for each in (inner, reference) for layer in layers(each)):
         weight.values.neg_()
-    torch.testing.assert_close(encode(), reference(pixels, GRID).pooler_output, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(encode(), reference(pixels, GRID), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -59,19 +59,6 @@ def kept(released: list[Captures], max_bytes: int | None = None) -> OtherStates[
     return OtherStates(released.append, max_bytes)
 
 
-def test_those_of_the_state_that_the_tower_is_in_are_found(released: list[Captures]) -> None:
-    tower, others = Tower(), kept(released)
-    first, second = of(tower, 1.0), of(tower, 2.0)
-    others.put(first)
-    assert others.find(second) is second
-    tower.layer.eps = 1.0
-    assert others.find(second) is first
-    tower.layer.eps = 3.0
-    assert others.find(second) is None
-    others.take(first)
-    assert not [*others] and not released
-
-
 def test_merges_outdate_what_was_made_of_the_weights(released: list[Captures]) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["linear"])
@@ -87,19 +74,6 @@ def test_merges_outdate_what_was_made_of_the_weights(released: list[Captures]) -
     assert (merged.checks, unmerged.checks, [*others]) == (1, 1, [merged])
     others.put(unmerged, merged)
     assert (merged.checks, unmerged.checks, [*others]) == (1, 1, [unmerged])
-
-
-def test_more_states_than_are_kept(released: list[Captures], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "_MOST_STATES", 2)
-    tower, others = Tower(), kept(released)
-    made = [of(tower, n) for n in (1.0, 2.0, 3.0)]
-    for each in made[:2]:
-        others.put(each)
-    others.take(made[0])
-    others.put(made[0])  # as the one in use last
-    others.put(made[2])
-    assert released == [made[1]]
-    assert [*others] == [made[0], made[2]]
 
 
 @pytest.mark.parametrize(("max_bytes", "left"), [(None, 3), (70, 3), (69, 2), (49, 1), (39, 0)])

@@ -70,22 +70,6 @@ def replayed(shapes: UnpaddedCaptures, tokens: int) -> Tensor | None:
     return captured.replay()[0].clone()
 
 
-def test_a_size_is_captured_when_it_has_come_often_enough() -> None:
-    forward = Forward()
-    shapes = captures_of(forward, threshold=3)
-    for _ in range(2):
-        assert shapes.of_size(7) is None
-        assert shapes.reason(PathPlan(7, None)) is MissReason.NEW_SHAPE
-        assert shapes.of_size(9) is None
-    assert forward.requested == []
-    for _ in range(3):
-        output = replayed(shapes, 7)
-        assert output is not None
-        assert torch.equal(output, torch.full((7,), 2.0))
-    assert forward.requested == [7]
-    assert (shapes.sizes, 7 in shapes, 9 in shapes) == ([7], True, False)
-
-
 def test_uses_count_by_their_weight() -> None:
     shapes = captures_of(Forward())
     assert [shapes.of_size(5, 0.25) is not None for _ in range(4)] == [False, False, False, True]
@@ -141,18 +125,6 @@ def test_the_least_recently_used_generation_is_evicted_as_a_whole() -> None:
     assert shapes.num_evicted == 2
     assert shapes.graph_bytes == before + (9 - 3 - 4) * OUTPUT_BYTES
     assert replayed(shapes, 3) is not None  # captured anew
-
-
-def test_bytes_are_bounded_by_evicting_the_others() -> None:
-    limit = 10 * OUTPUT_BYTES
-    shapes = captures_of(Forward(), threshold=1, max_captures=4, limit=limit)
-    for tokens in (4, 6, 5):  # generations of one
-        assert replayed(shapes, tokens) is not None
-        assert shapes.graph_bytes <= limit
-    assert shapes.sizes == [5]
-    assert shapes.of_size(11) is None
-    assert "max_graph_bytes" in shapes.refused[11]
-    assert shapes.graph_bytes == 0
 
 
 def test_sglang_omni_973_free_memory_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from fxsplit_encoder.caching import Recent
 
 CONSTRUCTOR = ("vllm_config", "device", "dtype", "model")
 
@@ -121,11 +120,8 @@ def _parameter_problem(method: Callable[..., Any] | None, names: Sequence[str]) 
 # Below vLLM's logger, so that its settings hold and its process's name is in front.
 logger = logging.getLogger("vllm.fxsplit_encoder")
 
-_said: Recent[str, bool] = Recent(256)
 
-
+@functools.lru_cache(maxsize=256)
 def warn_once(message: str) -> None:
     """Warns of something, once in this process: managers are made more than once."""
-    if not _said.get(message):
-        _said[message] = True
-        logger.warning("%s", message)
+    logger.warning("%s", message)

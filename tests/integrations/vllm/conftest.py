@@ -17,9 +17,9 @@ from .fake_vllm import VERSIONS, FakeVllm
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
     """The latest recorded version."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    compatibility._said.clear()
+    compatibility.warn_once.cache_clear()
     yield FakeVllm(VERSIONS[-1], monkeypatch)
-    compatibility._said.clear()
+    compatibility.warn_once.cache_clear()
 
 
 @pytest.fixture
