@@ -19,7 +19,7 @@ from fxsplit_encoder.compile.invariance import check_proof, check_rows
 from fxsplit_encoder.compile.layouts import keeping_layouts
 from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions, host_op, splitting_targets
-from fxsplit_encoder.compile.passes import run_passes
+from fxsplit_encoder.compile.passes import BEFORE_MASKS, passes_for, run_passes
 from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, TensorInfo
 from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value, permute_rows
@@ -45,14 +45,16 @@ def build_program(
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
-    with keeping_layouts(module.graph):
-        num_rows = mask_pad_rows(module, targets)
     outputs: Any = module.graph.output_node().args[0]
     values = (node_value(each) for each in outputs if isinstance(each, fx.Node))
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
+    due = passes_for(options.passes, device, options.policy, may_derive=may_derive)
+    report = run_passes(module, {name: due.pop(name) for name in BEFORE_MASKS if name in due})
+    with keeping_layouts(module.graph):
+        num_rows = mask_pad_rows(module, targets)
     mark_cuts(module, targets)
     own_heads = heads_of(module.graph.nodes)
-    report = run_passes(module, options.passes, device, options.policy, may_derive=may_derive)
+    report |= run_passes(module, due)
     compile_ahead(module.graph.nodes, device, eager=own_heads)
     compile_products_ahead(module.graph.nodes, device)
     if options.policy.one_order_of_sums:

@@ -31,6 +31,7 @@ class Captures:
 
     tower: nn.Module
     num_bytes: int = 10
+    derived_bytes: int = 0
     structure: Structure | None = field(init=False)
     checks: int = 0
 
@@ -47,7 +48,7 @@ class Captures:
 
 def of(tower: Tower, eps: float, num_bytes: int = 10) -> Captures:
     tower.layer.eps = eps
-    return Captures(tower, num_bytes)
+    return Captures(tower, num_bytes - 5, derived_bytes=5)
 
 
 @pytest.fixture

@@ -62,6 +62,10 @@ _DERIVING = frozenset(
 # After all passes that see layers by torch's names; marks go to the nodes that it leaves.
 _FIXED_BEFORE = "output_branch"
 
+BEFORE_MASKS = ("folded_adapters",)
+"""Those that run before pad rows are masked: beside a layer an adapter reads attention's result too, so that
+the mask would stand before the layer instead of after it."""
+
 
 def default_passes(device: torch.device, policy: InvariantPolicy = BATCH_DEPENDENT) -> tuple[str, ...]:
     """Returns the passes of `passes: auto` on a device: with one order of sums none that measures."""
@@ -79,22 +83,20 @@ def default_passes(device: torch.device, policy: InvariantPolicy = BATCH_DEPENDE
 
 
 def expected_width(width: int, names: Sequence[str] | None, device: torch.device) -> int:
-    """Returns the stored width of attention heads, before there is a graph; arguments as for `run_passes`."""
+    """Returns the stored width of attention heads, before there is a graph; arguments as for `passes_for`."""
     chosen = default_passes(device) if names is None else names
     return stored_width(width) if wide_heads.__name__ in chosen else width
 
 
-def run_passes(
-    module: fx.GraphModule,
+def passes_for(
     names: Sequence[str] | None,
     device: torch.device,
     policy: InvariantPolicy = BATCH_DEPENDENT,
     *,
     may_derive: bool = True,
-) -> dict[str, int]:
-    """Runs passes over a graph, in the order of `PASSES`: those `names`, or for None those that pay on this
-    device; without `may_derive` none that keeps parameters in another form. Returns the number of places
-    that each changed; ConfigError: there is no such pass.
+) -> dict[str, Pass]:
+    """Returns passes in the order of `PASSES`: those `names`, or for None those that pay on this device;
+    without `may_derive` none that keeps parameters in another form. ConfigError: there is no such pass.
     """
     chosen = default_passes(device, policy) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
@@ -105,6 +107,11 @@ def run_passes(
             due["fixed_products"] = fixed_products
         if name in chosen and (may_derive or name not in _DERIVING):
             due[name] = run
+    return due
+
+
+def run_passes(module: fx.GraphModule, due: Mapping[str, Pass]) -> dict[str, int]:
+    """Runs passes over a graph; returns the number of places that each changed."""
     changed: dict[str, int] = {}
     for name, run in due.items():
         with keeping_layouts(module.graph):

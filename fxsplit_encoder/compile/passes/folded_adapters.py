@@ -61,8 +61,11 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
         bias = derived_parameter(graph, functools.partial(with_bias, scale=scale), bias, up.bias)
     base.replace_parameters(weight, bias)
     result: Any = node.args[0]
-    dtype = node.meta["val"].dtype
-    if dtype != result.meta["val"].dtype:  # of an adapter in float32 beside a layer in 16 bits
+    dtype, own = node.meta["val"].dtype, result.meta["val"].dtype
+    if dtype != own:  # an adapter in float32 beside a layer in 16 bits, to which PEFT converts the sum
+        for user in [*node.users]:
+            if user.target is aten._to_copy.default and user.kwargs == {"dtype": own}:
+                user.replace_all_uses_with(result)
         with graph.inserting_before(node):
             result = call_function(graph, aten._to_copy.default, result, dtype=dtype)
     node.replace_all_uses_with(result)
