@@ -455,7 +455,7 @@ def serve(result: Result) -> str:
         rates = ", ".join(f"{name} {shown(found[name, 1.0]['images/s'])}" for name in measured)
         notes.append(f"{model}: {rates} images/s.")
         notes += [f"{row['server']}: not measured, {row['reason']}." for row in rows if "reason" in row]
-        for share in sorted({row["share"] for row in rows} - {1.0}):
+        for share in sorted({row["share"] for row in rows} - {1.0})[::2]:
             times = [found.get((name, share), {}).get(part) for name in servers for part in ("p50", "p99")]
             rate = next(found[name, share]["rate"] for name in measured if (name, share) in found)
             lines.append([model, f"{share:.0%}", rate, *times])
@@ -632,7 +632,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     **dict.fromkeys(("vllm", "vllm_towers", "vllm_h100"), vllm),
     **dict.fromkeys(("vllm_serving_pairs", "vllm_serving_compiled"), vllm_serving),
     "map_batches": map_batches,
-    "serve": serve,
+    **dict.fromkeys(("serve", "serve_qwen3_vl"), serve),
 }
 """Makes Markdown from a result and the arguments of a mark. A name is that of the mark and of the file in
 benchmarks/results.

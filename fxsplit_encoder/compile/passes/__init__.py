@@ -63,7 +63,7 @@ _DERIVING = frozenset(
 _FIXED_BEFORE = "output_branch"
 
 BEFORE_MASKS = ("folded_adapters",)
-"""Those that run before pad rows are masked: beside a layer an adapter reads attention's result too, so that
+"""Passes that run before pad rows are masked: beside a layer an adapter reads attention's result too, so that
 the mask would stand before the layer instead of after it."""
 
 

@@ -16,11 +16,11 @@ aten = torch.ops.aten
 
 
 def folded_adapters(module: fx.GraphModule) -> int:
-    """Linear layers to whose output `scale * (rows @ down.T @ up.T)` is added, as one layer each.
+    """Makes a linear layer, to whose output `scale * (rows @ down.T @ up.T)` is added, one layer.
 
     Exact: the sums are those of the weight `weight + scale * up @ down`, which is computed in float32 and
-    rounded once; in 16 bits a layer's results are rounded twice less, which makes up for it. Two small
-    products beside each layer are 216 more kernels in Qwen3-VL-8B's blocks (docs/features.md).
+    rounded once; in 16 bits a layer's results are rounded twice less, which makes up for it. Left alone, the
+    small products of Qwen3-VL-8B's blocks are 216 more kernels (docs/features.md).
     """
     nodes = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
     return sum(_fold(module.graph, node) for node in nodes)  # in order: an adapter may be added to others
