@@ -303,7 +303,7 @@ class _Seen:
         return bool(self._layers)
 
     def has_other_adapters(self) -> bool:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError):  # an attribute that is gone is told below
             if [get(held) for get, held in self._switches] == self._switched:
                 return False
         return any(

@@ -20,10 +20,13 @@ def folded_adapters(module: fx.GraphModule) -> int:
 
     Exact: the sums are those of the weight `weight + scale * up @ down`, which is computed in float32 and
     rounded once; in 16 bits a layer's results are rounded twice less, which makes up for it. Left alone, the
-    small products of Qwen3-VL-8B's blocks are 216 more kernels (docs/features.md).
+    small products are two more kernels a layer (times: docs/features.md).
     """
     nodes = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    return sum(_fold(module.graph, node) for node in nodes)  # in order: an adapter may be added to others
+    changed = sum(_fold(module.graph, node) for node in nodes)  # in order: adapters may be added to others
+    if changed:  # once: it visits the whole graph
+        module.graph.eliminate_dead_code()
+    return changed
 
 
 def with_adapter(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
@@ -40,20 +43,10 @@ def with_bias(bias: Tensor, added: Tensor, *, scale: float) -> Tensor:
 
 
 def _fold(graph: fx.Graph, node: fx.Node) -> bool:
-    if len(node.args) != 2 or node.kwargs:
+    found = _adapter(node)
+    if found is None:
         return False
-    base, scaled = _layer_of(node.args[0], node), node.args[1]
-    if base is None or not isinstance(scaled, fx.Node) or scaled.target is not aten.mul.Tensor:
-        return False
-    if len(scaled.users) > 1:
-        return False
-    product, scale = scaled.args
-    up = _layer_of(product, scaled)
-    down = None if up is None else _layer_of(up.rows, up.node)
-    if up is None or down is None or down.bias is not None or not isinstance(scale, float | int):
-        return False
-    if (up.bias is not None and base.bias is None) or not _are_same(down.rows, base.rows):
-        return False
+    base, down, up, scale = found
     fold = functools.partial(with_adapter, scale=scale)
     weight = derived_parameter(graph, fold, base.weight, down.weight, up.weight)
     bias = base.bias
@@ -61,17 +54,40 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
         bias = derived_parameter(graph, functools.partial(with_bias, scale=scale), bias, up.bias)
     base.replace_parameters(weight, bias)
     result: Any = node.args[0]
-    dtype, own = node.meta["val"].dtype, result.meta["val"].dtype
+    source = result.args[0] if result.target is aten._to_copy.default else result
+    dtype, own = node.meta["val"].dtype, source.meta["val"].dtype
     if dtype != own:  # an adapter in float32 beside a layer in 16 bits, to which PEFT converts the sum
         for user in [*node.users]:
             if user.target is aten._to_copy.default and user.kwargs == {"dtype": own}:
-                user.replace_all_uses_with(result)
+                user.replace_all_uses_with(source)
+    if dtype != result.meta["val"].dtype:
         with graph.inserting_before(node):
-            result = call_function(graph, aten._to_copy.default, result, dtype=dtype)
+            result = call_function(graph, aten._to_copy.default, source, dtype=dtype)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
-    graph.eliminate_dead_code()
     return True
+
+
+def _adapter(node: fx.Node) -> tuple[Linear, Linear, Linear, float] | None:
+    """Returns the layer, the two layers of its adapter and their scale that a sum adds; None: another sum."""
+    base, scaled = (_layer_of(node.args[0], node), node.args[1]) if len(node.args) == 2 else (None, None)
+    if not isinstance(scaled, fx.Node) or scaled.target is not aten.mul.Tensor or len(scaled.users) > 1:
+        return None
+    product, scale = scaled.args
+    up = _layer_of(product, scaled)
+    down = None if up is None else _layer_of(up.rows, up.node)
+    if base is None or up is None or down is None or not isinstance(scale, float | int) or node.kwargs:
+        return None
+    has_no_place = down.bias is not None or (up.bias is not None and base.bias is None)
+    return None if has_no_place or not _fit(node, base, down, up) else (base, down, up, scale)
+
+
+def _fit(node: fx.Node, base: Linear, down: Linear, up: Linear) -> bool:
+    """Whether a row that is added is the adapter's of the same row, feature by feature."""
+    summed = {shape_exprs(each.meta["val"]) for each in (node, *node.all_input_nodes)}
+    widths = (down.in_features, down.out_features, up.out_features)
+    expected = (base.in_features, up.in_features, base.out_features)
+    return len(summed) == 1 and widths == expected and _are_same(down.rows, base.rows)
 
 
 def _layer_of(result: Any, reader: fx.Node) -> Linear | None:

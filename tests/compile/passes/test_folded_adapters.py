@@ -61,6 +61,16 @@ def test_adapters_become_part_of_the_weight(
     assert folded_adapters(graph.module) == 0
 
 
+@torch.no_grad()
+def test_nothing_is_left_of_two_adapters_in_float32() -> None:
+    layer: Any = Adapted(4, 2, dtype=torch.bfloat16)
+    layer.down.float()
+    layer.up.float()
+    graph = aten_graph(layer, torch.randn(5, 32).bfloat16())
+    assert graph.apply(folded_adapters) == 2
+    assert not graph.count(aten._to_copy.default) and not graph.count(aten.add.Tensor)
+
+
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [0.003, 0.03, 0.3])
 @torch.no_grad()
@@ -93,6 +103,7 @@ class Others(nn.Module):
         super().__init__()
         self.kind = kind
         self.base, self.down, self.up = nn.Linear(32, 48), nn.Linear(32, 4, bias=False), nn.Linear(4, 48)
+        self.parts_down, self.parts_up = nn.Linear(32, 12, bias=False), nn.Linear(4, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         result, rows = self.base(x), x.flip(0) if self.kind == "other rows" else x
@@ -100,6 +111,10 @@ class Others(nn.Module):
         if self.kind == "a function between":
             between = between.relu()
         added = self.up(between) * (x[:, :1] if self.kind == "a scale for each row" else 0.5)
+        if self.kind == "every pair of rows":
+            return result[:, None] + added[None]
+        if self.kind == "parts of rows":
+            return result.view(-1, 16) + self.parts_up(self.parts_down(rows).view(-1, 4)) * 0.5
         if self.kind == "the layer is read elsewhere":
             return result + added + result.relu()
         if self.kind == "the adapter is read elsewhere":
@@ -111,7 +126,8 @@ class Others(nn.Module):
     "kind",
     [
         *("other rows", "a function between", "a scale for each row", "a factor"),
-        *("the layer is read elsewhere", "the adapter is read elsewhere"),
+        *("the layer is read elsewhere", "the adapter is read elsewhere", "every pair of rows"),
+        "parts of rows",
     ],
 )
 def test_what_is_no_adapter_stays(kind: str) -> None:
