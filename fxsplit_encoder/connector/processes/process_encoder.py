@@ -179,7 +179,7 @@ class ProcessEncoder(FeatureEncoder):
         except TimeoutError:
             raise self._lose(f"the encoder process {self.pid} did not answer within {timeout:g} s") from None
         except TransportError as error:
-            message = f"the encoder process {self.pid} sent what nobody understands: {error}"
+            message = f"the encoder process {self.pid} sent an invalid message: {error}"
             raise self._lose(message) from error
         if reply is None:
             raise self._lose()
