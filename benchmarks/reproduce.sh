@@ -2,7 +2,7 @@
 # Measures what the documents' tables are made of, on one otherwise idle GPU.
 #
 #   reproduce.sh readme OUT   what the README's table needs: some minutes
-#   reproduce.sh all OUT      every table, in hours; data_parallel needs four GPUs, connector_own_gpu two, vllm vLLM
+#   reproduce.sh all OUT      every table, in hours; readme takes three GPUs if it finds them, data_parallel needs four, connector_own_gpu two, vllm vLLM
 #
 # Results and logs are written to OUT. What is done there does not run again, so a run that was cut off goes on
 # where it ended. `python benchmarks/bench.py tables OUT/*.json` then takes the results in.
@@ -17,6 +17,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XDG_CACHE_HOME=$out/cache
 python=${PYTHON:-python3}
 
 shown="--only default measured_activations merged_projections pad_mlp_width"
+few="1x224 1x896 20x336 mixed8"
+contenders="eager compile-reduce-overhead compile-max-autotune graph-exact ours-auto"
 tiles="--towers internvl3-8b --workloads tiles12"
 
 # What is needed most first: a name in benchmarks/results, its case and options.
@@ -28,6 +30,8 @@ jobs=("readme encoder --readme")
     "accelerate_adapters accelerate --adapters"
     "start start"
     "encoder encoder --shared-cache"
+    "contenders encoder --towers qwen3-vl-8b --workloads $few --variants $contenders"
+    "backend backend"
     "modes encoder --modes --shared-cache"
     "internvl encoder --towers internvl3-8b --workloads tiles1 tiles4 tiles12 --shared-cache"
     "towers towers"

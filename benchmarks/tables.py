@@ -27,11 +27,12 @@ Row = Mapping[str, Any]
 
 OURS = "ours-auto"
 _INVARIANT = "ours-invariant"
-_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "graph-exact")
+_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "compile-max-autotune", "graph-exact")
 _TITLES = {
     "eager": "Hugging Face eager (sdpa)",
     "compile": "torch.compile",
     "compile-reduce-overhead": 'torch.compile, mode="reduce-overhead"',
+    "compile-max-autotune": 'torch.compile, mode="max-autotune"',
     "graph-exact": "eager model in one CUDA graph",
     OURS: "ours",
     "powers of two": "our compiled program, one full graph per power of two, greedy packing",
@@ -210,12 +211,14 @@ def readme(result: Result) -> str:
         times = _times(rows)
         line = [workload, rows["eager"]["patches"], *map(times.get, others)]
         line += [theirs.get(workload)] if theirs else []
-        lines.append([*line, times.get(OURS), _ratio(times.get("eager"), times.get(OURS))])
+        starts = rows[OURS].get("starts")
+        line += [times.get(OURS), f"{shown(starts[0])}-{shown(starts[-1])}" if starts else None]
+        lines.append([*line, _ratio(times.get("eager"), times.get(OURS))])
     run = {(True, False): "", (True, True): ", in this run or in one inside vLLM"}.get(
         (result in vllm_runs, in_vllm in vllm_runs), ", in a run inside vLLM"
     )
     note = f" *: {_VLLM_NOTE}{run}." if theirs else ""
-    table = formatted([*headers, "ours", "eager / ours"], lines)
+    table = formatted([*headers, "ours", "its starts", "eager / ours"], lines)
     return f"{table}\n\n{_timed_where(result, _TOWER)}{note}"
 
 
@@ -613,7 +616,7 @@ def _where(feature: features.Feature) -> str:
 
 TABLES: Mapping[str, Callable[..., str]] = {
     **dict.fromkeys(("readme", "torch_2_14"), readme),
-    **dict.fromkeys(("encoder", "internvl"), summary),
+    **dict.fromkeys(("encoder", "internvl", "contenders"), summary),
     "modes": modes,
     "requests": requests,
     "towers": towers,
@@ -632,6 +635,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     **dict.fromkeys(("vllm", "vllm_towers", "vllm_h100"), vllm),
     **dict.fromkeys(("vllm_serving_pairs", "vllm_serving_compiled"), vllm_serving),
     "map_batches": map_batches,
+    "backend": backend,
     **dict.fromkeys(("serve", "serve_qwen3_vl"), serve),
 }
 """Makes Markdown from a result and the arguments of a mark. A name is that of the mark and of the file in

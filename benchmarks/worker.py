@@ -59,6 +59,8 @@ class Job:
     """Whether Inductor may find what earlier processes compiled."""
     seconds: float = 1.0
     """Fast rows get more samples than asked for, as many as take so long."""
+    gpu: str | None = None
+    """The only GPU that the process sees, as CUDA_VISIBLE_DEVICES names it; None: all that this one sees."""
 
 
 def known_workloads(tower: str, quick: bool) -> Mapping[str, Workload]:
@@ -97,6 +99,8 @@ def _probe_fork(sender: Connection) -> None:
 def _rows(job: Job, cache: str | None) -> Iterator[Row]:
     if cache is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    if job.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = job.gpu
     with torch.no_grad():
         yield from floor(job) if job.variant == FLOOR else contest(job)
 

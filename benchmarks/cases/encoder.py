@@ -6,21 +6,26 @@
     python benchmarks/bench.py encoder --quick                                  # a tiny tower, on any machine
 
 Published sizes, seeded random weights, every variant of every tower in a process of its own; what differs
-from eager is not timed. Milliseconds: median and percentiles of the wall time to the end of the device's
-work; "host" and "device", between events; the share of padding, the error, device memory beyond the tower's,
-and the first request ("first s"). "floor" is the operations over the rate of a large matrix product.
-"vllm-eager" and "vllm" are vLLM's own class, compared with its own forward. Inductor's cache is empty when a
-variant starts, except with `--shared-cache`.
+from eager is not timed. `--readme` starts each three times, at once where there are as many GPUs; a row is
+the start of the median p50, "starts" are all of those. Milliseconds: median and percentiles of the wall time
+to the end of the device's work; "host" and "device", between events; the share of padding, the error, device
+memory beyond the tower's, and the first request ("first s"). "floor" is the operations over the rate of a
+large matrix product. "vllm-eager" and "vllm" are vLLM's own class, compared with its own forward. Inductor's
+cache is empty when a variant starts, except with `--shared-cache`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
+import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
     add("--variants", nargs="+", choices=[FLOOR, *CONTENDERS], metavar="NAME", help=", ".join(CONTENDERS))
     add("--blocks", type=int, help="the most blocks of a tower")
+    add(
+        "--starts", type=int, help="processes of each variant, of which the median is kept; 1, for --readme 3"
+    )
     add("--samples", type=int, default=30, help="the fewest timed calls of a row")
     add("--seconds", type=float, default=1.0, help="how long a row's calls are timed at least, of up to 200")
     add("--timeout", type=float, default=900, help="the most seconds of a variant of a tower")
@@ -93,28 +101,69 @@ def make_jobs(options: argparse.Namespace, device: str) -> list[Job]:
     return jobs
 
 
-def measure(jobs: Sequence[Job], timeout: float, result: Result, path: Path | None) -> None:
-    """Measures job by job, adds the rows to `result` and writes it after each."""
+def measure(starts: Sequence[Sequence[Job]], timeout: float, result: Result, path: Path | None) -> None:
+    """Measures each start job by job, starts on other GPUs at once, and writes the medians after each row."""
     method = start_method()
-    rows: list[dict[str, Any]] = result["rows"]
-    for job in jobs:
-        variant = CONTENDERS.get(job.variant)
-        reason = variant and variant.unavailable(kind_of(job.tower), job.device)
-        if reason:
-            print(f"{job.tower}, {job.variant}: not run: {reason}", flush=True)
-            continue
+    measured: list[dict[str, Any]] = []
+    writing = threading.Lock()
 
-        def keep(row: dict[str, Any]) -> None:
-            rows.append(row)
+    def keep(row: dict[str, Any]) -> None:
+        with writing:
+            measured.append(row)
+            result["rows"][:] = medians(measured)
             store(path, result)
 
-        start = time.monotonic()
-        failure = run_job(job, timeout, keep, method)
-        taken = time.monotonic() - start
-        print(f"{job.tower}, {job.variant}: {failure or 'done'} ({taken:.0f} s)", flush=True)
-        if failure is not None:
-            keep({"tower": job.tower, "variant": job.variant, "workload": "all", "failure": failure})
+    def measure_jobs(jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            variant = CONTENDERS.get(job.variant)
+            reason = variant and variant.unavailable(kind_of(job.tower), job.device)
+            if reason:
+                print(f"{job.tower}, {job.variant}: not run: {reason}", flush=True)
+                continue
+            start = time.monotonic()
+            failure = run_job(job, timeout, keep, method)
+            taken = time.monotonic() - start
+            print(f"{job.tower}, {job.variant}: {failure or 'done'} ({taken:.0f} s)", flush=True)
+            if failure is not None:
+                keep({"tower": job.tower, "variant": job.variant, "workload": "all", "failure": failure})
+
+    gpus = visible_gpus()
+    shares = [starts[index :: max(len(gpus), 1)] for index in range(min(len(starts), max(len(gpus), 1)))]
+    if len(shares) == 1:
+        measure_jobs(job for jobs in starts for job in jobs)
+    else:
+        threads = [
+            threading.Thread(
+                target=measure_jobs, args=([replace(job, gpu=gpu) for jobs in share for job in jobs],)
+            )
+            for gpu, share in zip(gpus, shares, strict=False)
+        ]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
     store(path, result)
+
+
+def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of rows that only their start tells apart, a failed one, or that of the median p50 with every p50."""
+    same: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        same.setdefault((row["tower"], row["variant"], row["workload"]), []).append(row)
+    found = []
+    for several in same.values():
+        failed = [row for row in several if "failure" in row]
+        times = sorted(row["p50"] for row in several if "p50" in row)
+        if failed or len(times) < 2:
+            found.append((failed or several)[0])
+            continue
+        middle = statistics.median_low(times)
+        found.append({**next(row for row in several if row["p50"] == middle), "starts": times})
+    return found
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this process, by the names that CUDA_VISIBLE_DEVICES takes."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -129,7 +178,8 @@ def run(options: argparse.Namespace) -> int:
         "encoder", **{name: getattr(first, name) for name in names}, config=dict(first.config)
     )
     result["vllm"] = vllm_or_none()
-    measure(jobs, options.timeout, result, options.output)
+    starts = options.starts or (3 if options.readme else 1)
+    measure([jobs] * starts, options.timeout, result, options.output)
     import tables
 
     for tower in dict.fromkeys(job.tower for job in jobs):

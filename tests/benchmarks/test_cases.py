@@ -78,10 +78,31 @@ def test_results_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(encoder, "start_method", lambda: "")
     jobs = encoder.make_jobs(_parsed("--quick", "--variants", FLOOR, "graph-exact", "eager"), "cpu")
     result = new_result("encoder")
-    encoder.measure(jobs, 7, result, path)
+    encoder.measure([jobs], 7, result, path)
     assert stored == [1, 2]  # graph-exact needs CUDA
     assert result["rows"][-1]["failure"] == "stopped after 7 s"
     assert json.loads(path.read_text("utf-8"))["rows"] == result["rows"]
+
+
+def test_a_row_of_several_starts_is_the_median_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def run_job(job: Any, timeout: float, on_row: Any, method: str) -> None:
+        seen.append(job.gpu)
+        row = {"tower": job.tower, "variant": job.variant}
+        on_row({**row, "workload": "1x64", "p50": {"a": 3.0, "c": 1.0}.get(job.gpu, 2.0), "gpu": job.gpu})
+        on_row({**row, "workload": "2x64", **({"failure": "lost"} if job.gpu == "b" else {"p50": 1.0})})
+
+    monkeypatch.setattr(encoder, "run_job", run_job)
+    monkeypatch.setattr(encoder, "start_method", lambda: "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,c,d")
+    jobs = encoder.make_jobs(_parsed("--quick", "--variants", "eager"), "cpu")
+    result = new_result("encoder")
+    encoder.measure([jobs] * 3, 7, result, None)
+    assert sorted(map(str, seen)) == ["a", "b", "c"]
+    median, failed = result["rows"]
+    assert (median["p50"], median["gpu"], median["starts"]) == (2.0, "b", [1.0, 2.0, 3.0])
+    assert failed["failure"] == "lost"
 
 
 def test_results_name_the_versions_of_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
