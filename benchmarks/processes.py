@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 from storage import one_line
 
 _SECONDS_TO_END = 30
@@ -25,11 +26,14 @@ def run_process(
     timeout: float,
     on_row: Callable[[Row], None],
     method: str,
+    gpu: str | None = None,
 ) -> str | None:
-    """Calls `on_row` with each of `rows(*arguments)` of a new process; returns why it failed, or None."""
+    """Calls `on_row` with each of `rows(*arguments)` of a new process, which sees that GPU of `visible_gpus`
+    alone if one is given; returns why it failed, or None.
+    """
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(rows, arguments, sender))
+    process = context.Process(target=_work, args=(rows, arguments, sender, gpu))
     process.start()
     sender.close()
     deadline = time.monotonic() + timeout
@@ -49,8 +53,18 @@ def run_process(
         _stop(process)
 
 
-def _work(rows: Callable[..., Iterable[Row]], arguments: tuple[Any, ...], sender: Connection) -> None:
+def visible_gpus() -> list[str]:
+    """The GPUs of this process, by the names that CUDA_VISIBLE_DEVICES takes."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _work(
+    rows: Callable[..., Iterable[Row]], arguments: tuple[Any, ...], sender: Connection, gpu: str | None
+) -> None:
     os.setpgrp()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     failure = None
     try:
         for row in rows(*arguments):

@@ -59,8 +59,6 @@ class Job:
     """Whether Inductor may find what earlier processes compiled."""
     seconds: float = 1.0
     """Fast rows get more samples than asked for, as many as take so long."""
-    gpu: str | None = None
-    """The only GPU that the process sees, as CUDA_VISIBLE_DEVICES names it; None: all that this one sees."""
 
 
 def known_workloads(tower: str, quick: bool) -> Mapping[str, Workload]:
@@ -68,7 +66,9 @@ def known_workloads(tower: str, quick: bool) -> Mapping[str, Workload]:
     return (QUICK_WORKLOADS if quick else WORKLOADS)[kind_of(tower)]
 
 
-def run_job(job: Job, timeout: float, on_row: Callable[[Row], None], method: str) -> str | None:
+def run_job(
+    job: Job, timeout: float, on_row: Callable[[Row], None], method: str, gpu: str | None = None
+) -> str | None:
     """Runs a job to its end and calls `on_row` for each row that it sends; returns why it failed, or None."""
     with tempfile.TemporaryDirectory(prefix="encoder_benchmark_", ignore_cleanup_errors=True) as cache:
         return run_process(
@@ -77,6 +77,7 @@ def run_job(job: Job, timeout: float, on_row: Callable[[Row], None], method: str
             timeout,
             lambda row: on_row({"tower": job.tower, "variant": job.variant, **row}),
             method,
+            gpu,
         )
 
 
@@ -99,8 +100,6 @@ def _probe_fork(sender: Connection) -> None:
 def _rows(job: Job, cache: str | None) -> Iterator[Row]:
     if cache is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    if job.gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = job.gpu
     with torch.no_grad():
         yield from floor(job) if job.variant == FLOOR else contest(job)
 

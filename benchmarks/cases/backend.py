@@ -10,9 +10,9 @@ images of random pixels. Milliseconds, medians of calls in turn, wall time to th
   `torch.compile(model, backend="encoder_cg")` for all batch sizes.
 * "error" of a way: relative root mean square against the model in float32.
 
-A process for each model. They compile side by side, `--jobs` on each GPU, and are timed one after another.
-What a process has not begun to compile after `--compile-seconds` is left out, max-autotune first.
-`--tiny` takes three small models of transformers without torch's modes, on a CPU too.
+A process for each model, which sees one GPU. They compile side by side, `--jobs` on each GPU, and are timed
+one after another. What a process has not begun to compile after `--compile-seconds` is left out, max-autotune
+first. `--tiny` takes three small models of transformers without torch's modes, on a CPU too.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import transformers
-from processes import Row, run_process
+from processes import Row, run_process, visible_gpus
 from storage import Result, new_result, one_line, store
 from timing import timed
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ TINY: dict[str, dict[str, Any]] = {
     "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
 }
 _SAMPLES, _WARMUPS = 30, 4
+_RECOMPILATIONS = 64  # each way compiles the same code, torch's modes at each size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,11 +94,11 @@ def output_of(model: Callable[..., Any], pixels: Tensor) -> Tensor:
     return made if isinstance(made, Tensor) else made[0]
 
 
-def rows_of(
-    name: str, options: argparse.Namespace, device: str, ready: Any, go: Any, turn: Any
-) -> Iterator[Row]:
+def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: Any) -> Iterator[Row]:
     """Compiles each way of a model, waits for the others of the GPU, then times them in turn."""
     end = time.monotonic() + options.compile_seconds
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = _RECOMPILATIONS
+    device = "cpu" if options.tiny and not torch.cuda.is_available() else "cuda"
     calls: dict[tuple[str, int], Callable[[], Tensor]] = {}
     rows: dict[tuple[str, int], Row] = {}
     with torch.no_grad():  # parameters made in inference mode have no versions
@@ -105,7 +107,7 @@ def rows_of(
         pixels = {n: torch.randn(n, 3, side, side, device=device) for n in options.batches}
         expected = {n: output_of(model, each).float() for n, each in pixels.items()}
         dtype = torch.float32 if options.tiny else torch.bfloat16
-        model.to(dtype)
+        model = make(name, options.tiny)[0].to(device, dtype)  # a new one: some keep tensors of their calls
         pixels = {n: each.to(dtype) for n, each in pixels.items()}
         ours = torch.compile(copy.deepcopy(model), backend="encoder_cg")
         ways: dict[str, Callable[[], Any]] = {"eager": lambda: model, "encoder_cg": lambda: ours}
@@ -128,7 +130,7 @@ def rows_of(
             calls[way, n] = call
     ready.set()
     go.wait(options.timeout)
-    with turn, torch.inference_mode():
+    with turn, torch.no_grad():  # as before: graphs are compiled anew in another mode
         for n in options.batches:
             calls_n = {way: call for (way, batch), call in calls.items() if batch == n}
             times: dict[str, list[float]] = {way: [] for way in calls_n}
@@ -146,12 +148,12 @@ def compiled_for_a_size(model: nn.Module, mode: str) -> Any:
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    gpus = torch.cuda.device_count()
+    gpus: list[str | None] = [*visible_gpus()]
     if not arguments.tiny and not gpus:
         raise SystemExit("backend: needs a CUDA device, or --tiny: there is nothing to replay without one")
     if arguments.tiny:
         arguments.models, arguments.batches = [f"transformers/{name}" for name in TINY], [1, 2]
-    devices = [f"cuda:{index}" for index in range(gpus)] or ["cpu"]
+    gpus = gpus or [None]
     result = new_result("backend", batches=arguments.batches)
     context = multiprocessing.get_context("spawn")
 
@@ -159,14 +161,14 @@ def run(arguments: argparse.Namespace) -> Result:
         result["rows"].append(row)
         store(arguments.output, result)
 
-    def measure(device: str, names: list[str]) -> None:
+    def measure(gpu: str | None, names: list[str]) -> None:
         while names:
             now, names = names[: arguments.jobs], names[arguments.jobs :]
             readies, go, turn = [context.Event() for _ in now], context.Event(), context.Lock()
 
             def one(name: str, ready: Any, go: Any = go, turn: Any = turn) -> None:
-                options = (name, arguments_of(arguments), device, ready, go, turn)
-                failure = run_process(rows_of, options, arguments.timeout, add, "spawn")
+                options = (name, arguments_of(arguments), ready, go, turn)
+                failure = run_process(rows_of, options, arguments.timeout, add, "spawn", gpu)
                 if failure is not None:
                     add({"model": name, "failure": failure})
                 ready.set()
@@ -177,12 +179,8 @@ def run(arguments: argparse.Namespace) -> Result:
             go.set()
             [thread.join() for thread in each]
 
-    shares = [arguments.models[index :: len(devices)] for index in range(len(devices))]
-    threads = [
-        threading.Thread(target=measure, args=pair) for pair in zip(devices, shares, strict=True) if pair[1]
-    ]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        list(pool.map(measure, gpus, [arguments.models[index :: len(gpus)] for index in range(len(gpus))]))
     return result
 
 

@@ -17,20 +17,21 @@ cache is empty when a variant starts, except with `--shared-cache`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import signal
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from models import DEFAULT_TOWERS, TINY, kind_of, tower_names
+from processes import visible_gpus
 from storage import Result, new_result, store
 from variants import MODES
 from vllm_classes import vllm_or_none
@@ -113,7 +114,7 @@ def measure(starts: Sequence[Sequence[Job]], timeout: float, result: Result, pat
             result["rows"][:] = medians(measured)
             store(path, result)
 
-    def measure_jobs(jobs: Iterable[Job]) -> None:
+    def measure_jobs(jobs: Iterable[Job], gpu: str | None) -> None:
         for job in jobs:
             variant = CONTENDERS.get(job.variant)
             reason = variant and variant.unavailable(kind_of(job.tower), job.device)
@@ -121,25 +122,19 @@ def measure(starts: Sequence[Sequence[Job]], timeout: float, result: Result, pat
                 print(f"{job.tower}, {job.variant}: not run: {reason}", flush=True)
                 continue
             start = time.monotonic()
-            failure = run_job(job, timeout, keep, method)
+            failure = run_job(job, timeout, keep, method, gpu)
             taken = time.monotonic() - start
             print(f"{job.tower}, {job.variant}: {failure or 'done'} ({taken:.0f} s)", flush=True)
             if failure is not None:
                 keep({"tower": job.tower, "variant": job.variant, "workload": "all", "failure": failure})
 
-    gpus = visible_gpus()
-    shares = [starts[index :: max(len(gpus), 1)] for index in range(min(len(starts), max(len(gpus), 1)))]
-    if len(shares) == 1:
-        measure_jobs(job for jobs in starts for job in jobs)
+    gpus = visible_gpus()[: len(starts)] or [None]
+    shares = [itertools.chain.from_iterable(starts[index :: len(gpus)]) for index in range(len(gpus))]
+    if len(gpus) == 1:  # in this thread, whose exit ends the process that it waits for
+        measure_jobs(shares[0], gpus[0])
     else:
-        threads = [
-            threading.Thread(
-                target=measure_jobs, args=([replace(job, gpu=gpu) for jobs in share for job in jobs],)
-            )
-            for gpu, share in zip(gpus, shares, strict=False)
-        ]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            list(pool.map(measure_jobs, shares, gpus))
     store(path, result)
 
 
@@ -158,12 +153,6 @@ def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         middle = statistics.median_low(times)
         found.append({**next(row for row in several if row["p50"] == middle), "starts": times})
     return found
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs of this process, by the names that CUDA_VISIBLE_DEVICES takes."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Memory of CUDA graphs: clean-up after a failed capture, memory that is not owned, deferred frees."""
+"""Memory of CUDA graphs: pools, clean-up after a failed capture, memory that is not owned, deferred frees."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def memory_pool(device: torch.device) -> torch.cuda.MemPool:
+    """Creates a memory pool on a GPU; its constructor takes the current one, on which alone it is held."""
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
 
 
 def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fxsplit_encoder._torch.allocator import memory_pool
+
 _NON_BLOCKING = 1
 """`CU_STREAM_NON_BLOCKING`: the stream does not wait for the default stream."""
 
@@ -38,7 +40,7 @@ class CaptureStreams:
         self._device = device
         self._unused: dict[int, list[int]] = {}
         self._siblings: dict[tuple[int, str], torch.cuda.Stream] = {}
-        self._memory = torch.cuda.MemPool()
+        self._memory = memory_pool(device)
 
     def take(self, priority: int = 0) -> torch.cuda.Stream:
         """Returns a stream for one user, which the next user gets once this object is collected: a workspace,

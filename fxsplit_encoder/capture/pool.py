@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.allocator import borrowed, defer_frees, end_failed_capture, free_later
+from fxsplit_encoder._torch.allocator import (
+    borrowed,
+    defer_frees,
+    end_failed_capture,
+    free_later,
+    memory_pool,
+)
 from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.distributed import is_collective, wait_for
@@ -47,7 +53,7 @@ class GraphPool:
         self.is_cuda = device.type == "cuda"
         # Held for as long as the pool is in use: without it the pool would die with the last capture that is
         # released.
-        self._memory = torch.cuda.MemPool() if self.is_cuda else None
+        self._memory = memory_pool(self.device) if self.is_cuda else None
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._uses = 0  # use count of the memory before the capture that began last
         self._superseded: list[Any] = []
@@ -185,7 +191,7 @@ class GraphPool:
 
     def _renew_memory(self) -> None:
         self._anchor = None
-        self._memory = torch.cuda.MemPool()
+        self._memory = memory_pool(self.device)
         self._allocated.clear()
 
     def _set_anchor(self) -> None:

@@ -116,12 +116,12 @@ def test_a_capture_of_another_pool_may_end_inside_a_capture(let_go: str) -> None
 def test_the_memory_of_a_pool_is_freed_after_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     memory: list[weakref.ref[Resource]] = []
 
-    def make() -> Resource:
+    def make(device: torch.device) -> Resource:
         made = Resource()
         memory.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(torch.cuda, "MemPool", make)
+    monkeypatch.setattr("fxsplit_encoder.capture.pool.memory_pool", make)
     pools = [GraphPool(torch.device("cuda", 0), stream=Resource())]  # type: ignore[arg-type]
     (held,) = memory
     with GraphPool(CPU).capturing():

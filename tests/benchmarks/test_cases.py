@@ -69,7 +69,7 @@ def test_results_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "encoder.json"
     stored: list[int] = []
 
-    def run_job(job: Any, timeout: float, on_row: Any, method: str) -> str | None:
+    def run_job(job: Any, timeout: float, on_row: Any, method: str, gpu: str | None) -> str | None:
         on_row({"tower": job.tower, "variant": job.variant, "workload": job.workloads[0], "p50": 1.0})
         stored.append(len(json.loads(path.read_text("utf-8"))["rows"]))
         return "stopped after 7 s" if job.variant == "eager" else None
@@ -87,11 +87,11 @@ def test_results_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_row_of_several_starts_is_the_median_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
 
-    def run_job(job: Any, timeout: float, on_row: Any, method: str) -> None:
-        seen.append(job.gpu)
+    def run_job(job: Any, timeout: float, on_row: Any, method: str, gpu: str | None) -> None:
+        seen.append(gpu)
         row = {"tower": job.tower, "variant": job.variant}
-        on_row({**row, "workload": "1x64", "p50": {"a": 3.0, "c": 1.0}.get(job.gpu, 2.0), "gpu": job.gpu})
-        on_row({**row, "workload": "2x64", **({"failure": "lost"} if job.gpu == "b" else {"p50": 1.0})})
+        on_row({**row, "workload": "1x64", "p50": {"a": 3.0, "c": 1.0}.get(str(gpu), 2.0), "gpu": gpu})
+        on_row({**row, "workload": "2x64", **({"failure": "lost"} if gpu == "b" else {"p50": 1.0})})
 
     monkeypatch.setattr(encoder, "run_job", run_job)
     monkeypatch.setattr(encoder, "start_method", lambda: "")

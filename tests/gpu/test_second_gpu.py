@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
+from fxsplit_encoder._torch.streams import capture_streams
 from fxsplit_encoder.kernels.attention import varlen_attention
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
@@ -87,12 +88,16 @@ def test_attention_runs_where_its_tensors_are(kernel: str) -> None:
 
 
 @torch.no_grad()
-def test_a_compiled_module_runs_there() -> None:
+def test_a_compiled_module_is_captured_there() -> None:
+    torch.cuda.set_device(0)
+    capture_streams.cache_clear()  # as in a process that has captured nothing there
     layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).to(
         "cuda:1"
     )
-    compiled = torch.compile(layer, backend="encoder_cg", options={"token_budgets": (16, 64)})
+    options = {"token_budgets": (16, 64), "mode": "full"}
+    compiled = torch.compile(layer, backend="encoder_cg", options=options)
     for rows in (5, 16, 40, 100, 5):
         x_TC = torch.randn(rows, 64, device="cuda:1")
         assert torch.allclose(compiled(x_TC), layer(x_TC), atol=1e-3)
+    assert fx.stats(compiled).hits == 4
     assert torch.cuda.current_device() == 0
