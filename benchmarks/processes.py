@@ -6,16 +6,20 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 from storage import one_line
 
 _SECONDS_TO_END = 30
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_environment = threading.Lock()
 
 Row = dict[str, Any]
 
@@ -31,10 +35,11 @@ def run_process(
     """Calls `on_row` with each of `rows(*arguments)` of a new process, which sees that GPU of `visible_gpus`
     alone if one is given; returns why it failed, or None.
     """
-    context: Any = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method if gpu is None else "spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(rows, arguments, sender, gpu))
-    process.start()
+    process = context.Process(target=_work, args=(rows, arguments, sender))
+    with _seeing(gpu):
+        process.start()
     sender.close()
     deadline = time.monotonic() + timeout
     try:
@@ -55,16 +60,21 @@ def run_process(
 
 def visible_gpus() -> list[str]:
     """The GPUs of this process, by the names that CUDA_VISIBLE_DEVICES takes."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = os.environ.get(_VISIBLE)
     return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _work(
-    rows: Callable[..., Iterable[Row]], arguments: tuple[Any, ...], sender: Connection, gpu: str | None
-) -> None:
+@contextlib.contextmanager
+def _seeing(gpu: str | None) -> Iterator[None]:
+    """Has a process that starts in this block see one GPU: set in the process, the variable would come too
+    late, since imports already initialize the driver.
+    """
+    with _environment, mock.patch.dict(os.environ, {} if gpu is None else {_VISIBLE: gpu}):
+        yield
+
+
+def _work(rows: Callable[..., Iterable[Row]], arguments: tuple[Any, ...], sender: Connection) -> None:
     os.setpgrp()
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     failure = None
     try:
         for row in rows(*arguments):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,22 @@ def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     events, failure = run(contest, 60, monkeypatch)
     assert (len(events), failure) == (1, "the process ended with exit code 3")
+
+
+def environment() -> Iterator[processes.Row]:
+    """What the process began with: the driver reads it once, when an import first asks for GPUs."""
+    yield {
+        "gpu": Path("/proc/self/environ").read_text().partition("CUDA_VISIBLE_DEVICES=")[2].partition("\0")[0]
+    }
+
+
+def test_a_process_sees_its_gpu_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert processes.visible_gpus() == ["4", "5"]
+    rows: list[processes.Row] = []
+    for gpu in ("5", None):
+        assert processes.run_process(environment, (), 60, rows.append, "spawn", gpu) is None
+    assert [row["gpu"] for row in rows] == ["5", "4,5"]
 
 
 def test_what_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
