@@ -23,7 +23,6 @@ import functools
 import itertools
 import multiprocessing
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -173,11 +172,11 @@ def run(arguments: argparse.Namespace) -> Result:
                     add({"model": name, "failure": failure})
                 ready.set()
 
-            each = [threading.Thread(target=one, args=pair) for pair in zip(now, readies, strict=True)]
-            [thread.start() for thread in each]
-            [ready.wait() for ready in readies]
-            go.set()
-            [thread.join() for thread in each]
+            with ThreadPoolExecutor(len(now)) as each:
+                ended = each.map(one, now, readies)
+                [ready.wait() for ready in readies]
+                go.set()
+                list(ended)
 
     with ThreadPoolExecutor(len(gpus)) as pool:
         list(pool.map(measure, gpus, [arguments.models[index :: len(gpus)] for index in range(len(gpus))]))

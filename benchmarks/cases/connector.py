@@ -11,7 +11,7 @@ tokens) or video (32 frames of 256 x 448) in some.
   in "engine first" and "encoder first". "synchronous" prepares by the model's own processor and encodes on
   the engine's thread, one request a step; "prepared as here": with pixels as the connector has them;
   "prepared beside": so by threads. Milliseconds to the first token from when the request was due; "lost" is
-  how much fewer tokens a second a request of text gets than in "no encoding"; "busy" is what nvidia-smi says.
+  how much fewer tokens a second a request of text gets than in "no encoding".
   Medians of media: "prepare", "queue" for a batch, "encode" in it, "then" until the first token.
 * "batch": 8 images, preprocessed and staged, at once against one after the other, in a stream of 32 that came
   until they were replayed without padding, or 2,000 times (`--config '{"capture_recurring": true}'`).
@@ -27,14 +27,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +50,6 @@ from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
-from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.media import VideoFrames
 from fxsplit_encoder.models.eager import share_weights
 from fxsplit_encoder.models.media import family_processor
@@ -86,7 +83,6 @@ BESIDE: Mapping[str, tuple[float | None, Mapping[str, float]]] = {
 }
 """Seconds between the beginnings of two videos, and settings of the connector."""
 _PARTS = ("batch", "beside", "mix")
-_BUSY_EVERY_MS = 100
 _STREAM = 4
 """Batches."""
 _PIXELS = 16
@@ -318,20 +314,14 @@ class Bench:
         return arrivals(mix, self.media, rate, given, self.scale.text, self.scale.new, seed)
 
     def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
-        stats: ConnectorStats | None = None
-        with _watched_gpu() as busy:
-            if variant in WAYS:
-                with self.connector() as connector:
-                    run = Engine(self._decoder_at(WAYS[variant]), Beside(connector)).run(load)
-                    stats = connector.stats()
-            else:
-                with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
-                    run = Engine(self.decoder, self._source(variant, workers)).run(load)
-        row = {**_summary(run), "busy": statistics.fmean(busy) if busy else None}
-        if stats is not None:
-            row |= {"items a batch": stats.mean_batch_items, "batch fill": stats.batch_fill}
-            row |= _stages(run)
-        return row
+        if variant not in WAYS:
+            with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
+                return _summary(Engine(self.decoder, self._source(variant, workers)).run(load))
+        with self.connector() as connector:
+            run = Engine(self._decoder_at(WAYS[variant]), Beside(connector)).run(load)
+            stats = connector.stats()
+        batches = {"items a batch": stats.mean_batch_items, "batch fill": stats.batch_fill}
+        return {**_summary(run), **batches, **_stages(run)}
 
     def _decoder_at(self, priority: int) -> Decoder:
         if priority not in self.decoders:
@@ -343,32 +333,6 @@ class Bench:
             return Ready()
         processor = self.model_processor if variant == SYNCHRONOUS else self.processor
         return Inline(processor, ManagerEncoder(self.manager), workers if variant == PREPARED else None)
-
-
-@contextmanager
-def _watched_gpu() -> Iterator[list[float]]:
-    """Samples of how busy the first GPU is, from 0 to 1, by nvidia-smi; none where there is none."""
-    samples: list[float] = []
-    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
-        yield samples
-        return
-    query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0"]
-    command = ["nvidia-smi", *query, f"--loop-ms={_BUSY_EVERY_MS}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-    def read() -> None:
-        for line in process.stdout or ():
-            with suppress(ValueError):
-                samples.append(int(line) / 100)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield samples
-    finally:
-        process.terminate()
-        reader.join(5)
-        process.wait(5)
 
 
 @contextmanager

@@ -17,14 +17,29 @@ MERGED = "merged_adapters"
 SWITCHES = (ACTIVE, "_disable_adapters", MERGED, "scaling")
 """Where a layer keeps what is changed from call to call."""
 
-UNREAD = "kwargs"
+_UNREAD = frozenset(("kwargs",))
 """Where a layer keeps arguments of its constructor, with its own name, which its forward does not read."""
+
+_UNREAD_OF_LORA = _UNREAD | {"r", "lora_alpha", "use_dora", "use_rslora", "lora_bias"}
+"""Those of LoRA, unless a variant as DoRA computes the layer: its scale is computed when it is set."""
 
 
 def is_adapter_layer(module: object) -> bool:
     """Whether a module is an adapter layer around another."""
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # without it there is none
     return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+
+
+def unread_of(layer: Any) -> Collection[str]:
+    """Returns the names of attributes of an adapter layer that its forward does not read."""
+    is_lora = "lora_A" in layer.adapter_layer_names and not vars(layer).get("lora_variant", True)
+    return _UNREAD_OF_LORA if is_lora else _UNREAD
+
+
+def adapters_of(layer: Any) -> list[nn.Module]:
+    """Returns the containers of an adapter layer, each of modules by the names of adapters, in any order."""
+    held = (getattr(layer, name, None) for name in layer.adapter_layer_names)
+    return [each for each in held if isinstance(each, nn.ModuleDict)]
 
 
 def adapters_in_use(layer: Any) -> list[str]:

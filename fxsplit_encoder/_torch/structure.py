@@ -21,8 +21,10 @@ from fxsplit_encoder._torch.peft import (
     ACTIVE,
     MERGED,
     SWITCHES,
+    adapters_of,
     is_adapter_layer,
     modules_out_of_use,
+    unread_of,
     values_in_use,
 )
 from fxsplit_encoder._torch.tensors import children_of, forward_hooks_of
@@ -235,7 +237,9 @@ class _Seen:
         read = map(children_of, set(modules).difference(leaves))
         self._empty: list[Any] = [held for held in read if not held]
         self._held: list[dict[Any, Any]] = [held for held in children if held]
-        self._ordered = [children_of(module) for module in modules if isinstance(module, _ORDERED)]
+        by_name = set(chain.from_iterable(map(adapters_of, filter(is_adapter_layer, modules))))
+        ordered = [module for module in modules if isinstance(module, _ORDERED) and module not in by_name]
+        self._ordered = list(map(children_of, ordered))
         self._order = list(map(tuple, self._ordered))
         first = {kind: name for name, _, kind in reversed(self.modules)}
         self._kinds = list(first)
@@ -284,8 +288,11 @@ class _Seen:
             held = vars(module)
             names = frozenset(held) if self._reads_all(name, module) else self._names
             names = names.difference(held if _is_adapter(module) else ignored[kind])
-            read = [functools.partial(values_in_use, module)] if is_adapter_layer(module) else []
-            add(name, held, names.__contains__, *read)
+            if is_adapter_layer(module):
+                read = functools.partial(values_in_use, module)
+                add(name, held, names.difference(unread_of(module)).__contains__, read)
+            else:
+                add(name, held, names.__contains__)
             if hasattr(held.get(_CONFIG), "__dict__") and not isinstance(held[_CONFIG], nn.Module):
                 configs.setdefault(id(held[_CONFIG]), (name, held, held[_CONFIG]))
         for name, _, config in configs.values():

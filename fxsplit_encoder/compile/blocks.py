@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
 from fxsplit_encoder._torch.dispatch import define_op
 from fxsplit_encoder._torch.dynamo import backends_in_use, current_compile_id, drop_guards_on
-from fxsplit_encoder._torch.peft import UNREAD, is_adapter_layer
+from fxsplit_encoder._torch.peft import is_adapter_layer, unread_of
 from fxsplit_encoder._torch.structure import PLACE, Held, Structure
 from fxsplit_encoder._torch.tensors import INTERNALS, hooks_of, storage_id, tensors_of
 from fxsplit_encoder._torch.transformers import collects_attention
@@ -85,12 +85,11 @@ def _description(module: nn.Module) -> Any:
             type(submodule),
             tuple((k, _layout(value)) for held in tensors_of(submodule) for k, value in held.items()),
             tuple(
-                (key, _constant(value))
-                for key, value in sorted(vars(submodule).items())
-                if key not in INTERNALS and not (key == UNREAD and is_adapter_layer(submodule))
+                (key, _constant(value)) for key, value in sorted(vars(submodule).items()) if key not in unread
             ),
         )
         for name, submodule in module.named_modules(remove_duplicate=False)
+        for unread in ({*INTERNALS, *(unread_of(submodule) if is_adapter_layer(submodule) else ())},)
     )
 
 
