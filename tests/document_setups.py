@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.kernels.attention import varlen_attention
-from tests.conftest import random_tower
 
 ROOT = Path(__file__).parents[1]
 Names = dict[str, Any]
@@ -26,9 +24,10 @@ def nothing() -> Names:
 
 def loaded_model() -> Names:
     """A model with a vision tower, and the inputs of two images."""
+    from tests.document_checkpoints import small_model
+
     pixels, grid = torch.randn(48, 1536), torch.tensor([[1, 4, 8], [1, 4, 4]])
-    model = SimpleNamespace(model=SimpleNamespace(visual=random_tower()))
-    return {"fx": fx, "torch": torch, "model": model, "pixel_values": pixels, "grid_thw": grid}
+    return {"fx": fx, "torch": torch, "model": small_model(), "pixel_values": pixels, "grid_thw": grid}
 
 
 def wrapped_tower() -> Names:

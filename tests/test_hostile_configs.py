@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections import UserDict, deque
+from collections import UserDict
 from collections.abc import Callable
-from itertools import count, repeat
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -54,47 +54,31 @@ def bomb(levels: int, width: int = 10) -> str:
 
 FILES: dict[str, tuple[str | bytes, str]] = {
     "an alias bomb": (bomb(12), "line 2, column 10: not valid YAML: an alias; write the value out"),
-    "an alias in itself": ("a: &a [*a]", "line 1, column 8: not valid YAML: an alias"),
-    "an alias of nothing": ("a: *b", "not valid YAML: an alias"),
     "deep lists": (
         "a: " + "[" * 5_000,
         "line 1, column 20: not valid YAML: nested too deep; allowed: at most 16",
     ),
-    "deep lists that end": ("a: " + "[" * 5_000 + "]" * 5_000, "nested too deep"),
-    "deep mappings": ("{a: " * 10_000, "nested too deep"),
     "deep blocks": ("\n".join(" " * n + "a:" for n in range(300)), "nested too deep"),
-    "deep dashes": ("- " * 20_000 + "a", "nested too deep"),
     "deep keys": ("? " * 20_000 + "a", "nested too deep"),
     "a file too large": ("# " + "x" * (1 << 17), "larger than settings are; allowed: at most 65536 bytes"),
     "many values": ("token_budgets: [" + "1," * 5_000 + "1]", "token_budgets: allowed: .*at most 4096"),
-    "many keys": ("\n".join(f"a{n}: 1" for n in range(1500)), "unknown option"),
     "several documents": ("mode: full\n---\nmode: auto", "line 2, column 1: not valid YAML: .*document"),
     "a tab": ("paths:\n\tdefault: {}", "line 2, column 1: not valid YAML"),
-    "an open bracket": ("token_budgets: [1, 2", "not valid YAML"),
     "a tag of Python": (
         "mode: !!python/object/apply:os.system [ls]",
         "line 1, column 7: not valid YAML: .*python",
     ),
-    "an unknown tag": ("mode: !secret a", "not valid YAML: .*!secret"),
     "a date that is none": (
         "mode: 2024-13-45",
         "line 1, column 7: not valid YAML: '2024-13-45' is no timestamp",
     ),
     "a tag on other text": ("max_items_per_batch: !!int abc", "'abc' is no int"),
-    "a tag on no text": ('max_items_per_batch: !!int ""', "'' is no int"),
-    "a time that is none": ("mode: !!timestamp soon", "'soon' is no timestamp"),
     "a truth that is none": ("debug: !!bool perhaps", "'perhaps' is no bool"),
-    "a list as a key": ("? [a, b]\n: 1", "not valid YAML: found unhashable key"),
-    "a directive": ("%YAML 3.0\n---\nmode: full", "not valid YAML|YAML"),
     "a zero character": ("mode: a\0b", "not valid YAML"),
     "Latin-1": ("mode: \xfc".encode("latin-1"), "cannot be read: .* at byte 6; allowed: UTF-8"),
-    "UTF-16": ("mode: full".encode("utf-16"), "cannot be read: .*UTF-8"),
     "bytes": (bytes(range(128, 256)), "cannot be read: .*UTF-8"),
     "text": ("auto", "allowed: a mapping of settings at the top level; got 'auto'"),
-    "a number": ("3", "allowed: a mapping of settings at the top level; got 3"),
     "not a number": ("max_items_per_batch: .nan", "max_items_per_batch: allowed: .*integer; got nan"),
-    "infinity": ("token_budgets: [.inf]", "token_budgets.0: allowed: .*integer; got inf"),
-    "a float budget": ("token_budgets: [64.0]", "token_budgets.0: allowed: .*integer; got 64.0"),
     "a key that is null": ("~: 1", "None: unknown option"),
     "a budget in hexadecimal": ("token_budgets: [0x" + "f" * 900 + "]", "got .*an integer of 3600 bits"),
 }
@@ -188,25 +172,10 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "a huge budget": ({"token_budgets": [HUGE]}, "^token_budgets: an integer of 16610 bits is more than"),
     "a budget beyond 32 bits": ({"token_budgets": [2**31]}, "^token_budgets: 2147483648 is more than"),
     "a huge path budget": ({"paths": {"a": {"token_budgets": [HUGE]}}}, r"^paths\.a\.token_budgets: "),
-    "a huge negative budget": (
-        {"token_budgets": [-HUGE]},
-        "^token_budgets: an integer of .* is not positive",
-    ),
-    "huge items": ({"max_items_per_batch": HUGE}, "^max_items_per_batch: .*an integer of"),
     "items beyond 32 bits": ({"max_items_per_batch": 2**31}, "^max_items_per_batch: .*2147483647; got"),
-    "huge frames": ({"max_frames_per_batch": HUGE}, "^max_frames_per_batch: .*an integer of"),
     "frames not a number": ({"max_frames_per_batch": float("nan")}, "^max_frames_per_batch: .*nan"),
-    "infinite frames": ({"max_frames_per_batch": float("inf")}, "^max_frames_per_batch: .*inf"),
-    "huge hits": ({"exact_min_hits": HUGE}, "^exact_min_hits: .*an integer of"),
-    "huge graphs": ({"exact_max_graphs": 2**64}, "^exact_max_graphs: "),
     "no graphs": ({"exact_max_graphs": 0}, "^exact_max_graphs: .*got 0"),
-    "huge bytes": ({"max_graph_bytes": HUGE}, "^max_graph_bytes: .*an integer of"),
     "huge text of bytes": ({"max_graph_bytes": "9" * 400 + "TiB"}, "^max_graph_bytes: not a size"),
-    "bytes beyond 64 bits": ({"max_graph_bytes": "99999999TiB"}, "^max_graph_bytes: not a size"),
-    "infinite bytes": ({"max_graph_bytes": float("inf")}, "^max_graph_bytes: .*got inf"),
-    "bytes not a number": ({"max_graph_bytes": "nanGiB"}, "^max_graph_bytes: not a size"),
-    "negative bytes": ({"max_graph_bytes": "-1GiB"}, "^max_graph_bytes: not a size"),
-    "a truth for bytes": ({"max_graph_bytes": True}, "^max_graph_bytes: .*got True"),
     "a tensor for a truth": ({"enabled": torch.tensor(True)}, "^enabled: .*got Tensor of"),
     "an array for a number": ({"max_items_per_batch": np.zeros(9)}, "^max_items_per_batch: .*got ndarray of"),
     "a tensor of budgets": (
@@ -217,18 +186,13 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"token_budgets": list(range(1, MILLION))},
         "^token_budgets: allowed: an integer, or a list of at most 4096",
     ),
-    "a million words": ({"token_budgets": ["a"] * MILLION}, "^token_budgets: allowed"),
-    "a million duplicates": ({"token_budgets": [64] * MILLION}, "^token_budgets: allowed"),
     "thousands of words": ({"token_budgets": ["a"] * 4000}, "and 3980 settings more"),
     "endless budgets": ({"token_budgets": count(1)}, r"^token_budgets: allowed.*count\(1\)"),
-    "endless passes": ({"passes": repeat("conv_to_linear")}, "^passes: allowed"),
     "a generator of budgets": (
         {"token_budgets": (n for n in range(9))},
         "^token_budgets: allowed.*generator",
     ),
     "a long range": ({"token_budgets": range(10**12)}, r"^token_budgets: allowed.*range\(0"),
-    "a longer range": ({"token_budgets": range(10**30)}, "^token_budgets: allowed.*range"),
-    "a long queue": ({"token_budgets": deque([1] * MILLION)}, "^token_budgets: allowed"),
     "a million passes": ({"passes": ["conv_to_linear"] * MILLION}, "^passes: conv_to_linear is listed twice"),
     "a million options": ({f"a{n}": n for n in range(20_000)}, "and 19980 settings more"),
     "nested paths": ({"paths": nested(10**4)}, r"^paths\.paths\.paths: unknown option"),
@@ -237,16 +201,11 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "a long mode": ({"mode": "x" * MILLION}, "^mode: not one of the allowed"),
     "a long name": ({"x" * MILLION: 1}, "'xxx.*unknown option"),
     "a long path name": ({"paths": {"x" * MILLION: 3}}, "^paths.'x"),
-    "a list for a mode": ({"mode": [["full"]]}, "^mode: not one of the allowed"),
     "an array for a mode": (
         {"mode": np.array(["full", "auto"])},
         "^mode: not one of the allowed.*ndarray of",
     ),
-    "an array for attention": ({"attention": np.array(["auto"])}, "^attention: allowed: auto"),
     "an object": ({"mode": Raises()}, "^mode: .*an object of Raises"),
-    "an object for paths": ({"paths": Raises()}, "^paths: .*an object of Raises"),
-    "numbers for path names": ({"paths": {3: {}}}, "^paths.3"),
-    "a pass that is a list": ({"passes": [["conv_to_linear"]]}, "^passes: no pass is called"),
     "bytes for a mode": ({"mode": b"full"}, "^mode: not one of the allowed"),
     "lone surrogates": ({"paths": {"a": {"mode": "\ud800"}}}, r"^paths\.a\.mode: "),
 }

@@ -39,7 +39,7 @@ def test_fails():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_fails_only_accelerated_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "tests" / "models" / "tiny"
     directory.mkdir(parents=True)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from transformers import Llama4VisionConfig, Llama4VisionModel, Siglip2VisionConfig, Siglip2VisionModel
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.prepare import ProcessorSettings
-from fxsplit_encoder.models.random import draw_weights, random_inputs
 from fxsplit_encoder.models.registry import FAMILIES
 
 from ..models.checkpoints import CHECKPOINTS
+from ..towers import test_siglip2, tiny_towers
+from ..towers.conformance import make_case
 
 PACKAGE = Path(fx.__file__).parent
 
@@ -84,9 +84,9 @@ each_default = pytest.mark.parametrize(
     [pytest.param(name, marks=pytest.mark.exhaustive if "with" in name else ()) for name in DEFAULTS],
 )
 
-# Those that make tensors on the host in ways of their own.
-TOWERS = ["qwen3_5", "DeepseekOCRForCausalLM"]
-MORE_TOWERS = ["qwen2_5_vl", "glm4v", "kimi_vl", "llama4", "step3p7", "siglip"]
+# Traces cost seconds, and mode `breakable` has none; both make a batch's tensors in the same ways.
+MODES = [(mode, tower) for mode in ("breakable", "full") for tower in tiny_towers.TINY]
+ALWAYS = ("full", "Qwen3_5VisionModel")
 EAGER = {"piece_compiler": "eager"}
 
 
@@ -94,44 +94,24 @@ def assert_close(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
-def tower_of(name: str) -> Any:
-    settings = {"model_type": name, **CHECKPOINTS[name][0]}
-    module = FAMILIES[name].build(settings).requires_grad_(False).eval()
-    draw_weights(module, 0)
-    return FAMILIES[name].wrap(module)
-
-
-def budgets_of(tower: Any) -> dict[str, Any]:
-    """One of each path, in which the inputs fit."""
-    views = getattr(tower, "views", {})
-    if len(views) < 2:
-        return {"token_budgets": [6 * views["default"].tokens if views else 64]}
-    return {"paths": {path: {"token_budgets": [6 * view.tokens]} for path, view in views.items()}}
-
-
-def sizes_of(tower: Any) -> list[int]:
-    return [16, 32] if isinstance(tower, fx.PackedTower) else [2, 4]
-
-
 @pytest.mark.slow
 @each_default
 @pytest.mark.parametrize(
-    "model", [*TOWERS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_TOWERS)]
+    ("mode", "model"),
+    [
+        pytest.param(*case, marks=pytest.mark.exhaustive if case[0] == "full" and case != ALWAYS else ())
+        for case in MODES
+    ],
 )
 @torch.no_grad()
-def test_a_manager_encodes_the_same(model: str, name: str) -> None:
-    tower = tower_of(model)
-    inputs = random_inputs(tower, sizes_of(tower))
-    plain = fx.EncoderCudaGraphManager(tower_of(model), fx.EncoderConfig(enabled=False), log_interval=0)
-    expected = plain.execute(inputs)
+def test_a_manager_encodes_the_same(model: str, mode: str, name: str) -> None:
+    case = make_case(model)
+    inputs, expected = case.inputs.make(case.images), [case.alone(image) for image in case.images]
     with DEFAULTS[name]():
-        manager = fx.EncoderCudaGraphManager(
-            tower, fx.EncoderConfig(**EAGER, mode="full", **budgets_of(tower)), log_interval=0
-        )
-        manager.capture()
+        manager = case.manager_in(mode)
         got = manager.execute(inputs)
-    assert all(program is not None for program in manager.programs.values())
-    assert manager.stats().hits == 2
+    assert all(program is not None for program in manager.programs.values()) == (mode == "full")
+    assert manager.stats().hits == len(case.images)
     assert_close(got, expected)
 
 
@@ -139,7 +119,7 @@ def test_a_manager_encodes_the_same(model: str, name: str) -> None:
 @each_default
 @torch.no_grad()
 def test_the_backend_computes_the_same(name: str) -> None:
-    tower = tower_of("siglip")
+    tower = make_case("InternVLModel").tower
     inputs = tower.example_inputs()
     expected = tower(*inputs)
     with DEFAULTS[name]():
@@ -159,20 +139,11 @@ def test_recorded_calls_compute_the_same(name: str) -> None:
 
 
 def siglip2() -> tuple[Any, dict[str, Any]]:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = Siglip2VisionModel(Siglip2VisionConfig(**sizes, patch_size=4, num_patches=16)).eval()
-    shapes = torch.tensor([[4, 4], [2, 8]])
-    mask = torch.ones(2, 16, dtype=torch.int64)
-    return model, {
-        "pixel_values": torch.randn(2, 16, 48),
-        "pixel_attention_mask": mask,
-        "spatial_shapes": shapes,
-    }
+    return test_siglip2.make(0), test_siglip2.batch()
 
 
 def llama4() -> tuple[Any, dict[str, Any]]:
-    config = Llama4VisionConfig(**CHECKPOINTS["llama4"][0]["vision_config"])
-    return Llama4VisionModel(config).eval(), {"pixel_values": torch.randn(2, 3, 28, 28)}
+    return tiny_towers.make("Llama4VisionModel"), {"pixel_values": torch.randn(2, 3, 16, 16)}
 
 
 @pytest.mark.slow

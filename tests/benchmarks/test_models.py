@@ -10,6 +10,8 @@ from models import PackedModel, PagesModel, TilesModel, kind_of, most_square, ro
 from worker import relative_error
 from workloads import QUICK_WORKLOADS, WORKLOADS, Request
 
+from ..towers.tiny_towers import make
+
 REQUEST = Request(images=((128, 96), (64, 64)), clips=((4, (64, 96)),))
 
 
@@ -71,32 +73,12 @@ def test_tiles_are_given_as_the_processor_gives_them() -> None:
 
 @torch.no_grad()
 def test_pages_are_whole_and_in_crops() -> None:
-    from fxsplit_encoder.models.encoders.deepseek_encoder import (
-        ClipConfig,
-        DeepseekOcrConfig,
-        DeepseekOcrVisionModel,
-        SamConfig,
-    )
-
-    sam = SamConfig(
-        hidden_size=16,
-        num_layers=2,
-        num_heads=2,
-        mlp_size=32,
-        global_layers=(1,),
-        neck_channels=8,
-        downsample_channels=(8, 16),
-    )
-    clip = ClipConfig(hidden_size=16, num_layers=1, num_heads=2, mlp_size=32)
-    module = DeepseekOcrVisionModel(
-        DeepseekOcrConfig(base_size=128, image_size=64, out_hidden_size=8, sam=sam, clip=clip)
-    )
-    model = PagesModel("tiny", module.requires_grad_(False).train(False))
+    model = PagesModel("tiny", make("DeepseekOcrVisionModel"))
     batch = model.batch(Request(tiles=(0, 6)))
     assert batch.mm_kwargs["images_spatial_crop"].tolist() == [[1, 1], [3, 2]]
-    assert batch.patches == 2 * 64 + 6 * 16
+    assert batch.patches == 2 * 256 + 6 * 144
     items = model.eager(batch)
-    assert [item.shape[0] for item in items] == [2 * 3 + 1, 2 * (3 + 1) + 2 * 3 + 1]
+    assert [item.shape[0] for item in items] == [4 * 5 + 1, 6 * 10 + 4 * 5 + 1]
     assert count_flops(lambda: model.forward(model.prepare(batch))) > 0
 
 

@@ -50,12 +50,6 @@ def test_ours_in_a_mode_tells_its_padding(make_model: MakeModel) -> None:
     assert variant.note(batch) == "32 piecewise"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_the_backend(make_model: MakeModel) -> None:
-    assert "compile and capture" in check("ours-backend", make_model()).seconds
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_one_trace_serves_sizes_that_torch_compile_keeps_symbolic(

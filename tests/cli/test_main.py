@@ -95,20 +95,6 @@ def test_demo(photographs: list[Path], config: Path, tmp_path: Path) -> None:
     assert "capturing" in result.stderr and "2/2" in result.stderr
 
 
-@pytest.mark.exhaustive
-def test_demo_of_a_tower_of_tiles(photographs: list[Path]) -> None:
-    arguments = ("--model", "clip-l-336", "--blocks", 1, "--device", "cpu")
-    result = run("demo", *arguments, *images(photographs[1:2]))
-    assert result.exit_code == 0, result.output
-    out = result.stdout
-    assert "CLIP-L-336's, random weights, 1 blocks, width 1024" in out
-    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
-    assert rows["item"][3] == "tiles"
-    assert rows["photo"][1:7] == ["96x64", "1", "576", "576", "full", "hit"]
-    assert "Every output is within 1e-04 of eager's." in out
-    assert max(map(len, out.splitlines())) <= 100
-
-
 def test_demo_in_bfloat16_is_judged_by_its_error(
     photographs: list[Path], config: Path, save_checkpoint: SaveCheckpoint
 ) -> None:

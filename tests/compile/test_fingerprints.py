@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.compile.derived import SAMPLES, Fingerprints, _addresses
+from fxsplit_encoder.compile.derived import SAMPLES, Fingerprints
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int64, torch.complex64]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -63,25 +63,6 @@ def test_a_write_to_a_sampled_element_is_found(
     assert tensor._version == version
     fingerprints.take([torch.ones(3), tensor])
     assert not fingerprints.have_changed()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_kernel_reads_the_same_elements(layout: str, dtype: torch.dtype) -> None:
-    tensor = LAYOUTS[layout](torch.randn(37, 53).to(dtype))
-    if not tensor.numel():
-        return
-    size = tensor.element_size()
-    addresses = _addresses([tensor])
-    assert bool((addresses % 2 == 0).all())
-    elements = []
-    for position in sampled(tensor.numel()):
-        row, column = divmod(position, tensor.shape[-1]) if tensor.dim() else (0, 0)
-        at = tensor.data_ptr() + size * sum(
-            n * stride for n, stride in zip((row, column), tensor.stride(), strict=False)
-        )
-        elements += [at + byte for byte in range(0, size, 2)]
-    assert addresses.tolist() == [address & ~1 for address in elements]
 
 
 def test_nan_is_equal_to_itself_and_zeros_have_a_sign() -> None:

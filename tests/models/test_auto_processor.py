@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.patches import VIDEO_FORMAT
 from fxsplit_encoder.models.registry import FAMILIES
 
 from .processors import noise
@@ -125,41 +124,3 @@ def test_without_settings_none_is_made(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "preprocessor_config.json").unlink()
     stand_in(monkeypatch, pytest.fail)
     assert found.processors().own is None
-
-
-LIMITS = {"min_pixels": 3136, "max_pixels": 12845056}
-EDGES = {"size": {"shortest_edge": 1024, "longest_edge": 4194304}}
-STEPS = {"merge_size": 1, "temporal_patch_size": 4, "max_frames": 8, "fps": 1.0}
-VIDEO_FILES: dict[str, dict[str, dict[str, Any]]] = {
-    "of images alone": {"preprocessor_config.json": {**LIMITS, **STEPS}},
-    "edges of images": {"preprocessor_config.json": EDGES},
-    "its own": {"preprocessor_config.json": EDGES, "video_preprocessor_config.json": {**LIMITS, **STEPS}},
-    "joint": {
-        "processor_config.json": {"video_processor": LIMITS, "image_processor": EDGES},
-        "preprocessor_config.json": EDGES,
-        "video_preprocessor_config.json": EDGES,
-    },
-    "joint of images": {
-        "processor_config.json": {"image_processor": EDGES},
-        "preprocessor_config.json": LIMITS,
-    },
-}
-
-
-@pytest.mark.parametrize("files", VIDEO_FILES)
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v"])
-def test_limits_of_videos_come_from_the_file_that_transformers_reads(
-    name: str, files: str, tmp_path: Path
-) -> None:
-    utils = pytest.importorskip("transformers.video_processing_utils", exc_type=ImportError)
-    for file_name, contents in VIDEO_FILES[files].items():
-        (tmp_path / file_name).write_text(json.dumps(contents), encoding="utf-8")
-    read, _ = utils.BaseVideoProcessor.get_video_processor_dict(tmp_path)
-    size = read.get("size", {})
-    made: Any = FAMILIES[name].prepare({"vision_config": {}}, Checkpoint.locate(tmp_path).processors())
-    form, default = made.video_format, VIDEO_FORMAT
-    assert form.min_pixels == read.get("min_pixels", size.get("shortest_edge"))
-    assert form.max_pixels == read.get("max_pixels", size.get("longest_edge"))
-    assert form.merge_size == read.get("merge_size", default.merge_size)
-    assert form.temporal_patch_size == read.get("temporal_patch_size", default.temporal_patch_size)
-    assert (made.sampling.fps, made.sampling.max_frames) == (read.get("fps"), read.get("max_frames", 768))

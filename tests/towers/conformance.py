@@ -31,6 +31,8 @@ class Case:
     tower: Any
     inputs: Inputs
     made: dict[str, fx.EncoderCudaGraphManager] = field(default_factory=dict)
+    known: dict[Item, Tensor] = field(default_factory=dict)
+    """Embeddings of the weights that the tower has outside of tests."""
 
     @property
     def manager(self) -> fx.EncoderCudaGraphManager:
@@ -71,6 +73,11 @@ class Case:
 
     def alone(self, item: Item) -> Tensor:
         """The embedding of an item by the tower's eager forward, in a batch of its own."""
+        if item not in self.known:
+            self.known[item] = self._encode(item)
+        return self.known[item]
+
+    def _encode(self, item: Item) -> Tensor:
         batch = self.inputs.make([item])
         (spec,) = self.tower.get_encoder_cudagraph_item_specs(batch)
         paths = [name for name, count in self.inputs.path_tokens(item).items() if count]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +21,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.compile.saved import restore_program
+from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.kernels.attention.builtin import PerSegment
 from fxsplit_encoder.manager.tower import named_tensors
 from fxsplit_encoder.protocol import missing_methods
 
@@ -39,14 +43,17 @@ QUICK = ("InternVLModel", "Qwen3VLVisionModel", "Step3VisionModel")
 # One with two kinds of segments, and one with two views; test_dense.py and test_generic.py have tiles.
 COMPILED = ("Qwen2_5_VisionTransformerPretrainedModel", "Step3VisionModel")
 
-# The code of another class under another name, or with or without the projector behind it: they are traced to
-# what that one is traced to, which takes seconds. What needs no trace is tested of each.
+# The code of another class under another name, with or without the projector behind it, or without features
+# of early blocks: they are traced to what that one is traced to, which takes seconds. What needs no trace is
+# tested of each.
 TWINS = (
     "Glm4vMoeVisionModel",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
+    "Qwen2_5OmniVisionEncoder",
     "Qwen3VLMoeVisionModel",
     "Qwen3_5MoeVisionModel",
+    "Qwen3_5VisionModel",
     "Step3p7VisionModel",
 )
 
@@ -124,9 +131,9 @@ def test_every_mode_makes_the_same_items(case: Case) -> None:
 
 
 @each_captured
-@pytest.mark.parametrize("mode", ["full", "piecewise"])
-def test_memory_that_nobody_wrote_does_not_matter(case: Case, mode: str, poisoned_memory: None) -> None:
-    assert case.misses_of([*case.images, *case.videos], mode) == {}
+def test_memory_that_nobody_wrote_does_not_matter(case: Case, poisoned_memory: None) -> None:
+    for mode in ("full", "piecewise"):
+        assert case.misses_of([*case.images, *case.videos], mode) == {}
 
 
 @each_compiled
@@ -397,21 +404,12 @@ def test_a_small_batch_in_a_large_budget(case: Case) -> None:
         torch.testing.assert_close(output[:tokens], expected, rtol=1e-5, atol=1e-5)
 
 
-@each_captured
-def test_what_an_earlier_batch_left_behind_is_not_seen(case: Case) -> None:
-    """Images after videos and videos after images, few after many; alone where there are no videos."""
-    images, videos = case.images, case.videos
-    batches = [images, videos, images[:1], [*images[1:], *videos[:1]], videos[1:], images[1:], videos[:1]]
-    for batch in batches:
-        assert case.misses_of(batch) == {}
-
-
-@each_captured
+@each_tower
 def test_videos_are_refused_where_images_alone_are_taken(case: Case) -> None:
     if not case.videos:
         inputs = {**case.inputs.make(case.images), "pixel_values_videos": torch.zeros(2, 3, 8, 8)}
         with pytest.raises(fx.InputError, match=r"pixel_values_videos: .* takes images only; leave it out"):
-            case.manager.execute(inputs)
+            encoded(case.tower, inputs)
 
 
 # --- batches that are special
@@ -426,25 +424,6 @@ def test_no_items_are_a_valid_batch(case: Case) -> None:
     with pytest.raises(fx.InputError, match="mm_kwargs: expected a mapping"):
         case.manager.execute({})
     assert case.manager.stats().items == before.items
-
-
-@each_captured
-def test_an_item_exactly_as_large_as_a_budget(case: Case) -> None:
-    (item,) = items("image", [case.inputs.exact])
-    (batch,) = case.manager.plan(case.inputs.make([item])).batches
-    budgets = {path: planned.budget for path, planned in batch.paths.items()}
-    assert budgets == case.inputs.path_tokens(item)
-    assert case.misses_of([item]) == {}
-
-
-@each_captured
-def test_an_item_over_every_budget(case: Case) -> None:
-    """Alone, and among others, which are replayed all the same."""
-    (large,) = items("image", [case.inputs.over], first_seed=90)
-    over = {fx.MissReason.OVER_LARGEST_BUDGET: 1}
-    assert case.misses_of([large]) == over
-    misses = case.misses_of([case.images[0], large, *case.images[1:]])
-    assert misses == over, "the others go without it"
 
 
 @each_captured
@@ -469,13 +448,93 @@ def test_captures_follow_weights_that_are_loaded_in_place(case: Case) -> None:
     torch.testing.assert_close(case.manager.execute(batch), before)
 
 
-@each_captured
-def test_permuted_items_give_permuted_outputs(case: Case) -> None:
-    images, videos = case.images, case.videos
-    made = case.manager.execute(case.inputs.make([*images, *videos]))
-    straight = dict(zip([*images, *videos], made, strict=True))
-    for permuted in (images[::-1], [*images[1:], images[0]]):
-        batch = [*permuted, *videos[::-1]]
-        got = case.manager.execute(case.inputs.make(batch))
-        for embedding, item in zip(got, batch, strict=True):
-            torch.testing.assert_close(embedding, straight[item], rtol=0, atol=1e-5)
+# --- Qwen2.5-VL's windows, which share the segments of a capture with frames
+
+WINDOWED = "Qwen2_5_VisionTransformerPretrainedModel"
+of_windows = pytest.mark.parametrize(
+    "case", [pytest.param(WINDOWED, marks=marks(WINDOWED))], indirect=True, scope="module"
+)
+sides = st.integers(1, 10).map(lambda n: 2 * n)
+
+
+@of_windows
+def test_vllm_42787_windows_and_frames_share_a_budgets_segments(case: Case) -> None:
+    images = items("image", [(1, 2, 2), (1, 8, 8), (1, 24, 24), (1, 2, 34)])
+    inputs = case.inputs.make([*images, *items("video", [(5, 8, 8), (3, 12, 10)])])
+    assert case.tower.item_frames(inputs) == [1, 1, 1, 1, 5, 3]
+    # 1, 1, 9, 5, 5 and 12 windows, of which 4 take a frame's place.
+    assert case.tower.item_segments(inputs) == [1, 1, 3, 2, 5, 3]
+
+
+@of_windows
+@settings(max_examples=40)
+@given(grids=st.lists(st.tuples(st.integers(1, 3), sides, sides), min_size=1, max_size=5))
+def test_vllm_42796_a_capture_has_room_for_every_batch_that_is_planned_for_it(
+    case: Case, grids: list[Any]
+) -> None:
+    inputs, path = case.inputs.make(items("image", grids)), case.manager.paths["default"]
+    for batch in case.manager.plan(inputs).batches:
+        if (budget := batch.paths["default"].budget) is None:
+            continue
+        values = path.values(case.tower.select_encoder_cudagraph_items(inputs, list(batch.indices)))
+        captured = path.best_capture(path.ladder, budget, values)
+        for name in ("cu_seqlens", "cu_window_seqlens"):
+            assert values[name].shape[0] <= captured.inputs.buffers[name].tensor.shape[0]
+
+
+@of_windows
+def test_narrow_images_take_a_larger_budget_or_the_exact_shape(case: Case) -> None:
+    config = fx.EncoderConfig(token_budgets=(256, 512), max_items_per_batch=2, mode="full")
+    wide = fx.EncoderCudaGraphManager(case.tower, config, log_interval=0)
+    wide.paths["default"].forward.bind(case.manager.programs["default"])
+    wide.capture()
+    # 14 and 16 windows of 196 and 250 tokens, 50 and 125 windows of 200 and 500.
+    budgets = {(1, 28, 28): 256, (1, 20, 50): 256, (1, 2, 400): 512, (1, 2, 1000): None}
+    for item in items("image", [*budgets]):
+        inputs = case.inputs.make([item])
+        (batch,) = wide.plan(inputs).batches
+        assert batch.paths["default"].budget == budgets[item.size]
+        torch.testing.assert_close(wide.execute(inputs), [case.alone(item)], rtol=0, atol=1e-5)
+    assert wide.stats().misses == {fx.MissReason.TOO_MANY_SEGMENTS: 1}
+
+
+@of_windows
+def test_at_the_exact_shape_each_attention_has_its_own_bound(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = []
+    original = PerSegment.__call__
+
+    def attend(kernel: Any, q: Any, k: Any, v: Any, lengths: Any, bound: int, *rest: Any, **more: Any) -> Any:
+        bounds.append((len(lengths) - 1, bound))
+        return original(kernel, q, k, v, lengths, bound, *rest, **more)
+
+    manager = case.manager_in("none")
+    monkeypatch.setattr(PerSegment, "__call__", attend)
+    manager.execute(case.inputs.make(items("image", [(1, 12, 10), (1, 4, 6)])))
+    # 6 x 5 tokens are 4 windows, the largest of 4 x 4; 2 x 3 tokens are one.
+    assert bounds == [(5, 64), (2, 120)]
+
+
+@of_windows
+def test_one_frame_alone_narrows_the_lengths_of_frames_only(case: Case) -> None:
+    program: Any = case.manager.programs["default"]
+    assert program.region.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
+    assert program.region.frame_lengths == "cu_seqlens"
+    request = case.manager.paths["default"].ladder.request(16)
+    before, after = (
+        {name: buffer.tensor.shape[0] for name, buffer in each.inputs.buffers.items()}
+        for each in (request, request.single_segment())
+    )
+    assert (before["cu_seqlens"], after["cu_seqlens"]) == (10, 2)
+    assert {**before, "cu_seqlens": 2} == after
+
+
+@of_windows
+def test_an_order_that_reaches_into_pad_rows_is_not_replayed(case: Case) -> None:
+    path = case.manager.paths["default"]
+    values: Any = path.values(case.inputs.make(items("image", [(1, 4, 6)])))
+    captured = path.best_capture(path.ladder, 16, values)
+    for name in ("window_permutation", "inverse_permutation"):
+        with pytest.raises(ReplayError, match=f"{name}: got an order of 24 rows with entries from"):
+            captured.inputs.buffers[name].check(values[name] + 1)

@@ -34,7 +34,7 @@ def test_rows_are_those_of_the_model(vision: Any, options: Any) -> None:
     assert_close([fx.wrap(make(vision, **options)).encoder_eager_forward({"pixel_values": x})], [expected])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_the_larger_size_before_its_last_layer_in_every_mode() -> None:
     """The smaller is in `test_conformance.py`."""

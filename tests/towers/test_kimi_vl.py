@@ -163,14 +163,6 @@ def test_the_dtype_of_the_weights_is_the_outputs(weights: Any) -> None:
     assert F.cosine_similarity(output.float(), expected).min() > 0.99
 
 
-def test_an_image_is_a_segment(wrapped: Any) -> None:
-    inputs = make_batch([(4, 6), (2, 2), (6, 4)])
-    assert wrapped.item_segments(inputs) == [1, 1, 1]
-    assert wrapped.get_encoder_cudagraph_config().out_hidden_size == TEXT
-    selected = wrapped.select_encoder_cudagraph_items(inputs, [2, 1])
-    assert selected["image_grid_hws"] == [(6, 4), (2, 2)]
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture.buffers import parts_of
-from fxsplit_encoder.errors import InputError
 
 from .dense_models import assert_close
 from .random_weights import randomize
@@ -120,25 +118,6 @@ def test_what_is_fixed_about_the_tower(towers: Towers) -> None:
 # --- of one of them
 
 
-@torch.no_grad()
-def test_the_forward_refuses_grids_that_do_not_describe_the_patches(tiny_towers: Any) -> None:
-    wrapped = tiny_towers.wrapped
-    with pytest.raises(InputError, match="grid_thw: describes 16 patches; got 15 rows"):
-        wrapped(torch.zeros(15, 1536), torch.tensor([[1, 4, 4]]))
-    with pytest.raises(InputError, match=r"grid_thw: .* multiples of the merge size 2"):
-        wrapped(torch.zeros(15, 1536), torch.tensor([[1, 3, 5]]))
-
-
-def test_only_the_wrapped_tower_changes_its_attention(make_tower: Any) -> None:
-    first = make_tower()
-    second = copy.deepcopy(first)
-    shared = first.config
-    fx.wrap(first)
-    assert (
-        second.config._attn_implementation == shared._attn_implementation != first.config._attn_implementation
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @torch.no_grad()
 def test_another_dtype_of_the_tower(dtype: torch.dtype, make_batch: Any) -> None:
@@ -165,18 +144,3 @@ def test_items_are_images_then_videos(tiny_towers: Any, make_batch: Any) -> None
     assert captured["cu_seqlens"].tolist() == [0] + [64] * 9
     values = wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 4, 8).values
     assert values["cu_seqlens"].tolist() == [0, 24, 28, 44, 60, 76]
-
-
-@pytest.mark.parametrize("indices", [[2], [3, 0], [0, 1, 2, 3], [3, 2, 1, 0], []])
-def test_selected_items_keep_their_rows_in_the_order_asked_for(
-    indices: list[int], tiny_towers: Any, make_batch: Any
-) -> None:
-    grids = [(1, 4, 6), (1, 2, 2), (3, 4, 4), (1, 2, 4)]
-    inputs = make_batch(grids[:2], grids[2:])
-    rows = torch.cat([inputs["pixel_values"], inputs["pixel_values_videos"]]).split([24, 4, 48, 8])
-    selected = tiny_towers.wrapped.select_encoder_cudagraph_items(inputs, indices)
-    assert [grid for _, key in INPUTS for grid in selected.get(key, ())] == [grids[i] for i in indices]
-    got = [part for key, _ in INPUTS if key in selected for part in parts_of(selected[key])]
-    assert torch.equal(torch.cat([rows[0][:0], *got]), torch.cat([rows[0][:0], *(rows[i] for i in indices)]))
-    if indices == sorted(indices):  # then the images stay images, and the videos videos
-        assert len(selected.get("video_grid_thw", ())) == sum(index >= 2 for index in indices)

@@ -54,18 +54,6 @@ def test_a_resampled_table_is_that_of_interpolate(
     torch.testing.assert_close(result, expected[0].flatten(1).t(), rtol=0, atol=1e-5)
 
 
-def test_a_table_of_the_images_size_is_taken_as_it_is() -> None:
-    table = torch.randn(6 * 4, 3)
-    taps = interpolation([(1, 6, 4)], (6, 4), merge_size=1, align_corners=False, mode="bicubic")
-    assert torch.equal(resample(table, *taps), table)
-
-
-@pytest.mark.parametrize("mode", list(TAPS))
-def test_the_weights_of_a_patch_sum_to_one(mode: Any) -> None:
-    _, weights = interpolation([(2, 6, 10)], (48, 48), 2, True, mode)
-    torch.testing.assert_close(weights.sum(1), torch.ones(120))
-
-
 @pytest.mark.parametrize("mode", list(TAPS))
 def test_frames_and_items_follow_one_another(mode: Any) -> None:
     indices, weights = interpolation([(2, 4, 2), (1, 2, 6)], (8, 8), 1, False, mode)

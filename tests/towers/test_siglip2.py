@@ -26,7 +26,7 @@ SIZES = {
     "patch_size": 2,
     "num_patches": SIDE**2,
 }
-CONFIG = fx.EncoderConfig(piece_compiler="eager", exact_min_hits=1, mode="full", token_budgets=(602,))
+CONFIG = fx.EncoderConfig(piece_compiler="eager", exact_min_hits=1, mode="full", token_budgets=(42,))
 
 
 def make(seed: int, mode: Callable[[], Any] = contextlib.nullcontext, **sizes: int) -> Any:

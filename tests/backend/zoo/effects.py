@@ -16,29 +16,14 @@ def _add_mean(x: Tensor) -> Tensor:
     return x * 2
 
 
-def _zero_first(x: Tensor) -> Tensor:
-    x[0] = 0
-    return x + 1
-
-
 def _zero_last(x: Tensor) -> Tensor:
     x[-1] = 0
     return x + 1
 
 
-def _add_before(x: Tensor) -> Tensor:
-    x[1:] += x[:-1].clone()
-    return x
-
-
 def _double(x: Tensor) -> Tensor:
     x.mul_(2)
     return x + x.mean(0)
-
-
-def _write_only(x: Tensor, keep: Tensor) -> Tensor:
-    keep.copy_(keep.flip(0))
-    return x * keep[:, None]
 
 
 def _sort_into(x: Tensor, ids: Tensor) -> Tensor:
@@ -119,9 +104,7 @@ _AFTER = {"place": "after"}
 
 EFFECTS = {
     "mean added in place": _add_mean,
-    "first token zeroed in place": of(_zero_first, least=1),
     "last token zeroed in an input": of(_zero_last, least=1, place="before"),
-    "the one before added in place": of(_add_before, place="before"),
     "doubled in place": of(_double, place="before"),
     "ids sorted in place": _sort_into,
     "mean written to an input": _fill_gain,
@@ -141,9 +124,5 @@ EFFECTS = {
     "a structure": _structure,
     "an empty result": lambda x: (x[:0], x.mean(0)),
     "a number of the values": of(lambda x: (x * 2, x.sum().item()), **_AFTER),
-    "double precision": lambda x: x.double() - x.double().mean(0),
-    "integers": lambda x: (x * 4).round().to(torch.int32).cumsum(0),
     "a list of tokens": of(lambda x: list(x[:4]), least=4),
-    "unbound features": lambda x: (x - x.mean(0)).unbind(1),
-    "scalars of all kinds": lambda x: (x.sum(), x.numel(), x.shape, x.dim(), (x > 0).sum()),
 }

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Layout = str
 """packed: attention over all tokens, kept apart by cumulative lengths; dense: the tokens are a batch, and
@@ -76,3 +76,24 @@ def input_names(forward: Callable[..., Any]) -> list[str]:
     """The inputs that a forward takes."""
     function = forward.forward if isinstance(forward, nn.Module) else forward
     return list(inspect.signature(function).parameters)
+
+
+class Through(nn.Module):
+    """A module, and how tokens go through it."""
+
+    def __init__(self, inner: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.inner, x)
+
+
+def along(inner: nn.Module) -> Through:
+    """A module of (1, 8, tokens)."""
+    return Through(inner, lambda module, x: module(x.t()[None])[0].t())
+
+
+def on_rows(inner: nn.Module) -> Through:
+    """A module of (tokens, 8)."""
+    return Through(inner, lambda module, x: module(x))

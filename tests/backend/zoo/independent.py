@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entries import made, of
-from .norms import on_rows
+from .entries import made, of, on_rows
 from .placing import attend_packed
 
 
@@ -104,23 +103,15 @@ def _rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 INDEPENDENT = {
-    "scaled": lambda x: x * 2 + 1,
     "activations": lambda x: F.gelu(x) + F.silu(x) * x.tanh() + x.abs().sqrt(),
-    "MLP": made(lambda: on_rows(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))), tolerance=4),
     "gated MLP": made(Gated, tolerance=4),
     "layer norm": made(lambda: on_rows(nn.LayerNorm(8)), tolerance=4),
-    "rms norm": made(lambda: on_rows(nn.RMSNorm(8, eps=1e-3)), tolerance=4),
     "batch norm in eval": made(lambda: on_rows(nn.BatchNorm1d(8).eval())),
-    "softmax over features": lambda x: x.softmax(-1),
     "statistics of features": lambda x: (x - x.mean(1, keepdim=True)) / (x.amax(1, keepdim=True) + 5),
     "features cut and joined": lambda x: torch.cat([x[:, 4:], -x[:, :4]], 1),
-    "features reversed": lambda x: x.flip(1),
     "heads": lambda x: x.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8),
-    "scan over features": lambda x: x.cumsum(1),
     "gain": lambda x, gain: x * gain,
-    "scale": lambda x, scale: x * scale,
     "masked tokens": lambda x, keep: x.masked_fill(~keep[:, None], 0),
-    "mask token": lambda x, keep: torch.where(keep[:, None], x, x.new_ones(8)),
     "embedded ids": made(Embeds),
     "rotary positions": of(_rotated, tolerance=4),
     "two results": lambda x, ids: (x * 2, ids + 1),

@@ -63,34 +63,18 @@ def _cu_changed(x: Tensor, cu: Tensor) -> Tensor:
     return y
 
 
-def _flipped_segments(x: Tensor, cu: Tensor) -> Tensor:
-    return attend_packed(x, cu[-1] - cu.flip(0))
-
-
 SEGMENTS = {
     "lengths": of(lambda x, cu: (x * 2, cu.diff()), **_PACKED),
-    "total length": of(lambda x, cu: x * cu[-1], **_PACKED),
-    "number of segments": of(lambda x, cu: x * cu.shape[0], **_PACKED),
     "root of the number of segments": of(lambda x, cu: x * (cu.shape[0] - 1) ** 0.5, **_PACKED),
     "longest segment": of(lambda x, cu: x * cu.diff().max(), **_PACKED),
-    "means of segments": of(_mean_of_segments, **_PACKED),
     "means of segments, given back": of(
         lambda x, cu: x - _mean_of_segments(x, cu)[_segment_of(x, cu)], **_PACKED
     ),
-    "segment of every token": of(lambda x, cu: (x, _segment_of(x, cu)), **_PACKED),
     "place in the segment": of(_place_in_segment, **_PACKED),
     "first of every segment": of(
         lambda x, cu: x[cu[:-1].long().clamp(max=x.shape[0] - 1)], least=1, **_PACKED
     ),
-    "differences of sums": of(
-        lambda x, cu: torch.nn.functional.pad(x.cumsum(0), (0, 0, 1, 0))[cu.long()].diff(dim=0),
-        **_PACKED,
-    ),
-    "lengths repeated": of(
-        lambda x, cu: x * cu.diff().repeat_interleave(cu.diff().long())[:, None], **_PACKED
-    ),
     "ends by the count": of(lambda x, cu: (x, cu / x.shape[0]), least=1, **_PACKED),
-    "ends returned": of(lambda x, cu: (x + 1, cu), **_PACKED),
     "ends returned in part": of(lambda x, cu: (x + 1, cu[1:]), **_PACKED),
     "ends changed": of(_cu_changed, **_OWN),
     "one segment of all": of(_one_segment, **_OWN),
@@ -98,9 +82,6 @@ SEGMENTS = {
     "segments of 4 tokens": of(_of_windows, step=4, **_OWN),
     "segments and the whole": of(_two_attentions, **_OWN),
     "segments of quarters": of(_quarters, step=4, **_OWN),
-    "segments in reverse": of(_flipped_segments, **_OWN),
     "keys of the next token": of(lambda x, cu: _attend(x, x.roll(1, 0), x, cu), **_OWN),
-    "queries less their mean": of(lambda x, cu: _attend(x - x.mean(0), x, x, cu), **_OWN),
-    "keys scaled by the count": of(lambda x, cu: _attend(x, x / x.shape[0], x, cu), least=1, **_OWN),
     "logits scaled by the count": of(lambda x, cu: _attend(x, x, x, cu, x.shape[0] ** -0.5), least=1, **_OWN),
 }

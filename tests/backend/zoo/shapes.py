@@ -28,44 +28,27 @@ def _half_and_whole(x: Tensor, quarter: Tensor) -> Tensor:
 
 
 SHAPES = {
-    "square mixes": lambda x, square: square @ x,
     "square's columns": lambda x, square: x * square.sum(0)[:, None],
-    "square's softmax": lambda x, square: square.softmax(-1) @ x,
     "square's diagonal": lambda x, square: x * square.diagonal()[:, None],
-    "square returned": lambda x, square: (x, square * 2),
     "square as a bias": lambda x, square: (x @ x.t() + square).softmax(-1) @ x,
     "square of attention": of(_masked_attention, **_OWN),
     "columns": lambda x, columns: x + columns.t().mean(0),
     "quarter's mean": of(lambda x, quarter: x - quarter.mean(0), least=4),
-    "quarter's sum": lambda x, quarter: x + quarter.sum(0),
     "quarter behind": lambda x, quarter: torch.cat([x, quarter]),
     "quarter as keys": of(lambda x, quarter: (x @ quarter.t()).softmax(-1) @ quarter, least=4),
     "quarter repeated": of(lambda x, quarter: x + quarter.repeat_interleave(4, 0), step=4, least=4),
     "quarter repeated, the rest cut": of(_half_and_whole, least=4),
-    "quarter interpolated": of(
-        lambda x, quarter: x + F.interpolate(quarter.t()[None], x.shape[0], mode="linear")[0].t(),
-        least=4,
-        tolerance=4,
-    ),
     "quarter alone": lambda x, quarter: (x * 2, quarter.flip(0)),
     "double's halves": lambda x, double: x + double[: x.shape[0]] - double[x.shape[0] :],
-    "double's pairs": lambda x, double: x + double.view(-1, 2, 8).mean(1),
     "one longer": lambda x, longer: x + longer[1:] - longer[:-1],
     "tiles' means": lambda x, tiles: x - tiles.mean((0, 1)),
-    "tiles flattened": lambda x, tiles: (x, tiles.flatten(0, 1).flip(0)),
     "batch's mean": of(lambda tiles: _attend(tiles) - tiles.mean(0), **_OWN),
     "batch as a sequence": of(lambda tiles: _attend(tiles.transpose(0, 1)), **_OWN),
-    "batch as a sequence, flattened": of(lambda tiles: _attend(tiles.reshape(1, -1, 8)), **_OWN),
     "batch attended, then across": of(lambda tiles: _attend(_attend(tiles).transpose(0, 1)), **_OWN),
-    "batch first and last": of(lambda tiles: _attend(tiles)[0] - _attend(tiles)[-1], least=1, **_OWN),
-    "batch norm of a batch": of(
-        lambda tiles: F.batch_norm(_attend(tiles).transpose(1, 2), None, None, training=True), least=2, **_OWN
-    ),
     "time shift of a batch": of(
         lambda tiles: torch.cat([_attend(tiles)[1:], tiles.new_zeros(1, 5, 8)]), **_OWN
     ),
     "sequence's mean": of(lambda sequence: _attend(sequence) - sequence.mean(1, keepdim=True), **_OWN),
-    "sequence split": of(lambda sequence: _attend(sequence.view(-1, 2, 8)).view(1, -1, 8), step=2, **_OWN),
     "sequence in windows of 4": of(
         lambda sequence: _attend(F.pad(sequence, (0, 0, 0, -sequence.shape[1] % 4)).view(-1, 4, 8)).mean(0),
         least=1,
@@ -76,10 +59,6 @@ SHAPES = {
         least=2,
         **_OWN,
     ),
-    "images compared": of(
-        lambda images: _attend(images.reshape(-1, 24, 8)).mean(1) @ images[:, 0, 0].t(), **_OWN
-    ),
-    "without attention, less the mean": of(lambda x: x - x.mean(0), **_OWN),
     "without attention, sorted": of(lambda x: x.sort(0).values, **_OWN),
     "without attention, row by row": of(lambda x: x.relu() * 2, **_OWN),
 }

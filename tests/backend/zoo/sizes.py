@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,12 +10,6 @@ from .entries import of
 
 # Numbers of tokens beyond constants, of the default ladder; dense, since packed attention would take long.
 _LARGE = {"counts": (9999, 5001, 5, 12, 4097, 16384, 12000), "layout": "dense", "warmup": "none"}
-
-
-def _sinusoids(x: Tensor) -> Tensor:
-    """Positions in shares of the number of tokens."""
-    shares = torch.arange(x.shape[0], dtype=x.dtype) / x.shape[0]
-    return x + (shares[:, None] * torch.arange(1, 9, dtype=x.dtype)).sin()
 
 
 def _table_interpolated(x: Tensor) -> Tensor:
@@ -35,29 +27,8 @@ def _table_from_the_end(x: Tensor) -> Tensor:
     return x + table[-x.shape[0] :]
 
 
-def _table_by_distance_to_the_end(x: Tensor) -> Tensor:
-    table = torch.linspace(-1, 1, 1600, dtype=x.dtype).view(200, 8)
-    return x + table[x.shape[0] - 1 - torch.arange(x.shape[0])]
-
-
-def _branch_odd(x: Tensor) -> Tensor:
-    return x if x.shape[0] % 2 else -x
-
-
 def _branch_large(x: Tensor) -> Tensor:
     return x - x.mean(0) if x.shape[0] > 32 else x * 2
-
-
-def _branch_small_is_whole(x: Tensor) -> Tensor:
-    return x * 2 if x.shape[0] > 32 else x.flip(0)
-
-
-def _branch_seven(x: Tensor) -> Tensor:
-    return x * 0 if x.shape[0] == 7 else x + 1
-
-
-def _branch_one(x: Tensor) -> Tensor:
-    return x * 3 if x.shape[0] == 1 else x
 
 
 def _branch_of_fours(x: Tensor) -> Tensor:
@@ -80,50 +51,31 @@ def _rows(x: Tensor) -> Tensor:
 SIZES = {
     "times the count": lambda x: x * x.shape[0],
     "times a root of the count": of(lambda x: x * x.shape[0] ** 0.1, runs=2),
-    "by the root of the count": of(lambda x: x * x.shape[0] ** -0.5, least=1),
-    "times the logarithm of the count": of(lambda x: x * math.log(x.shape[0] + 1)),
     "plus 64ths of the count": of(lambda x: x * (1 + x.shape[0] // 64), runs=2),
-    "quarters, rounded up": lambda x: x * -(-x.shape[0] // 4),
     "least of the count and 40": lambda x: x * min(x.shape[0], 40),
     "count as a tensor": lambda x: x * torch.full((), x.shape[0], dtype=x.dtype),
-    "count as scalar_tensor": lambda x: x + torch.scalar_tensor(x.shape[0], dtype=x.dtype),
-    "count as new_tensor": lambda x: x + x.new_tensor([x.shape[0]]),
     "count as a result": lambda x: (x * 2, x.shape[0], x.shape[0] // 4),
-    "pow of the count": lambda x: x + torch.pow(torch.tensor(0.9), x.shape[0]).to(x.dtype),
     "positions by the count": of(lambda x: x + _rows(x) / x.shape[0], least=1),
-    "positions modulo the count": lambda x: x + (_rows(x) * 3) % x.shape[0],
-    "arange backwards": lambda x: x + torch.arange(x.shape[0] - 1, -1, -1, dtype=x.dtype)[:, None],
     "arange from the count": lambda x: x + torch.arange(x.shape[0], 2 * x.shape[0], dtype=x.dtype)[:, None],
     "last position": of(lambda x: x + _rows(x)[-1], least=1),
-    "linspace": lambda x: x + torch.linspace(0, 1, x.shape[0], dtype=x.dtype)[:, None],
     "linspace to the count": lambda x: x + torch.linspace(0, x.shape[0], x.shape[0], dtype=x.dtype)[:, None],
-    "Hann window": of(lambda x: x * torch.hann_window(x.shape[0], dtype=torch.float32)[:, None].to(x.dtype)),
-    "sinusoids": of(_sinusoids, least=1),
     "table interpolated": of(_table_interpolated, least=1, tolerance=4),
     "table by share": of(_table_by_share, least=1),
     "table from the end": of(_table_from_the_end, least=1),
-    "table by distance to the end": _table_by_distance_to_the_end,
     "first half marked": lambda x: torch.where(_rows(x) < x.shape[0] // 2, x, -x),
-    "last token marked": lambda x: x * (_rows(x) == x.shape[0] - 1),
-    "mask of all but one": lambda x: x.masked_fill(_rows(x) >= x.shape[0] - 1, 0),
     "length of an arange": lambda x: x + torch.arange(x.shape[0]).amax().to(x.dtype) if x.shape[0] else x,
     "ones of half": lambda x: x + torch.ones(x.shape[0] // 2, 1, dtype=x.dtype).sum(),
     "ones of at most 20": lambda x: x + torch.ones(min(x.shape[0], 20), 1, dtype=x.dtype).sum(),
     "zeros of a quarter": lambda x: (x, x.new_zeros(x.shape[0] // 4, 2)),
-    "ones of 64ths": lambda x: x + torch.ones(x.shape[0] // 64 + 1, 1, dtype=x.dtype).sum(),
     "features by the count": lambda x: x[:, : 1 + x.shape[0] % 8],
     "expanded to the count": lambda x: x + x.new_ones(1, 1).expand(x.shape[0], 1).sum(0),
-    "branch on odd counts": _branch_odd,
     "branch on large counts": _branch_large,
-    "branch on seven": of(_branch_seven),
     "branch on multiples of 4": _branch_of_fours,
     "halvings in a loop": _halvings,
     "ones of 5000ths": of(
         lambda x: x + x.new_ones(1, 1).expand(x.shape[0] // 5000 + 1, 1).sum(), runs=2, **_LARGE
     ),
     "ones beyond 4096": of(lambda x: x + x.new_ones(max(x.shape[0], 4096) - 4095, 1).sum(), **_LARGE),
-    "times 5000ths": of(lambda x: x * (1 + x.shape[0] // 5000), **_LARGE),
     "features by 5000ths": of(lambda x: x[:, : 1 + x.shape[0] // 5000], **_LARGE),
     "branch on 8000": of(lambda x: x - x.mean(0) if x.shape[0] > 8000 else x, **_LARGE),
-    "positions of many in bfloat16": of(lambda x: x + _rows(x) / x.shape[0], **_LARGE),
 }

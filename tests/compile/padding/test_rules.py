@@ -21,12 +21,9 @@ TABLE = torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH)
 
 PROVED: dict[str, Forward] = {
     # operations that work entry by entry, and copies
-    "nothing": lambda y, i: y,
     "pointwise of rows": lambda y, i: F.gelu(y) * y.sigmoid() + i["x"],
     "pointwise with weights": lambda y, i: y * BIAS + 1,
     "where with a mask of rows": lambda y, i: torch.where(i["index"][:, None] > 1, y, 0.0),
-    "masked fill of rows": lambda y, i: y.masked_fill(i["x"] > 0, 1.0),
-    "conversion": lambda y, i: y.to(torch.float64).float(),
     "complex numbers": lambda y, i: torch.view_as_real(torch.view_as_complex(y.view(-1, 4, 2)) * 1j),
     "triangle of features": lambda y, i: y.view(-1, 2, 4).triu(1) * 2,
     "integers divided": lambda y, i: y * (i["index"] // 2)[:, None],
@@ -34,21 +31,12 @@ PROVED: dict[str, Forward] = {
     "a class token": lambda y, i: torch.cat(
         (BIAS.expand(y.shape[0], 1, WIDTH), y.view(-1, 1, WIDTH) * 2), dim=1
     ),
-    "a shared row repeated": lambda y, i: y + BIAS.repeat(y.shape[0], 1),
     "shared rows repeated in turn": lambda y, i: y + WEIGHT[:4].repeat(y.shape[0] // 4, 1),
     "windows of features": lambda y, i: y.unfold(1, 3, 2).sum(2),
     "features repeated": lambda y, i: y.repeat(1, 3),
-    "a new dimension repeated": lambda y, i: y.repeat(2, 1, 1).sum(0),
-    "expand of features": lambda y, i: y[:, None, :].expand(-1, 3, -1) * 2,
     # views, parts of tensors, and tensors made from sizes
     "split heads": lambda y, i: y.view(-1, 2, 4).transpose(1, 2),
-    "heads before tokens and back": lambda y, i: (
-        y.view(-1, 2, 4).transpose(0, 1).transpose(0, 1).reshape(-1, WIDTH)
-    ),
-    "tokens last": lambda y, i: y.t().softmax(0),
     "leading dimension of one": lambda y, i: y.unsqueeze(0).softmax(-1).squeeze(0),
-    "permute": lambda y, i: y.view(-1, 2, 4).permute(2, 0, 1) * 2,
-    "spatial merge": lambda y, i: F.layer_norm(y.view(-1, 4 * WIDTH), (4 * WIDTH,)),
     "spatial merge and back": lambda y, i: y.view(-1, 4 * WIDTH).relu().view(-1, WIDTH) + y,
     "features rolled": lambda y, i: y.view(-1, 2, 4).roll((1, -1), (1, 2)),
     "tokens joined with heads and taken apart": lambda y, i: (
@@ -59,11 +47,8 @@ PROVED: dict[str, Forward] = {
     "tokens joined twice": lambda y, i: (
         y.view(-1, 2, 2, 2).permute(1, 2, 0, 3).reshape(-1, 2).tanh().view(2, -1, 2).view(2, 2, -1, 2)
     ),
-    "features reversed": lambda y, i: y.view(-1, 2, 4).flip(-1, 1),
     "features cut and joined": lambda y, i: torch.cat((-y[:, 4:], y[:, :4]), dim=-1),
     "chunks of features": lambda y, i: torch.stack(y.chunk(2, dim=1), dim=1).unbind(1)[0],
-    "one feature": lambda y, i: y[:, 3],
-    "stack before the tokens": lambda y, i: torch.stack((y, i["x"])).sum(0),
     "features padded": lambda y, i: F.pad(y, (1, 2)),
     "zeros and ones of rows": lambda y, i: torch.cat(
         (y, torch.zeros(y.shape[0], 2), torch.ones_like(y)), dim=1
@@ -71,7 +56,6 @@ PROVED: dict[str, Forward] = {
     "positions": lambda y, i: y + torch.arange(y.shape[0])[:, None],
     # products, reductions, normalizations, convolution and pooling
     "linear": lambda y, i: F.linear(y, WEIGHT, BIAS),
-    "linear of three dimensions": lambda y, i: F.linear(y.view(-1, 1, WIDTH), WEIGHT),
     "linear with its gelu": lambda y, i: torch.ops.fxsplit.addmm_gelu(BIAS, y, WEIGHT),
     "linear by a measured kernel": lambda y, i: (
         torch.ops.fxsplit.linear(y, WEIGHT, BIAS, "gelu")
@@ -81,29 +65,21 @@ PROVED: dict[str, Forward] = {
     "bmm with the tokens as batch": lambda y, i: y.view(-1, 2, 4) @ i["x"].view(-1, 4, 2),
     "bmm with shared matrices": lambda y, i: torch.bmm(y.view(-1, 2, 4).transpose(0, 1), torch.ones(2, 4, 4)),
     "layer norm over features": lambda y, i: F.layer_norm(y, (WIDTH,), BIAS, BIAS),
-    "rms norm over features": lambda y, i: F.rms_norm(y, (WIDTH,), BIAS),
     "softmax over features": lambda y, i: y.softmax(-1),
-    "log softmax over features": lambda y, i: y.log_softmax(1),
     "cumsum over features": lambda y, i: y.cumsum(1),
     "cumsum over tokens": lambda y, i: y.cumsum(0),
-    "cumulated exponentials of tokens": lambda y, i: y.logcumsumexp(0),
-    "mean over features": lambda y, i: y - y.mean(1, keepdim=True),
     "sum that drops a dimension": lambda y, i: y.view(-1, 2, 4).sum(1),
     "variance over features": lambda y, i: torch.var_mean(y, 1)[0],
-    "vector norm over features": lambda y, i: F.normalize(y, dim=-1),
     "vector norm of order 1 over features": lambda y, i: torch.linalg.vector_norm(y, 1, dim=1),
-    "argmax over features": lambda y, i: y.argmax(1),
     "group norm of every row": lambda y, i: F.group_norm(y, 2, BIAS, BIAS),
     "unfolded patches": lambda y, i: F.unfold(y.view(-1, 2, 2, 2), 2) * 2,
     "features convolved": lambda y, i: F.conv1d(y.view(-1, 2, 4), KERNEL_1D, padding=1),
     "patch convolution": lambda y, i: F.conv2d(y.view(-1, 2, 2, 2), torch.ones(3, 2, 2, 2), stride=2),
-    "pooling of features": lambda y, i: F.avg_pool2d(y.view(-1, 2, 2, 2), 2),
     "pooling of features that does not fit": lambda y, i: F.max_pool2d(
         y.view(-1, 1, 2, 4), (1, 3), stride=(1, 2), ceil_mode=True
     ),
     "adaptive pooling of features": lambda y, i: F.adaptive_avg_pool2d(y.view(-1, 1, 2, 4), (1, 3)),
     "features enlarged": lambda y, i: F.interpolate(y.view(-1, 2, 2, 2), scale_factor=2.0, mode="bicubic"),
-    "features enlarged to their neighbors": lambda y, i: F.interpolate(y.view(-1, 2, 4), size=6),
     "features reflected": lambda y, i: F.pad(y.view(-1, 2, 2, 2), (1, 1, 1, 1), mode="reflect"),
     "features shuffled": lambda y, i: F.pixel_shuffle(y.view(-1, 4, 1, 2), 2) * 2,
     "features upscaled by a transposed convolution": lambda y, i: F.conv_transpose1d(
@@ -115,10 +91,8 @@ PROVED: dict[str, Forward] = {
     )[0],
     # lookups by index, and attention
     "embedding lookup": lambda y, i: y + F.embedding(i["index"], TABLE),
-    "table lookup": lambda y, i: y + TABLE[i["index"]],
     "table lookup by two indices": lambda y, i: y + TABLE[i["index"], i["index"]][:, None],
     "index_select of a table": lambda y, i: y + TABLE.index_select(0, i["index"]),
-    "features chosen": lambda y, i: y[:, FEATURES] * 2,
     "features chosen on two dimensions": lambda y, i: y.view(-1, 2, 4)[:, FEATURES % 2, FEATURES],
     "features chosen before the tokens": lambda y, i: (
         y.view(-1, 2, 4).permute(1, 2, 0)[FEATURES % 2, FEATURES].t()
@@ -127,7 +101,6 @@ PROVED: dict[str, Forward] = {
         y.view(-1, 2, 4).transpose(0, 1)[FEATURES % 2, :, FEATURES].t()
     ),
     "features selected": lambda y, i: y.index_select(1, FEATURES),
-    "rows permuted": lambda y, i: permute_rows(y, i["index"]) + i["x"],
     "rows permuted twice": lambda y, i: permute_rows(permute_rows(y, i["index"]) * 2, i["index"]),
     "attention with a bound of its own": lambda y, i: torch.ops.fxsplit.varlen_attention(
         y[:, None], y[:, None], y[:, None], i["cu"], 64, 1.0
@@ -149,16 +122,11 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda y, i: (y[:, :1] - torch.arange(y.shape[0])).sum(1),
         "differ",
     ),
-    "rows repeated": (lambda y, i: y.repeat(2, 1), "repeats the token dimension"),
     "rows repeated by their count": (
         lambda y, i: y.repeat(1, y.shape[0]).sum(1),
         "changes with the padding too",
     ),
     "windows of rows": (lambda y, i: y.unfold(0, 2, 2).sum(2), "along the token dimension"),
-    "a square by expansion": (
-        lambda y, i: y[:, :1].expand(-1, y.shape[0]).sum(1),
-        "changes with the padding",
-    ),
     # views, parts of tensors, and tensors made from sizes
     "heads joined with tokens": (
         lambda y, i: y.view(-1, 2, 4).transpose(0, 1).reshape(-1, 4),
@@ -174,26 +142,18 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     ),
     "tokens made inner": (lambda y, i: y.view(4, -1, WIDTH), "joins tokens"),
     "roll": (lambda y, i: y.roll(1, 0), "moves the tokens"),
-    "roll of everything": (lambda y, i: y.roll(1), "moves the tokens"),
-    "flip": (lambda y, i: y.flip(0), "reverses the tokens"),
     "flip of tokens and features": (lambda y, i: y.flip(1, -2), "reverses the tokens"),
     "appending rows": (lambda y, i: torch.cat((y, y)), "appends along the token dimension"),
-    "prepending a row": (lambda y, i: torch.cat((BIAS[None], y)), "appends along the token dimension"),
     "cutting the first row off": (lambda y, i: y[1:], "cuts the token dimension"),
-    "cutting the last row off": (lambda y, i: y[:-1], "cuts the token dimension"),
-    "every other row": (lambda y, i: y[::2], "cuts the token dimension"),
     "the last row": (lambda y, i: y + y[-1], "takes one token"),
-    "the first row": (lambda y, i: y + y[0], "takes one token"),
     "halves of the rows": (lambda y, i: torch.cat(y.split(4)), "cuts the token dimension"),
     "tokens padded": (lambda y, i: F.pad(y, (0, 0, 1, 0)), "pads the token dimension"),
     "divided by the token count": (lambda y, i: y * (1.0 / y.shape[0]), "computed value"),
-    "constants of the token count": (lambda y, i: y + torch.full((8,), y.shape[0]), "computed value"),
     "steps of the token count": (
         lambda y, i: y + torch.arange(0, y.shape[0] * y.shape[0], y.shape[0])[:, None],
         "follows the token count in no way that is known",
     ),
     "positions from the end": (lambda y, i: y + torch.arange(-y.shape[0], 0)[:, None], "start that is not 0"),
-    "positions from 5": (lambda y, i: torch.arange(5, y.shape[0] + 5) + y[:, 0], "start that is not 0"),
     "a square of zeros": (
         lambda y, i: y + torch.zeros(y.shape[0], y.shape[0]).sum(1)[:, None],
         "changes with the padding",
@@ -212,29 +172,23 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         "depends on the tokens",
     ),
     "gram matrix": (lambda y, i: y @ y.t(), "depends on the tokens"),
-    "covariance": (lambda y, i: y.t() @ y, "depends on the tokens"),
     "shared times rows": (lambda y, i: WEIGHT @ y.t(), "depends on the tokens"),
     "bias of rows": (lambda y, i: torch.addmm(i["x"], y, WEIGHT), "depends on the tokens"),
     "bmm over tokens": (
         lambda y, i: y.view(-1, 2, 4).permute(1, 0, 2) @ y.view(-1, 2, 4).permute(1, 2, 0),
         "along the token dimension",
     ),
-    "bmm that contracts tokens": (lambda y, i: torch.bmm(y.t()[None], y[None]), "along the token dimension"),
     "layer norm over tokens": (
         lambda y, i: F.layer_norm(y.t().softmax(0).view(1, -1), (y.shape[0] * 8,)),
         "computes with the token count",
     ),
     "softmax over tokens": (lambda y, i: y.softmax(0), "along the token dimension"),
-    "softmax over tokens, transposed": (lambda y, i: y.t().softmax(-1), "along the token dimension"),
     "mean over tokens": (lambda y, i: y - y.mean(0), "reduces over tokens"),
-    "sum of everything": (lambda y, i: y / y.sum(), "reduces over tokens"),
     "maximum over tokens": (lambda y, i: y.amax(0, keepdim=True) + y, "reduces over tokens"),
-    "variance over tokens": (lambda y, i: torch.var_mean(y, 0)[0] + y, "reduces over tokens"),
     "vector norm of order 1 over tokens": (
         lambda y, i: y / torch.linalg.vector_norm(y, 1, dim=0),
         "reduces over tokens",
     ),
-    "normalize over tokens": (lambda y, i: F.normalize(y, dim=0), "reduces over tokens"),
     "unfolding over tokens": (lambda y, i: F.unfold(y[None, None], (2, 1)), "along the token dimension"),
     "convolution over tokens": (
         lambda y, i: F.conv1d(y.t()[None], KERNEL_TOKENS, padding=1),
@@ -251,13 +205,11 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     # lookups by index, and attention
     "rows gathered by index": (lambda y, i: y[i["index"]], "gathers tokens"),
     "rows selected by index": (lambda y, i: y.index_select(0, i["index"]), "gathers tokens"),
-    "rows chosen": (lambda y, i: y[FEATURES].sum(0) + y, "gathers tokens"),
     "features chosen by each row": (
         lambda y, i: y.view(-1, 2, 4).permute(1, 0, 2)[(y[:, 0] > 0).long()].sum(0)[:, :4] + y[:, :4],
         "by indices of its own",
     ),
     "rows permuted by a computed order": (lambda y, i: permute_rows(y, i["index"] * 1), "as it is"),
-    "rows permuted by their positions": (lambda y, i: permute_rows(y, torch.arange(y.shape[0])), "as it is"),
     "features gathered by index": (
         lambda y, i: y[:, :5] + TABLE[:, i["index"]].t()[:, :5],
         "not one lookup a row",
@@ -285,20 +237,15 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     ),
     # what is refused whatever the rules say
     "maximum with its index": (lambda y, i: y.max(0)[0] + y, "no padding rule"),
-    "rows gathered": (lambda y, i: y.gather(0, i["index"][:, None]), "no padding rule"),
     "rows scattered": (lambda y, i: torch.zeros_like(y).index_add(0, i["index"], y), "no padding rule"),
     "sort": (lambda y, i: y.sort(0)[0], "no padding rule"),
-    "topk": (lambda y, i: y.topk(2, 0)[0] + y[:, None], "no padding rule"),
     "multiplied by the token count": (lambda y, i: y * y.shape[0], "token count"),
-    "filled with the token count": (lambda y, i: y + torch.full_like(y, y.shape[0]), "token count"),
-    "multiplied by steps of the token count": (lambda y, i: y * (1 + y.shape[0] // 64), "token count"),
     "multiplied by a power of the token count": (lambda y, i: y * y.shape[0] ** 0.1, "computed value"),
     "sum of copies beyond every sample": (
         lambda y, i: y + torch.ones(1).expand(y.shape[0] // 5000 + 1, 1).sum(),
         "in no way that is known",
     ),
     "column chosen by the token count": (lambda y, i: y[:, : y.shape[0] // 4].sum(1), "token count"),
-    "relative positions": (lambda y, i: torch.arange(y.shape[0])[:, None] / y.shape[0] + y, "token count"),
     "multiplied by the number of segments": (lambda y, i: y * i["cu"].shape[0], "number of segments"),
     "cumulative lengths read": (lambda y, i: y + i["cu"].max(), "cumulative lengths"),
     "random numbers": (lambda y, i: y + torch.rand_like(y), "random"),
@@ -309,7 +256,6 @@ REFUSED: dict[str, tuple[Forward, str]] = {
 ALONE = (
     "merged rows beside others",
     "shared rows repeated in turn",
-    "spatial merge",
     "spatial merge and back",
     "tokens made inner",
     "halves of the rows",
