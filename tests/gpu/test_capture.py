@@ -19,9 +19,10 @@ from fxsplit_encoder.capture.buffers import StaticBuffer
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.inputs import StaticInputs, pad_cu_seqlens
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, varlen_attention
+from fxsplit_encoder.kernels.attention import KernelChooser, varlen_attention
 from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import choosing
+from fxsplit_encoder.manager.generation import Generation
 
 from ..capture.bodies import body_calling, request_of
 
@@ -340,7 +341,7 @@ def test_running_out_of_memory_for_static_inputs_drops_the_budget_alone(
     manager.compile()
     planned = manager.planned_captures()  # which would find out too
     monkeypatch.setattr(type(towers[2]), "prepare_encoder_cudagraph_capture_inputs", greedy)
-    monkeypatch.setattr(manager.lifecycle.own, "planned_captures", lambda: planned)
+    monkeypatch.setattr(Generation, "planned_captures", lambda self: planned)
     manager.capture()
     assert list(manager.budget_graphs["default"]) == [64]
     assert "memory" in manager.reports[0]
@@ -375,15 +376,3 @@ def test_costs_are_measured_and_decide(managers: Any) -> None:
     plan = manager.plan({"image_grid_thw": [[1, 8, 8]] * 5})
     assert plan.milliseconds is not None
     assert 0 < plan.milliseconds < 100
-
-
-def test_dense_attention_of_known_segments_equals_the_packed_kernel() -> None:
-    lengths = [100, 2048, 2048, 64, 3136, 3000]
-    boundaries = [0, *itertools.accumulate(lengths)]
-    qkv = torch.randn(boundaries[-1], 3, 16, 72, device="cuda", dtype=torch.bfloat16)
-    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
-    expected = attend(*qkv.unbind(1), cu_seqlens, 3136, 0.1)
-    for _ in range(2):
-        known = KnownSegments(cu_seqlens, boundaries)
-        torch.testing.assert_close(known.attend(*qkv.unbind(1), 0.1), expected, rtol=0.02, atol=0.01)
-    assert known._plan(qkv[:, 0])[-1].end == boundaries[-1]
