@@ -35,6 +35,7 @@ from fxsplit_encoder.errors import (
 )
 from fxsplit_encoder.kernels.attention import builtin, varlen_attention
 from fxsplit_encoder.manager import path as path_module
+from fxsplit_encoder.manager.batches import BatchRunner
 
 from ..backend.towers import Attention
 from ..dispatched import Dispatched
@@ -257,7 +258,7 @@ def rises(lengths: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
-def test_rule_2_found_c_an_image_after_a_video_on_one_capture(
+def test_rule_2_found_c_sglang_16902_sglang_37043_trtllm_14829_trtllm_17030_any_composition_on_one_capture(
     mode: str, managers: Any, make_batch: Any, encode: Any, tiny_towers: Any, seen_segments: Any
 ) -> None:
     batches = [
@@ -344,17 +345,18 @@ def test_rule_3_what_does_not_fit_leaves_every_buffer_untouched(
 
 
 def test_rule_3_omni_7650_the_manager_falls_back_whole_and_counts_it(
-    make_manager: Any, make_batch: Any, assert_eager: Any
+    make_manager: Any, make_batch: Any, assert_eager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Did the planner believe that any number of segments fits, the capture would still refuse.
+    costs: Any = path_module.EncoderPath.costs
+    many = property(lambda path: replace(costs.fget(path), max_segments={}))
+    monkeypatch.setattr(path_module.EncoderPath, "costs", many)
     manager = make_manager(mode="full")
+    manager.limits = fx.planning.limits.Limits(manager.limits.path_budgets, 4, 99)
     manager.capture()
     manager.execute(make_batch([(1, 6, 4)]))
-    # Did the planner believe that any number of segments fits, the capture would still refuse.
-    manager.paths["default"].segment_capacity.update(dict.fromkeys((16, 32, 64), 1000))
     before = snapshot(manager.paths["default"].captured[16])
     inputs = make_batch([(1, 2, 2)] * 2, [(14, 2, 2)])
-    manager.limits = fx.planning.limits.Limits(manager.limits.path_budgets, 4, 99)
-    manager.lifecycle.serving.plans.use_captures(manager.limits, captured=True)
     assert_eager(manager, inputs)
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 3}
     assert_unchanged(manager.paths["default"].captured[16], before)
@@ -667,25 +669,23 @@ def test_rule_7_results_survive_later_replays(mode: str, managers: Any, make_bat
     assert all(torch.equal(item, kept) for item, kept in zip(again, copies, strict=True))
 
 
-def views_without_a_copy(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, postprocess = manager.lifecycle.serving.runner, manager.tower.postprocess_encoder_output
-
-    def collect(batch: Any, outputs: Any, tokens: Any, results: Any, selected: Any) -> None:
-        indices = list(batch.indices)
-        postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
-        if runner.scope.config.debug:
-            runner.pool.handed_out.add(results[index] for index in indices)
-
-    monkeypatch.setattr(runner, "collect", collect)
+def views_without_a_copy(
+    self: Any, batch: Any, outputs: Any, tokens: Any, results: Any, selected: Any
+) -> None:
+    """In place of `BatchRunner.collect`."""
+    indices, postprocess = list(batch.indices), self.tower.postprocess_encoder_output
+    postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
+    if self.scope.config.debug:
+        self.pool.handed_out.add(results[index] for index in indices)
 
 
 def test_rule_7_a_view_of_the_output_would_not_survive(
     make_manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(BatchRunner, "collect", views_without_a_copy)
     for debug in (False, True):
         manager = make_manager(mode="full", debug=debug)
         manager.capture()
-        views_without_a_copy(manager, monkeypatch)
         (item,) = manager.execute(make_batch([(1, 4, 4)]))
         kept = item.clone()
         if debug:
@@ -805,7 +805,7 @@ def test_rule_8_without_a_warm_up_the_capture_fails(device_pool: Any) -> None:
         (ValueError("bad launch"), "ValueError: bad launch"),
     ],
 )
-def test_rule_9_a_failed_budget_is_dropped_and_the_others_serve(
+def test_rule_9_vllm_52509_vllm_57475_a_failed_budget_is_dropped_and_the_others_serve(
     error: Exception,
     reason: str,
     make_manager: Any,
