@@ -85,7 +85,14 @@ class FakeKernel(AttentionKernel):
         return self._change(PerSegment()(query, key, value, cu, longest, scale, target))
 
 
-class FakeMeter(AttentionMeter):
+class Everywhere(AttentionMeter):
+    """Measures on a CPU too."""
+
+    def can_measure(self, device: torch.device) -> bool:
+        return True
+
+
+class FakeMeter(Everywhere):
     """Takes times from a table, or from a function of the shape.
 
     A kernel that is not in the table is rejected.
@@ -95,9 +102,6 @@ class FakeMeter(AttentionMeter):
         super().__init__()
         self.microseconds = microseconds
         self.measured: list[tuple[AttentionShape, tuple[str, ...]]] = []
-
-    def can_measure(self, device: torch.device) -> bool:
-        return True
 
     def measure(self, kernels: Sequence[AttentionKernel], shape: AttentionShape) -> Measured:
         self.measured.append((shape, tuple(kernel.name for kernel in kernels)))

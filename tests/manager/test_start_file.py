@@ -1,18 +1,43 @@
+"""What a saved start is made of: parts in an archive, measurements as JSON, and the environment's key."""
+
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
+import json
+import math
 import os
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import InputError, StartFileError
-from fxsplit_encoder.manager.start import FORMAT, read_parts, write_parts
+from fxsplit_encoder.kernels import store
+from fxsplit_encoder.kernels.attention import AttentionShape
+from fxsplit_encoder.kernels.attention.chooser import MEASUREMENTS
+from fxsplit_encoder.kernels.store import entries_of
+from fxsplit_encoder.manager.start import (
+    FORMAT,
+    KnownTower,
+    differences,
+    environment_key,
+    plain,
+    read_parts,
+    table_from_json,
+    tower_from_json,
+    write_parts,
+)
+from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
+
+from ..kernels.attention.fakes import CUDA
+from ..kernels.test_store import tables
 
 PARTS = {"tower.json": b"[]", "kernels/triton/a/b.cubin": bytes(range(256)) * 40}
 
@@ -146,3 +171,106 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
     assert os.listdir(written.parent) == [written.name]
     with pytest.raises(InputError, match="cannot be written"):
         write_parts(written / "below" / "x.start", PARTS)
+
+
+# --- measurements
+
+times = st.floats(0, 1e9) | st.just(math.inf)
+costs = st.builds(
+    MeasuredCosts,
+    st.dictionaries(st.sampled_from(["full", "piecewise"]), times, max_size=2),
+    times,
+    times,
+    times,
+    st.none() | times,
+)
+forwards = st.builds(
+    MeasuredForward,
+    st.lists(st.tuples(st.integers(1, 10**6), times), max_size=3).map(tuple),
+    times,
+    st.floats(0.1, 9),
+    st.floats(0.01, 1),
+    st.floats(0.01, 1),
+    st.none() | st.integers(1, 99),
+    times,
+)
+budgets = st.dictionaries(
+    st.integers(1, 10**6), st.builds(KnownBudget, costs, st.sampled_from(["full", "piecewise", None]))
+)
+towers = st.builds(
+    KnownTower,
+    st.just({"tower": "T", "items": 4, "settings.mode": None}),
+    st.dictionaries(st.text(max_size=9), st.builds(KnownCosts, forwards, budgets, times), max_size=2),
+)
+
+
+@settings(max_examples=25)
+@given(known=towers)
+def test_what_was_measured_of_a_tower_comes_back(known: KnownTower) -> None:
+    assert tower_from_json(json.dumps(asdict(known)).encode()) == known
+
+
+@settings(max_examples=15)
+@given(table=tables)
+def test_what_was_measured_of_attention_comes_back(table: dict) -> None:
+    assert table_from_json(json.dumps(entries_of(table)).encode(), AttentionShape, CUDA) == table
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"{",
+        lambda content: b"{}",
+        lambda content: content.replace(b"capture_ms", b"capture_us"),
+        lambda content: content.replace(b'"rows_per_token": 1.0', b'"rows_per_token": "many"'),
+    ],
+)
+def test_anything_else_is_refused(change: object) -> None:
+    known = KnownTower({}, {"path default": KnownCosts(MeasuredForward(), {}, 1.0)})
+    content = json.dumps(asdict(known)).encode()
+    assert tower_from_json(content) == known
+    with pytest.raises(StartFileError, match=r"^tower: expected"):
+        tower_from_json(change(content))  # type: ignore[operator]
+    with pytest.raises(StartFileError, match=r"^attention: expected"):
+        table_from_json(json.dumps([{"shape": {}}]).encode(), AttentionShape, CUDA)
+
+
+# --- the environment
+
+
+def test_the_environment_names_what_compiles_and_measures() -> None:
+    key = environment_key(torch.device("cpu"))
+    assert json.loads(json.dumps(key)) == key == environment_key(torch.device("cpu"))
+    assert key["torch"] == torch.__version__
+    assert key["gpu"] is None and key["cpu"]
+    assert {
+        "fxsplit_encoder",
+        "fxsplit_encoder.code",
+        "triton",
+        "cuda",
+        "python",
+        "transformers",
+    } <= key.keys()
+
+
+def test_of_a_gpu_its_name_capability_and_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        store, "package_version", lambda package: "4.0" if package == "flash-attn-4" else None
+    )
+    key = environment_key(torch.device("cuda", 0), [MEASUREMENTS])
+    assert (key["gpu"], key["gpu.capability"]) == ("NVIDIA H200", "9.0")
+    assert key["measured_with.packages.flash-attn-4"] == "4.0"
+    assert "torch_flash" in key["attention.kernels"]
+
+
+def test_every_difference_is_named_with_both_values() -> None:
+    expected = plain({"gpu": "H200", "settings": {"mode": "auto", "compile": True}, "budgets": (4, 16)})
+    got = plain({"gpu": "H100", "settings": {"mode": "auto"}, "budgets": (4, 16), "more": None})
+    assert differences(expected, got) == [
+        'gpu: expected "H200"; got "H100"',
+        "settings.compile: expected true; got nothing",
+        "more: expected nothing; got null",
+    ]
+    assert differences(expected, expected) == []
