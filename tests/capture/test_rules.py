@@ -48,18 +48,6 @@ IMAGES = [[(1, 8, 8)], [(1, 4, 6), (1, 2, 2)], [(1, 12, 10)], [(1, 2, 4)]]
 TOLERANCE = 1e-5
 
 
-@pytest.fixture
-def assert_eager(encode: Any, tiny_towers: Any) -> Callable[[Manager, dict[str, Any]], None]:
-    """`assert_eager(manager, inputs)`: its items are those of a tower that nobody wrapped."""
-
-    def check(manager: Manager, inputs: dict[str, Any]) -> None:
-        torch.testing.assert_close(
-            manager.execute(inputs), encode(tiny_towers.reference, inputs), rtol=0, atol=TOLERANCE
-        )
-
-    return check
-
-
 def assert_as_its_tower(output: Tensor, manager: Manager, inputs: dict[str, Any]) -> None:
     """With the parameters that are there now."""
     torch.testing.assert_close(output, manager.tower.encoder_eager_forward(inputs), rtol=0, atol=TOLERANCE)
@@ -117,14 +105,13 @@ def leaky(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> LeakyAttent
 
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
 def test_rule_1_vllm_57136_sglang_27343_pad_rows_are_finite_at_every_layer(
-    mode: str, leaky: LeakyAttention, make_manager: Any, make_batch: Any, assert_eager: Any
+    mode: str, leaky: LeakyAttention, make_captured: Any, make_batch: Any, assert_as_eager: Any
 ) -> None:
-    manager = make_manager(mode=mode)
-    manager.capture()
+    manager = make_captured(mode=mode)
     for grids in IMAGES:
         inputs = make_batch(grids)
         leaky.finite.clear()
-        assert_eager(manager, inputs)
+        assert_as_eager(manager, inputs)
         assert len(leaky.finite) == 4
         assert all(leaky.finite)
         for captured in manager.paths["default"].captured.values():
@@ -345,7 +332,7 @@ def test_rule_3_what_does_not_fit_leaves_every_buffer_untouched(
 
 
 def test_rule_3_omni_7650_the_manager_falls_back_whole_and_counts_it(
-    make_manager: Any, make_batch: Any, assert_eager: Any, monkeypatch: pytest.MonkeyPatch
+    make_manager: Any, make_batch: Any, assert_as_eager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Did the planner believe that any number of segments fits, the capture would still refuse.
     costs: Any = path_module.EncoderPath.costs
@@ -357,7 +344,7 @@ def test_rule_3_omni_7650_the_manager_falls_back_whole_and_counts_it(
     manager.execute(make_batch([(1, 6, 4)]))
     before = snapshot(manager.paths["default"].captured[16])
     inputs = make_batch([(1, 2, 2)] * 2, [(14, 2, 2)])
-    assert_eager(manager, inputs)
+    assert_as_eager(manager, inputs)
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 3}
     assert_unchanged(manager.paths["default"].captured[16], before)
 
@@ -481,10 +468,9 @@ def test_rule_5_a_tensor_that_may_change_is_read_again(managers: Any, make_batch
 
 
 @pytest.fixture
-def captured_pair(make_manager: Any) -> Iterator[Any]:
+def captured_pair(make_captured: Any) -> Iterator[Any]:
     """(manager, a module of its tower); the module's parameters are put back at the end."""
-    manager = make_manager(mode="full", token_budgets=(4, 16))
-    manager.capture()
+    manager = make_captured(mode="full", token_budgets=(4, 16))
     module = manager.tower.tower.blocks[2].mlp.linear_fc1
     kept, data = module.weight, module.weight.data
     yield manager, module
@@ -680,12 +666,11 @@ def views_without_a_copy(
 
 
 def test_rule_7_a_view_of_the_output_would_not_survive(
-    make_manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+    make_captured: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BatchRunner, "collect", views_without_a_copy)
     for debug in (False, True):
-        manager = make_manager(mode="full", debug=debug)
-        manager.capture()
+        manager = make_captured(mode="full", debug=debug)
         (item,) = manager.execute(make_batch([(1, 4, 4)]))
         kept = item.clone()
         if debug:
@@ -810,7 +795,7 @@ def test_rule_9_vllm_52509_vllm_57475_a_failed_budget_is_dropped_and_the_others_
     reason: str,
     make_manager: Any,
     make_batch: Any,
-    assert_eager: Any,
+    assert_as_eager: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manager = make_manager(mode="full")
@@ -835,7 +820,7 @@ def test_rule_9_vllm_52509_vllm_57475_a_failed_budget_is_dropped_and_the_others_
         assert report.startswith(f"path default: budget {budget} is dropped: ")
     assert re.search(reason, manager.reports[0])
     inputs = make_batch([(1, 8, 6), (1, 16, 16)])
-    assert_eager(manager, inputs)
+    assert_as_eager(manager, inputs)
     stats = manager.stats()
     assert stats.hits == 1
     assert stats.misses == {fx.MissReason.NOT_CAPTURED: 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from fxsplit_encoder.kernels.choice import choosing
 from fxsplit_encoder.manager.generation import Generation
 
 from ..capture.bodies import body_calling, request_of
+from .support import no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -130,22 +130,6 @@ def test_clear_gives_memory_back_and_recapture_works(towers: Any) -> None:
     manager.clear()
 
 
-def test_a_byte_limit_drops_budgets_with_a_reason(towers: Any) -> None:
-    config = fx.EncoderConfig(
-        mode="full",
-        token_budgets=(64, 1024),
-        max_items_per_batch=4,
-        max_frames_per_batch=4,
-        max_graph_bytes="16MiB",
-    )
-    manager = fx.EncoderCudaGraphManager(towers[2], config)
-    manager.capture()
-    assert any("max_graph_bytes" in report for report in manager.reports)
-    output = manager.execute(image(64, towers[2].patch_features))
-    assert output[0].shape[0] == 1024
-    assert manager.stats().misses
-
-
 def test_a_failed_capture_leaves_a_usable_stream_and_pool() -> None:
     pool = GraphPool(torch.device("cuda"))
     x = torch.ones(4, device="cuda")
@@ -207,16 +191,6 @@ def test_replays_from_two_streams_are_ordered(towers: Any, unwatched: fx.Encoder
         assert torch.equal(output, expected[number % 2])
 
 
-@contextlib.contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 def test_images_are_encoded_without_waiting_for_the_device(
     towers: Any, managers: Any, unwatched: fx.EncoderCudaGraphManager
 ) -> None:
@@ -225,8 +199,7 @@ def test_images_are_encoded_without_waiting_for_the_device(
     batches = [image(side, towers[2].patch_features) for side in sizes]
     unwatched.execute(batches[0])
     hits = unwatched.stats().hits
-    torch.cuda.synchronize()
-    with synchronising_is_an_error():
+    with no_synchronization():
         with pytest.raises(RuntimeError, match="synchroniz"):
             batches[0]["pixel_values"][0, 0].item()
         outputs = [unwatched.execute(inputs)[0] for inputs in batches]
@@ -263,15 +236,6 @@ def test_the_op_costs_little_more_than_one_that_calls_its_kernel() -> None:
                 best[name] = min(best[name], time.perf_counter() - start)
     assert best["op"] < 1.5 * best["bare"], best
     assert best["function"] < 1.25 * best["bare"], best
-
-
-def test_static_inputs_of_smaller_budgets_lie_in_those_of_the_largest(managers: Any) -> None:
-    path = managers["full"].paths["default"]
-    largest = path.captured[1024].inputs.tensors
-    for captured in path.captured.values():
-        for name, tensor in captured.inputs.tensors.items():
-            assert tensor.data_ptr() == largest[name].data_ptr()
-    assert managers["full"].stats().input_bytes == sum(t.untyped_storage().nbytes() for t in largest.values())
 
 
 def test_budgets_are_dropped_until_the_rest_keeps_the_byte_limit(towers: Any) -> None:

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from fxsplit_encoder.compile import trace
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.manager.tower import named_tensors
 
-from .mock_towers import assert_equal_items
 
-
-@pytest.fixture(scope="session")
-def assert_as_eager(tiny_towers: Any, encode: Any) -> Callable[[Any, dict[str, Any]], None]:
-    """`assert_as_eager(manager, inputs)`: a manager of the tiny tower returns what an equal tower returns."""
-
-    def check(manager: Any, inputs: dict[str, Any]) -> None:
-        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
-
-    return check
-
-
-@pytest.fixture(scope="session")
-def make_captured(make_manager: Any) -> Callable[..., Any]:
-    """Managers of the tiny tower that have been captured: `make_captured(mode="full")`."""
-
-    def make(**settings: Any) -> Any:
-        manager = make_manager(**settings)
-        manager.capture()
-        return manager
-
-    return make
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 _traced: dict[Any, Any] = {}

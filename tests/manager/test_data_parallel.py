@@ -107,14 +107,6 @@ def test_a_group_without_this_process_is_refused(group_of_one: None) -> None:
 # --- several ranks: one start of the processes serves all the tests below
 
 
-@pytest.fixture(scope="module")
-def single_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 GRIDS = [(1, 2 * (1 + 5 * n % 6), 2 * (2 + 3 * n % 7)) for n in range(12)]
 
 
@@ -177,7 +169,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def single(single_thread: None) -> dict[str, fx.EncoderCudaGraphManager]:
+def single(one_thread: None) -> dict[str, fx.EncoderCudaGraphManager]:
     """One process of every mode."""
     managers = {mode: manager_of(mode=mode) for mode in MODES}
     for manager in managers.values():
@@ -214,9 +206,7 @@ def test_a_tower_of_two_paths_is_shared(two_ranks: Any, on_two_paths: Any) -> No
 
 
 @pytest.mark.slow
-def test_invariant_ranks_give_the_bits_of_one_process(
-    two_ranks: Any, inputs: Any, single_thread: None
-) -> None:
+def test_invariant_ranks_give_the_bits_of_one_process(two_ranks: Any, inputs: Any, one_thread: None) -> None:
     manager = manager_of(mode="piecewise", invariant=True)
     manager.capture()
     expected = manager.execute(inputs["videos beside images"])

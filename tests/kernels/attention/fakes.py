@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,6 +116,14 @@ class FakeMeter(Everywhere):
             else:
                 found.microseconds[kernel.name] = time(shape) if callable(time) else time
         return found
+
+
+def run_with_triton(code: str, **environment: str) -> None:
+    """In a process of its own, in which Triton is imported anew."""
+    environment |= {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ.get("PATH", "")}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:
