@@ -277,12 +277,6 @@ def test_several_threads_are_refused_on_a_cpu(tiny: Any) -> None:
         torch.set_num_threads(1)
 
 
-def test_compiled_loops_are_refused_on_a_cpu(tiny: Any) -> None:
-    manager = make_manager(tiny[1], SMALL, piece_compiler="inductor")
-    with pytest.raises(ConfigError, match="piece_compiler: contradicts invariant"):
-        manager.compile()
-
-
 def test_it_is_part_of_what_a_saved_start_holds_for(tiny: Any) -> None:
     from fxsplit_encoder.manager.start import tower_key
 
