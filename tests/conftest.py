@@ -175,12 +175,32 @@ def make_manager(tiny_towers: TinyTowers) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def managers(make_manager: Callable[..., Any]) -> dict[str, fx.EncoderCudaGraphManager]:
-    """A captured manager in each mode; tests may count on nothing in their statistics."""
-    made = {mode: make_manager(mode=mode) for mode in ("auto", "full", "piecewise", "none")}
-    for manager in made.values():
+def make_captured(make_manager: Callable[..., Any]) -> Callable[..., Any]:
+    """Managers of the tiny tower that have been captured: `make_captured(mode="full")`."""
+
+    def make(**settings: Any) -> fx.EncoderCudaGraphManager:
+        manager: fx.EncoderCudaGraphManager = make_manager(**settings)
         manager.capture()
-    return made
+        return manager
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def assert_as_eager(tiny_towers: TinyTowers) -> Callable[[Any, dict[str, Any]], None]:
+    """`assert_as_eager(manager, inputs)`: a manager of the tiny tower returns what an equal tower returns."""
+
+    def check(manager: Any, inputs: dict[str, Any]) -> None:
+        expected = _encode(tiny_towers.reference, inputs)
+        torch.testing.assert_close(manager.execute(inputs), expected, rtol=0, atol=1e-5)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def managers(make_captured: Callable[..., Any]) -> dict[str, fx.EncoderCudaGraphManager]:
+    """A captured manager in each mode; tests may count on nothing in their statistics."""
+    return {mode: make_captured(mode=mode) for mode in ("auto", "full", "piecewise", "none")}
 
 
 @pytest.fixture

@@ -106,3 +106,8 @@ class SmallAdapter(fx.PackedTower):
     def packed_output(self, output: Any) -> Tensor:
         result: Tensor = output
         return result
+
+
+def wrapped(tower: Any) -> Any:
+    """Any tower behind the protocol."""
+    return SmallAdapter(tower) if isinstance(tower, SmallTower) else fx.wrap(tower)

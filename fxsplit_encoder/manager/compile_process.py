@@ -266,15 +266,12 @@ class CompileWorker:
         self.progress: tuple[int, int] = (0, 0)
         try:
             (self.path / REQUEST).write_bytes(request)
-            self._child = self._launch()
+            self._child = Child(_MODULE, (str(self.path), str(os.getpid())), is_heard=True, own_session=True)
         except OSError as error:
             self._directory.cleanup()
             raise InputError(f"no process can be started: {error}") from error
         self._reader = threading.Thread(target=self._read, name="fxsplit-compile-progress", daemon=True)
         self._reader.start()
-
-    def _launch(self) -> Child:
-        return Child(_MODULE, (str(self.path), str(os.getpid())), is_heard=True, own_session=True)
 
     @property
     def pid(self) -> int:

@@ -123,7 +123,7 @@ class EncoderCudaGraphManager:
         self._recorder: Recorder | None = None
         self._missed_capture = not own.plans.is_idle
         """Whether an execution before the first capture is still to be warned of."""
-        self.lifecycle = Lifecycle(own, self.kernels, self._use_captures)
+        self._lifecycle = Lifecycle(own, self.kernels, self._use_captures)
         self._use_captures()
 
     # --- compile and capture
@@ -131,17 +131,17 @@ class EncoderCudaGraphManager:
     @property
     def pool(self) -> GraphPool:
         """The memory pool of the captures that serve."""
-        return self.lifecycle.serving.pool
+        return self._lifecycle.serving.pool
 
     @property
     def paths_by_key(self) -> dict[tuple[str, tuple[Hashable, ...]], EncoderPath]:
         """The paths that serve, by name and axis keys."""
-        return self.lifecycle.serving.paths_by_key
+        return self._lifecycle.serving.paths_by_key
 
     @property
     def paths(self) -> dict[str, EncoderPath]:
         """The paths by name, of a tower without capture axes; else those of the first axis keys."""
-        return self.lifecycle.serving.paths
+        return self._lifecycle.serving.paths
 
     @property
     def programs(self) -> dict[str, BoundProgram | None]:
@@ -152,9 +152,9 @@ class EncoderCudaGraphManager:
     def reports(self) -> list[str]:
         """Lines that say what was dropped or runs in another way than configured, and why."""
         notes = [note for path in self.paths_by_key.values() for note in path.notes]
-        one_kernel = self.lifecycle.serving.scope.policy.one_attention_kernel
+        one_kernel = self._lifecycle.serving.scope.policy.one_attention_kernel
         kept = _invariant_kernels(self.kernels, self.device) if one_kernel else ()
-        return [*self.lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
+        return [*self._lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
 
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
@@ -166,11 +166,11 @@ class EncoderCudaGraphManager:
 
     def planned_captures(self) -> CapturePlan:
         """Returns what `capture` will capture, and the bytes of its static inputs."""
-        return self.lifecycle.own.planned_captures()
+        return self._lifecycle.own.planned_captures()
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Traces and compiles every path; `progress` gets (done, total): two phases and every piece."""
-        self.lifecycle.compile(progress)
+        self._lifecycle.compile(progress)
 
     def capture(self, progress: Callable[[int, int], None] | None = None, *, wait: bool = True) -> None:
         """Compiles, then captures every budget of every path, largest first (capture rule 10).
@@ -190,30 +190,30 @@ class EncoderCudaGraphManager:
         """
         if not wait:
             check_that_steps_will_do(self.config)
-            if self.lifecycle.own.compiled_paths and self.config.enabled:
-                self.lifecycle.capture_first(progress)
+            if self._lifecycle.own.compiled_paths and self.config.enabled:
+                self._lifecycle.capture_first(progress)
                 return
         self.wait_captured()
-        with self.lifecycle.turns, self.kernels.choosing(), on_device(self.device), without_autograd():
-            self.lifecycle.take_structure()
-            if not self.config.enabled or self.lifecycle.is_complete:
+        with self._lifecycle.turns, self.kernels.choosing(), on_device(self.device), without_autograd():
+            self._lifecycle.take_structure()
+            if not self.config.enabled or self._lifecycle.is_complete:
                 return
-            wanted = self.lifecycle.prepare()
-            self.lifecycle.own.captures.capture(wanted, progress)
-            self.lifecycle.switch()
-            if self.data_parallel is not None and self.lifecycle.serving.scope.policy.one_attention_kernel:
+            wanted = self._lifecycle.prepare()
+            self._lifecycle.own.captures.capture(wanted, progress)
+            self._lifecycle.switch()
+            if self.data_parallel is not None and self._lifecycle.serving.scope.policy.one_attention_kernel:
                 self.data_parallel.check_same(
                     "invariant: kernels", _invariant_choices(self.kernels, self.device)
                 )
             if self.data_parallel is not None and self.pool.is_cuda:
                 # So that ranks get items of equal cost, not just of equal size.
-                self.data_parallel.share_costs(*self.lifecycle.serving.unit_costs())
+                self.data_parallel.share_costs(*self._lifecycle.serving.unit_costs())
 
     def wait_captured(self, timeout: float | None = None) -> bool:
         """Waits for the work behind `capture(wait=False)`, making its captures on this thread; returns
         whether it is over, see `stats().progress`. After `timeout` seconds it begins no further capture.
         """
-        return self.lifecycle.wait(timeout)
+        return self._lifecycle.wait(timeout)
 
     def save_start(self, path: str | os.PathLike[str]) -> int:
         """Writes a file with which other processes start on devices of the same kind without compiling or
@@ -222,7 +222,7 @@ class EncoderCudaGraphManager:
         Raises:
             InputError: nothing was captured yet, or the file cannot be written.
         """
-        return self.lifecycle.save_start(Path(path))
+        return self._lifecycle.save_start(Path(path))
 
     def load_start(self, path: str | os.PathLike[str]) -> bool:
         """Makes `compile` and `capture` use a file of `save_start`; returns whether it is used. It holds
@@ -232,22 +232,22 @@ class EncoderCudaGraphManager:
         Raises:
             InputError: captures are there already.
         """
-        return self.lifecycle.load_start(Path(path))
+        return self._lifecycle.load_start(Path(path))
 
     def can_replay(self) -> bool:
         """Returns whether captures serve any batch, or the settings ask for none."""
         serves = any(path.serves for path in self.paths_by_key.values())
-        return self.lifecycle.serving.plans.is_idle or (bool(self.model_config.modalities) and serves)
+        return self._lifecycle.serving.plans.is_idle or (bool(self.model_config.modalities) and serves)
 
     def _use_captures(self) -> None:
         """Passes the captures that serve to plans, statistics and the trace."""
-        captured = self.lifecycle.is_captured
+        captured = self._lifecycle.is_captured
         self._missed_capture = self._missed_capture and not captured
-        self.lifecycle.serving.plans.use_captures(self.limits, captured=captured)
-        self.lifecycle.serving.captures.record(self.statistics)
+        self._lifecycle.serving.plans.use_captures(self.limits, captured=captured)
+        self._lifecycle.serving.captures.record(self.statistics)
         if self._recorder is not None:
             self._recorder.captures_changed(self.paths)
-        if self.lifecycle.is_complete and not self.can_replay():
+        if self._lifecycle.is_complete and not self.can_replay():
             reason = "; ".join(self.reports) or "no path has a budget"
             if not self.model_config.modalities:
                 reason = "the tower declares no modality for them"
@@ -259,25 +259,25 @@ class EncoderCudaGraphManager:
 
     def is_captured(self) -> bool:
         """Returns whether `capture` has run since the last `clear`, with `wait=False` up to its return."""
-        return self.lifecycle.is_captured
+        return self._lifecycle.is_captured
 
     def clear(self) -> None:
         """Releases every capture and its memory, and ends work behind `capture(wait=False)`."""
-        self.lifecycle.clear()
+        self._lifecycle.clear()
 
     def check_weights(self) -> None:
         """Makes the next batch check all parameters and modules, and compute derived parameters anew, as is
         due after writes through `.data` (docs/manager.md).
         """
-        with self.lifecycle.turns:
-            for each in self.lifecycle.generations():
+        with self._lifecycle.turns:
+            for each in self._lifecycle.generations():
                 each.outdate_weights()
-        self.lifecycle.look_again()
+        self._lifecycle.look_again()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all captures: their graphs' pools and their static inputs."""
-        return sum(each.num_bytes for each in self.lifecycle.generations())
+        return sum(each.num_bytes for each in self._lifecycle.generations())
 
     def supports_modality(self, modality: str) -> bool:
         """Returns whether captures serve "image" or "video" inputs of this tower."""
@@ -289,7 +289,7 @@ class EncoderCudaGraphManager:
         """Returns how `execute` would encode these inputs now; before `capture`, with a full ladder. Reads
         only the grids, so pixels may be left out. Raises InputError as `execute`.
         """
-        plans = self.lifecycle.serving.plans
+        plans = self._lifecycle.serving.plans
         return plans.as_served(plans.of(mm_kwargs, self._items.read(mm_kwargs), is_use=False))
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
@@ -312,14 +312,14 @@ class EncoderCudaGraphManager:
             # Before the lock is taken. Ranks report errors in the order of their calls.
             items = self._items.read(mm_kwargs) if self.data_parallel is None else None
             in_inference_mode = torch.is_inference_mode_enabled()
-            with serving_scope(self.lifecycle.turns, self.kernels, self.device):
+            with serving_scope(self._lifecycle.turns, self.kernels, self.device):
                 if self._missed_capture:
                     self._missed_capture = False
                     logger.warning(
                         "encoder CUDA graphs are enabled, but nothing has been captured: every item falls "
                         "back; call capture() before execute(), or set enabled: false"
                     )
-                self.lifecycle.serving.runner.in_inference_mode = in_inference_mode
+                self._lifecycle.serving.runner.in_inference_mode = in_inference_mode
                 if self.data_parallel is not None:
                     return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
                 return self._encode(mm_kwargs, items)
@@ -329,19 +329,19 @@ class EncoderCudaGraphManager:
             items = self._items.read(mm_kwargs)
         specs = items.specs
         start = time.perf_counter()
-        if self.lifecycle.has_adapters:
-            self.lifecycle.follow_adapters()
-        serving = self.lifecycle.serving
+        if self._lifecycle.has_adapters:
+            self._lifecycle.follow_adapters()
+        serving = self._lifecycle.serving
         plans, runner = serving.plans, serving.runner
         wanted = plans.of(mm_kwargs, items)
-        plan, captured = self.lifecycle.allowed(wanted), self.lifecycle.is_captured
+        plan, captured = self._lifecycle.allowed(wanted), self._lifecycle.is_captured
         try:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         except WeightsMovedError as error:
-            self.lifecycle.capture_again(error)
+            self._lifecycle.capture_again(error)
             plan = plans.of(mm_kwargs, items)
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
-        self.lifecycle.check_tower()  # while the device works
+        self._lifecycle.check_tower()  # while the device works
         if plans.recurring is not None and plan is wanted:
             plans.improve(mm_kwargs, items)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
@@ -358,18 +358,18 @@ class EncoderCudaGraphManager:
         """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes
         and how they were served, no contents. InputError: the file cannot be opened.
         """
-        with self.lifecycle.turns:
+        with self._lifecycle.turns:
             if self._recorder is not None:
                 self._recorder.close()
-            own = self.lifecycle.own
+            own = self._lifecycle.own
             self._recorder = Recorder(path, own.spec, own.scope, self.paths)
 
     def stats(self) -> ManagerStats:
         """Returns hits, misses by reason, padding and bytes so far."""
-        self.lifecycle.serving.captures.record_unpadded(self.statistics)
-        derived_bytes = sum(each.derived_bytes for each in self.lifecycle.generations())
+        self._lifecycle.serving.captures.record_unpadded(self.statistics)
+        derived_bytes = sum(each.derived_bytes for each in self._lifecycle.generations())
         counts = self.statistics.snapshot()
-        return replace(counts, progress=self.lifecycle.progress, derived_bytes=derived_bytes)
+        return replace(counts, progress=self._lifecycle.progress, derived_bytes=derived_bytes)
 
 
 # --- the same bits in every batch

@@ -305,12 +305,12 @@ class UnpaddedCaptures:
     def _free_memory_for(self, size: CaptureSize) -> bool:
         """Evicts captures to make memory for one more; False: there is too little even so."""
         if len(self._held) >= self.max_captures:
-            self._evict()
+            self.evict()
         while not self._agreed(self._has_memory(size)):
             if not self.generations:
                 logger.warning("%s are not captured: too little device memory is free", _shown(size))
                 return False
-            self._evict()
+            self.evict()
         return True
 
     def _has_memory(self, size: CaptureSize) -> bool:
@@ -323,13 +323,14 @@ class UnpaddedCaptures:
         limit = None if remaining is None else remaining + self.graph_bytes
         while self.generations and not self._agreed(limit is None or self.graph_bytes <= limit):
             if len(self.generations) > 1:
-                self._evict(but=ladder)
+                self.evict(but=ladder)
                 continue
             reason = f"captures take {self.graph_bytes} bytes, max_graph_bytes leaves {limit} for them"
             self._refuse(ladder, size, reason)
             self._release(ladder)
 
-    def _evict(self, but: BudgetLadder | None = None) -> None:
+    def evict(self, but: BudgetLadder | None = None) -> None:
+        """Releases the captures that were used longest ago, of all `but` one generation."""
         oldest = min((each for each in self.generations if each is not but), key=self._last_use.__getitem__)
         self.num_evicted += len(oldest.captured)
         logger.info("the captures of %s are evicted", ", ".join(map(_shown, oldest.captured)))

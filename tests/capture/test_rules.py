@@ -35,6 +35,7 @@ from fxsplit_encoder.errors import (
 )
 from fxsplit_encoder.kernels.attention import builtin, varlen_attention
 from fxsplit_encoder.manager import path as path_module
+from fxsplit_encoder.manager.batches import BatchRunner
 
 from ..backend.towers import Attention
 from ..dispatched import Dispatched
@@ -45,18 +46,6 @@ Manager = fx.EncoderCudaGraphManager
 
 IMAGES = [[(1, 8, 8)], [(1, 4, 6), (1, 2, 2)], [(1, 12, 10)], [(1, 2, 4)]]
 TOLERANCE = 1e-5
-
-
-@pytest.fixture
-def assert_eager(encode: Any, tiny_towers: Any) -> Callable[[Manager, dict[str, Any]], None]:
-    """`assert_eager(manager, inputs)`: its items are those of a tower that nobody wrapped."""
-
-    def check(manager: Manager, inputs: dict[str, Any]) -> None:
-        torch.testing.assert_close(
-            manager.execute(inputs), encode(tiny_towers.reference, inputs), rtol=0, atol=TOLERANCE
-        )
-
-    return check
 
 
 def assert_as_its_tower(output: Tensor, manager: Manager, inputs: dict[str, Any]) -> None:
@@ -116,14 +105,13 @@ def leaky(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> LeakyAttent
 
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
 def test_rule_1_vllm_57136_sglang_27343_pad_rows_are_finite_at_every_layer(
-    mode: str, leaky: LeakyAttention, make_manager: Any, make_batch: Any, assert_eager: Any
+    mode: str, leaky: LeakyAttention, make_captured: Any, make_batch: Any, assert_as_eager: Any
 ) -> None:
-    manager = make_manager(mode=mode)
-    manager.capture()
+    manager = make_captured(mode=mode)
     for grids in IMAGES:
         inputs = make_batch(grids)
         leaky.finite.clear()
-        assert_eager(manager, inputs)
+        assert_as_eager(manager, inputs)
         assert len(leaky.finite) == 4
         assert all(leaky.finite)
         for captured in manager.paths["default"].captured.values():
@@ -257,7 +245,7 @@ def rises(lengths: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
-def test_rule_2_found_c_an_image_after_a_video_on_one_capture(
+def test_rule_2_found_c_sglang_16902_sglang_37043_trtllm_14829_trtllm_17030_any_composition_on_one_capture(
     mode: str, managers: Any, make_batch: Any, encode: Any, tiny_towers: Any, seen_segments: Any
 ) -> None:
     batches = [
@@ -344,18 +332,19 @@ def test_rule_3_what_does_not_fit_leaves_every_buffer_untouched(
 
 
 def test_rule_3_omni_7650_the_manager_falls_back_whole_and_counts_it(
-    make_manager: Any, make_batch: Any, assert_eager: Any
+    make_manager: Any, make_batch: Any, assert_as_eager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Did the planner believe that any number of segments fits, the capture would still refuse.
+    costs: Any = path_module.EncoderPath.costs
+    many = property(lambda path: replace(costs.fget(path), max_segments={}))
+    monkeypatch.setattr(path_module.EncoderPath, "costs", many)
     manager = make_manager(mode="full")
+    manager.limits = fx.planning.limits.Limits(manager.limits.path_budgets, 4, 99)
     manager.capture()
     manager.execute(make_batch([(1, 6, 4)]))
-    # Did the planner believe that any number of segments fits, the capture would still refuse.
-    manager.paths["default"].segment_capacity.update(dict.fromkeys((16, 32, 64), 1000))
     before = snapshot(manager.paths["default"].captured[16])
     inputs = make_batch([(1, 2, 2)] * 2, [(14, 2, 2)])
-    manager.limits = fx.planning.limits.Limits(manager.limits.path_budgets, 4, 99)
-    manager.lifecycle.serving.plans.use_captures(manager.limits, captured=True)
-    assert_eager(manager, inputs)
+    assert_as_eager(manager, inputs)
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 3}
     assert_unchanged(manager.paths["default"].captured[16], before)
 
@@ -479,10 +468,9 @@ def test_rule_5_a_tensor_that_may_change_is_read_again(managers: Any, make_batch
 
 
 @pytest.fixture
-def captured_pair(make_manager: Any) -> Iterator[Any]:
+def captured_pair(make_captured: Any) -> Iterator[Any]:
     """(manager, a module of its tower); the module's parameters are put back at the end."""
-    manager = make_manager(mode="full", token_budgets=(4, 16))
-    manager.capture()
+    manager = make_captured(mode="full", token_budgets=(4, 16))
     module = manager.tower.tower.blocks[2].mlp.linear_fc1
     kept, data = module.weight, module.weight.data
     yield manager, module
@@ -667,25 +655,22 @@ def test_rule_7_results_survive_later_replays(mode: str, managers: Any, make_bat
     assert all(torch.equal(item, kept) for item, kept in zip(again, copies, strict=True))
 
 
-def views_without_a_copy(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, postprocess = manager.lifecycle.serving.runner, manager.tower.postprocess_encoder_output
-
-    def collect(batch: Any, outputs: Any, tokens: Any, results: Any, selected: Any) -> None:
-        indices = list(batch.indices)
-        postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
-        if runner.scope.config.debug:
-            runner.pool.handed_out.add(results[index] for index in indices)
-
-    monkeypatch.setattr(runner, "collect", collect)
+def views_without_a_copy(
+    self: Any, batch: Any, outputs: Any, tokens: Any, results: Any, selected: Any
+) -> None:
+    """In place of `BatchRunner.collect`."""
+    indices, postprocess = list(batch.indices), self.tower.postprocess_encoder_output
+    postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
+    if self.scope.config.debug:
+        self.pool.handed_out.add(results[index] for index in indices)
 
 
 def test_rule_7_a_view_of_the_output_would_not_survive(
-    make_manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+    make_captured: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(BatchRunner, "collect", views_without_a_copy)
     for debug in (False, True):
-        manager = make_manager(mode="full", debug=debug)
-        manager.capture()
-        views_without_a_copy(manager, monkeypatch)
+        manager = make_captured(mode="full", debug=debug)
         (item,) = manager.execute(make_batch([(1, 4, 4)]))
         kept = item.clone()
         if debug:
@@ -805,12 +790,12 @@ def test_rule_8_without_a_warm_up_the_capture_fails(device_pool: Any) -> None:
         (ValueError("bad launch"), "ValueError: bad launch"),
     ],
 )
-def test_rule_9_a_failed_budget_is_dropped_and_the_others_serve(
+def test_rule_9_vllm_52509_vllm_57475_a_failed_budget_is_dropped_and_the_others_serve(
     error: Exception,
     reason: str,
     make_manager: Any,
     make_batch: Any,
-    assert_eager: Any,
+    assert_as_eager: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manager = make_manager(mode="full")
@@ -835,7 +820,7 @@ def test_rule_9_a_failed_budget_is_dropped_and_the_others_serve(
         assert report.startswith(f"path default: budget {budget} is dropped: ")
     assert re.search(reason, manager.reports[0])
     inputs = make_batch([(1, 8, 6), (1, 16, 16)])
-    assert_eager(manager, inputs)
+    assert_as_eager(manager, inputs)
     stats = manager.stats()
     assert stats.hits == 1
     assert stats.misses == {fx.MissReason.NOT_CAPTURED: 1}

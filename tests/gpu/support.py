@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,17 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.kernels.attention.chooser import KernelChooser, Measurements
 
 Grid = tuple[int, int, int]
+
+
+@contextlib.contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Makes it an error to wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def encode(tower: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:

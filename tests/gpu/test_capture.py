@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -19,11 +18,13 @@ from fxsplit_encoder.capture.buffers import StaticBuffer
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.inputs import StaticInputs, pad_cu_seqlens
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, varlen_attention
+from fxsplit_encoder.kernels.attention import KernelChooser, varlen_attention
 from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import choosing
+from fxsplit_encoder.manager.generation import Generation
 
 from ..capture.bodies import body_calling, request_of
+from .support import no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -129,22 +130,6 @@ def test_clear_gives_memory_back_and_recapture_works(towers: Any) -> None:
     manager.clear()
 
 
-def test_a_byte_limit_drops_budgets_with_a_reason(towers: Any) -> None:
-    config = fx.EncoderConfig(
-        mode="full",
-        token_budgets=(64, 1024),
-        max_items_per_batch=4,
-        max_frames_per_batch=4,
-        max_graph_bytes="16MiB",
-    )
-    manager = fx.EncoderCudaGraphManager(towers[2], config)
-    manager.capture()
-    assert any("max_graph_bytes" in report for report in manager.reports)
-    output = manager.execute(image(64, towers[2].patch_features))
-    assert output[0].shape[0] == 1024
-    assert manager.stats().misses
-
-
 def test_a_failed_capture_leaves_a_usable_stream_and_pool() -> None:
     pool = GraphPool(torch.device("cuda"))
     x = torch.ones(4, device="cuda")
@@ -206,16 +191,6 @@ def test_replays_from_two_streams_are_ordered(towers: Any, unwatched: fx.Encoder
         assert torch.equal(output, expected[number % 2])
 
 
-@contextlib.contextmanager
-def synchronising_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 def test_images_are_encoded_without_waiting_for_the_device(
     towers: Any, managers: Any, unwatched: fx.EncoderCudaGraphManager
 ) -> None:
@@ -224,8 +199,7 @@ def test_images_are_encoded_without_waiting_for_the_device(
     batches = [image(side, towers[2].patch_features) for side in sizes]
     unwatched.execute(batches[0])
     hits = unwatched.stats().hits
-    torch.cuda.synchronize()
-    with synchronising_is_an_error():
+    with no_synchronization():
         with pytest.raises(RuntimeError, match="synchroniz"):
             batches[0]["pixel_values"][0, 0].item()
         outputs = [unwatched.execute(inputs)[0] for inputs in batches]
@@ -262,15 +236,6 @@ def test_the_op_costs_little_more_than_one_that_calls_its_kernel() -> None:
                 best[name] = min(best[name], time.perf_counter() - start)
     assert best["op"] < 1.5 * best["bare"], best
     assert best["function"] < 1.25 * best["bare"], best
-
-
-def test_static_inputs_of_smaller_budgets_lie_in_those_of_the_largest(managers: Any) -> None:
-    path = managers["full"].paths["default"]
-    largest = path.captured[1024].inputs.tensors
-    for captured in path.captured.values():
-        for name, tensor in captured.inputs.tensors.items():
-            assert tensor.data_ptr() == largest[name].data_ptr()
-    assert managers["full"].stats().input_bytes == sum(t.untyped_storage().nbytes() for t in largest.values())
 
 
 def test_budgets_are_dropped_until_the_rest_keeps_the_byte_limit(towers: Any) -> None:
@@ -340,7 +305,7 @@ def test_running_out_of_memory_for_static_inputs_drops_the_budget_alone(
     manager.compile()
     planned = manager.planned_captures()  # which would find out too
     monkeypatch.setattr(type(towers[2]), "prepare_encoder_cudagraph_capture_inputs", greedy)
-    monkeypatch.setattr(manager.lifecycle.own, "planned_captures", lambda: planned)
+    monkeypatch.setattr(Generation, "planned_captures", lambda self: planned)
     manager.capture()
     assert list(manager.budget_graphs["default"]) == [64]
     assert "memory" in manager.reports[0]
@@ -375,15 +340,3 @@ def test_costs_are_measured_and_decide(managers: Any) -> None:
     plan = manager.plan({"image_grid_thw": [[1, 8, 8]] * 5})
     assert plan.milliseconds is not None
     assert 0 < plan.milliseconds < 100
-
-
-def test_dense_attention_of_known_segments_equals_the_packed_kernel() -> None:
-    lengths = [100, 2048, 2048, 64, 3136, 3000]
-    boundaries = [0, *itertools.accumulate(lengths)]
-    qkv = torch.randn(boundaries[-1], 3, 16, 72, device="cuda", dtype=torch.bfloat16)
-    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
-    expected = attend(*qkv.unbind(1), cu_seqlens, 3136, 0.1)
-    for _ in range(2):
-        known = KnownSegments(cu_seqlens, boundaries)
-        torch.testing.assert_close(known.attend(*qkv.unbind(1), 0.1), expected, rtol=0.02, atol=0.01)
-    assert known._plan(qkv[:, 0])[-1].end == boundaries[-1]

@@ -25,20 +25,20 @@ def own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in another process, which has the same files."""
-    monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen._Thread())
+    monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen.ThreadPlans())
     monkeypatch.setattr(cudnn_varlen, "PLAN_FILES", cudnn_varlen.PlanFiles())
 
 
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with every plan that is built."""
     plans: list[str] = []
-    build = cudnn_varlen._build
+    build = cudnn_varlen.build_plan
 
     def count(*arguments: object) -> object:
         plans.append("built")
         return build(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cudnn_varlen, "_build", count)
+    monkeypatch.setattr(cudnn_varlen, "build_plan", count)
     return plans
 
 

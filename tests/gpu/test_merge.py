@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 
 from fxsplit_encoder.connector.positions import PositionMap, merge_rows
 
+from .support import no_synchronization
+
 pytestmark = pytest.mark.gpu
 
 WIDTH, ROWS = 4096, 5_000
 IMAGE = 9
-
-
-@pytest.fixture
-def no_synchronization() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def prompts() -> dict[str, tuple[list[int], list[int]]]:
@@ -38,17 +28,15 @@ def prompts() -> dict[str, tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("levels", [0, 3])
 @pytest.mark.parametrize("name", prompts())
-def test_rows_reach_their_places_without_a_synchronization(
-    name: str, levels: int, no_synchronization: None
-) -> None:
+def test_rows_reach_their_places_without_a_synchronization(name: str, levels: int) -> None:
     tokens, counts = prompts()[name]
     modality = "video" if "video" in name else "image"
     prompt = PositionMap(tokens, [modality] * len(counts), {modality: IMAGE})  # type: ignore[list-item, dict-item]
     wide = 64 * (1 + levels)
     rows = [torch.randn(count, wide, device="cuda", dtype=torch.bfloat16) for count in counts]
     out = torch.zeros(len(tokens), 64, device="cuda", dtype=torch.bfloat16)
-    merged = merge_rows(rows, prompt.runs(counts, 0, len(tokens)), out, 0, levels)
-    torch.cuda.set_sync_debug_mode("default")
+    with no_synchronization():
+        merged = merge_rows(rows, prompt.runs(counts, 0, len(tokens)), out, 0, levels)
     where = np.flatnonzero(np.array(tokens) == IMAGE)
     assert merged.positions.tolist() == where.tolist()
     assert torch.equal(out[merged.positions], torch.cat(rows)[:, :64])

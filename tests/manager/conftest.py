@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from .mock_towers import assert_equal_items
-
-
-@pytest.fixture(scope="session")
-def assert_as_eager(tiny_towers: Any, encode: Any) -> Callable[[Any, dict[str, Any]], None]:
-    """`assert_as_eager(manager, inputs)`: a manager of the tiny tower returns what an equal tower returns."""
-
-    def check(manager: Any, inputs: dict[str, Any]) -> None:
-        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
-
-    return check
+from fxsplit_encoder.compile import trace
+from fxsplit_encoder.errors import CompileError
+from fxsplit_encoder.manager.tower import named_tensors
 
 
-@pytest.fixture(scope="session")
-def make_captured(make_manager: Any) -> Callable[..., Any]:
-    """Managers of the tiny tower that have been captured: `make_captured(mode="full")`."""
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
-    def make(**settings: Any) -> Any:
-        manager = make_manager(**settings)
-        manager.capture()
-        return manager
 
-    return make
+_traced: dict[Any, Any] = {}
+"""By what was traced: the program, with the names of its tensors in the tower, or the error."""
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Towers of one class share a trace, each with weights of its own; for towers whose forward reads nothing
+    else of their instances.
+    """
+    own = trace.trace_forward
+
+    def shared(forward: Any, inputs: Mapping[str, Tensor], dims: Any, options: Any, module: Any) -> Any:
+        shapes = {name: tensor.shape for name, tensor in inputs.items()}
+        tower = forward.__self__.tower
+        key = type(tower), f"{shapes} {dims} {replace(options, progress=None)}"
+        tensors = named_tensors(tower)
+        if key not in _traced:
+            try:
+                program = own(forward, inputs, dims, options, module)
+            except CompileError as error:
+                _traced[key] = error
+            else:
+                names = {id(tensor): name for name, tensor in tensors.items()}
+                _traced[key] = program, [names.get(id(each)) for each in program.fixed]
+        if isinstance(_traced[key], CompileError):
+            raise _traced[key]
+        program, names_of_fixed = _traced[key]
+        fixed = zip(names_of_fixed, program.fixed, strict=True)
+        return replace(program, fixed=tuple(tensors.get(name, each) for name, each in fixed))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "trace_forward", shared)
+        yield

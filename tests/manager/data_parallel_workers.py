@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.protocol import EncoderItemSpec
 
-from ..small_tower import SmallAdapter
+from ..small_tower import wrapped
 from .mock_towers import PathsOfTiles
 from .rank_processes import join, result_of, start_ranks
 
@@ -70,7 +70,7 @@ def _attempt(call: Any) -> Any:
 
 def _requests(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     """Every request in each mode; without modes, through a manager that was not captured."""
-    tower = fx.wrap(job["tower"])
+    tower = wrapped(job["tower"])
     results: dict[str, Any] = {}
     program = None
     for mode in job["modes"] or [None]:
@@ -91,7 +91,7 @@ def _requests(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
 def _faults(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     """Requests that go wrong on some ranks or on all, each followed by one that must succeed."""
     config = fx.EncoderConfig(**LIMITS, mode="none", data_parallel=True)
-    manager = fx.EncoderCudaGraphManager(fx.wrap(job["tower"]), config, log_interval=0)
+    manager = fx.EncoderCudaGraphManager(wrapped(job["tower"]), config, log_interval=0)
     good = job["good"]
     malformed = {**good, "pixel_values": good["pixel_values"][1:]}
     results: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def _two_paths(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]
 def _invariant(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     """A request whose items get the same bits on every rank, and ranks that chose other kernels."""
     config = fx.EncoderConfig(**LIMITS, mode="full", data_parallel=True, invariant=True)
-    manager = fx.EncoderCudaGraphManager(SmallAdapter(job["tower"]), config, log_interval=0)
+    manager = fx.EncoderCudaGraphManager(wrapped(job["tower"]), config, log_interval=0)
     manager.capture()
     parallel = manager.data_parallel
     assert parallel is not None
@@ -185,7 +185,7 @@ def _lost_ranks(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any
     """
     late_group, dying_group = (dist.new_group(timeout=SHORT) for _ in range(2))
     config = fx.EncoderConfig(**LIMITS, mode="none", data_parallel=True)
-    tower = fx.wrap(job["tower"])
+    tower = wrapped(job["tower"])
     good = job["good"]
     late, dying = (
         fx.EncoderCudaGraphManager(tower, config, log_interval=0, process_group=group)

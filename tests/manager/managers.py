@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.manager.generation import Generation
+from fxsplit_encoder.manager.tower import TowerSpec
 
 SETTINGS: dict[str, Any] = {
     "mode": "full",
@@ -26,3 +28,9 @@ def captured(tower: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
 
 def captured_budgets(manager: fx.EncoderCudaGraphManager) -> dict[str, list[int]]:
     return {path: sorted(graphs) for path, graphs in manager.budget_graphs.items()}
+
+
+def generation_of(manager: fx.EncoderCudaGraphManager) -> Generation:
+    """Nothing captured yet, of the manager's tower and settings."""
+    spec = TowerSpec(manager.tower, manager.model_config, manager.limits, manager.dtype)
+    return Generation(spec, manager.config, manager.pool, manager.statistics)

@@ -61,6 +61,10 @@ class EncoderProtocol:
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         return 4, 16
 
+    def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+        """What a class makes of the inputs of a capture of `budget` tokens or, without, of a batch."""
+        return values
+
     def postprocess_encoder_output(
         self,
         outputs: dict[str, Tensor],
@@ -118,20 +122,20 @@ class PackedModel(EncoderProtocol, nn.Module):
         path: str = "default",
         axis_keys: Any = None,
     ) -> Values:
-        return Values(
-            {
-                "patches": torch.randn(token_budget, WIDTH, device=device, dtype=dtype),
-                "item": torch.ones(token_budget, device=device, dtype=torch.int64),
-                "divisor": torch.ones(token_budget, device=device, dtype=dtype),
-            }
-        )
+        values = {
+            "patches": torch.randn(token_budget, WIDTH, device=device, dtype=dtype),
+            "item": torch.ones(token_budget, device=device, dtype=torch.int64),
+            "divisor": torch.ones(token_budget, device=device, dtype=dtype),
+        }
+        return Values(self.made(values, token_budget))
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
     ) -> Values:
         lengths = torch.tensor(mm_kwargs["lengths"])
         item = torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)
-        return Values({"patches": mm_kwargs["patches"], "item": item, "divisor": item.float() + 1})
+        values = {"patches": mm_kwargs["patches"], "item": item, "divisor": item.float() + 1}
+        return Values(self.made(values))
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         self.forwards += 1
@@ -309,13 +313,12 @@ class PathsModel(EncoderProtocol, nn.Module):
     ) -> Values:
         self.prepared.append((path, token_budget, axis_keys))
         columns, copies = (*(axis_keys or (WIDTH,)), 1)[:2]
-        return Values(
-            {
-                "patches": torch.randn(token_budget, columns, device=device, dtype=dtype),
-                "item": torch.ones(token_budget, device=device, dtype=torch.int64),
-                "copies": torch.ones(copies, device=device, dtype=dtype),
-            }
-        )
+        values = {
+            "patches": torch.randn(token_budget, columns, device=device, dtype=dtype),
+            "item": torch.ones(token_budget, device=device, dtype=torch.int64),
+            "copies": torch.ones(copies, device=device, dtype=dtype),
+        }
+        return Values(self.made(values, token_budget))
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
@@ -324,7 +327,7 @@ class PathsModel(EncoderProtocol, nn.Module):
         lengths = torch.tensor(self.path_lengths(mm_kwargs, path))
         item = torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)
         patches = torch.cat([*mm_kwargs[path], torch.zeros(0, columns)])
-        return Values({"patches": patches, "item": item, "copies": torch.ones(copies)})
+        return Values(self.made({"patches": patches, "item": item, "copies": torch.ones(copies)}))
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         torch._dynamo.graph_break()  # captured as it is: compiling would tell nothing here and take seconds

@@ -19,6 +19,7 @@ import fxsplit_encoder.kernels.attention  # the operators that the mock towers c
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.errors import CaptureError
 
+from ..small_tower import wrapped
 from .mock_towers import WIDTH, PackedModel, SplitModel, alone, batch
 from .rank_processes import join, result_of, start_ranks
 
@@ -27,7 +28,7 @@ REFUSED = "this rank has no room"
 
 def run_ranks(num_ranks: int, backend: str, folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Encodes `job["batches"]` by a sharded `job["tower"]` in so many processes, once in each of
-    `job["runs"]`; what each rank reports of each run.
+    `job["runs"]`, and runs those of `PLAIN_RUNS` that `job["plain"]` names; what each rank reports of each.
     """
     torch.save(job, folder / "job.pt")
     return start_ranks(_rank, num_ranks, backend, folder)
@@ -43,18 +44,25 @@ def shard(tower: Any, device_type: str, num_ranks: int) -> None:
 
 
 def _rank(rank: int, num_ranks: int, backend: str, folder: Path) -> None:
-    device = join(rank, num_ranks, backend, folder)
     job = torch.load(folder / "job.pt", weights_only=False)
-    torch.save(_encode(rank, num_ranks, device, job), result_of(folder, rank))
+    plain = job.get("plain", ())
+    expected = {  # by the whole layer, as yet
+        kind: [alone(kind(), batch(*lengths)) for lengths in BATCHES] if plain else []
+        for kind in (ParallelPacked, ParallelSplit)
+    }
+    device = join(rank, num_ranks, backend, folder)
+    results = _encode(rank, num_ranks, device, job)
+    results |= {name: _plain_report(PLAIN_RUNS[name](rank), expected) for name in plain}
+    torch.save(results, result_of(folder, rank))
     dist.barrier()
     os._exit(0)
 
 
 def _encode(rank: int, num_ranks: int, device: torch.device, job: dict[str, Any]) -> dict[str, Any]:
     tower = job["tower"].to(device)
-    whole = fx.wrap(copy.deepcopy(tower))
+    whole = wrapped(copy.deepcopy(tower))
     shard(tower, device.type, num_ranks)
-    sharded, results, program = fx.wrap(tower), {}, None
+    sharded, results, program = wrapped(tower), {}, None
     for name, run in job["runs"].items():
         config = fx.EncoderConfig(mode=run["mode"], exact_min_hits=2, packing="greedy", **job["limits"])
         manager = fx.EncoderCudaGraphManager(sharded, config, log_interval=0)
@@ -107,7 +115,6 @@ def _refuse(path: Any, tokens: int) -> None:
 BUDGETS = (4, 8, 16)
 BATCHES = ((3,), (2, 5), (4, 9), (1, 1, 1), (3,))
 """Lengths of items: the order in which they are packed, since an item's number in its batch counts."""
-NO_ROOM = "this rank has no room"
 
 
 class RowParallelLinear(nn.Module):
@@ -143,23 +150,6 @@ class ParallelPacked(Parallel, PackedModel): ...
 class ParallelSplit(Parallel, SplitModel): ...
 
 
-def run_plain_ranks(folder: Path) -> list[dict[str, Any]]:
-    """What each of two ranks reports of each run."""
-    return start_ranks(_plain_rank, 2, "gloo", folder)
-
-
-def _plain_rank(rank: int, num_ranks: int, backend: str, folder: Path) -> None:
-    expected = {
-        kind: [alone(kind(), batch(*lengths)) for lengths in BATCHES]  # by the whole layer, as yet
-        for kind in (ParallelPacked, ParallelSplit)
-    }
-    join(rank, num_ranks, backend, folder)
-    reports = {name: _plain_report(run(rank), expected) for name, run in RUNS.items()}
-    torch.save(reports, result_of(folder, rank))
-    dist.barrier()
-    os._exit(0)
-
-
 def _manager(model: Any, *, told: bool = True, **settings: Any) -> fx.EncoderCudaGraphManager:
     config = fx.EncoderConfig(
         token_budgets=BUDGETS, max_items_per_batch=4, packing="greedy", exact_min_hits=2, **settings
@@ -182,7 +172,7 @@ def _without_inputs(rank: int) -> fx.EncoderCudaGraphManager:
 
     def refusing(tokens: int, shared: Any) -> Any:
         if rank == 1 and tokens == 8:
-            raise CaptureError(NO_ROOM)
+            raise CaptureError(REFUSED)
         return request(tokens, shared)
 
     path.forward.request = refusing  # type: ignore[method-assign]
@@ -205,7 +195,7 @@ def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
         record(captured, warmups)
         if rank == 1 and requested[-1] == 8 and captured.mode == "full":
             captured.release()
-            raise CaptureError(NO_ROOM)
+            raise CaptureError(REFUSED)
 
     path.forward.request = noted  # type: ignore[method-assign]
     CapturedForward.record = failing  # type: ignore[method-assign]
@@ -215,17 +205,13 @@ def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
 
 def _with_less_memory(rank: int) -> fx.EncoderCudaGraphManager:
     """On one rank less is left than captures take."""
-    manager = _manager(ParallelPacked(), mode="full", max_graph_bytes="1GiB")
-    if rank == 1:
-        manager.lifecycle.own.captures.max_bytes = 1400
-    manager.capture()
-    return manager
+    return _captured(ParallelPacked(), mode="full", max_graph_bytes=1400 if rank == 1 else 2**30)
 
 
-RUNS: dict[str, Callable[[int], fx.EncoderCudaGraphManager]] = {
-    "full": lambda rank: _captured(ParallelPacked(), mode="full"),
-    "auto": lambda rank: _captured(ParallelSplit(), mode="auto"),
-    "exact": lambda rank: _captured(ParallelPacked(), mode="exact"),
+PLAIN_RUNS: dict[str, Callable[[int], fx.EncoderCudaGraphManager]] = {
+    "plain full": lambda rank: _captured(ParallelPacked(), mode="full"),
+    "plain auto": lambda rank: _captured(ParallelSplit(), mode="auto"),
+    "plain exact": lambda rank: _captured(ParallelPacked(), mode="exact"),
     "without inputs": _without_inputs,
     "without one graph": _without_one_graph,
     "with less memory": _with_less_memory,

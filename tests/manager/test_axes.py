@@ -211,14 +211,11 @@ class Refusing(AxesModel):
         super().__init__()
         self.refuse = refuse
 
-    def prepare_encoder_cudagraph_capture_inputs(
-        self, token_budget: int, *args: Any, axis_keys: Any = None, **kwargs: Any
-    ) -> Values:
-        if self.refuse(token_budget, axis_keys):
-            raise ValueError(f"{token_budget} tokens of {axis_keys} make no grid")
-        return super().prepare_encoder_cudagraph_capture_inputs(
-            token_budget, *args, axis_keys=axis_keys, **kwargs
-        )
+    def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+        keys = values["patches"].shape[1], len(values["copies"])
+        if budget is not None and self.refuse(budget, keys):
+            raise ValueError(f"{budget} tokens of {keys} make no grid")
+        return values
 
 
 REFUSALS = {

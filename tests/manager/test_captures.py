@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.errors import ReplayError
-from fxsplit_encoder.manager.generation import CapturePlan, PlannedCapture, plan_captures
+from fxsplit_encoder.manager.generation import CapturePlan, PlannedCapture
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.runtime.memory_limit import least_useful
@@ -27,42 +27,31 @@ from .mock_towers import (
     PackedModel,
     PathsModel,
     SplitModel,
-    Values,
     assert_equal_items,
     batch,
     eagerly,
     items,
 )
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
+
 # --- plans
 
 
-def test_a_budget_whose_inputs_do_not_fit_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = SplitModel.prepare_encoder_cudagraph_capture_inputs
-
-    def greedy(self: SplitModel, token_budget: int, *args: Any, **kwargs: Any) -> Any:
-        if token_budget == 8:
+def test_a_budget_whose_inputs_do_not_fit_costs_no_other() -> None:
+    def greedy(values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+        if budget == 8:
             raise torch.OutOfMemoryError("out of memory: none left")
-        return prepare(self, token_budget, *args, **kwargs)
+        return values
 
-    manager = manager_of(SplitModel(), token_budgets=(4, 8), piece_compiler="eager")
+    model: Any = SplitModel()
+    manager = manager_of(model, token_budgets=(4, 8), piece_compiler="eager")
     manager.compile()
-    monkeypatch.setattr(SplitModel, "prepare_encoder_cudagraph_capture_inputs", greedy)
+    model.made = greedy
     manager.capture()
     assert captured_budgets(manager) == {"default": [4]}
     assert "budget 8 is not captured: out of memory" in manager.reports[0]
-
-
-def test_a_plan_lists_every_budget_of_every_path() -> None:
-    manager = manager_of(PathsModel(), paths={"local": {"token_budgets": [0, 8]}})
-    plan = plan_captures(manager.paths_by_key.values(), manager.limits)
-    assert [capture.key for capture in plan.captures] == [
-        CaptureKey("global", 4),
-        CaptureKey("global", 8),
-        CaptureKey("global", 16),
-        CaptureKey("local", 8),
-    ]
-    assert plan == manager.planned_captures()
 
 
 @pytest.mark.parametrize("make_model", [PathsModel, AxesModel, PackedModel, SplitModel])
@@ -80,15 +69,9 @@ def test_the_planned_bytes_are_held(make_model: Any, mode: str) -> None:
 def test_an_input_of_one_size_may_be_given_once_and_kept() -> None:
     model = PathsModel()
     manager = captured(model, mode="breakable")
-    prepare = model.prepare_encoder_cudagraph_replay_buffers
-    constant = {"copies": None}
-
-    def prepared(*args: Any, **kwargs: Any) -> Values:
-        return Values(prepare(*args, **kwargs).values | constant)
-
     requests = [items(model, (3, 2)), items(model, (7, 5)), items(model, (16, 9)), items(model, (2, 2))]
     expected = [eagerly(model, inputs) for inputs in requests]
-    model.prepare_encoder_cudagraph_replay_buffers = prepared
+    model.made = lambda values, budget=None: values | {"copies": None}
     for inputs, wanted in zip(requests, expected, strict=True):
         assert_equal_items(manager.execute(inputs), wanted)
     assert manager.stats().hit_rate == 1
@@ -195,17 +178,8 @@ def test_static_inputs_count_against_the_limit() -> None:
     class WideInputs(PathsModel):
         """Its inputs take a hundred times the memory of its outputs."""
 
-        def prepare_encoder_cudagraph_capture_inputs(
-            self, token_budget: int, *args: Any, **kwargs: Any
-        ) -> Values:
-            made = super().prepare_encoder_cudagraph_capture_inputs(token_budget, *args, **kwargs)
-            return Values(made.values | {"unread": torch.zeros(token_budget, 1000)})
-
-        def prepare_encoder_cudagraph_replay_buffers(
-            self, mm_kwargs: Any, *args: Any, **kwargs: Any
-        ) -> Values:
-            made = super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *args, **kwargs)
-            return Values(made.values | {"unread": torch.zeros(len(made.values["item"]), 1000)})
+        def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+            return values | {"unread": torch.zeros(len(values["item"]), 1000)}
 
     whole = captured(WideInputs(), compile=False).num_bytes
     for share in (0.9, 0.6, 0.4, 0.2):
@@ -222,12 +196,10 @@ class RefusingPaths(PathsModel):
 
     refused = 16
 
-    def prepare_encoder_cudagraph_capture_inputs(
-        self, token_budget: int, *args: Any, **kwargs: Any
-    ) -> Values:
-        if token_budget <= self.refused:
-            raise ValueError(f"{token_budget} tokens are too few")
-        return super().prepare_encoder_cudagraph_capture_inputs(token_budget, *args, **kwargs)
+    def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+        if budget is not None and budget <= self.refused:
+            raise ValueError(f"{budget} tokens are too few")
+        return values
 
 
 class NoModality(PathsModel):
@@ -255,7 +227,7 @@ def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
         ),
     ],
 )
-def test_an_enabled_manager_without_captures_is_one_error(
+def test_found_d_an_enabled_manager_without_captures_is_one_error(
     model: Any, options: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
@@ -267,6 +239,7 @@ def test_an_enabled_manager_without_captures_is_one_error(
     assert reason in message
     assert manager.reports == reports
     assert len(set(reports)) == len(reports)
+    assert manager.num_bytes == 0
     inputs = items(model, (3, 2))
     assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
 
@@ -344,26 +317,16 @@ def test_smaller_budgets_read_the_memory_of_the_largest() -> None:
 def test_a_value_may_be_kept_only_until_another_budget_fills_the_memory() -> None:
     model = SplitModel()
     manager = captured(model)
-    prepare = model.prepare_encoder_cudagraph_replay_buffers
-    dropped: set[str] = set()
-
-    def prepared(mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Values:
-        values = prepare(mm_kwargs, *args, **kwargs).values
-        return Values({name: None if name in dropped else value for name, value in values.items()})
-
-    model.prepare_encoder_cudagraph_replay_buffers = prepared
-    model.encoder_eager_forward = lambda mm_kwargs, path="default": model.encoder_cudagraph_forward(
-        prepare(mm_kwargs, 0, 0).values
-    )
     small, large = batch(3), batch(4, 8)
     expected = model.encoder_eager_forward(small)
+    model.encoder_eager_forward = lambda mm_kwargs, path="default": expected
     manager.execute(small)
-    dropped.add("patches")
+    model.made = lambda values, budget=None: values | {"patches": None}
     torch.testing.assert_close(manager.execute(small)[0], expected, rtol=0, atol=1e-5)
     assert manager.stats().hits == 2
-    dropped.clear()
+    del model.made
     manager.execute(large)
-    dropped.add("patches")
+    model.made = lambda values, budget=None: values | {"patches": None}
     # What the small budget would keep are the first rows of the large batch: it has to be encoded anew.
     torch.testing.assert_close(manager.execute(small)[0], expected, rtol=0, atol=1e-5)
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}

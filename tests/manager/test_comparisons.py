@@ -11,21 +11,16 @@ import pytest
 import torch
 
 from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
-from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, Measurements
+from fxsplit_encoder.kernels.attention.chooser import Measurements
 from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.manager.turns import compare_between_requests, compare_meanwhile
 from fxsplit_encoder.pauses import pause, pausing_by
-from tests.kernels.attention.fakes import FakeKernel
+from tests.kernels.attention.fakes import Everywhere, FakeKernel
 from tests.pauses import Pauses
 
 CPU = torch.device("cpu")
 CAPTURED = AttentionShape(CPU, torch.bfloat16, 2, 8, 48, 24, 4)
 KNOWN = AttentionShape(CPU, torch.bfloat16, 2, 8, 64, 64, 1, host_lengths=True)
-
-
-class Everywhere(AttentionMeter):
-    def can_measure(self, device: torch.device) -> bool:
-        return True
 
 
 class Scene:

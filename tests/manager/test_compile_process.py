@@ -26,10 +26,8 @@ from fxsplit_encoder.manager.compile_process import (
     load_tower,
 )
 from fxsplit_encoder.runtime import Choosers
-from tests.kernels.attention.fakes import FakeKernel
+from tests.kernels.attention.fakes import Everywhere, FakeKernel
 from tests.towers.tiny_towers import TINY
-
-from .test_comparisons import Everywhere
 
 _CHILD = """
 import sys

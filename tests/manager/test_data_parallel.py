@@ -20,6 +20,8 @@ from ..small_tower import FEATURES, SmallAdapter, SmallTower
 from .data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, run_ranks
 from .mock_towers import PathsOfTiles, assert_equal_items, eagerly, items
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 MODES = ("full", "piecewise", "none")
 
 weights = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 50)), max_size=7)
@@ -70,10 +72,14 @@ def test_what_is_no_weight_is_refused(weight: float) -> None:
 # --- the group
 
 
-def test_without_a_process_group_the_error_says_what_to_call(tiny_towers: Any) -> None:
-    config = fx.EncoderConfig(**LIMITS, data_parallel=True)
+def manager_of(**settings: Any) -> fx.EncoderCudaGraphManager:
+    config = fx.EncoderConfig(**LIMITS, **settings)
+    return fx.EncoderCudaGraphManager(SmallAdapter(), config, log_interval=0)
+
+
+def test_without_a_process_group_the_error_says_what_to_call() -> None:
     with pytest.raises(ConfigError, match=r"data_parallel: .* call torch\.distributed\.init_process_group"):
-        fx.EncoderCudaGraphManager(tiny_towers.wrapped, config)
+        manager_of(data_parallel=True)
 
 
 @pytest.fixture
@@ -83,16 +89,9 @@ def group_of_one(tmp_path: Any) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_a_group_of_one_rank_is_a_single_process(
-    group_of_one: None, tiny_towers: Any, make_batch: Any
-) -> None:
-    inputs = make_batch([(1, 4, 4), (1, 8, 8)], [(2, 4, 4)])
-    alone, parallel = (
-        fx.EncoderCudaGraphManager(
-            tiny_towers.wrapped, fx.EncoderConfig(**LIMITS, mode="none", data_parallel=value), log_interval=0
-        )
-        for value in (False, True)
-    )
+def test_a_group_of_one_rank_is_a_single_process(group_of_one: None, make_batch: Any) -> None:
+    inputs = make_batch([(1, 4, 4), (1, 8, 8)], [(2, 4, 4)], features=FEATURES)
+    alone, parallel = (manager_of(mode="none", data_parallel=value) for value in (False, True))
     assert all(map(torch.equal, parallel.execute(inputs), alone.execute(inputs)))
     assert parallel.execute({key: value[:0] for key, value in inputs.items()}) == []
     assert parallel.stats() == alone.stats()
@@ -108,39 +107,20 @@ def test_a_group_without_this_process_is_refused(group_of_one: None) -> None:
 # --- several ranks: one start of the processes serves all the tests below
 
 
-@pytest.fixture(scope="module")
-def single_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def no_images(make_batch: Any) -> dict[str, Any]:
-    """A request without any image."""
-    return {name: tensor[:0] for name, tensor in make_batch([(1, 4, 4)]).items()}
-
-
 GRIDS = [(1, 2 * (1 + 5 * n % 6), 2 * (2 + 3 * n % 7)) for n in range(12)]
-VIDEOS_BESIDE_IMAGES = (GRIDS[:3], [(2, 4, 4), (9, 2, 2), (3, 2, 6)])
-
-
-@pytest.fixture(scope="module")
-def small_inputs(make_batch: Any) -> dict[str, Any]:
-    """For a `SmallTower`."""
-    return make_batch(*VIDEOS_BESIDE_IMAGES, seed=2, features=FEATURES)
 
 
 @pytest.fixture(scope="module")
 def inputs(make_batch: Any) -> dict[str, dict[str, Any]]:
-    return {
-        "mixed images": make_batch(GRIDS, seed=1),
-        "videos beside images": make_batch(*VIDEOS_BESIDE_IMAGES, seed=2),
-        "videos": make_batch([], [(1, 4, 4), (4, 2, 4), (8, 4, 4)], seed=3),
-        "over the largest budget": make_batch([(1, 4, 4), (1, 18, 18), (1, 16, 16)], seed=4),
-        "fewer items than ranks": make_batch([(1, 8, 8)], seed=5),
-        "nothing": no_images(make_batch),
+    grids: dict[str, tuple[list[Any], list[Any]]] = {
+        "mixed images": (GRIDS, []),
+        "videos beside images": (GRIDS[:3], [(2, 4, 4), (9, 2, 2), (3, 2, 6)]),
+        "videos": ([], [(1, 4, 4), (4, 2, 4), (8, 4, 4)]),
+        "over the largest budget": ([(1, 4, 4), (1, 18, 18), (1, 16, 16)], []),
+        "fewer items than ranks": ([(1, 8, 8)], []),
+        "nothing": ([], []),
     }
+    return {name: make_batch(*each, seed=len(name), features=FEATURES) for name, each in grids.items()}
 
 
 @pytest.fixture(scope="module")
@@ -149,33 +129,33 @@ def on_two_paths() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def job(make_tower: Any, make_batch: Any) -> dict[str, Any]:
+def job(make_batch: Any, inputs: Any) -> dict[str, Any]:
     """What any number of ranks is to do."""
-    good = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 6)])  # the last of four ranks has none of them
-    other, none = make_batch([(1, 4, 4)]), no_images(make_batch)
+    good, other = (
+        make_batch(grids, features=FEATURES)
+        for grids in ([(1, 4, 4), (1, 8, 8), (1, 4, 6)], [(1, 4, 4)])  # the last of four ranks has none
+    )
+    tower = SmallTower()
     return {
-        "faults": {"tower": make_tower(), "good": good, "other": other, "none": none},
+        "faults": {"tower": tower, "good": good, "other": other, "none": inputs["nothing"]},
         "fake towers": {},
-        "lost ranks": {"tower": make_tower(), "good": good, "num_items": 3},
+        "lost ranks": {"tower": tower, "good": good, "num_items": 3},
+        "requests": {"tower": tower, "modes": MODES, "inputs": inputs},
     }
 
 
 @pytest.fixture(scope="module")
-def two_ranks(
-    job: Any, make_tower: Any, inputs: Any, small_inputs: Any, on_two_paths: Any, tmp_path_factory: Any
-) -> list[dict[str, Any]]:
+def two_ranks(job: Any, inputs: Any, on_two_paths: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
     parts = {
-        "requests": {"tower": make_tower(), "modes": MODES, "inputs": inputs},
         "two paths": {"inputs": on_two_paths},
-        "invariant": {"tower": SmallTower(), "inputs": small_inputs},
+        "invariant": {"tower": SmallTower(), "inputs": inputs["videos beside images"]},
     }
     return run_ranks(2, tmp_path_factory.mktemp("two"), {**job, **parts})
 
 
 @pytest.fixture(scope="module")
-def four_ranks(job: Any, make_tower: Any, inputs: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
-    requests = {"tower": make_tower(), "modes": [], "inputs": inputs}  # a trace a process takes long
-    return run_ranks(4, tmp_path_factory.mktemp("four"), {**job, "requests": requests})
+def four_ranks(job: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+    return run_ranks(4, tmp_path_factory.mktemp("four"), job)
 
 
 @pytest.fixture(
@@ -189,19 +169,11 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def single(
-    make_manager: Any, tiny_towers: Any, single_thread: None
-) -> dict[str | None, fx.EncoderCudaGraphManager]:
+def single(one_thread: None) -> dict[str, fx.EncoderCudaGraphManager]:
     """One process of every mode."""
-    managers: dict[str | None, fx.EncoderCudaGraphManager] = {}
-    for mode in (*MODES, None):
-        if mode is None:
-            config = fx.EncoderConfig(**LIMITS, mode="none")
-            manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, log_interval=0)
-        else:
-            manager = make_manager(mode=mode, piece_compiler="eager")
-            manager.capture()
-        managers[mode] = manager
+    managers = {mode: manager_of(mode=mode) for mode in MODES}
+    for manager in managers.values():
+        manager.capture()
     return managers
 
 
@@ -211,8 +183,6 @@ def test_every_rank_returns_what_one_process_returns(ranks: Any, single: Any, in
     """
     checked = 0
     for (mode, manager), (name, batch) in itertools.product(single.items(), inputs.items()):
-        if (mode, name) not in ranks[0]:
-            continue
         together = manager.execute(batch)
         specs = manager.tower.get_encoder_cudagraph_item_specs(batch) if batch else []
         for own in filter(None, assign_items([spec.input_size for spec in specs], len(ranks))):
@@ -223,7 +193,7 @@ def test_every_rank_returns_what_one_process_returns(ranks: Any, single: Any, in
                 assert all(map(torch.equal, returned, alone)), (mode, name)
                 assert_equal_items(returned, [together[index] for index in own])
                 checked += len(own)
-    assert checked == 25 * (2 * len(MODES) if len(ranks) == 2 else 4)
+    assert checked == 25 * len(ranks) * len(MODES)
 
 
 @pytest.mark.slow
@@ -236,13 +206,10 @@ def test_a_tower_of_two_paths_is_shared(two_ranks: Any, on_two_paths: Any) -> No
 
 
 @pytest.mark.slow
-def test_invariant_ranks_give_the_bits_of_one_process(
-    two_ranks: Any, small_inputs: Any, single_thread: None
-) -> None:
-    config = fx.EncoderConfig(**LIMITS, mode="piecewise", invariant=True)
-    manager = fx.EncoderCudaGraphManager(SmallAdapter(), config, log_interval=0)
+def test_invariant_ranks_give_the_bits_of_one_process(two_ranks: Any, inputs: Any, one_thread: None) -> None:
+    manager = manager_of(mode="piecewise", invariant=True)
     manager.capture()
-    expected = manager.execute(small_inputs)
+    expected = manager.execute(inputs["videos beside images"])
     for results in two_ranks:
         assert all(map(torch.equal, results["invariant"], expected))
         assert len(results["invariant"]) == len(expected)
@@ -260,18 +227,18 @@ def test_ranks_that_chose_other_kernels_are_told(two_ranks: Any) -> None:
 
 def test_every_item_has_memory_of_its_own(ranks: Any) -> None:
     for rank in ranks:
-        items = rank["full" if len(ranks) == 2 else None, "mixed images"]
+        items = rank["full", "mixed images"]
         assert all(item.untyped_storage().nbytes() == item.nbytes for item in items)
         assert len({item.untyped_storage().data_ptr() for item in items}) == len(items)
         assert not any(item.requires_grad for item in items)
 
 
 def test_statistics_count_the_items_of_this_rank(ranks: Any) -> None:
-    stats = [rank["full" if len(ranks) == 2 else None, "stats"] for rank in ranks]
+    stats = [rank["full", "stats"] for rank in ranks]
     assert sum(counts.items for counts in stats) == 25
     assert all(3 <= counts.items <= 15 for counts in stats)
     # One image exceeds every budget.
-    assert sum(counts.hits for counts in stats) >= (23 if len(ranks) == 2 else 0)
+    assert sum(counts.hits for counts in stats) >= 23
     assert all(sum(counts.misses.values()) + counts.hits == counts.items for counts in stats)
 
 

@@ -14,6 +14,8 @@ from fxsplit_encoder.errors import InputError
 from . import managers
 from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items, batch
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 _library = torch.library.Library("fxsplit_test_foreign", "DEF")
 _library.define("packed_attn(Tensor query, Tensor key, Tensor value, Tensor lengths) -> Tensor")
 _NAME = "fxsplit_test_foreign::packed_attn"

@@ -31,6 +31,7 @@ from .mock_towers import (
     batch,
 )
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 captured = functools.partial(managers.captured, debug=False)
 
 
@@ -52,22 +53,6 @@ def test_vllm_40576_a_foreign_tower_is_planned_captured_and_replayed(model: Any,
         assert all(item.untyped_storage().nbytes() == item.nbytes for item in output)
     stats = manager.stats()
     assert (stats.hits, stats.items) == ((0, 11) if mode == "none" else (10, 11))
-
-
-def test_what_does_not_compile_is_captured_whole_and_noted() -> None:
-    for model, reason in (
-        (UntraceableModel(), "does not trace as one graph"),
-        (PackedModel(), "it has no splitting op"),
-    ):
-        manager = captured(model, mode="piecewise")
-        (report,) = manager.reports
-        assert report.startswith("path default: captured without compiling: ")
-        assert reason in report
-        assert manager.programs == {"default": None}
-        calls = model.forwards
-        manager.execute(batch(3))
-        assert model.forwards == calls  # its ops are replayed
-        assert manager.stats().hits == 1
 
 
 def test_a_compiled_tower_has_no_notes() -> None:

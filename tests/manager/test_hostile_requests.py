@@ -391,21 +391,25 @@ def test_it_is_refused_by_name_and_the_manager_goes_on(label: str) -> None:
     assert_equal_items(manager.execute(good_request(tower)), expected)
 
 
-def test_who_sends_bad_inputs_waits_for_nobody_and_holds_up_nobody() -> None:
+def test_who_sends_bad_inputs_waits_for_nobody_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = manager_of(QWEN)
     request = hostile(good_request(QWEN), QWEN, replacing(image_grid_thw=[[FAR, 2, 2]]))
-    with manager.lifecycle.turns:
-        refused = []
+    forward, refused = manager.tower.encoder_eager_forward, list[InputError]()
 
-        def send() -> None:
-            with pytest.raises(InputError) as raised:
-                manager.execute(request)
-            refused.append(raised.value)
+    def send() -> None:
+        with pytest.raises(InputError) as raised:
+            manager.execute(request)
+        refused.append(raised.value)
 
+    def forward_meanwhile(*args: Any, **kwargs: Any) -> Any:
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
         sender.join(60)
-        assert refused, "it waited for the lock"
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(manager.tower, "encoder_eager_forward", forward_meanwhile)
+    manager.execute(good_request(QWEN))
+    assert refused, "it waited for the lock"
 
 
 @pytest.mark.parametrize("tower", [QWEN, QWEN25, GLM, KIMI_K25, KIMI_VL])

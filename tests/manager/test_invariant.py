@@ -4,7 +4,6 @@ cannot keep that is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +14,9 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels.attention import builtin
+from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.planning.plan import PathPlan
+from tests.manager.managers import generation_of
 from tests.manager.mock_towers import PackedModel
 from tests.manager.packings import differing, packed_items, packings, tile_items
 from tests.small_tower import FEATURES, SmallAdapter
@@ -39,12 +40,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Encoders(NamedTuple):
@@ -122,24 +118,23 @@ def test_results_are_the_towers_but_for_rounding(encoders: Encoders) -> None:
         torch.testing.assert_close(got, expected.reshape(got.shape), rtol=0, atol=tolerance * scale)
 
 
-def test_the_public_check_finds_nothing_and_finds_what_differs(encoders: Encoders) -> None:
+def test_the_public_check_finds_nothing_and_finds_what_differs(
+    encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = encoders.managers["full"]
     batch = sorted(encoders.items[:9], key=lambda item: item.modality)
     inputs = encoders.inputs.make(batch)
     assert manager.check_invariance(inputs, packings=4) == []
     assert manager.check_invariance(encoders.inputs.make([]), packings=4) == []
-    encode = manager.lifecycle.serving.runner.collect
+    collect = BatchRunner.collect
 
-    def differs_in_company(batch: Any, outputs: Any, *rest: Any) -> None:
+    def differs_in_company(self: Any, batch: Any, outputs: Any, *rest: Any) -> None:
         if len(batch.indices) > 1:
             outputs = {name: output + 1 for name, output in outputs.items()}
-        encode(batch, outputs, *rest)
+        collect(self, batch, outputs, *rest)
 
-    manager.lifecycle.serving.runner.collect = differs_in_company
-    try:
-        assert manager.check_invariance(inputs, packings=8) != []
-    finally:
-        manager.lifecycle.serving.runner.collect = encode
+    monkeypatch.setattr(BatchRunner, "collect", differs_in_company)
+    assert manager.check_invariance(inputs, packings=8) != []
 
 
 def test_reports_name_the_kernel_that_attends(encoders: Encoders) -> None:
@@ -166,29 +161,29 @@ def test_nothing_runs_before_it_is_compiled(tiny: Any) -> None:
         manager.execute(SMALL.make(packed_items(1)))
 
 
-def test_a_plan_for_the_towers_own_forward_runs_the_program(tiny: Any) -> None:
+def test_a_plan_for_the_towers_own_forward_runs_the_program(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager, tower = tiny
     manager.capture()
-    item = Item("image", (1, 4, 6), 7)
-    inputs = SMALL.make([item])
+    inputs = SMALL.make([Item("image", (1, 4, 6), 7)])
     (expected,) = manager.execute(inputs)
-    tower_forward, called = tower.encoder_eager_forward, []
-    tower.encoder_eager_forward = lambda *args, **kwargs: (
-        called.append(args) or tower_forward(*args, **kwargs)
-    )
-    try:
+    run, served = BatchRunner.run, list[Any]()
+
+    def eagerly(self: Any, plan: Any, *rest: Any, **options: Any) -> Any:
         planned = PathPlan(6, None, fx.MissReason.EAGER_IS_FASTER, eager=True)
-        plan = manager.plan(inputs)
         plan = replace(plan, batches=(plan.batches[0]._replace(paths={"default": planned}),))
-        runner, specs = manager.lifecycle.serving.runner, tower.get_encoder_cudagraph_item_specs(inputs)
-        (output,), (done,) = runner.run(plan, inputs, specs, may_replay=True)
-        assert torch.equal(output, expected)
-        assert not done.paths["default"].eager
-        with pytest.raises(InputError, match="the tower's own forward gives other bits"):
-            manager.paths["default"].run_eager(inputs)
-    finally:
-        del tower.encoder_eager_forward
-    assert called == []
+        items, batches = run(self, plan, *rest, **options)
+        served.extend(batches)
+        return items, batches
+
+    monkeypatch.setattr(BatchRunner, "run", eagerly)
+    monkeypatch.setattr(tower, "encoder_eager_forward", None)
+    (output,) = manager.execute(inputs)
+    assert torch.equal(output, expected)
+    assert not served[0].paths["default"].eager
+    with pytest.raises(InputError, match="the tower's own forward gives other bits"):
+        manager.paths["default"].run_eager(inputs)
 
 
 def test_a_video_beyond_the_limits_runs_the_program_too(tiny: Any) -> None:
@@ -225,8 +220,8 @@ def test_no_time_of_the_towers_own_forward_is_kept(tiny: Any, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "node"),
     [
-        ("DeepseekOcrVisionModel", "bmm"),
-        ("Llama4VisionModel", "im2col"),
+        pytest.param("DeepseekOcrVisionModel", "bmm", marks=pytest.mark.exhaustive),
+        pytest.param("Llama4VisionModel", "im2col", marks=pytest.mark.exhaustive),
         ("Step3VisionModel", "convolution_2"),
     ],
 )
@@ -282,18 +277,11 @@ def test_several_threads_are_refused_on_a_cpu(tiny: Any) -> None:
         torch.set_num_threads(1)
 
 
-def test_compiled_loops_are_refused_on_a_cpu(tiny: Any) -> None:
-    manager = make_manager(tiny[1], SMALL, piece_compiler="inductor")
-    with pytest.raises(ConfigError, match="piece_compiler: contradicts invariant"):
-        manager.compile()
-
-
 def test_it_is_part_of_what_a_saved_start_holds_for(tiny: Any) -> None:
     from fxsplit_encoder.manager.start import tower_key
 
-    with_it = tower_key(tiny[0].lifecycle.own)
-    without = tower_key(make_manager(tiny[1], SMALL, mode="none", invariant=False).lifecycle.own)
-    assert with_it != without
+    without = make_manager(tiny[1], SMALL, mode="none", invariant=False)
+    assert tower_key(generation_of(tiny[0])) != tower_key(generation_of(without))
 
 
 # --- a stand-in that depends on the batch is found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, ReplayError
-from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.tuning.trace import read_run, read_trace
 from tests.small_tower import SmallAdapter
 
@@ -23,6 +20,7 @@ from .mock_towers import assert_equal_items
 
 Grid = tuple[int, int, int]
 MODES = ["auto", "full", "piecewise", "none"]
+REASONS = fx.MissReason
 
 
 sides = st.integers(1, 6).map(lambda n: 2 * n)
@@ -87,71 +85,39 @@ def full(make_captured: Any) -> Any:
     return make_captured(mode="full")
 
 
-def test_an_image_over_every_budget_is_encoded_and_counted(
-    full: Any, make_batch: Any, assert_as_eager: Any
-) -> None:
-    inputs = make_batch([(1, 4, 4), (1, 18, 18), (1, 16, 16)])
-    assert_as_eager(full, inputs)
-    stats = full.stats()
-    assert (stats.hits, stats.misses) == (2, {fx.MissReason.OVER_LARGEST_BUDGET: 1})
-
-
-def test_vllm_40445_a_video_of_too_many_frames_is_encoded_and_counted(
-    full: Any, make_batch: Any, assert_as_eager: Any
-) -> None:
-    inputs = make_batch([(1, 2, 2)], [(9, 2, 2), (8, 2, 2)])
-    assert_as_eager(full, inputs)
-    stats = full.stats()
-    assert (stats.hits, stats.misses) == (2, {fx.MissReason.TOO_MANY_FRAMES: 1})
-
-
-def test_an_image_of_more_frames_than_segments_is_encoded_and_counted(
-    full: Any, make_batch: Any, assert_as_eager: Any
-) -> None:
+UNSERVED: dict[str, tuple[dict[str, Any], list[Grid], list[Grid], int, fx.MissReason]] = {
+    "over_every_budget": ({}, [(1, 4, 4), (1, 18, 18), (1, 16, 16)], [], 2, REASONS.OVER_LARGEST_BUDGET),
+    "vllm_40445_too_many_frames": ({}, [(1, 2, 2)], [(9, 2, 2), (8, 2, 2)], 2, REASONS.TOO_MANY_FRAMES),
     # Not a video: the frames are not limited, the attention segments of a capture are.
-    inputs = make_batch([(30, 2, 2)])
-    assert_as_eager(full, inputs)
-    assert full.stats().misses == {fx.MissReason.TOO_MANY_SEGMENTS: 1}
+    "too_many_segments": ({}, [(30, 2, 2)], [], 0, REASONS.TOO_MANY_SEGMENTS),
+    "disabled": ({"enabled": False}, [(1, 4, 4)], [], 0, REASONS.DISABLED),
+    "mode_none": ({"mode": "none"}, [(1, 4, 4)], [], 0, REASONS.DISABLED),
+}
 
 
-def test_disabled_and_not_yet_captured(make_manager: Any, make_batch: Any, assert_as_eager: Any) -> None:
-    inputs = make_batch([(1, 4, 4)], [(2, 4, 4)])
-    for manager, reason in (
-        (make_manager(enabled=False), fx.MissReason.DISABLED),
-        (make_manager(mode="none"), fx.MissReason.DISABLED),
-    ):
-        manager.capture()
-        assert manager.budget_graphs == {"default": {}}
-        assert_as_eager(manager, inputs)
-        assert manager.stats().misses == {reason: 2}
-        assert manager.plan(inputs).misses == {reason: 2}
-    manager = make_manager(mode="full")
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_no_replay_serves_is_encoded_and_counted(
+    name: str, make_captured: Any, make_batch: Any, assert_as_eager: Any
+) -> None:
+    options, images, videos, hits, reason = UNSERVED[name]
+    manager, inputs = make_captured(**{"mode": "full", **options}), make_batch(images, videos)
+    missed = {reason: len(images) + len(videos) - hits}
+    assert manager.plan(inputs).misses == missed
     assert_as_eager(manager, inputs)
-    assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
+    stats = manager.stats()
+    assert (stats.hits, stats.misses) == (hits, missed)
+    assert bool(manager.budget_graphs["default"]) == (not options)
+
+
+def test_before_a_capture_nothing_is_replayed(
+    make_manager: Any, make_batch: Any, assert_as_eager: Any
+) -> None:
+    manager = make_manager(mode="full")
+    assert_as_eager(manager, make_batch([(1, 4, 4)], [(2, 4, 4)]))
+    assert manager.stats().misses == {REASONS.NOT_CAPTURED: 2}
 
 
 # --- plans, statistics, progress
-
-
-@settings(max_examples=15)
-@given(batches)
-def test_execution_does_what_was_planned(managers: Any, make_batch: Any, batch: Any) -> None:
-    manager = managers["full"]
-    inputs = make_batch(*batch)
-    plan, before = manager.plan(inputs), manager.stats()
-    manager.execute(inputs)
-    after = manager.stats()
-    assert after.hits - before.hits == plan.hits
-    for reason in fx.MissReason:
-        assert after.misses.get(reason, 0) - before.misses.get(reason, 0) == plan.misses.get(reason, 0)
-    planned: dict[int, int] = {}
-    for single in plan.batches:
-        path = single.paths["default"]
-        if path.budget is not None:
-            planned[path.budget] = planned.get(path.budget, 0) + 1
-    for budget in (4, 16, 32, 64):
-        key = CaptureKey("default", budget)
-        assert after.budgets[key].replays - before.budgets[key].replays == planned.get(budget, 0)
 
 
 @pytest.mark.slow
@@ -223,26 +189,6 @@ def test_videos_that_are_not_captured_leave_images_their_replays(
     # At most four images: no room for frames anywhere.
     for capture in manager.paths["default"].captured.values():
         assert len(capture.inputs.tensors["cu_seqlens"]) <= 4 + 2
-
-
-def test_found_d_a_tower_without_modalities_captures_nothing_and_says_so(
-    tiny_towers: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    make_manager: Any,
-    make_batch: Any,
-    caplog: pytest.LogCaptureFixture,
-    assert_as_eager: Any,
-) -> None:
-    monkeypatch.setattr(tiny_towers.wrapped, "modalities", (), raising=False)
-    manager = make_manager(mode="full")
-    with caplog.at_level(logging.INFO, "fxsplit_encoder.manager"):
-        manager.capture()
-    assert "0 captures" in caplog.text
-    assert manager.budget_graphs == {"default": {}}
-    assert manager.num_bytes == 0
-    inputs = make_batch([(1, 4, 4)], [(2, 4, 4)])
-    assert_as_eager(manager, inputs)
-    assert manager.stats().misses == {fx.MissReason.UNSUPPORTED_INPUT: 2}
 
 
 # --- traces
@@ -382,37 +328,6 @@ def test_what_is_not_a_tower_is_refused() -> None:
         InputError, match=r"tower: Linear lacks methods of SupportsEncoderCudaGraph; pass what"
     ):
         fx.EncoderCudaGraphManager(nn.Linear(2, 2))
-
-
-# --- threads
-
-
-def test_threads_get_the_results_of_a_serial_run(full: Any, make_batch: Any) -> None:
-    work = [
-        make_batch([(1, 2 * (n % 5 + 1), 4)] * (n % 3 + 1), [(n % 4 + 1, 2, 4)], seed=n) for n in range(8)
-    ]
-    serial = [full.execute(inputs) for inputs in work]
-    results: dict[tuple[int, int], list[Tensor]] = {}
-    errors: list[BaseException] = []
-
-    def run(worker: int) -> None:
-        try:
-            for number in range(len(work)):
-                at = (number + 2 * worker) % len(work)
-                results[worker, at] = full.execute(work[at])
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert len(results) == 64
-    for (_, number), items in results.items():
-        assert all(torch.equal(a, b) for a, b in zip(items, serial[number], strict=True))
-    assert full.stats().items == 9 * sum(len(items) for items in serial)
 
 
 # --- kernels

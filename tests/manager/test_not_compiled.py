@@ -20,6 +20,7 @@ from .mock_towers import (
     PackedModel,
     PathsModel,
     SplitModel,
+    UntraceableModel,
     alone,
     assert_equal_items,
     batch,
@@ -86,6 +87,56 @@ def test_torch_compile_has_compiled_already() -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="encoder_cg", options={"compile": False})
     with torch.no_grad(), pytest.raises(Exception, match=r"compile: torch\.compile has traced"):
         compiled(torch.ones(1, 2))
+
+
+def test_attention_breaks_a_tower_that_is_captured_as_it_is(tiny_towers: Any) -> None:
+    manager = managers.captured(tiny_towers.wrapped, mode="breakable", token_budgets=(4, 16))
+    assert (manager.programs, manager.reports) == ({"default": None}, [])
+    layers = len(tiny_towers.hugging_face.blocks)
+    for graph in manager.budget_graphs["default"].values():
+        found: Any = graph.graph
+        assert graph.mode == "breakable"
+        assert (found.num_eager_breaks, found.num_graphs) == (layers, layers + 1)
+        assert len(found.segments) == 2 * layers + 1
+
+
+def read(output: Tensor) -> Tensor:
+    return torch.full((), 1.0 if output.isfinite().all().item() else 2.0)
+
+
+class ReadsValues(UntraceableModel):
+    """Its forward reads a value on the host, in the open or in a break."""
+
+    read = staticmethod(read)
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        output = super().encoder_cudagraph_forward(inputs, path)
+        return output * self.read(output)
+
+
+class ReadsInABreak(ReadsValues):
+    read = staticmethod(fx.eager_break_during_capture(read))
+
+
+@pytest.mark.parametrize(
+    ("make", "mode", "modes", "report"),
+    [
+        (ReadsValues, "breakable", set(), "_local_scalar_dense"),
+        (ReadsInABreak, "breakable", {"breakable"}, None),
+        # In one graph it cannot be: the budget is captured in the mode that can.
+        (ReadsInABreak, "full", {"breakable"}, "captured in mode breakable: in mode full"),
+    ],
+)
+def test_what_cannot_be_captured_names_the_op_and_the_rest_serves(
+    make: Any, mode: str, modes: set[str], report: str | None
+) -> None:
+    model = make()
+    manager = captured(model, mode=mode, compile=False, debug=True)
+    assert {graph.mode for graph in manager.budget_graphs["default"].values()} == modes
+    assert any(report in line for line in manager.reports) if report else manager.reports == []
+    inputs = batch(3, 2)
+    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert manager.stats().misses == ({} if modes else {fx.MissReason.NOT_CAPTURED: 2})
 
 
 # --- what does not compile

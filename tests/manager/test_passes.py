@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.internvl.modeling_internvl import InternVLModel
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.breakable import SegmentedCapture
+from fxsplit_encoder.compile import branches
+from fxsplit_encoder.compile.build import slots_in
 from fxsplit_encoder.compile.derived import Fingerprints
 from fxsplit_encoder.compile.passes import PASSES
 from tests.manager.packings import packed_items
@@ -49,6 +53,11 @@ def tower(seed: int, **config_changes: Any) -> Any:
     return made
 
 
+def wide_tower(seed: int) -> Any:
+    """With heads of 72, as Qwen3-VL's, which a pass makes wider."""
+    return tower(seed, hidden_size=144)
+
+
 def load(target: Any, source: Any) -> None:
     """Gives a tower the weights of another, each of which gets another version."""
     target.load_state_dict(source.state_dict())
@@ -68,7 +77,7 @@ def assert_same(manager: Any, reference: Any, encode: Any, batch: Any) -> None:
 @pytest.fixture(scope="module")
 def captured() -> Any:
     """A captured manager whose program has every pass, and its tower."""
-    inner = tower(0)
+    inner = wide_tower(0)
     manager = fx.EncoderCudaGraphManager(fx.wrap(inner), fx.EncoderConfig(mode="full", **SETTINGS))
     manager.capture()
     return manager, inner
@@ -79,16 +88,16 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
     assert program.pass_report == {
         "folded_adapters": 0,
         "conv_to_linear": 1,
-        "pad_mlp_width": 2,
+        "pad_mlp_width": 4,
         "gelu_epilogue": 2,
         "decomposed_bias": 0,
         "dense_attention": 0,
         "merged_projections": 0,
-        "wide_heads": 0,
+        "wide_heads": 2,
         "measured_activations": 4,
         "output_branch": 1,
     }
-    assert len(program.derived.recipes) == 6
+    assert len(program.derived.recipes) == 3 * (4 + 2)  # of layers that are padded, and of wider heads
     assert program.padding.proved
 
 
@@ -99,11 +108,11 @@ def test_replays_and_exact_runs_see_weights_that_change_in_place(
     manager, inner = captured
     replayed, exact = make_batch([(1, 4, 6)]), make_batch([(1, 8, 10)])
     for seed in (0, 1, 2):
-        write(inner, tower(seed))
+        write(inner, wide_tower(seed))
         before = manager.stats()
-        assert_same(manager, tower(seed), encode, replayed)
+        assert_same(manager, wide_tower(seed), encode, replayed)
         assert manager.stats().hits == before.hits + 1
-        assert_same(manager, tower(seed), encode, exact)
+        assert_same(manager, wide_tower(seed), encode, exact)
 
 
 def sharing(manager: Any, **changes: Any) -> Any:
@@ -133,11 +142,11 @@ def test_a_replay_is_made_again_only_where_weights_have_changed(
     monkeypatch.setattr(Fingerprints, "have_changed", lambda self: False)
     batch = make_batch([(1, 4, 6)])
     for seed in (4, 5):
-        inner.load_state_dict(tower(seed).state_dict())
+        inner.load_state_dict(wide_tower(seed).state_dict())
         for changed in (True, False):
             replays.clear()
             before = manager.stats().hits
-            assert_same(manager, tower(seed), encode, batch)
+            assert_same(manager, wide_tower(seed), encode, batch)
             assert len(replays) == (2 if changed and not debug else 1)
             assert manager.stats().hits == before + 1
 
@@ -146,10 +155,10 @@ def test_weights_that_are_replaced_are_captured_again(
     captured: Any, make_batch: Callable[..., Any], encode: Any
 ) -> None:
     manager, inner = captured
-    inner.load_state_dict(tower(3).state_dict(), assign=True)
+    inner.load_state_dict(wide_tower(3).state_dict(), assign=True)
     manager.clear()
     manager.capture()
-    assert_same(manager, tower(3), encode, make_batch([(1, 4, 6)]))
+    assert_same(manager, wide_tower(3), encode, make_batch([(1, 4, 6)]))
 
 
 @pytest.mark.parametrize("write", [load, write_data])
@@ -157,12 +166,12 @@ def test_between_two_looks_at_weights_replays_see_what_changes_in_place(
     captured: Any, make_batch: Callable[..., Any], encode: Any, write: Callable[[Any, Any], None]
 ) -> None:
     inner = captured[1]
-    write(inner, tower(2))
+    write(inner, wide_tower(2))
     manager = sharing(captured[0], debug=False, weight_check_seconds=1e6)
     batch = make_batch([(1, 4, 6)])
     for seed in (0, 1):
-        write(inner, tower(seed))
-        assert_same(manager, tower(seed), encode, batch)
+        write(inner, wide_tower(seed))
+        assert_same(manager, wide_tower(seed), encode, batch)
     # What no sample shows is seen once it is said.
     weight = inner.blocks[0].mlp.linear_fc2.weight
     weight.data[0, 1] += 100
@@ -171,37 +180,81 @@ def test_between_two_looks_at_weights_replays_see_what_changes_in_place(
     assert manager.stats().misses == {}
 
 
+class TracedBranch:
+    """In place of streams: the values in use on the branch, which nobody has let go of when it is joined."""
+
+    held: list[Callable[[], Tensor | None]]
+
+    def __init__(self, device: torch.device, purpose: str) -> None: ...
+
+    def fork(self) -> None: ...
+
+    def join(self) -> None:
+        assert all(reference() is not None for reference in self.held)
+        self.held.clear()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *raised: object) -> None: ...
+
+
+def test_what_runs_on_a_branch_is_held_until_it_is_joined(
+    captured: Any, make_batch: Callable[..., Any], encode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only the step that joins reads its results."""
+    manager, inner = captured
+    steps = manager.programs["default"].program.steps
+    seen: list[Any] = []
+    placed = branches.StepBranches.placed
+
+    def noted(self: Any, step: Any) -> Any:
+        call = placed(self, step)
+
+        def run(*args: Any) -> Any:
+            result = call(*args)
+            TracedBranch.held += [weakref.ref(value) for value in (*args, *result) if torch.is_tensor(value)]
+            seen.append(step)
+            return result
+
+        return run if step.beside else call
+
+    monkeypatch.setattr(TracedBranch, "held", [], raising=False)
+    monkeypatch.setattr(branches, "Branch", TracedBranch)
+    monkeypatch.setattr(branches.StepBranches, "placed", noted)
+    assert_same(manager, inner, encode, make_batch([(1, 8, 10)]))
+    assert seen == [step for step in steps if step.beside and step.kind == "piece"] != []
+    written = {slot for step in seen for slot in step.outputs}
+    (joining,) = (step for step in steps if step.joins)
+    assert written <= set(slots_in(joining.args))
+    assert written <= set(joining.frees)
+
+
+def test_invariant_products_come_before_the_marks_of_branches(
+    make_batch: Callable[..., Any], encode: Any, one_thread: None
+) -> None:
+    """A node that takes the place of a marked one has no mark."""
+    settings = {**SETTINGS, "passes": ("conv_to_linear", "output_branch"), "invariant": True}
+    manager = fx.EncoderCudaGraphManager(fx.wrap(wide_tower(0)), fx.EncoderConfig(**settings))
+    manager.capture()
+    assert_same(manager, wide_tower(0), encode, make_batch([(1, 4, 4), (1, 4, 8)]))
+    report = manager.programs["default"].program.pass_report
+    assert report["output_branch"] == 1 and report["fixed_products"] > 0
+
+
 @pytest.mark.slow
 def test_a_compiled_tower_sees_them_too(make_batch: Callable[..., Any]) -> None:
     torch._dynamo.reset()
-    inner = tower(0)
+    inner = wide_tower(0)
     options = {"mode": "full", "weight_check_seconds": 1e6, **SETTINGS}
     del options["max_frames_per_batch"]
     compiled = torch.compile(fx.wrap(inner), backend="encoder_cg", options=options)
     batch = make_batch([(1, 4, 6)])
     with torch.no_grad():
         for seed, write in enumerate((load, load, write_data, write_data)):
-            write(inner, tower(seed))
+            write(inner, wide_tower(seed))
             result = compiled(batch["pixel_values"], batch["image_grid_thw"])
-            expected = tower(seed)(batch["pixel_values"], batch["image_grid_thw"])
+            expected = wide_tower(seed)(batch["pixel_values"], batch["image_grid_thw"])
             torch.testing.assert_close(result.pooler_output, expected.pooler_output, rtol=1e-4, atol=1e-4)
-
-
-def test_heads_are_stored_wider(make_batch: Callable[..., Any], encode: Any) -> None:
-    inner = tower(0, hidden_size=144)  # heads of 72, as Qwen3-VL's
-    reference = copy.deepcopy(inner)
-    config = fx.EncoderConfig(**{**SETTINGS, "passes": ("conv_to_linear", "wide_heads")}, mode="full")
-    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
-    manager.capture()
-    (bound,) = manager.programs.values()
-    assert bound.program.pass_report == {"conv_to_linear": 1, "wide_heads": 2}
-    assert bound.program.padding.proved
-    for seed in (0, 1):
-        for each in (inner, reference):
-            each.load_state_dict(tower(seed, hidden_size=144).state_dict())
-        for grids in ([(1, 4, 6)], [(1, 4, 4), (1, 2, 2)], [(1, 8, 10)]):
-            assert_same(manager, reference, encode, make_batch(grids))
-    assert manager.stats().hits == 6
 
 
 def test_gates_and_what_they_gate_run_as_one_layer_whose_weights_may_change() -> None:
@@ -226,9 +279,9 @@ def test_gates_and_what_they_gate_run_as_one_layer_whose_weights_may_change() ->
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def internvl(hidden_size: int, dtype: torch.dtype = torch.float32) -> Any:
-    """Two blocks, with weights that are the same at every call."""
-    return randomize(InternVLModel(internvl_config({"hidden_size": hidden_size}, 2))).to(dtype)
+def internvl() -> Any:
+    """Two blocks with heads of 72, and weights that are the same at every call."""
+    return randomize(InternVLModel(internvl_config({"hidden_size": 144}, 2))).bfloat16()
 
 
 def captured_tiles(module: Any, **settings: Any) -> Any:
@@ -240,38 +293,28 @@ def captured_tiles(module: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.exhaustive), "piecewise"])
-def test_queries_keys_and_values_come_from_one_layer(mode: str) -> None:
-    inner, changed = internvl(16), internvl(16)
+def test_queries_keys_and_values_come_from_one_layer_that_is_kept_once_where_heads_are_made_wide(
+    mode: str,
+) -> None:
+    inner, changed = internvl(), internvl()
     for parameter in changed.parameters():
         parameter.mul_(1.25)
-    manager = captured_tiles(inner, mode=mode, passes=("conv_to_linear", "merged_projections"))
+    passes = ("conv_to_linear", "dense_attention", "merged_projections", "wide_heads")
+    manager = captured_tiles(inner, mode=mode, passes=passes)
     program = manager.programs["default"].program
-    assert program.pass_report == {"conv_to_linear": 1, "merged_projections": 2}
+    assert program.pass_report == {**dict.fromkeys(passes, 2), "conv_to_linear": 1}
     assert program.padding.proved and program.num_distinct == len(program.pieces) == 3
-    weights = [
-        each for name, each in inner.named_parameters() if "_proj.weight" in name and "attention" in name
-    ]
-    assert program.derived.num_bytes == 4 * sum(map(torch.numel, weights))
+    # In each of two blocks three layers to two heads of 80 and one from them, without biases.
+    assert program.derived.num_bytes == 2 * 4 * (2 * 80) * 144 * torch.bfloat16.itemsize
+    results = []
     for reference in (inner, changed):
         inner.load_state_dict(reference.state_dict())
         plain = captured_tiles(copy.deepcopy(reference), enabled=False)
         for count in (1, 3):
-            batch = {"pixel_values": random_tiles(count), "num_patches": [count]}
-            for found, expected in zip(manager.execute(batch), plain.execute(batch), strict=True):
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            batch = {"pixel_values": random_tiles(count).bfloat16(), "num_patches": [count]}
+            (found,), (expected,) = manager.execute(batch), plain.execute(batch)
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * scale)
+            results.append(found)
+    assert (results[2] - results[0]).abs().max() > 0.2 * scale
     assert manager.stats().hits == 4
-
-
-def test_a_common_layer_is_kept_once_where_heads_are_made_wide() -> None:
-    passes = ("conv_to_linear", "dense_attention", "wide_heads")
-    apart, merged = (
-        captured_tiles(internvl(144, torch.bfloat16), mode="full", passes=names)
-        for names in (passes, (*passes, "merged_projections"))
-    )
-    programs = [manager.programs["default"].program for manager in (apart, merged)]
-    assert programs[1].pass_report == {**programs[0].pass_report, "merged_projections": 2}
-    assert programs[0].pass_report["wide_heads"] == 2
-    assert programs[0].derived.num_bytes == programs[1].derived.num_bytes
-    batch = {"pixel_values": random_tiles(3).bfloat16(), "num_patches": [3]}
-    (found,), (expected,) = merged.execute(batch), apart.execute(batch)
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())

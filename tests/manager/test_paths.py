@@ -244,7 +244,7 @@ requests = st.lists(st.tuples(st.integers(1, 20), rows, rows), max_size=7)
 
 @settings(max_examples=60)
 @given(st.sampled_from(["two", "three", "always", "tiles", "defer"]), st.lists(requests, max_size=3))
-def test_found_h_any_sequence_of_batches_equals_eager_and_is_counted_once(
+def test_found_h_vllm_52376_any_sequence_of_batches_equals_eager_and_is_counted_once(
     managers: Any, name: str, sequence: Any
 ) -> None:
     manager = managers[name]

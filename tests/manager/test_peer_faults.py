@@ -31,9 +31,11 @@ from .mock_towers import (
     alone,
     assert_equal_items,
     batch,
-    eagerly,
     items,
 )
+
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 # --- vLLM
 
@@ -55,25 +57,6 @@ def test_vllm_58122_found_f_embeddings_are_refused_by_name(key: str, managers: A
     for inputs in ({key: torch.zeros(4, 96)}, {key: torch.zeros(4, 96), "image_grid_thw": [[1, 4, 4]]}):
         with pytest.raises(InputError, match=f"{key}: these are embeddings already"):
             managers["full"].execute(inputs)
-
-
-def test_vllm_52509_vllm_57475_a_budget_that_runs_out_of_memory_costs_no_other() -> None:
-    class Large(PathsModel):
-        def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
-            if path == "global" and len(inputs["patches"]) > 8:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB.")
-            return super().encoder_cudagraph_forward(inputs, path)
-
-    model = Large()
-    manager = captured(model)
-    assert {name: sorted(graphs) for name, graphs in manager.budget_graphs.items()} == {
-        "global": [4, 8],
-        "local": [4, 8, 16],
-    }
-    assert any("memory" in report for report in manager.reports)
-    inputs = items(model, (8, 16), (12, 2))
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert manager.stats().hits == 1
 
 
 def test_vllm_51461_every_path_gives_the_tower_a_tensor_by_name() -> None:
@@ -107,15 +90,6 @@ def test_vllm_52115_an_item_of_one_path_is_no_view_of_its_output() -> None:
     assert torch.equal(first, kept)
 
 
-def test_vllm_52376_packing_in_another_order_keeps_items_apart() -> None:
-    model = PathsModel()
-    manager = captured(model)
-    inputs = items(model, (9, 1), (1, 0), (16, 16), (2, 3), (4, 0), (3, 7))
-    order = [index for planned in manager.plan(inputs).batches for index in planned.indices]
-    assert order != sorted(order), "the request is meant to be packed in another order"
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-
-
 def test_omni_7659_items_are_parsed_once_a_request() -> None:
     class Counting(PathsModel):
         parsed = 0
@@ -146,30 +120,7 @@ def test_omni_6587_memory_is_given_back_as_a_whole(monkeypatch: pytest.MonkeyPat
     assert held == [0]  # once, after every capture was released
 
 
-def test_ascend_16794_outputs_and_inputs_of_captures_stay_alive() -> None:
-    manager = captured(SplitModel())
-    graphs = manager.budget_graphs["default"]
-    addresses = {budget: graph.output_buffer.data_ptr() for budget, graph in graphs.items()}
-    del graphs
-    for n in range(1, 17):
-        manager.execute(batch(n))
-        torch.randn(n * 100)
-    graphs = manager.budget_graphs["default"]
-    assert {budget: graph.output_buffer.data_ptr() for budget, graph in graphs.items()} == addresses
-
-
 # --- SGLang and TensorRT-LLM
-
-
-def test_sglang_16902_sglang_37043_trtllm_14829_trtllm_17030_one_capture_serves_every_composition_of_a_batch(
-    make_captured: Any, make_batch: Any, assert_as_eager: Any
-) -> None:
-    manager = make_captured(mode="full", token_budgets=(16,))
-    for images in ([(1, 8, 8)], [(1, 4, 8)] * 2, [(1, 4, 4)] * 4, [(1, 2, 2), (1, 10, 6)]):
-        inputs = make_batch(images)
-        assert_as_eager(manager, inputs)
-    assert manager.stats().misses == {}
-    assert list(manager.budget_graphs["default"]) == [16]
 
 
 def test_sglang_17871_sglang_19490_what_a_tower_compiles_itself_is_not_compiled_inside_a_capture(

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import pytest
@@ -34,8 +34,9 @@ from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager import compile_process
 from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.compile_process import CompileWorker
-from fxsplit_encoder.manager.generation import first_of
+from fxsplit_encoder.manager.generation import Generation, first_of
 from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.manager.turns import Turns
 from fxsplit_encoder.runtime.statistics import CaptureProgress, least
 
 from .mock_towers import (
@@ -50,7 +51,37 @@ from .mock_towers import (
     items,
 )
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CONFIG = fx.EncoderConfig(token_budgets=(4, 6, 8, 12, 16), max_items_per_batch=4, piece_compiler="eager")
+
+
+class Work(NamedTuple):
+    """That of a `capture(wait=False)`."""
+
+    background: BackgroundCapture
+    target: Generation
+    first: Generation
+    turns: Turns
+
+
+begun_work: list[Work] = []
+"""Of the test that runs."""
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    init = BackgroundCapture.__init__
+
+    def note(
+        self: BackgroundCapture, target: Generation, planned: Any, first: Any, turns: Any, *a: Any
+    ) -> None:
+        init(self, target, planned, first, turns, *a)
+        begun_work.append(Work(self, target, first, turns))
+
+    monkeypatch.setattr(BackgroundCapture, "__init__", note)
+    yield
+    begun_work.clear()
 
 
 @pytest.fixture
@@ -76,10 +107,9 @@ def begun(tower: Any = None, config: fx.EncoderConfig = CONFIG) -> fx.EncoderCud
     return manager
 
 
-def do_work(manager: fx.EncoderCudaGraphManager, between: Callable[[], object]) -> None:
+def do_work(between: Callable[[], object]) -> None:
     """The work on this thread; what comes in between is done whenever it gives up the turn."""
-    turns, errors = manager.lifecycle.turns, list[Exception]()
-    step = turns.step
+    step, errors = Turns.step, list[Exception]()
 
     @contextlib.contextmanager
     def step_and_between(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -95,15 +125,15 @@ def do_work(manager: fx.EncoderCudaGraphManager, between: Callable[[], object]) 
                 except Exception as error:
                     errors.append(error)
 
-    with mock.patch.object(turns, "step", step_and_between):
-        manager.lifecycle.background.run()
+    with mock.patch.object(Turns, "step", step_and_between):
+        begun_work[-1].background.run()
     for error in errors:
         raise error
 
 
 def finish(manager: fx.EncoderCudaGraphManager) -> None:
     """All of the work, with a request whenever it gives up the turn."""
-    do_work(manager, lambda: assert_right(manager, 3, 5))
+    do_work(lambda: assert_right(manager, 3, 5))
 
 
 def assert_right(manager: fx.EncoderCudaGraphManager, *lengths: int) -> None:
@@ -166,7 +196,7 @@ def test_it_serves_at_once_and_rightly_after_each_piece(by_hand: None) -> None:
         assert_right(manager, 13)
         seen.append((phase(manager), manager.programs["default"] is not None))
 
-    do_work(manager, serve)
+    do_work(serve)
     assert seen.pop() == ("done", True)
     assert_right(manager, 3, 5)
     assert all(not compiled for _, compiled in seen), "what serves changes at the end, and at once"
@@ -205,7 +235,7 @@ def test_several_paths_and_what_some_skip(by_hand: None) -> None:
     config = CONFIG.replace(token_budgets=(4, 8, 16))
     manager = begun(PathsOfTiles(), config)
     inputs = items(manager.tower, (3, 0), (2, 2))
-    do_work(manager, lambda: assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs)))
+    do_work(lambda: assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs)))
     assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
     assert state(manager) == state(captured(PathsOfTiles(), config))
 
@@ -249,7 +279,7 @@ def test_a_start_from_a_file(tmp_path: Any, by_hand: None) -> None:
     captured().save_start(path)
     manager = begun(config=CONFIG.replace(start_file=path))
     assert manager.paths["default"].expected is None, "what serves first was never measured"
-    manager.lifecycle.background.run()
+    begun_work[-1].background.run()
     assert manager.paths["default"].expected is not None
 
 
@@ -260,13 +290,13 @@ def test_what_a_restored_program_builds_at_its_first_run_holds_up_nobody(
     tower = SplitModel()
     program = captured(tower).paths["default"].program
     manager = begun(tower)
-    for path in manager.lifecycle.own.compiled_paths:
+    for path in begun_work[-1].target.compiled_paths:
         path.forward.saved = cast("Any", "a program")
     monkeypatch.setattr("fxsplit_encoder.compile.saved.restore_program", lambda *_: program)
     own, in_a_step = BoundProgram.__call__, list[bool]()
 
     def watched(bound: BoundProgram, *given: Any) -> Any:
-        in_a_step.append(manager.lifecycle.turns.owner is not None)
+        in_a_step.append(begun_work[-1].turns.owner is not None)
         if not is_right and len(in_a_step) == 1:
             raise RuntimeError("it cannot run")
         return own(bound, *given)
@@ -295,9 +325,8 @@ def test_first_captures_give_way_where_memory_is_short(
     by_hand: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = begun()
-    first, request = manager.lifecycle.serving, PathForward.request
-    released = []
-    monkeypatch.setattr(first, "clear", lambda: released.append(True))
+    request, released = PathForward.request, []
+    monkeypatch.setattr(begun_work[-1].first, "clear", lambda: released.append(True))
 
     def short(self: PathForward, tokens: int, shared: Any) -> Any:
         if self.program is not None and tokens == 12 and not released:
@@ -336,7 +365,6 @@ def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: p
     assert "go on serving: RuntimeError: no more" in manager.reports[-1]
     assert modes(manager) == before
     assert_right(manager, 3, 5)
-    manager.lifecycle.background.stop()
     manager.capture()
     assert state(manager) == usual_state()
 
@@ -344,18 +372,18 @@ def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: p
 def test_clear_in_the_middle(by_hand: None) -> None:
     manager = begun()
     for number in range(8):
-        background, left = manager.lifecycle.background, iter(range(number))
+        left = iter(range(number))
 
         def clear(left: Iterator[int] = left) -> None:
             if next(left, None) is None:
                 manager.clear()
 
         clear()
-        do_work(manager, clear)
+        do_work(clear)
         assert phase(manager) == "stopped" and not manager.is_captured() and manager.num_bytes == 0
         assert_right(manager, 3, 5)
         manager.capture(wait=False)
-        assert manager.lifecycle.background is not background
+        assert len(begun_work) == number + 2
     finish(manager)
     assert state(manager) == usual_state()
 
@@ -369,7 +397,7 @@ def test_weights_that_move_meanwhile(by_hand: None) -> None:
             manager.tower.linear.weight = nn.Parameter(manager.tower.linear.weight + 1, requires_grad=False)
         assert_right(manager, 3, 5)
 
-    do_work(manager, move)
+    do_work(move)
     assert_right(manager, 3, 5)
     assert phase(manager) == "done"
 
@@ -411,7 +439,7 @@ def test_on_a_device_who_asks_captures(lending: None, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(BackgroundCapture, "start", start)
     manager = begun()
-    waits = manager.lifecycle.turns
+    waits = begun_work[-1].turns
     while not (lent := waits.lent) or phase(manager) != "capturing":
         time.sleep(0.002)
         if lent:
@@ -434,10 +462,10 @@ def test_captures_that_nobody_asks_for(by_waiting: bool, lending: None) -> None:
         assert not manager.wait_captured(0)
         assert wait_for_end(manager).phase == "done" and state(manager) == usual_state()
         return
-    while manager.lifecycle.turns.lent is None:
+    while begun_work[-1].turns.lent is None:
         time.sleep(0.002)
     manager.clear()
-    manager.lifecycle.background.end()
+    begun_work[-1].background.end()
     assert phase(manager) == "stopped" and not threads()
     assert_right(manager, 3, 5)
 
@@ -485,7 +513,7 @@ def test_garbage_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PathForward, "trace", slow)
     manager = begun()
     assert tracing.wait(60)
-    background = manager.lifecycle.background
+    background = begun_work[-1].background
     (thread,) = [each for each in threading.enumerate() if each.name == "fxsplit-capture"]
     gone = weakref.ref(manager)
     del manager
@@ -556,7 +584,7 @@ def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWork
             assert worker.path.stat().st_mode & 0o777 == 0o700
             os.kill(worker.pid, 9) if ended_by == "kill" else manager.clear()
 
-    do_work(manager, end)
+    do_work(end)
     if ended_by == "kill":
         assert "the process that compiled ended with status -9" in manager.reports[-1]
     assert phase(manager) == ("failed" if ended_by == "kill" else "stopped")
@@ -566,8 +594,9 @@ def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWork
 _PARENT = """
 import time
 from fxsplit_encoder.manager.compile_process import CompileWorker
+from tests.manager.managers import generation_of
 from tests.manager.test_ready import Sleeps, manager_of
-worker = CompileWorker(manager_of(Sleeps()).lifecycle.own)
+worker = CompileWorker(generation_of(manager_of(Sleeps())))
 print(worker.pid, worker.path, flush=True)
 time.sleep(600)
 """

@@ -83,22 +83,6 @@ def test_a_plan_without_pixels_says_nothing_of_a_request_that_lacks_them(
         assert_right(manager, inputs)
 
 
-def test_plans_follow_the_captures(manager: Any, make_batch: Any) -> None:
-    inputs = make_batch(GRID)
-    manager.execute(inputs)
-    budget = manager.plan(inputs).batches[0].paths["default"].budget
-    assert budget is not None
-    manager.clear()
-    manager.execute(inputs)
-    assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 1}
-    manager.capture()
-    assert manager.plan(inputs).batches[0].paths["default"].budget == budget
-    assert_right(manager, inputs)
-    stats = manager.stats()
-    assert (stats.hits, stats.items) == (2, 3)
-    assert sum(each.replays for each in stats.budgets.values()) == 2
-
-
 @pytest.mark.parametrize("kept", [1, 3])
 def test_little_is_kept(manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     monkeypatch.setattr(request_plans, "_KEPT_ITEMS", kept)

@@ -22,6 +22,7 @@ from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import expect_costs, keep_costs, read_parts, tower_key, write_parts
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 
+from .managers import generation_of
 from .mock_towers import PackedModel, SplitModel, batch
 from .start_process import CONFIG
 
@@ -186,19 +187,11 @@ def test_another_tower_setting_or_ladder_is_refused_by_name(
     assert said.startswith('tower.modules: expected "')
 
 
-def test_a_damaged_file_is_ignored(start: Path, caplog: pytest.LogCaptureFixture) -> None:
-    content = bytearray(start.read_bytes())
-    content[-3] ^= 1
-    start.write_bytes(content)
-    said = refusal(fx.EncoderCudaGraphManager(SplitModel(), EAGER), start, caplog)
-    assert said.startswith("digest: expected ")
-
-
 def test_what_matters_not_is_no_part_of_the_key(tmp_path: Path) -> None:
     one = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
     served = EAGER.replace(capture_recurring=False, weight_check_seconds=1.0)
     other = fx.EncoderCudaGraphManager(SplitModel(), served.replace(debug=True, start_file=tmp_path))
-    assert tower_key(one.lifecycle.own) == tower_key(other.lifecycle.own)
+    assert tower_key(generation_of(one)) == tower_key(generation_of(other))
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -248,16 +241,18 @@ def test_costs_that_are_known_are_not_measured(monkeypatch: pytest.MonkeyPatch) 
 def test_costs_stay_on_the_machine_for_the_same_tower_and_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    managers = [captured(), captured(), captured(config=EAGER.replace(token_budgets=(4, 8))), captured()]
-    first, second, for_others, third = (manager.lifecycle.serving for manager in managers)
+    configs = (EAGER, EAGER, EAGER.replace(token_budgets=(4, 8)), EAGER)
+    first, second, for_others, third = (
+        generation_of(fx.EncoderCudaGraphManager(SplitModel(), config)) for config in configs
+    )
     forward = MeasuredForward(((4, 1.0), (16, 2.0)), 0.5)
     known = KnownCosts(forward, {4: KnownBudget(MeasuredCosts({"full": 1.0}, 2.0), "full")}, 3.0)
-    monkeypatch.setattr(managers[0].paths["default"], "known", lambda: known)
+    monkeypatch.setattr(first.paths["default"], "known", lambda: known)
     assert not expect_costs(second, (), tmp_path)
     keep_costs(first, (), tmp_path)
     assert expect_costs(second, (), tmp_path) and not expect_costs(for_others, (), tmp_path)
-    assert managers[1].paths["default"].expected == known
+    assert second.paths["default"].expected == known
     (file,) = tmp_path.rglob("*.json")
     file.write_bytes(file.read_bytes()[:-1])
     assert not expect_costs(third, (), tmp_path)
-    assert managers[3].paths["default"].expected is None
+    assert third.paths["default"].expected is None

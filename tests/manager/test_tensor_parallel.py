@@ -10,7 +10,8 @@ import torch
 from fxsplit_encoder.manager.data_parallel import agreement_of
 from fxsplit_encoder.planning.plan import MissReason
 
-from .tensor_parallel_workers import BATCHES, BUDGETS, NO_ROOM, REFUSED, run_plain_ranks, run_ranks
+from ..small_tower import FEATURES, SmallAdapter, SmallTower
+from .tensor_parallel_workers import BATCHES, BUDGETS, PLAIN_RUNS, REFUSED, run_ranks
 
 LIMITS = {"token_budgets": (16, 32), "max_items_per_batch": 4, "max_frames_per_batch": 8}
 
@@ -28,15 +29,15 @@ def batches(make_batch: Any) -> list[dict[str, Any]]:
         [(1, 12, 4)],
         [(1, 4, 4), (1, 4, 12)],
     )
-    return [make_batch(images, seed=number) for number, images in enumerate(grids)]
+    return [make_batch(images, seed=number, features=FEATURES) for number, images in enumerate(grids)]
 
 
 @pytest.fixture(scope="module")
-def ranks(batches: Any, make_tower: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+def ranks(batches: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
     """What each rank reports of each run; one start of the processes serves all tests."""
     runs = {mode: {"mode": mode} for mode in ("exact", "full", "auto")}
     runs["refusing"] = {"mode": "exact", "refusing_rank": 1, "refused_tokens": 12}
-    job = {"tower": make_tower(3), "limits": LIMITS, "batches": batches, "runs": runs}
+    job = {"tower": SmallTower(3), "limits": LIMITS, "batches": batches, "runs": runs, "plain": [*PLAIN_RUNS]}
     return run_ranks(2, "gloo", tmp_path_factory.mktemp("ranks"), job)
 
 
@@ -64,10 +65,9 @@ def test_what_one_rank_cannot_capture_none_captures(ranks: Any) -> None:
     assert "another rank" in results[0]["refused"][12]
 
 
-def test_nothing_is_agreed_upon_for_a_whole_tower(tiny_towers: Any) -> None:
-    assert agreement_of(tiny_towers.wrapped) is None
-    assert agreement_of(torch.nn.Linear(2, 2)) is None
-    assert agreement_of(object()) is None
+def test_nothing_is_agreed_upon_for_a_whole_tower() -> None:
+    for whole in (SmallAdapter(), torch.nn.Linear(2, 2), object()):
+        assert agreement_of(whole) is None
 
 
 # --- plain modules that call collectives, as an engine's own layers do
@@ -76,26 +76,20 @@ ITEMS = sum(map(len, BATCHES))
 SHARED = "captured without compiling: its weights are shared among the ranks of process_group"
 
 
-@pytest.fixture(scope="module")
-def plain_ranks(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    """One start of the processes serves all tests."""
-    return run_plain_ranks(tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.parametrize("run", ["full", "auto"])
-def test_ranks_that_are_told_of_one_another_replay_together(run: str, plain_ranks: Any) -> None:
-    for rank in plain_ranks:
+@pytest.mark.parametrize("run", ["plain full", "plain auto"])
+def test_ranks_that_are_told_of_one_another_replay_together(run: str, ranks: Any) -> None:
+    for rank in ranks:
         assert rank[run]["error"] < 1e-5
         assert rank[run]["hits"] == ITEMS
         assert rank[run]["modes"] == dict.fromkeys(BUDGETS, "full")
         assert rank[run]["reports"] == [f"path default: {SHARED}"]
 
 
-def test_counts_that_recur_are_captured_together(plain_ranks: Any) -> None:
-    for rank in plain_ranks:
-        assert rank["exact"]["error"] < 1e-5
-        assert rank["exact"]["sizes"] == [3]
-        assert rank["exact"]["hits"] == 4
+def test_counts_that_recur_are_captured_together(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["plain exact"]["error"] < 1e-5
+        assert rank["plain exact"]["sizes"] == [3]
+        assert rank["plain exact"]["hits"] == 4
 
 
 @pytest.mark.parametrize(
@@ -109,17 +103,17 @@ def test_counts_that_recur_are_captured_together(plain_ranks: Any) -> None:
         ),
     ],
 )
-def test_what_one_rank_cannot_do_none_does(run: str, modes: Any, reason: str, plain_ranks: Any) -> None:
-    for rank in plain_ranks:
+def test_what_one_rank_cannot_do_none_does(run: str, modes: Any, reason: str, ranks: Any) -> None:
+    for rank in ranks:
         assert rank[run]["error"] < 1e-5
         assert rank[run]["modes"] == modes
         assert rank[run]["hits"] == ITEMS
-    for rank, why in zip(plain_ranks, ("another rank", NO_ROOM), strict=True):
+    for rank, why in zip(ranks, ("another rank", REFUSED), strict=True):
         assert any(f"{reason}{why}" in report for report in rank[run]["reports"])
 
 
-def test_a_limit_that_one_rank_exceeds_costs_all_the_same_budgets(plain_ranks: Any) -> None:
-    first, second = (rank["with less memory"] for rank in plain_ranks)
+def test_a_limit_that_one_rank_exceeds_costs_all_the_same_budgets(ranks: Any) -> None:
+    first, second = (rank["with less memory"] for rank in ranks)
     assert first["modes"] == second["modes"]
     assert 0 < len(first["modes"]) < len(BUDGETS)
     assert max(first["error"], second["error"]) < 1e-5
@@ -127,8 +121,8 @@ def test_a_limit_that_one_rank_exceeds_costs_all_the_same_budgets(plain_ranks: A
 
 
 @pytest.mark.parametrize("run", ["not told", "not told, traced"])
-def test_ranks_that_nobody_told_of_capture_nothing(run: str, plain_ranks: Any) -> None:
-    for rank in plain_ranks:
+def test_ranks_that_nobody_told_of_capture_nothing(run: str, ranks: Any) -> None:
+    for rank in ranks:
         assert rank[run]["modes"] == {}
         assert rank[run]["hits"] == 0
         assert rank[run]["error"] < 1e-5

@@ -64,9 +64,9 @@ CHANGES = [another_layer, adapter, hook, another_forward, another_number, anothe
 # Each change is met in one mode, as who looks for changes knows no modes.
 SHOWN = {
     (another_layer, "full"),
-    (hook, "full"),
+    (hook, "breakable"),
     (adapter, "piecewise"),
-    (another_forward, "piecewise"),
+    (another_forward, "breakable"),
     (another_number, "breakable"),
     (another_number_of_the_tower, "breakable"),
 }
@@ -204,7 +204,7 @@ def test_behind_captures_that_do_not_wait() -> None:
 
 @torch.no_grad()
 def test_with_time_between_looks_a_change_is_seen_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, inputs = make(CONFIG.replace(weight_check_seconds=3600.0))
+    manager, inputs = make(UNCOMPILED.replace(weight_check_seconds=3600.0))
     manager.capture()
     assert_right(manager, inputs)
     hook(manager.tower.tower)
@@ -217,7 +217,7 @@ def test_with_time_between_looks_a_change_is_seen_at_the_next(monkeypatch: pytes
 
 @torch.no_grad()
 def test_what_changes_no_result_is_let_be() -> None:
-    manager, inputs = make()
+    manager, inputs = make(UNCOMPILED)
     manager.capture()
     tower = manager.tower.tower
     tower.train()

@@ -15,6 +15,8 @@ from fxsplit_encoder.manager.tower import tower_part, tower_tensors
 from . import managers
 from .mock_towers import WIDTH, SplitModel, UntraceableModel, alone, assert_equal_items, batch
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 class WholeModel:
     """Mixed into a packed model, whose `linear` is its tower. `adapter` is used and never named, `newline` is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -168,32 +169,27 @@ def test_lent_work_waits_for_a_request_that_does_not_fail() -> None:
     assert done == [1]
 
 
-def test_what_lent_work_raises_is_told_the_one_that_lent_it() -> None:
-    turns = Turns()
-
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TimeoutError("its own"), "its own"),
+        # An interrupt is meant for the thread that does the work.
+        (KeyboardInterrupt(), "KeyboardInterrupt while it worked for another thread"),
+    ],
+)
+def test_what_lent_work_raises_is_told_the_one_that_lent_it_and_the_turn_is_given_back(
+    error: BaseException, said: str
+) -> None:
     def work() -> None:
-        raise TimeoutError("its own")
+        raise error
 
+    turns = Turns()
     thread, found = lend_in_thread(turns, work)
-    with turns:
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt) if is_interrupt else contextlib.nullcontext(), turns:
         pass
     thread.join(60)
-    assert str(found[0]) == "its own"
-    with turns.step():
-        pass
-
-
-def test_an_interrupt_of_lent_work_is_the_requests_own_and_the_turn_is_given_back() -> None:
-    turns = Turns()
-
-    def work() -> None:
-        raise KeyboardInterrupt
-
-    thread, found = lend_in_thread(turns, work)
-    with pytest.raises(KeyboardInterrupt), turns:
-        pass
-    thread.join(60)
-    assert "KeyboardInterrupt while it worked for another thread" in str(found[0])
+    assert said in str(found[0])
     with turns.step():
         pass
 

@@ -288,25 +288,22 @@ def test_a_request_that_recurs_keeps_one_batch_unless_two_are_faster(
     assert manager.stats().hits - hits == 6, "two images each"
 
 
-def test_two_batches_are_not_compared_with_one_that_is_foreseen_to_lose_much(
-    make_recurring: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dear = replace(TWO_BATCHES, replay={16: 10.0, 64: 38.0, 128: 115.0}, exact=((16, 10.5), (128, 117.0)))
-    manager = make_recurring(dear)
-    timed = timing(monkeypatch, {})
-    inputs = make_batch([(1, 16, 16), (1, 8, 8)])
-    assert [budgets_of(each) for each in used(manager, inputs, 9)] == [[16, 64]] * 9
-    assert timed == []
+DEAR = replace(TWO_BATCHES, replay={16: 10.0, 64: 38.0, 128: 115.0}, exact=((16, 10.5), (128, 117.0)))
 
 
-def test_a_request_whose_count_cannot_be_captured_stays_cut(
-    make_recurring: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("costs", "refused"), [(DEAR, {}), (TWO_BATCHES, {80: "out of memory"})])
+def test_two_batches_stay_where_one_is_foreseen_to_lose_much_or_cannot_be_captured(
+    costs: PathCosts,
+    refused: dict[int, str],
+    make_recurring: Any,
+    make_batch: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    manager = make_recurring(TWO_BATCHES)
+    manager = make_recurring(costs)
     timed = timing(monkeypatch, {})
-    inputs = make_batch([(1, 16, 16), (1, 8, 8)])
-    manager.paths["default"].unpadded.refused[80] = "out of memory"
-    assert [budgets_of(each) for each in used(manager, inputs, 9)] == [[16, 64]] * 9
+    manager.paths["default"].unpadded.refused.update(refused)
+    plans = used(manager, make_batch([(1, 16, 16), (1, 8, 8)]), 9)
+    assert [budgets_of(each) for each in plans] == [[16, 64]] * 9
     assert timed == []
 
 

@@ -18,6 +18,7 @@ from fxsplit_encoder.runtime import WeightChecks, requests
 from . import managers
 from .mock_towers import SplitModel, alone, assert_equal_items, batch
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 captured = functools.partial(managers.captured, token_budgets=(8,), debug=False)
 
 

@@ -15,6 +15,8 @@ from fxsplit_encoder.planning.limits import Limits
 from . import managers
 from .mock_towers import WIDTH, Config, EncoderProtocol, ItemSpec, PathConfig, Values, assert_equal_items
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 PAGE = 6
 """Tokens of a page."""
 

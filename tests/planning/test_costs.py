@@ -25,17 +25,6 @@ def table(
     )
 
 
-def test_a_batch_costs_the_cheapest_way_to_run_it() -> None:
-    costs = table(PathCosts(REPLAY, exact=EXACT))
-    assert costs.replay(64, None) == (64, 1.72)
-    assert costs.replay(65, None) == (256, 3.47)
-    assert costs.replay(1765, None) is None
-    assert costs.fallback(100) == (4.5, False)
-    assert costs.costs(np.array([64, 65, 300, 1764, 1765])) == pytest.approx(
-        [1.72, 3.47, 4.5 + 32 * 25.1 / 1496, 29.6, np.inf]
-    )
-
-
 def test_a_larger_budget_is_taken_where_it_was_measured_to_be_cheaper() -> None:
     costs = table(PathCosts({64: 2.0, 128: 1.9, 256: 3.0}), (64, 128, 256))
     assert costs.replay(10, None) == (128, 1.9)

@@ -15,10 +15,6 @@ def item(tokens: Mapping[str, int], frames: int = 0) -> Item:
     return Item(EncoderItemSpec(1, sum(tokens.values()), dict(tokens)), frames)
 
 
-def pack(totals: list[int], maximum: int, max_items: int) -> list[list[int]]:
-    return pack_paths([{"default": total} for total in totals], {"default": maximum}, max_items)
-
-
 def pack_paths(
     tokens: Sequence[Mapping[str, int]],
     maxima: Mapping[str, int],
@@ -26,32 +22,6 @@ def pack_paths(
     budgets: Mapping[str, Sequence[int]] | None = None,
 ) -> list[list[int]]:
     return pack_greedy(Loads([item(each) for each in tokens], maxima), Capacity(maxima, max_items), budgets)
-
-
-def test_smallest_items_are_packed_first_until_the_budget_is_full() -> None:
-    assert pack([60, 10, 30, 50], 100, 4) == [[1, 2, 3], [0]]
-    assert pack([50, 50], 100, 4) == [[0, 1]]
-    assert pack([50, 51], 100, 4) == [[0], [1]]
-
-
-def test_an_oversize_item_is_alone_at_the_end_and_interrupts_nothing() -> None:
-    # By its total the second item comes between the others, but it exceeds one path's budget.
-    tokens = [{"a": 1, "b": 1}, {"a": 9, "b": 0}, {"a": 5, "b": 5}]
-    assert pack_paths(tokens, {"a": 8, "b": 8}, 4) == [[0, 2], [1]]
-    assert pack([300, 10, 200], 100, 4) == [[1], [2], [0]]
-
-
-def test_deferring_starts_a_batch_where_the_budgets_then_add_up_to_less() -> None:
-    def defer(totals: list[int], *budgets: int) -> list[list[int]]:
-        tokens = [{"default": total} for total in totals]
-        return pack_paths(tokens, {"default": budgets[-1]}, budgets={"default": budgets})
-
-    # 64 + 128 is below the 256 that 60 and 100 need together; 64 + 64 is not below 128.
-    assert defer([60, 100], 64, 128, 256) == [[0], [1]]
-    assert defer([60, 60], 64, 128, 256) == [[0, 1]]
-    # The item's own budget (128) is smaller than that of the batch so far (192).
-    assert defer([60, 60, 70], 64, 128, 192, 512) == [[0, 1, 2]]
-    assert pack([60, 100], 256, 8) == [[0, 1]]
 
 
 def test_the_number_of_segments_is_limited() -> None:
@@ -63,7 +33,7 @@ def test_the_number_of_segments_is_limited() -> None:
 
 def test_a_batch_has_room_for_an_item() -> None:
     with pytest.raises(InputError, match="max_items must be at least 1; got 0"):
-        pack([1], 100, 0)
+        pack_paths([{"a": 1}], {"a": 100}, 0)
 
 
 items = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 5)), max_size=30)
@@ -89,10 +59,10 @@ def test_batches_keep_every_limit_and_are_as_full_as_next_fit_makes_them(
         assert not fits([*batch, following[0]])
 
 
-def defer_by_the_rule(
-    items: list[tuple[int, int]], budgets: tuple[list[int], list[int]], max_items: int
+def pack_by_the_rule(
+    items: list[tuple[int, int]], budgets: tuple[list[int], list[int]], max_items: int, defer: bool
 ) -> list[list[int]]:
-    """The rule, written down word by word: a batch is a list of items, looked at as a whole each time."""
+    """The rules, written down word by word: a batch is a list of items, looked at as a whole each time."""
 
     def budget(path: int, batch: list[int]) -> int:
         return next(b for b in budgets[path] if b >= sum(items[i][path] for i in batch))
@@ -116,7 +86,7 @@ def defer_by_the_rule(
     for item in sorted(range(len(items)), key=lambda i: sum(items[i])):
         if not fits([item]):
             oversize.append([item])
-        elif batches and fits([*batches[-1], item]) and not defers(batches[-1], item):
+        elif batches and fits([*batches[-1], item]) and not (defer and defers(batches[-1], item)):
             batches[-1].append(item)
         else:
             batches.append([item])
@@ -130,14 +100,15 @@ ladders = st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True).map(
     st.lists(st.tuples(st.integers(0, 45), st.integers(0, 45)), max_size=12),
     st.tuples(ladders, ladders),
     st.integers(1, 6),
+    st.booleans(),
 )
-def test_deferring_follows_the_rule(
-    items: list[tuple[int, int]], budgets: tuple[list[int], list[int]], max_items: int
+def test_packing_smallest_first_and_deferring_follow_their_rules(
+    items: list[tuple[int, int]], budgets: tuple[list[int], list[int]], max_items: int, defer: bool
 ) -> None:
     packed = pack_paths(
         [{"a": a, "b": b} for a, b in items],
         {"a": budgets[0][-1], "b": budgets[1][-1]},
         max_items,
-        {"a": budgets[0], "b": budgets[1]},
+        {"a": budgets[0], "b": budgets[1]} if defer else None,
     )
-    assert packed == defer_by_the_rule(items, budgets, max_items)
+    assert packed == pack_by_the_rule(items, budgets, max_items, defer)

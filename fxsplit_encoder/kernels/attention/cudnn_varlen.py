@@ -25,7 +25,7 @@ from fxsplit_encoder.kernels.attention.attention_kernel import HalfPrecisionKern
 from fxsplit_encoder.kernels.store import KernelStore, describe_environment
 
 
-class _Thread(threading.local):
+class ThreadPlans(threading.local):
     """Threads must not share handles, and captured graphs need their plans for as long as they live."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class _Thread(threading.local):
         self.plans: dict[tuple[Any, ...], Plan] = {}
 
 
-_thread = _Thread()
+_thread = ThreadPlans()
 
 
 class CudnnVarlen(HalfPrecisionKernel):
@@ -126,7 +126,7 @@ def _make_plan(tensors: Sequence[Tensor], segments: int, longest: int, scale: fl
     graph = _read(cudnn, handle, name, device)
     if graph is None:
         _load_libraries(device, tensors[0].dtype, tensors[0].shape[-1])
-        graph = _build(cudnn, handle, tensors, segments, longest, scale)
+        graph = build_plan(cudnn, handle, tensors, segments, longest, scale)
         try:
             PLAN_FILES.write(name, bytes(graph.serialize()), device)
         except _errors_of(cudnn) as error:
@@ -169,9 +169,10 @@ def _read(cudnn: Any, handle: Any, name: str, device: torch.device) -> Any | Non
     return graph
 
 
-def _build(
+def build_plan(
     cudnn: Any, handle: Any, tensors: Sequence[Tensor], segments: int, longest: int, scale: float
 ) -> Any:
+    """Returns cuDNN's graph of attention over so many segments, with a plan built for it."""
     query = tensors[0]
     _, heads, head_dim = query.shape
     values = cudnn.data_type.BFLOAT16 if query.dtype == torch.bfloat16 else cudnn.data_type.HALF

@@ -157,18 +157,18 @@ class _Planner:
         return _Run(start, end, kernel, cu_seqlens, max(self.lengths[first:last]))
 
 
-class _Shapes(threading.local):
+class Shapes(threading.local):
     """The shapes that this thread has met; plans belong to threads too."""
 
     def __init__(self) -> None:
         self._met: Counter[tuple[str, AttentionShape]] = Counter()
 
     def is_worth_planning(self, kernel: AttentionKernel, shape: AttentionShape) -> bool:
+        """Counts the shape; returns whether it has come before."""
         key = (kernel.name, shape)
-        if key not in self._met and len(self._met) >= _MOST_SHAPES:
-            return False
-        self._met[key] += 1
+        if key in self._met or len(self._met) < _MOST_SHAPES:
+            self._met[key] += 1
         return self._met[key] > 1
 
 
-_shapes = _Shapes()
+_shapes = Shapes()

@@ -242,7 +242,7 @@ class ProductMeter(Meter[ProductShape, ProductKernel]):
             return torch.randn(size, dtype=shape.dtype, device=shape.device, generator=generator)
 
         weight = random(shape.out_features, shape.in_features) * shape.in_features**-0.5
-        copies = _copies(weight)
+        copies = num_copies(weight)
         return [
             ProductExample(
                 random(shape.rows, shape.in_features),
@@ -253,8 +253,8 @@ class ProductMeter(Meter[ProductShape, ProductKernel]):
         ]
 
 
-def _copies(weight: Tensor) -> int:
-    """So many that the cache cannot keep one until it is read again; no more than are timed."""
+def num_copies(weight: Tensor) -> int:
+    """Returns so many copies that the cache keeps none until it is read again; no more than are timed."""
     if not weight.is_cuda:
         return 1
     cache = torch.cuda.get_device_properties(weight.device).L2_cache_size

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,7 +88,14 @@ class FakeKernel(AttentionKernel):
         return self._change(PerSegment()(query, key, value, cu, longest, scale, target))
 
 
-class FakeMeter(AttentionMeter):
+class Everywhere(AttentionMeter):
+    """Measures on a CPU too."""
+
+    def can_measure(self, device: torch.device) -> bool:
+        return True
+
+
+class FakeMeter(Everywhere):
     """Takes times from a table, or from a function of the shape.
 
     A kernel that is not in the table is rejected.
@@ -95,9 +105,6 @@ class FakeMeter(AttentionMeter):
         super().__init__()
         self.microseconds = microseconds
         self.measured: list[tuple[AttentionShape, tuple[str, ...]]] = []
-
-    def can_measure(self, device: torch.device) -> bool:
-        return True
 
     def measure(self, kernels: Sequence[AttentionKernel], shape: AttentionShape) -> Measured:
         self.measured.append((shape, tuple(kernel.name for kernel in kernels)))
@@ -109,6 +116,14 @@ class FakeMeter(AttentionMeter):
             else:
                 found.microseconds[kernel.name] = time(shape) if callable(time) else time
         return found
+
+
+def run_with_triton(code: str, **environment: str) -> None:
+    """In a process of its own, in which Triton is imported anew."""
+    environment |= {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ.get("PATH", "")}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:

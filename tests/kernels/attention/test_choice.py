@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import choice
 from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
-from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, Measurements, current_chooser
+from fxsplit_encoder.kernels.attention.chooser import Measurements, current_chooser
 from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import KernelStore
 
-from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
+from .fakes import CUDA, Everywhere, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
 
 BASE = FakeKernel("base")
 FAST = FakeKernel("fast", lambda shape: shape.head_dim == 72 and shape.longest >= 512)
@@ -152,10 +152,6 @@ def test_known_segments_are_measured_for_several_of_them_at_once() -> None:
 
 def test_known_segments_that_are_equal_are_timed_once_for_both_of_their_classes() -> None:
     timed: list[AttentionShape] = []
-
-    class Everywhere(AttentionMeter):
-        def can_measure(self, device: torch.device) -> bool:
-            return True
 
     def clock(call: Callable[[], object], shape: AttentionShape) -> float:
         timed.append(shape)
@@ -324,24 +320,6 @@ def test_what_plans_each_shape_is_for_captures() -> None:
     assert chooser.of(query, cu, 2048) is planning
 
 
-def test_an_earlier_process_has_measured(tmp_path: Any) -> None:
-    def measurements() -> tuple[Measurements, FakeMeter]:
-        meter = FakeMeter(TIMES)
-        return Measurements(
-            EVERY, meter, lambda device: KernelStore("measured", {"gpu": "H"}, tmp_path)
-        ), meter
-
-    first, meter = measurements()
-    with measuring():
-        assert chosen(KernelChooser(measurements=first), shape(2048)) == "fast"
-    assert len(meter.measured) == 1
-    second, meter = measurements()
-    with measuring():
-        assert chosen(KernelChooser(measurements=second), shape(2048)) == "fast"
-    assert meter.measured == []
-    assert second.table(CUDA) == first.table(CUDA)
-
-
 def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -> None:
     def measured(unavailable: str | None) -> list[tuple[AttentionShape, tuple[str, ...]]]:
         kernels, meter = (
@@ -389,13 +367,6 @@ def test_a_kernel_that_failed_is_measured_by_the_next_process(tmp_path: Path, mo
     (tmp_path / "module_of_late_kernel.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert measured() == Measured({"base": 5.0, "late": 5.0})
-
-
-class Everywhere(AttentionMeter):
-    """Measures on a CPU too."""
-
-    def can_measure(self, device: torch.device) -> bool:
-        return True
 
 
 def test_what_was_measured_elsewhere_is_not_measured_again() -> None:

@@ -105,7 +105,7 @@ class Graph:
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in another process, which has the same files."""
-    monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen._Thread())
+    monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen.ThreadPlans())
     plan_files = cudnn_varlen.PlanFiles()
     for module in (cudnn_varlen, compiled):
         monkeypatch.setattr(module, "PLAN_FILES", plan_files)

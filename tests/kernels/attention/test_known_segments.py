@@ -62,7 +62,7 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def no_shape_has_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(segments, "_shapes", segments._Shapes())
+    monkeypatch.setattr(segments, "_shapes", segments.Shapes())
     yield
 
 

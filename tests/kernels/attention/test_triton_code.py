@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy
 import pytest
 from packaging.version import Version
+
+from .fakes import run_with_triton
 
 CHECK = """
 import itertools, torch
@@ -35,14 +33,7 @@ def test_it_attends_within_segments_and_writes_nothing_else() -> None:
     triton = pytest.importorskip("triton")
     if Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"):
         pytest.skip("the interpreter of Triton before 3.7 takes an array of one entry for a number")
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK],
-        env={"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_with_triton(CHECK, TRITON_INTERPRET="1")
 
 
 def test_heads_are_split_in_two_powers_of_two() -> None:
@@ -121,8 +112,4 @@ assert len({plain, *others}) == 5
 @pytest.mark.exhaustive
 def test_a_version_is_launched_again_as_triton_would() -> None:
     pytest.importorskip("triton")
-    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"]}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_with_triton(LAUNCHES)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -22,6 +19,8 @@ from fxsplit_encoder.kernels.products.fixed import (
     activated,
     fixed_linear,
 )
+
+from ..attention.fakes import run_with_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -141,11 +140,4 @@ assert product(torch.zeros(0, 4), torch.zeros(4, 5), None, gelu=False).shape == 
 
 def test_our_own_kernel_multiplies() -> None:
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHECK],
-        env={"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path), "PATH": os.environ.get("PATH", "")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_with_triton(CHECK, TRITON_INTERPRET="1")

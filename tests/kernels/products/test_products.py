@@ -230,7 +230,7 @@ def test_the_copies_are_more_than_the_cache_holds(monkeypatch: pytest.MonkeyPatc
     properties = SimpleNamespace(L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     copies = [
-        measured._copies(cast(Tensor, Weight(size))) for size in (1 << 26, 4352 * 1152, 1152 * 1152, 16)
+        measured.num_copies(cast(Tensor, Weight(size))) for size in (1 << 26, 4352 * 1152, 1152 * 1152, 16)
     ]
     assert copies == [2, 8, 30, 32]
 

@@ -1,0 +1,272 @@
+"""What a saved start is made of: parts in an archive, measurements as JSON, and the environment's key."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
+from fxsplit_encoder.errors import InputError, StartFileError
+from fxsplit_encoder.kernels import store
+from fxsplit_encoder.kernels.attention import AttentionShape
+from fxsplit_encoder.kernels.attention.chooser import MEASUREMENTS
+from fxsplit_encoder.kernels.store import entries_of
+from fxsplit_encoder.manager.start import (
+    FORMAT,
+    KnownTower,
+    differences,
+    environment_key,
+    plain,
+    read_parts,
+    table_from_json,
+    tower_from_json,
+    write_parts,
+)
+from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
+
+from ..kernels.attention.fakes import CUDA
+from ..kernels.test_store import tables
+
+PARTS = {"tower.json": b"[]", "kernels/triton/a/b.cubin": bytes(range(256)) * 40}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "a.start"
+    assert write_parts(path, PARTS) == path.stat().st_size
+    return path
+
+
+def test_parts_come_back_and_any_zip_tool_lists_them(written: Path) -> None:
+    assert read_parts(written) == PARTS
+    with zipfile.ZipFile(written) as archive:
+        assert archive.namelist() == list(PARTS)
+
+
+def test_other_white_space_is_noticed(written: Path) -> None:
+    content = written.read_bytes()
+    for blank in (b"\t", b"\v", b"\r"):
+        written.write_bytes(content.replace(b"start ", b"start" + blank, 1))
+        with pytest.raises(StartFileError, match="expected one that save_start wrote"):
+            read_parts(written)
+
+
+@settings(max_examples=80)
+@given(data=st.data(), is_cut=st.booleans())
+def test_a_changed_byte_anywhere_or_a_missing_end_is_noticed(
+    data: st.DataObject, is_cut: bool, written: Path
+) -> None:
+    content = bytearray(written.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    if is_cut:
+        del content[position:]
+    else:
+        content[position] ^= data.draw(st.integers(1, 255))
+    damaged = written.with_suffix(".damaged")
+    damaged.write_bytes(content)
+    fields = "file|length" if is_cut else "file|format|length|digest"
+    with pytest.raises(StartFileError, match=rf"^({fields}): expected .*; got "):
+        read_parts(damaged)
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646])
+def test_a_file_that_others_can_write_is_not_read(written: Path, mode: int) -> None:
+    written.chmod(mode)
+    with pytest.raises(StartFileError, match="others can write there"):
+        read_parts(written)
+
+
+def test_a_directory_in_which_others_can_put_files_is_not_read_from(written: Path) -> None:
+    written.parent.chmod(0o777)
+    with pytest.raises(StartFileError, match="others can write there"):
+        read_parts(written)
+    written.parent.chmod(0o1777)  # they can, and cannot replace this one
+    assert read_parts(written) == PARTS
+
+
+def forge(path: Path, body: bytes) -> None:
+    """A file whose digest is right."""
+    digest = hashlib.sha256(body).hexdigest().encode()
+    path.write_bytes(b"fxsplit_encoder start %d %d %s\n" % (FORMAT, len(body), digest) + body)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_forged_archive_is_a_named_error_or_what_it_says(data: st.DataObject, written: Path) -> None:
+    body = bytearray(written.read_bytes().partition(b"\n")[2])
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(body) - 1))
+        body[position] ^= data.draw(st.integers(1, 255))
+    forged = written.with_suffix(".forged")
+    forge(forged, bytes(body[: data.draw(st.integers(0, len(body)))]))
+    with contextlib.suppress(StartFileError):
+        dict(read_parts(forged))
+
+
+def test_an_archive_of_too_many_bytes_or_the_same_name_twice_is_refused(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxsplit_encoder.manager.start._MOST_BYTES", 1000)
+    with pytest.raises(StartFileError, match="at most 1000 bytes; got 2 parts of 10242"):
+        read_parts(written)
+    stream = io.BytesIO()
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("a", b"")
+        archive.writestr("a", b"")
+    forge(written, stream.getvalue())
+    with pytest.raises(StartFileError, match="different names"):
+        read_parts(written)
+
+
+def test_parts_are_unpacked_when_they_are_asked_for(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked: list[str] = []
+    read = zipfile.ZipFile.read
+
+    def noting(archive: zipfile.ZipFile, name: str) -> bytes:
+        unpacked.append(name)
+        return read(archive, name)
+
+    monkeypatch.setattr(zipfile.ZipFile, "read", noting)
+    parts = read_parts(written)
+    assert "tower.json" in parts and unpacked == []
+    assert parts["tower.json"] == b"[]"
+    assert unpacked == ["tower.json"]
+
+
+def test_no_file_and_another_format_are_named(written: Path, tmp_path: Path) -> None:
+    with pytest.raises(StartFileError, match="file: expected a saved start; got FileNotFoundError"):
+        read_parts(tmp_path / "none.start")
+    newer = written.read_bytes().replace(b"start 3 ", b"start 4 ", 1)
+    written.write_bytes(newer)
+    with pytest.raises(StartFileError, match="format: expected 3; got 4"):
+        read_parts(written)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(InputError, match="cannot be written: the disk is full"):
+        write_parts(written, {"other": b""})
+    assert read_parts(written) == PARTS
+    assert os.listdir(written.parent) == [written.name]
+    with pytest.raises(InputError, match="cannot be written"):
+        write_parts(written / "below" / "x.start", PARTS)
+
+
+# --- measurements
+
+times = st.floats(0, 1e9) | st.just(math.inf)
+costs = st.builds(
+    MeasuredCosts,
+    st.dictionaries(st.sampled_from(["full", "piecewise"]), times, max_size=2),
+    times,
+    times,
+    times,
+    st.none() | times,
+)
+forwards = st.builds(
+    MeasuredForward,
+    st.lists(st.tuples(st.integers(1, 10**6), times), max_size=3).map(tuple),
+    times,
+    st.floats(0.1, 9),
+    st.floats(0.01, 1),
+    st.floats(0.01, 1),
+    st.none() | st.integers(1, 99),
+    times,
+)
+budgets = st.dictionaries(
+    st.integers(1, 10**6), st.builds(KnownBudget, costs, st.sampled_from(["full", "piecewise", None]))
+)
+towers = st.builds(
+    KnownTower,
+    st.just({"tower": "T", "items": 4, "settings.mode": None}),
+    st.dictionaries(st.text(max_size=9), st.builds(KnownCosts, forwards, budgets, times), max_size=2),
+)
+
+
+@settings(max_examples=25)
+@given(known=towers)
+def test_what_was_measured_of_a_tower_comes_back(known: KnownTower) -> None:
+    assert tower_from_json(json.dumps(asdict(known)).encode()) == known
+
+
+@settings(max_examples=15)
+@given(table=tables)
+def test_what_was_measured_of_attention_comes_back(table: dict) -> None:
+    assert table_from_json(json.dumps(entries_of(table)).encode(), AttentionShape, CUDA) == table
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"{",
+        lambda content: b"{}",
+        lambda content: content.replace(b"capture_ms", b"capture_us"),
+        lambda content: content.replace(b'"rows_per_token": 1.0', b'"rows_per_token": "many"'),
+    ],
+)
+def test_anything_else_is_refused(change: object) -> None:
+    known = KnownTower({}, {"path default": KnownCosts(MeasuredForward(), {}, 1.0)})
+    content = json.dumps(asdict(known)).encode()
+    assert tower_from_json(content) == known
+    with pytest.raises(StartFileError, match=r"^tower: expected"):
+        tower_from_json(change(content))  # type: ignore[operator]
+    with pytest.raises(StartFileError, match=r"^attention: expected"):
+        table_from_json(json.dumps([{"shape": {}}]).encode(), AttentionShape, CUDA)
+
+
+# --- the environment
+
+
+def test_the_environment_names_what_compiles_and_measures() -> None:
+    key = environment_key(torch.device("cpu"))
+    assert json.loads(json.dumps(key)) == key == environment_key(torch.device("cpu"))
+    assert key["torch"] == torch.__version__
+    assert key["gpu"] is None and key["cpu"]
+    assert {
+        "fxsplit_encoder",
+        "fxsplit_encoder.code",
+        "triton",
+        "cuda",
+        "python",
+        "transformers",
+    } <= key.keys()
+
+
+def test_of_a_gpu_its_name_capability_and_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        store, "package_version", lambda package: "4.0" if package == "flash-attn-4" else None
+    )
+    key = environment_key(torch.device("cuda", 0), [MEASUREMENTS])
+    assert (key["gpu"], key["gpu.capability"]) == ("NVIDIA H200", "9.0")
+    assert key["measured_with.packages.flash-attn-4"] == "4.0"
+    assert "torch_flash" in key["attention.kernels"]
+
+
+def test_every_difference_is_named_with_both_values() -> None:
+    expected = plain({"gpu": "H200", "settings": {"mode": "auto", "compile": True}, "budgets": (4, 16)})
+    got = plain({"gpu": "H100", "settings": {"mode": "auto"}, "budgets": (4, 16), "more": None})
+    assert differences(expected, got) == [
+        'gpu: expected "H200"; got "H100"',
+        "settings.compile: expected true; got nothing",
+        "more: expected nothing; got null",
+    ]
+    assert differences(expected, expected) == []
