@@ -17,8 +17,6 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XDG_CACHE_HOME=$out/cache
 python=${PYTHON:-python3}
 
 shown="--only default measured_activations merged_projections pad_mlp_width"
-few="1x224 1x896 20x336 mixed8"
-contenders="eager compile-reduce-overhead compile-max-autotune graph-exact ours-auto"
 tiles="--towers internvl3-8b --workloads tiles12"
 
 # What is needed most first: a name in benchmarks/results, its case and options.
@@ -30,8 +28,6 @@ jobs=("readme encoder --readme")
     "accelerate_adapters accelerate --adapters"
     "start start"
     "encoder encoder --shared-cache"
-    "contenders encoder --towers qwen3-vl-8b --workloads $few --variants $contenders"
-    "backend backend"
     "modes encoder --modes --shared-cache"
     "internvl encoder --towers internvl3-8b --workloads tiles1 tiles4 tiles12 --shared-cache"
     "towers towers"

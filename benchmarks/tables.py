@@ -211,14 +211,17 @@ def readme(result: Result) -> str:
         times = _times(rows)
         line = [workload, rows["eager"]["patches"], *map(times.get, others)]
         line += [theirs.get(workload)] if theirs else []
-        starts = rows[OURS].get("starts")
-        line += [times.get(OURS), f"{shown(starts[0])}-{shown(starts[-1])}" if starts else None]
-        lines.append([*line, _ratio(times.get("eager"), times.get(OURS))])
+        if starts := rows.get(OURS, {}).get("starts"):
+            line.append(f"{shown(starts[0])}-{shown(starts[-1])}")
+        lines.append([*line, times.get(OURS), _ratio(times.get("eager"), times.get(OURS))])
+    headers += (
+        ["ours, all starts"] if any("starts" in rows.get(OURS, {}) for rows in workloads.values()) else []
+    )
     run = {(True, False): "", (True, True): ", in this run or in one inside vLLM"}.get(
         (result in vllm_runs, in_vllm in vllm_runs), ", in a run inside vLLM"
     )
     note = f" *: {_VLLM_NOTE}{run}." if theirs else ""
-    table = formatted([*headers, "ours", "its starts", "eager / ours"], lines)
+    table = formatted([*headers, "ours", "eager / ours"], lines)
     return f"{table}\n\n{_timed_where(result, _TOWER)}{note}"
 
 
@@ -616,7 +619,7 @@ def _where(feature: features.Feature) -> str:
 
 TABLES: Mapping[str, Callable[..., str]] = {
     **dict.fromkeys(("readme", "torch_2_14"), readme),
-    **dict.fromkeys(("encoder", "internvl", "contenders"), summary),
+    **dict.fromkeys(("encoder", "internvl"), summary),
     "modes": modes,
     "requests": requests,
     "towers": towers,
@@ -626,16 +629,13 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "host": host,
     **dict.fromkeys(("accelerate", "accelerate_adapters"), accelerate),
     **dict.fromkeys(("start", "start_slow_host"), starts),
-    **dict.fromkeys(
-        ("connector", "connector_slices", "connector_synchronous", "connector_own_gpu"), connector
-    ),
+    **dict.fromkeys(("connector", "connector_slices", "connector_own_gpu"), connector),
     "invariant": invariant,
     "data_parallel": data_parallel,
     "kernels": kernels,
     **dict.fromkeys(("vllm", "vllm_towers", "vllm_h100"), vllm),
     **dict.fromkeys(("vllm_serving_pairs", "vllm_serving_compiled"), vllm_serving),
     "map_batches": map_batches,
-    "backend": backend,
     **dict.fromkeys(("serve", "serve_qwen3_vl"), serve),
 }
 """Makes Markdown from a result and the arguments of a mark. A name is that of the mark and of the file in
