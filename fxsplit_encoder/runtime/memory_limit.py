@@ -70,9 +70,7 @@ class CaptureSet:
         return sum(len(each.captured) + len(each.unpadded.sizes) for each in self.programs.values())
 
     def capture(
-        self,
-        wanted: Iterable[tuple[Hashable, int]],
-        progress: Callable[[int, int], None] | None = None,
+        self, wanted: Iterable[tuple[Hashable, int]], progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Captures budgets, `wanted` as (program's key, budget), largest first, and drops those that exceed
         the limit. Pauses between them, and calls `progress` with (budgets done, budgets).

@@ -155,35 +155,23 @@ def test_rule_1_eager_attention_writes_into_buffers_that_are_finite_everywhere(p
     assert out[5:].eq(0).all()
 
 
-class Untraceable(nn.Module):
-    """A wrapped tower whose forward Dynamo refuses, so that it is captured as it is, without masks."""
-
-    supports_encoder_cudagraph = True
-
-    def __init__(self, tower: Any) -> None:
-        super().__init__()
-        self.inner = tower
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.inner, name)
+class Untraceable(SmallAdapter):
+    """Its forward Dynamo refuses, so that it is captured as it is, without masks."""
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         torch._dynamo.graph_break()
-        return self.inner.encoder_cudagraph_forward(inputs, path)  # type: ignore[no-any-return]
+        return super().encoder_cudagraph_forward(inputs, path)
 
 
 def test_rule_1_without_a_program_attention_clears_the_pad_rows(
-    leaky: LeakyAttention, tiny_towers: Any, make_batch: Any, encode: Any, monkeypatch: pytest.MonkeyPatch
+    leaky: LeakyAttention, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = fx.EncoderConfig(mode="full", token_budgets=(4, 16, 32), max_items_per_batch=4, debug=True)
-    manager = Manager(Untraceable(tiny_towers.wrapped), config)
+    manager = Manager(Untraceable(), config)
     manager.capture()
     assert "captured without compiling" in manager.reports[0]
-    inputs = make_batch([(1, 8, 8), (1, 2, 4)])
-    expected = encode(tiny_towers.reference, inputs)
+    inputs = make_batch([(1, 8, 8), (1, 2, 4)], features=FEATURES)
+    expected = list(SmallTower()(inputs["pixel_values"], inputs["image_grid_thw"]).split([16, 2]))
     torch.testing.assert_close(manager.execute(inputs), expected, rtol=0, atol=TOLERANCE)
     assert manager.stats().hits == 2
     assert all(leaky.finite)
@@ -349,15 +337,12 @@ def test_rule_3_omni_7650_the_manager_falls_back_whole_and_counts_it(
     assert_unchanged(manager.paths["default"].captured[16], before)
 
 
-def test_rule_3_holds_for_cumulative_lengths_without_a_program(tiny_towers: Any, make_batch: Any) -> None:
-    manager = Manager(
-        Untraceable(tiny_towers.wrapped),
-        fx.EncoderConfig(mode="full", token_budgets=(4,), max_items_per_batch=1),
-    )
+def test_rule_3_holds_for_cumulative_lengths_without_a_program(make_batch: Any) -> None:
+    manager = Manager(Untraceable(), fx.EncoderConfig(mode="full", token_budgets=(4,), max_items_per_batch=1))
     manager.capture()
     path = manager.paths["default"]
     before = snapshot(path.captured[4])
-    values = path.values(make_batch([(1, 2, 2)]))
+    values = path.values(make_batch([(1, 2, 2)], features=FEATURES))
     values["cu_seqlens"] = torch.arange(99, dtype=torch.int32)
     with pytest.raises(ReplayError, match="cu_seqlens: 98 segments"):
         path.captured[4].load(values, path.forward.rows(values))
@@ -593,23 +578,17 @@ def test_rule_6_weights_copied_in_place_are_used(captured_pair: Any, make_batch:
     assert not torch.allclose(output, before)
 
 
-def test_rule_6_a_forward_that_is_captured_as_it_is_watches_its_parameters(
-    tiny_towers: Any, make_batch: Any
-) -> None:
-    tower = Untraceable(tiny_towers.wrapped)
-    manager = Manager(tower, fx.EncoderConfig(mode="full", token_budgets=(4,), max_items_per_batch=1))
+def test_rule_6_a_forward_that_is_captured_as_it_is_watches_its_parameters(make_batch: Any) -> None:
+    manager: Any = Manager(
+        Untraceable(), fx.EncoderConfig(mode="full", token_budgets=(4,), max_items_per_batch=1)
+    )
     manager.capture()
-    module = tiny_towers.hugging_face.merger.linear_fc2
-    kept = module.weight
-    try:
-        substitute(module)
-        with pytest.raises(WeightsMovedError, match=r"merger\.linear_fc2\.weight: moved"):
-            manager.paths["default"].captured[4].replay()
-        inputs = make_batch([(1, 2, 2)])
-        assert_as_its_tower(manager.execute(inputs)[0], manager, inputs)
-        assert manager.stats().hits == 1
-    finally:
-        module.weight = kept
+    substitute(manager.tower.tower.merger.linear)
+    with pytest.raises(WeightsMovedError, match=r"merger\.linear\.weight: moved"):
+        manager.paths["default"].captured[4].replay()
+    inputs = make_batch([(1, 2, 2)], features=FEATURES)
+    assert_as_its_tower(manager.execute(inputs)[0], manager, inputs)
+    assert manager.stats().hits == 1
 
 
 @torch.no_grad()

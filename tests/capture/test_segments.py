@@ -13,12 +13,9 @@ from fxsplit_encoder.capture.inputs import (
     segment_capacity,
 )
 from fxsplit_encoder.errors import InputError, ReplayError
+from tests.kernels.attention.fakes import cumulative
 
 lengths = st.lists(st.integers(0, 50), max_size=20)
-
-
-def cumulative(segments: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32)
 
 
 @given(lengths, st.integers(1, 12), st.integers(0, 100))

@@ -26,6 +26,8 @@ from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import choosing, measuring
 from fxsplit_encoder.kernels.kernel import processors, works
 
+from ..kernels.attention.fakes import reference as exact
+
 pytestmark = pytest.mark.gpu
 
 HEADS = 16
@@ -52,14 +54,6 @@ def projection(rows: int, head_dim: int, seed: int = 0) -> tuple[Tensor, Tensor,
 
 def cumulative(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-
-
-def expected(values: Sequence[Tensor], lengths: Sequence[int], scale: float) -> Tensor:
-    parts = []
-    for start, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
-        q, k, v = (x[start:end].double().transpose(0, 1) for x in values)
-        parts.append((torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v).transpose(0, 1))
-    return torch.cat(parts)
 
 
 def error(out: Tensor, reference: Tensor) -> float:
@@ -93,7 +87,7 @@ def test_errors_are_those_of_sixteen_bits(kernel: AttentionKernel, head_dim: int
     rows, scale = sum(lengths), head_dim**-0.5
     values = projection(rows, head_dim)
     skip_unless_it_works(kernel, values[0], lengths, host_lengths=True)
-    reference = expected(values, lengths, scale)
+    reference = exact(*values, lengths, scale)
     fill_memory(rows, head_dim)
     result = kernel(*values, cumulative(lengths), max(lengths), scale)
     assert result.is_contiguous()
@@ -113,7 +107,7 @@ def test_results_are_contiguous_whatever_the_strides_of_the_query(kernel: Attent
     skip_unless_it_works(kernel, values[0], [784], host_lengths=True)
     result = kernel(*values, cumulative([784]), 784, 0.1)
     assert result.is_contiguous()
-    assert error(result, expected(values, [784], 0.1)) < 0.005
+    assert error(result, exact(*values, [784], 0.1)) < 0.005
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if isinstance(k, TritonVarlen)], ids=lambda k: k.name)
@@ -122,7 +116,7 @@ def test_a_triton_kernel_takes_values_of_any_alignment_in_turn(kernel: TritonVar
     rows, head_dim = sum(RAGGED), 72
     values = projection(rows, head_dim)
     skip_unless_it_works(kernel, values[0], RAGGED, host_lengths=True)
-    reference = expected(values, RAGGED, 0.1)
+    reference = exact(*values, RAGGED, 0.1)
     memory = torch.empty(3, rows * HEADS * head_dim + 8, device="cuda", dtype=torch.bfloat16)
     for offset in (0, 1, 8, 0, 1):
         parts = memory[:, offset : offset + rows * HEADS * head_dim].view(3, rows, HEADS, head_dim)
@@ -140,7 +134,7 @@ def test_loose_bounds_and_finite_rows_behind_the_segments_change_nothing(
     values = projection(rows, head_dim)
     padded = [*RAGGED, 0, 0, 0]
     skip_unless_it_works(kernel, values[0], padded, host_lengths=False)
-    reference = expected(values, RAGGED, scale)
+    reference = exact(*values, RAGGED, scale)
     for bound in (max(RAGGED), rows):
         fill_memory(rows, head_dim)
         assert error(kernel(*values, cumulative(padded), bound, scale), reference) < 0.005
@@ -172,7 +166,7 @@ def test_a_captured_kernel_reads_the_segments_of_the_replay(kernel: AttentionKer
         cu_seqlens.copy_(cumulative([*lengths, *[0] * (room - len(lengths))]))
         out.fill_(float("nan"))
         graph.replay()
-        assert error(out, expected(values, lengths, scale)) < 0.005
+        assert error(out, exact(*values, lengths, scale)) < 0.005
 
 
 @every_kernel
@@ -200,7 +194,7 @@ def test_a_batch_in_a_graph(kernel: AttentionKernel, tokens: int, head_dim: int)
         out.fill_(float("nan"))
         graph.replay()
         attended = out.transpose(1, 2).flatten(0, 1)
-        assert error(attended, expected(values, [tokens] * batch, scale)) < 0.005
+        assert error(attended, exact(*values, [tokens] * batch, scale)) < 0.005
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if isinstance(k, WholeWaves)], ids=lambda k: k.name)
@@ -242,11 +236,11 @@ def test_queries_cut_at_whole_waves(kernel: WholeWaves, capacity: int, head_dim:
         cu_seqlens.copy_(cumulative([length]))
         out.fill_(float("nan"))
         graph.replay()
-        assert error(out, expected(values, [length], scale)) < 0.005, length
+        assert error(out, exact(*values, [length], scale)) < 0.005, length
     # Outside of a graph, as a warm-up calls it, with the rows behind as they were.
     target = torch.full((capacity + 3, HEADS, head_dim), 7.0, device="cuda", dtype=torch.bfloat16)
     assert kernel(*static, cu_seqlens, capacity, scale, target) is target
-    assert error(target, expected(values, [lengths[-1]], scale)) < 0.005
+    assert error(target, exact(*values, [lengths[-1]], scale)) < 0.005
     assert target[capacity:].eq(7).all()
 
 

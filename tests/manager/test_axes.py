@@ -99,29 +99,25 @@ def test_axes_and_paths_are_combined(with_paths: fx.EncoderCudaGraphManager) -> 
 # --- batches
 
 
-requests = st.lists(st.tuples(st.integers(1, 10), st.sampled_from(COMBINATIONS)), max_size=7)
-
-
-@settings(max_examples=60)
-@given(st.lists(requests, max_size=3))
-def test_any_sequence_of_batches_equals_eager(manager: Any, sequence: Any) -> None:
-    for seed, request in enumerate(sequence):
-        inputs = items(manager.tower, *[(n,) for n, _ in request], keys=[k for _, k in request], seed=seed)
-        before = manager.stats().items
-        assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
-        assert manager.stats().items == before + len(request)
-
-
-@settings(max_examples=30)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 9), st.integers(0, 9), st.sampled_from([(4,), (8,)])), min_size=1, max_size=6
-    )
+requests = st.lists(
+    st.tuples(st.integers(1, 10), st.integers(0, 9), st.sampled_from(COMBINATIONS)), max_size=7
 )
-def test_any_batch_of_several_paths_equals_eager(with_paths: Any, request_items: Any) -> None:
-    sizes = [(a, b) for a, b, _ in request_items]
-    inputs = items(with_paths.tower, *sizes, keys=[keys for *_, keys in request_items])
-    assert_equal_items(with_paths.execute(inputs), eagerly(with_paths.tower, inputs))
+
+
+@settings(max_examples=80)
+@given(st.booleans(), st.lists(requests, max_size=3))
+def test_any_sequence_of_batches_equals_eager(
+    manager: Any, with_paths: Any, has_paths: bool, sequence: list[list[tuple[int, int, tuple[int, int]]]]
+) -> None:
+    """Of two axes and one path, or of one axis and two paths."""
+    tested = with_paths if has_paths else manager
+    for seed, request in enumerate(sequence):
+        sizes = [each[: 1 + has_paths] for each in request]
+        keys = [each[: 2 - has_paths] for *_, each in request]
+        inputs = items(tested.tower, *sizes, keys=keys, seed=seed)
+        before = tested.stats().items
+        assert_equal_items(tested.execute(inputs), eagerly(tested.tower, inputs))
+        assert tested.stats().items == before + len(request)
 
 
 def test_keys_that_were_never_captured_fall_back_and_are_counted() -> None:

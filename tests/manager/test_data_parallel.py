@@ -325,24 +325,15 @@ def test_items_that_cannot_be_exchanged_are_refused(ranks: Any) -> None:
         assert f"rank {FAILING_RANK}: 3 of torch.float64" in message
 
 
-def test_a_cost_model_decides_who_encodes_what(ranks: Any) -> None:
+@pytest.mark.parametrize(("name", "dear"), [("by cost", (12, 3)), ("rank 0's costs", (20, 5))])
+def test_a_cost_model_or_what_rank_0_measured_decides_who_encodes_what(
+    ranks: Any, name: str, dear: tuple[int, int]
+) -> None:
     for number, rank in enumerate(ranks):
-        (given_items,) = rank["by cost: given"]
-        assert ((12, 3) in given_items) == (number == 0)
-        if number == 0:
-            assert given_items == [(12, 3)]
-        assert len(rank["by cost"]) == 5
-
-
-def test_items_are_weighed_by_what_rank_0_measured(ranks: Any) -> None:
-    for number, rank in enumerate(ranks):
-        (given_items,) = rank["rank 0's costs: given"]
-        assert (given_items == [(20, 5)]) == (number == 0)
-        assert len(rank["rank 0's costs"]) == 5
-
-
-def test_costs_that_differ_between_ranks_are_an_error(ranks: Any) -> None:
-    for rank in ranks:
+        (given_items,) = rank[f"{name}: given"]
+        assert (given_items == [dear]) == (number == 0)
+        assert (dear in given_items) == (number == 0)
+        assert len(rank[name]) == 5
         assert rank["costs of its own"][0] is InputError
         assert "different costs" in rank["costs of its own"][1]
 

@@ -128,14 +128,11 @@ def test_bad_input_reaches_the_user_and_a_refusal_does_not(error: ValueError, mo
         assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
 
 
-def test_the_engines_configuration_reaches_the_tower() -> None:
+def test_the_engines_configuration_reaches_a_tower_that_is_asked_for_what_settings_leave_open() -> None:
     engine = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))
     manager = fx.EncoderCudaGraphManager(ReadsScheduler(), vllm_config=engine)
     assert manager.limits.path_budgets["default"][-1] == 32
     assert manager.limits.max_items_per_batch == 4
-
-
-def test_a_tower_is_not_asked_for_what_the_settings_say() -> None:
     config = fx.EncoderConfig(token_budgets=(4, 8), max_items_per_batch=2)
     assert fx.EncoderCudaGraphManager(ReadsScheduler(), config).limits.path_budgets == {"default": (4, 8)}
     for settings in ({"token_budgets": (4, 8)}, {"max_items_per_batch": 2}):

@@ -100,38 +100,27 @@ def test_a_replay_may_overwrite_what_every_other_capture_returned(
 # --- budgets of every path
 
 
-def test_a_path_has_a_mode_of_its_own() -> None:
-    manager = captured(PathsModel(), paths={"local": {"mode": "none"}})
-    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": []}
-    inputs = items(manager.tower, (3, 2), (2, 0))
-    assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
-    assert set(replays(manager)) <= {("global", 4), ("global", 8)}
-
-
-def test_a_budget_of_zero_is_a_skip_and_never_replayed() -> None:
+@pytest.mark.parametrize(
+    ("local", "budgets", "hits", "misses"),
+    [
+        ({"token_budgets": [0, 8]}, [8], 2, {}),
+        ({"token_budgets": [0]}, [], 1, {NOT_CAPTURED: 1}),  # a path that lists it alone is never captured
+        ({"mode": "none"}, [], 1, {NOT_CAPTURED: 1}),
+    ],
+)
+def test_a_path_has_settings_of_its_own_and_a_budget_of_zero_is_a_skip(
+    local: dict[str, Any], budgets: list[int], hits: int, misses: dict[fx.MissReason, int]
+) -> None:
     model = PathsModel()
-    manager = captured(model, paths={"local": {"token_budgets": [0, 8]}})
-    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": [8]}
+    manager = captured(model, paths={"local": local})
+    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": budgets}
     assert not any(budget == 0 for _, budget, _ in model.prepared)
-    model.runs.clear()
-    inputs = items(model, (3, 0))
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert replays(manager) == {("global", 4): 1}
-    assert not model.runs
-    assert manager.plan(inputs).batches[0].paths["local"].skipped
-    assert manager.stats().hits == 1
-    assert not any(key.budget == 0 for key in manager.stats().budgets)
-
-
-def test_a_path_that_lists_zero_alone_is_never_captured() -> None:
-    model = PathsModel()
-    manager = captured(model, paths={"local": {"token_budgets": [0]}})
-    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": []}
-    assert {path for path, _, _ in model.prepared} == {"global"}
+    assert manager.plan(items(model, (3, 0))).batches[0].paths["local"].skipped
     for size in ((3, 0), (3, 2)):
         inputs = items(model, size)
         assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert (manager.stats().hits, manager.stats().misses) == (1, {NOT_CAPTURED: 1})
+    assert (manager.stats().hits, manager.stats().misses) == (hits, misses)
+    assert not any(key.budget == 0 for key in manager.stats().budgets)
 
 
 def test_what_is_captured_is_measured_first_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,19 +102,13 @@ def test_requests_that_wait_go_before_a_step() -> None:
     assert sorted(map(str, order[:2])) == ["0", "1"] and order[2] == "step"
 
 
-def test_a_step_that_nobody_wants_is_not_begun() -> None:
-    turns = Turns()
+def test_a_step_that_nobody_wants_is_not_begun_and_one_that_raises_gives_the_turn_back() -> None:
+    turns = Turns(quiet=0.0)
     with pytest.raises(StoppedError), turns.step(lambda: True):
         raise AssertionError("begun")
-    with turns:  # and holds up nobody
-        pass
-
-
-def test_a_step_that_raises_gives_the_turn_back() -> None:
-    turns = Turns(quiet=0.0)
     with pytest.raises(ValueError), turns.step():
         raise ValueError
-    with turns, turns:
+    with turns, turns:  # neither holds up anybody
         pass
 
 

@@ -56,26 +56,9 @@ def test_unmeasured_costs_prefer_replays_and_little_padding() -> None:
     assert one < both < 2 * one, "what has to fall back does so together"
 
 
-def test_segments_need_a_budget_with_room() -> None:
-    costs = table(PathCosts(REPLAY, exact=EXACT, max_segments={64: 2, 256: 8, 1024: 32}))
-    assert costs.always_held == 2
-    assert [costs.replay(10, segments) for segments in (2, 3, 8, 9, 33)] == [
-        (64, 1.72),
-        (256, 3.47),
-        (256, 3.47),
-        (1024, 17.7),
-        (1764, 42.3),
-    ]
-    tight = table(PathCosts({64: 1.0, 128: 2.0}, max_segments={64: 2, 128: 4}), (64, 128), largest=128)
-    assert tight.replay(10, 5) is None
-
-
-def test_a_single_segment_may_have_captures_of_its_own() -> None:
-    costs = table(PathCosts(REPLAY, {256: 3.0}, exact=EXACT))
-    assert costs.has_one_segment
-    assert costs.replay(200, 1) == (256, 3.0)
-    assert costs.replay(200, 2) == costs.replay(200, None) == (256, 3.47)
-    assert costs.costs(np.array([10, 200]), one_segment=True).tolist() == [1.72, 3.0]
+def test_what_a_table_says_of_all_its_budgets() -> None:
+    assert table(PathCosts(REPLAY, max_segments={64: 2, 256: 8, 1024: 32})).always_held == 2
+    assert table(PathCosts(REPLAY, {256: 3.0})).has_one_segment
     assert not table(PathCosts(REPLAY, REPLAY)).has_one_segment
 
 

@@ -173,9 +173,8 @@ def build_plan(
     cudnn: Any, handle: Any, tensors: Sequence[Tensor], segments: int, longest: int, scale: float
 ) -> Any:
     """Returns cuDNN's graph of attention over so many segments, with a plan built for it."""
-    query = tensors[0]
-    _, heads, head_dim = query.shape
-    values = cudnn.data_type.BFLOAT16 if query.dtype == torch.bfloat16 else cudnn.data_type.HALF
+    _, heads, head_dim = tensors[0].shape
+    values = cudnn.data_type.BFLOAT16 if tensors[0].dtype == torch.bfloat16 else cudnn.data_type.HALF
     graph = cudnn.pygraph(
         handle=handle,
         io_data_type=values,
