@@ -206,23 +206,26 @@ def readme(result: Result) -> str:
     theirs = _best_of_vllm(vllm_runs)
     headers = ["images", "patches", *(_TITLES[name] for name in others)]
     headers += [f"vLLM {vllm_runs[0]['vllm']}*"] if theirs else []
+    has_starts = any("starts" in row for rows in workloads.values() for row in rows.values())
+    headers += ["ours, all starts"] if has_starts else []
     lines = []
     for workload, rows in workloads.items():
         times = _times(rows)
         line = [workload, rows["eager"]["patches"], *map(times.get, others)]
         line += [theirs.get(workload)] if theirs else []
-        if starts := rows.get(OURS, {}).get("starts"):
-            line.append(f"{shown(starts[0])}-{shown(starts[-1])}")
+        line += [_range(rows.get(OURS, {}))] if has_starts else []
         lines.append([*line, times.get(OURS), _ratio(times.get("eager"), times.get(OURS))])
-    headers += (
-        ["ours, all starts"] if any("starts" in rows.get(OURS, {}) for rows in workloads.values()) else []
-    )
     run = {(True, False): "", (True, True): ", in this run or in one inside vLLM"}.get(
         (result in vllm_runs, in_vllm in vllm_runs), ", in a run inside vLLM"
     )
     note = f" *: {_VLLM_NOTE}{run}." if theirs else ""
     table = formatted([*headers, "ours", "eager / ours"], lines)
     return f"{table}\n\n{_timed_where(result, _TOWER)}{note}"
+
+
+def _range(row: Row) -> str | None:
+    """The least and the greatest median of the starts of a row; None if it has one start."""
+    return f"{shown(row['starts'][0])}-{shown(row['starts'][-1])}" if "starts" in row else None
 
 
 def _best_of_vllm(results: Sequence[Result]) -> dict[str, float]:

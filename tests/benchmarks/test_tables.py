@@ -88,6 +88,9 @@ def test_a_new_result_replaces_the_table_and_the_claim(
     assert "Milliseconds, medians. NVIDIA H100" in tables.readme(result)
     settled = [{**row, "settled s": 4.0} for row in result["rows"]]
     assert "medians, ours after 4 s of the same requests" in tables.readme({**result, "rows": settled})
+    started = [{**row, "starts": [1.4, 1.5, 1.7]} if row["workload"] == "1x224" else row for row in settled]
+    header, *lines = cells(tables.readme({**result, "rows": started}))
+    assert [line[header.index("ours, all starts")] for line in lines[:2]] == ["1.40-1.70", "-"]
     result["gpu"] = load(RESULTS / "vllm.json")["gpu"]
     assert "vLLM" in tables.readme(result)
     assert tables.readme(result).endswith("its encoder manager, in a run inside vLLM.")
