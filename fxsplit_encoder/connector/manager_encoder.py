@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.staging import copy_on_host, to_device
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
@@ -42,7 +43,7 @@ class ManagerEncoder(FeatureEncoder):
         self.manager = manager
         self.device, self.dtype = manager.pool.device, manager.dtype
         self.stream_priority = manager.config.stream_priority
-        self._tables: dict[bytes, PixelValues] = {}
+        self._tables: Recent[bytes, PixelValues] = Recent(_KEPT_TABLES)
         self._modalities = manager.model_config.modalities if modalities is None else modalities
 
     def start(self) -> None:
@@ -147,12 +148,11 @@ class ManagerEncoder(FeatureEncoder):
 
     def _values(self, table: bytes) -> PixelValues:
         """On the device, what a table says; a processor has one for each modality."""
-        if table not in self._tables:
-            if len(self._tables) >= _KEPT_TABLES:
-                self._tables.clear()
+        if (found := self._tables.get(table)) is None:
             values = np.frombuffer(table, np.float32).reshape(-1, 256).copy()
-            self._tables[table] = PixelValues(values, self.manager.dtype, self.manager.pool.device)
-        return self._tables[table]
+            found = PixelValues(values, self.manager.dtype, self.manager.pool.device)
+            self._tables[table] = found
+        return found
 
     def close(self) -> None:
         """Releases the captures; `start` makes them again."""

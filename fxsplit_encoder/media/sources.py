@@ -15,7 +15,7 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageCms
+from PIL import Image
 from pydantic import Field
 
 from fxsplit_encoder.errors import InputError, MediaError, MissingExtraError
@@ -226,11 +226,6 @@ def rgb_of(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
     image.load()  # until then a decoder may know another mode
     if image.mode[0] in "IF":
         image = _in_eight_bits(image)
-    elif image.mode == "LAB":
-        profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-        converted = ImageCms.profileToProfile(image, *profiles, outputMode="RGB")
-        assert converted is not None
-        return converted
     elif image.mode == "La":
         image = image.convert("LA")
     if not image.has_transparency_data:

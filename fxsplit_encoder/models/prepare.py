@@ -211,7 +211,7 @@ def load_inputs(paths: Sequence[Path], preparation: Preparation) -> EncoderInput
         for item, prepared in _load(key, path, preparation):
             loaded[item.frames > 0].append((item, prepared))
     pairs = [*loaded[False], *loaded[True]]
-    return EncoderInputs(tuple(item for item, _ in pairs), joined(prepared for _, prepared in pairs))
+    return EncoderInputs(tuple(item for item, _ in pairs), joined_inputs(prepared for _, prepared in pairs))
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
@@ -260,7 +260,7 @@ def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Pr
     ]
 
 
-def joined(prepared: Iterable[Prepared]) -> dict[str, Tensor]:
+def joined_inputs(prepared: Iterable[Prepared]) -> dict[str, Tensor]:
     """The tensors of several items as `mm_kwargs`, of a single one as they are."""
     parts: dict[str, list[Tensor]] = {}
     for item in prepared:

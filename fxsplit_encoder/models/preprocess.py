@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.connector.interfaces import (
     PIXEL_TABLE,
     MediaItem,
@@ -42,7 +42,7 @@ from fxsplit_encoder.media import (
 )
 from fxsplit_encoder.media.sources import Encoded, attempt
 from fxsplit_encoder.messages import name_of, nearest, shown
-from fxsplit_encoder.models.prepare import Preparation, Prepared, joined
+from fxsplit_encoder.models.prepare import Preparation, Prepared, joined_inputs
 from fxsplit_encoder.models.sampling import frame_seconds
 
 
@@ -168,7 +168,7 @@ class TowerProcessor(_Processor):
         super().__init__(tower, fingerprint, limits, hash_name)
         self.tables = dict(tables or {})
         self._prepare = prepare
-        self._preparations: OrderedDict[bytes, Preparation] = OrderedDict()
+        self._preparations: Recent[bytes, Preparation] = Recent(_MOST_PREPARATIONS)
         self._lock = threading.Lock()
         plain = prepare("image", {})
         self._options: dict[str, Mapping[str, OptionCheck]] = {
@@ -317,7 +317,7 @@ class TowerProcessor(_Processor):
             )
         layouts = [part.layout for part in inputs]
         layout = layouts[0] if len(layouts) == 1 else {"parts": layouts}
-        tensors = self._with_table(item.modality, joined(inputs))
+        tensors = self._with_table(item.modality, joined_inputs(inputs))
         return PreparedItem(item.modality, digest, tensors, count, {**self._facts, **layout, **facts})
 
     def _with_table(self, modality: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -346,9 +346,6 @@ class TowerProcessor(_Processor):
                 with attempt("options", "options of the processor"):
                     found = self._prepare(item.modality, _without(item.options, SCALE))
                 self._preparations[key] = found
-                if len(self._preparations) > _MOST_PREPARATIONS:
-                    self._preparations.popitem(last=False)
-            self._preparations.move_to_end(key)
         return found
 
     def _count(self, inputs: Sequence[Prepared]) -> int:

@@ -18,11 +18,10 @@ from typing import NoReturn
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import MODALITIES, FeatureEncoder, PreparedItem
-from fxsplit_encoder.connector.processes.program import EncoderProgram
+from fxsplit_encoder.connector.processes.process_encoder import EncoderProgram
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
     Encoded,
-    Failed,
     SharedMemory,
     Start,
     Started,
@@ -51,7 +50,7 @@ def serve(channel: Channel[ToEncoder]) -> None:
                 else:
                     data = channel.encode(Encoded(_encoded(encoder, asked.items)))
             except Exception as error:
-                channel.send(channel.encode(Failed(to_wire(error))))
+                channel.send(channel.encode(to_wire(error)))
                 if isinstance(asked, Start) or isinstance(error, FATAL):
                     return
             else:
@@ -80,7 +79,7 @@ def _encoded(encoder: FeatureEncoder | None, items: Sequence[PreparedItem]) -> l
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an encoder process, with the arguments of `program.launch`."""
+    """Run an encoder process, with the arguments of `process_encoder.launch`."""
     descriptor, memory_descriptor, parent_pid, max_bytes = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and decides
     try:

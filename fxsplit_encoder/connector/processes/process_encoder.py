@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from fxsplit_encoder.child_process import start_module
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.connector.processes import program as launching
-from fxsplit_encoder.connector.processes.program import EncoderProgram, ProcessOptions
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
     Encode,
@@ -33,6 +37,53 @@ _NOT_STARTED = "no encoder process was started; call start"
 
 _END_SECONDS = 1.0
 """How long the end of a process is waited for that has closed its socket."""
+
+
+_MODULE = "fxsplit_encoder.connector.processes.child"
+
+
+@dataclass(frozen=True)
+class EncoderProgram:
+    """An encoder, by the name of the function that makes it: nothing of it is serialized.
+
+    ``factory`` is "package.module:function". The function is called in the process with ``arguments`` by name
+    and returns a `FeatureEncoder`. Arguments are numbers, strings, bytes, None, small tensors and arrays, and
+    lists and mappings of them; tuples arrive as lists.
+    """
+
+    factory: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+    def resolve(self) -> Callable[..., Any]:
+        """The function itself; InputError: there is none of this name."""
+        module, _, name = self.factory.partition(":")
+        if not module or not name.isidentifier():
+            raise InputError(f"factory: expected package.module:function; got {shown(self.factory)}")
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise InputError(f"factory: no module {error.name}, of {self.factory}") from error
+        if not callable(found):
+            raise InputError(f"factory: module {module} has no function {name}")
+        return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How encoder processes are started, bounded and ended."""
+
+    max_bytes: int = 1 << 30
+    """Of shared memory in each direction: inputs that wait for the encoder, features that wait to be read."""
+    start_timeout: float = 1800.0
+    """Seconds until the encoder is ready: it loads, compiles and captures."""
+    encode_timeout: float | None = None
+    """Seconds that one batch may take before the process is taken for hung, and killed. None: any."""
+    close_timeout: float = 10.0
+    """Seconds that the process has to end by itself before it is killed."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the process has besides this one's, such as CUDA_VISIBLE_DEVICES."""
 
 
 class ProcessEncoder(FeatureEncoder):
@@ -98,7 +149,7 @@ class ProcessEncoder(FeatureEncoder):
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         resources.callback(connection.close)
         with theirs:
-            self._process = launching.launch(theirs.fileno(), memory.descriptor, self.options)
+            self._process = launch(theirs.fileno(), memory.descriptor, self.options)
         resources.callback(self._end)
         self.pid, self._reason, self._is_asked = self._process.pid, "", False
         self._pidfd = os.pidfd_open(self.pid)
@@ -170,7 +221,7 @@ class ProcessEncoder(FeatureEncoder):
             raise self._lose() from error
         reply = self._receive(timeout)
         if isinstance(reply, Failed):
-            raise from_wire(reply.error, self._process.pid)
+            raise from_wire(reply, self._process.pid)
         return reply
 
     def _receive(self, timeout: float | None) -> FromEncoder:
@@ -185,6 +236,16 @@ class ProcessEncoder(FeatureEncoder):
             raise self._lose()
         self._is_asked = False
         return reply
+
+
+def launch(connection: int, memory: int, options: ProcessOptions) -> subprocess.Popen[str]:
+    """Start an encoder process, which inherits two descriptors; InputError: it cannot be started."""
+    arguments = [str(number) for number in (connection, memory, os.getpid(), options.max_bytes)]
+    given = {"pass_fds": (connection, memory), "stdin": subprocess.DEVNULL}
+    try:
+        return start_module(_MODULE, arguments, options.environment, **given)
+    except OSError as error:
+        raise InputError(f"{sys.executable} cannot be started: {error}") from error
 
 
 def _end_of(status: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,8 +19,6 @@ from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import ConnectorError, EncoderLostError, InputError
 from fxsplit_encoder.messages import names_of, shown
-
-logger = logging.getLogger(__name__)
 
 EncoderFactory = Callable[[], FeatureEncoder]
 
@@ -40,15 +37,12 @@ class Pool:
         copies: Copies,
     ) -> None:
         self._core = core
-        self._copies = copies
-        self._factories: dict[str, EncoderFactory] = {}
         self._threads: dict[str, _WorkerThread] = {}
         self._started: list[threading.Thread] = []
         """Threads that may still run, also those whose places others have taken."""
         for number, (factory, encoder) in enumerate(zip(factories, encoders, strict=True)):
             worker = core.books.encoding.add_worker(f"worker {number}", modalities_of(encoder))
-            self._factories[worker.name] = factory
-            self._threads[worker.name] = _WorkerThread(core, worker, encoder, copies, self.lost)
+            self._threads[worker.name] = _WorkerThread(core, worker, factory, encoder, copies, self.lost)
         self._workers = core.books.encoding.workers
 
     def start(self) -> None:
@@ -83,9 +77,7 @@ class Pool:
                 raise InputError(f"{name}: expected an open connector; it is closed")
             if self._threads[name].thread.is_alive():
                 books.encoding.lose_worker(worker, is_running=True)
-            successor = self._succeed(worker)
-            self._core.wake_all()
-        self._start(successor)
+            self._succeed(worker)
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
@@ -97,32 +89,20 @@ class Pool:
         with self._core.change() as books:
             was_serving = worker.status in LIVE
             books.encoding.lose_worker(worker, is_running=is_running)
-            successor = None
             is_current = self._workers[worker.name] is worker
             if is_current and was_serving and not books.is_closed and worker.num_losses < MOST_RESTARTS:
-                successor = self._succeed(worker)
-                successor.num_losses = worker.num_losses + 1
+                self._succeed(worker, worker.num_losses + 1)
             self._core.wake_all()
-        if successor is not None:
-            self._start(successor)
 
-    def _succeed(self, worker: Worker) -> Worker:
-        """The record of a worker in place of another; called with the lock."""
+    def _succeed(self, worker: Worker, num_losses: int = 0) -> None:
+        """Start a worker in place of another; called with the lock, so that nobody sees one not begun."""
         self._core.books.holdings.stats.worker_restarts += 1
-        return self._core.books.encoding.add_worker(worker.name, worker.modalities)
-
-    def _start(self, worker: Worker) -> None:
-        try:
-            encoder = self._factories[worker.name]()
-        except Exception:
-            logger.warning("%s: no encoder could be made", worker.name, exc_info=True)
-            self.lost(worker, False)
-            return
-        with self._core.lock:  # so that whoever waits for all threads sees none that has not begun
-            started = _WorkerThread(self._core, worker, encoder, self._copies, self.lost)
-            self._threads[worker.name] = started
-            started.thread.start()
-            self._started = [*filter(threading.Thread.is_alive, self._started), started.thread]
+        successor = self._core.books.encoding.add_worker(worker.name, worker.modalities)
+        successor.num_losses = num_losses
+        self._threads[worker.name] = started = self._threads[worker.name].succeeded_by(successor)
+        started.thread.start()
+        self._started = [*filter(threading.Thread.is_alive, self._started), started.thread]
+        self._core.wake_all()
 
     # --- the end
 
@@ -168,25 +148,36 @@ _QUEUED = 2
 
 
 class _WorkerThread(BatchThread[Batch]):
-    """Starts, calls and closes the encoder of one worker; `on_lost` is called when a fault ends it."""
+    """Makes, starts, calls and closes the encoder of one worker; `on_lost` is called when a fault ends it."""
 
     def __init__(
         self,
         core: Core,
         worker: Worker,
+        make: EncoderFactory,
         encoder: FeatureEncoder,
         copies: Copies,
         on_lost: Callable[[Worker, bool], None],
+        is_made: bool = True,
     ) -> None:
         super().__init__(f"connector-{worker.name}", core.encode_work)
-        self._core = core
+        self._core, self._copies, self._make, self._on_lost = core, copies, make, on_lost
         self.worker = worker
         self.encoder = encoder
-        self._copies = copies
-        self._on_lost = on_lost
+        """Until this thread has made its own, its predecessor's, which stages items."""
+        self._is_made = is_made
+
+    def succeeded_by(self, worker: Worker) -> _WorkerThread:
+        """A thread in place of this one, not started, that makes another encoder."""
+        return _WorkerThread(
+            self._core, worker, self._make, self.encoder, self._copies, self._on_lost, is_made=False
+        )
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
+        if not self._is_made:
+            self.encoder = self._make()
+            self._is_made = True
         self.encoder.start()
         device = self.encoder.device
         device = torch.device(device) if device is not None else None
@@ -199,7 +190,8 @@ class _WorkerThread(BatchThread[Batch]):
         self._on_lost(self.worker, False)
 
     def close(self) -> None:
-        self.encoder.close()
+        if self._is_made:
+            self.encoder.close()
 
     def _set_status(self, before: WorkerStatus, after: WorkerStatus) -> None:
         with self._core.change():

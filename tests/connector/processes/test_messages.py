@@ -11,11 +11,11 @@ import torch
 
 import fxsplit_encoder.connector
 from fxsplit_encoder import errors
-from fxsplit_encoder.connector.processes.wire import KNOWN, WireError, from_wire, to_wire
+from fxsplit_encoder.connector.processes.wire import KNOWN, Failed, from_wire, to_wire
 
 
 def across(error: BaseException) -> Exception:
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(error)), type=WireError)
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(error)), type=Failed)
     return from_wire(wire, pid=12)
 
 
@@ -79,7 +79,7 @@ def test_where_it_was_raised_is_told() -> None:
 
 def test_only_known_classes_are_made() -> None:
     for kind in ("system", "SystemExit", "KeyboardInterrupt", "Process", "__import__", ""):
-        again = from_wire(WireError(kind, ["rm"], "text", ""), pid=1)
+        again = from_wire(Failed(kind, ["rm"], "text", ""), pid=1)
         assert type(again) is RuntimeError
     assert all(issubclass(kind, Exception) for kind in KNOWN.values())
 
@@ -107,4 +107,4 @@ def test_no_wire_has_pickles_or_leads_to_a_network(source: Path) -> None:
 
 
 def test_the_sources_are_looked_at() -> None:
-    assert len(SOURCES) == 5
+    assert len(SOURCES) == 4

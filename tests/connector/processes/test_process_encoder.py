@@ -24,7 +24,6 @@ from fxsplit_encoder.connector.processes import (
     ProcessEncoder,
     ProcessOptions,
     process_encoder,
-    program,
 )
 from fxsplit_encoder.connector.processes.wire import Channel
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
@@ -275,7 +274,7 @@ def test_a_process_that_is_at_work_is_ended(make_encoder: Make, interrupted: Any
 def test_a_process_that_breaks_the_protocol_is_ended(
     make_encoder: Make, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(program, "launch", partial(fork, main=partial(lie, answer=LIES[name])))
+    monkeypatch.setattr(process_encoder, "launch", partial(fork, main=partial(lie, answer=LIES[name])))
     encoder = make_encoder()
     with pytest.raises(EncoderLostError, match=r"(not asked|an invalid message)"):
         encoder.encode([make_item(1)])
@@ -363,7 +362,7 @@ def test_a_socket_that_others_have_inherited_does_not_hide_the_end(
         kept.append(os.dup(connection))  # as a process that was forked meanwhile has it
         return fork(connection, memory, options)
 
-    monkeypatch.setattr(program, "launch", launch)
+    monkeypatch.setattr(process_encoder, "launch", launch)
     encoder = make_encoder()
     assert encoder.pid is not None
     os.kill(encoder.pid, signal.SIGKILL)
@@ -375,13 +374,13 @@ def test_a_socket_that_others_have_inherited_does_not_hide_the_end(
 def running(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is launched from now on."""
     launched: list[Any] = []
-    launch = process_encoder.launching.launch
+    launch = process_encoder.launch
 
     def remember(*arguments: Any) -> Any:
         launched.append(launch(*arguments))
         return launched[-1]
 
-    monkeypatch.setattr(process_encoder.launching, "launch", remember)
+    monkeypatch.setattr(process_encoder, "launch", remember)
     return launched
 
 
@@ -413,7 +412,7 @@ def encoding(encoder: ProcessEncoder, tell: Callable[[], None]) -> None:
 
 def starting(encoder: ProcessEncoder, tell: Callable[[], None]) -> None:
     encoder.program = EncoderProgram(DOUBLING.factory, {"start_seconds": 600.0})
-    launch = program.launch
+    launch = process_encoder.launch
 
     def told(*arguments: object) -> object:
         process = launch(*arguments)  # type: ignore[arg-type]
@@ -421,7 +420,7 @@ def starting(encoder: ProcessEncoder, tell: Callable[[], None]) -> None:
         tell()
         return process
 
-    program.launch = told  # type: ignore[assignment]
+    process_encoder.launch = told  # type: ignore[assignment]
     encoder.start()
 
 
@@ -438,7 +437,7 @@ def a_family(do: Callable[[ProcessEncoder, Callable[[], None]], None]) -> Iterat
     parent = quiet_fork()
     if parent == 0:
         try:
-            program.launch = fork  # type: ignore[assignment]
+            process_encoder.launch = fork  # type: ignore[assignment]
             encoder = ProcessEncoder(DOUBLING, ROWS, ProcessOptions(max_bytes=1 << 20))
             do(encoder, lambda: os.write(writing, str(encoder_pid(encoder)).encode()) and None)
         finally:
