@@ -65,18 +65,16 @@ class Connector:
         self._identity = identity if identity is not None else _ANY_TOWER
         self._copies = copies if copies is not None else Copies()
         first = make_encoders(encoders)
-        self._row_bytes = row_bytes_of(first)
         lock = threading.Lock()
         holdings = Holdings(
             self.config,
-            self._row_bytes.get,
+            row_bytes_of(first).get,
             threading.Condition(lock),
             can_reduce=type(processor).reduce is not MediaProcessor.reduce,
         )
         self._core = Core(lock, Books(holdings, Admission(holdings, self._key_of)))
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
-        self._core.on_hang = self._pool.lost
         self._threads = [*preparers.threads, self._core.clock.thread]
         for thread in (*self._threads, self._core.warden):
             thread.start()

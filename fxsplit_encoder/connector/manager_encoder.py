@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -139,8 +140,8 @@ class ManagerEncoder(FeatureEncoder):
     def _normalized(self, pixels: list[Tensor], tables: list[Tensor | None]) -> list[Tensor]:
         """Pixels on the device, neighbors with the same table in one piece."""
         pieces = []
-        by_table = groupby(zip(tables, pixels, strict=True), key=lambda pair: _bytes_of(pair[0]))
-        for table, pairs in by_table:
+        given = (b"" if table is None else table.numpy().tobytes() for table in tables)
+        for table, pairs in groupby(zip(given, pixels, strict=True), key=operator.itemgetter(0)):
             sent = [to_device(tensor, self.manager.pool.device) for _, tensor in pairs]
             piece = torch.cat(sent) if len(sent) > 1 else sent[0]
             pieces.append(self._values(table)(piece) if table else piece)
@@ -148,7 +149,8 @@ class ManagerEncoder(FeatureEncoder):
 
     def _values(self, table: bytes) -> PixelValues:
         """On the device, what a table says; a processor has one for each modality."""
-        if (found := self._tables.get(table)) is None:
+        found: PixelValues | None = self._tables.get(table)
+        if found is None:
             values = np.frombuffer(table, np.float32).reshape(-1, 256).copy()
             found = PixelValues(values, self.manager.dtype, self.manager.pool.device)
             self._tables[table] = found
@@ -165,10 +167,6 @@ def _video_keys(tower: object) -> tuple[str, str] | None:
         return None
     keys = [pair for pair in tower.input_keys if "video" in pair[1]]
     return keys[0] if keys else None
-
-
-def _bytes_of(table: Tensor | None) -> bytes:
-    return b"" if table is None else table.numpy().tobytes()
 
 
 def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:

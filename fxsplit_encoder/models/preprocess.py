@@ -341,7 +341,7 @@ class TowerProcessor(_Processor):
         check_options(item.options, self._options[item.modality])
         key = canonical([item.modality, _without(item.options, SCALE)])
         with self._lock:
-            found = self._preparations.get(key)
+            found: Preparation | None = self._preparations.get(key)
             if found is None:
                 with attempt("options", "options of the processor"):
                     found = self._prepare(item.modality, _without(item.options, SCALE))

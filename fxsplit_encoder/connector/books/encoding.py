@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -44,22 +45,24 @@ LIVE = frozenset({WorkerStatus.STARTING, WorkerStatus.RUNNING})
 """Those of a worker that encodes, or will soon."""
 
 
+@dataclass(eq=False)
 class Worker:
     """One worker, whose successors have the same name; `staging` holds the batches that it has in hand."""
 
-    def __init__(self, name: str, modalities: frozenset[str], staging: Account) -> None:
-        self.name = name
-        self.modalities = modalities
-        self.status = WorkerStatus.STARTING
-        self.staging = staging
-        self.batches: dict[Batch, None] = {}
-        """Those that it has in hand, unless it was given up."""
-        self.leftovers: dict[Batch, list[Feature]] = {}
-        """What batches may still write to, if it was given up while they ran."""
-        self.was_busy_until = self.rests_until = 0.0
-        """When its last batch was over, and until when it takes none."""
-        self.num_losses = 0
-        """How many workers of this name were lost, one after another, before this one."""
+    name: str
+    modalities: frozenset[str]
+    staging: Account
+    num_losses: int = 0
+    """How many workers of this name were lost, one after another, before this one."""
+    status: WorkerStatus = WorkerStatus.STARTING
+    batches: dict[Batch, None] = field(default_factory=dict)
+    """Those that it has in hand, unless it was given up."""
+    leftovers: dict[Batch, list[Feature]] = field(default_factory=dict)
+    """What batches may still write to, if it was given up while they ran."""
+    was_busy_until: float = 0.0
+    """When its last batch was over."""
+    rests_until: float = 0.0
+    """Until when it takes none."""
 
     @property
     def load(self) -> float:
@@ -149,10 +152,10 @@ class Encoding:
 
     # --- workers
 
-    def add_worker(self, name: str, modalities: frozenset[str]) -> Worker:
+    def add_worker(self, name: str, modalities: frozenset[str], num_losses: int = 0) -> Worker:
         """A worker that is about to start, in place of one of the same name."""
         staging = self._storage.open(f"staging {name}", self._config.staging_bytes)
-        self.workers[name] = Worker(name, modalities, staging)
+        self.workers[name] = Worker(name, modalities, staging, num_losses)
         return self.workers[name]
 
     def fail_unserved(self) -> None:

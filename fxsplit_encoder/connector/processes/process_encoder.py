@@ -31,7 +31,7 @@ from fxsplit_encoder.connector.processes.wire import (
     from_wire,
 )
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
-from fxsplit_encoder.messages import name_of, shown
+from fxsplit_encoder.messages import shown
 
 _NOT_STARTED = "no encoder process was started; call start"
 
@@ -197,7 +197,6 @@ class ProcessEncoder(FeatureEncoder):
         """
         if self._reason:
             raise EncoderLostError(self._reason)
-        _check_inputs(items)
         if self._is_asked:  # by a caller that was interrupted
             self._receive(self.options.encode_timeout)
         reply = self._ask(Encode(list(items)), self.options.encode_timeout)
@@ -255,11 +254,3 @@ def _end_of(status: int) -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
         return f"was ended by signal {-status}"
-
-
-def _check_inputs(items: Sequence[PreparedItem]) -> None:
-    """Raise InputError where the inputs of an item are no tensors."""
-    for item in items:
-        for name, tensor in item.inputs.items():
-            if not isinstance(tensor, Tensor):
-                raise InputError(f"inputs.{name_of(name)}: expected a tensor; got {shown(tensor)}")

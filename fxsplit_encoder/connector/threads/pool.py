@@ -36,13 +36,15 @@ class Pool:
         encoders: Sequence[FeatureEncoder],
         copies: Copies,
     ) -> None:
-        self._core = core
+        self.core, self.copies = core, copies
+        core.on_hang = self.lost
         self._threads: dict[str, _WorkerThread] = {}
         self._started: list[threading.Thread] = []
         """Threads that may still run, also those whose places others have taken."""
         for number, (factory, encoder) in enumerate(zip(factories, encoders, strict=True)):
-            worker = core.books.encoding.add_worker(f"worker {number}", modalities_of(encoder))
-            self._threads[worker.name] = _WorkerThread(core, worker, factory, encoder, copies, self.lost)
+            modalities = frozenset(each for each in MODALITIES if encoder.row_bytes(each) is not None)
+            worker = core.books.encoding.add_worker(f"worker {number}", modalities)
+            self._threads[worker.name] = _WorkerThread(self, worker, factory, encoder)
         self._workers = core.books.encoding.workers
 
     def start(self) -> None:
@@ -63,15 +65,15 @@ class Pool:
 
     def drain(self, name: str) -> None:
         """See `Connector.drain_worker`; InputError: no worker has this name."""
-        with self._core.change():
+        with self.core.change():
             worker = self._worker(name)
             if worker.status in LIVE:
                 worker.status = WorkerStatus.DRAINING
-            self._core.wake_all()
+            self.core.wake_all()
 
     def restart(self, name: str) -> None:
         """See `Connector.restart_worker`; InputError: no worker has this name, or the connector is closed."""
-        with self._core.change() as books:
+        with self.core.change() as books:
             worker = self._worker(name)
             if books.is_closed:
                 raise InputError(f"{name}: expected an open connector; it is closed")
@@ -86,35 +88,31 @@ class Pool:
 
     def lost(self, worker: Worker, is_running: bool) -> None:
         """Start another worker in its place, after the thread has ended, or while it runs and hangs."""
-        with self._core.change() as books:
+        with self.core.change() as books:
             was_serving = worker.status in LIVE
             books.encoding.lose_worker(worker, is_running=is_running)
             is_current = self._workers[worker.name] is worker
             if is_current and was_serving and not books.is_closed and worker.num_losses < MOST_RESTARTS:
                 self._succeed(worker, worker.num_losses + 1)
-            self._core.wake_all()
+            self.core.wake_all()
 
     def _succeed(self, worker: Worker, num_losses: int = 0) -> None:
         """Start a worker in place of another; called with the lock, so that nobody sees one not begun."""
-        self._core.books.holdings.stats.worker_restarts += 1
-        successor = self._core.books.encoding.add_worker(worker.name, worker.modalities)
-        successor.num_losses = num_losses
-        self._threads[worker.name] = started = self._threads[worker.name].succeeded_by(successor)
+        self.core.books.holdings.stats.worker_restarts += 1
+        successor = self.core.books.encoding.add_worker(worker.name, worker.modalities, num_losses)
+        before = self._threads[worker.name]
+        started = _WorkerThread(self, successor, before.make, before.encoder, is_made=False)
+        self._threads[worker.name] = started
         started.thread.start()
         self._started = [*filter(threading.Thread.is_alive, self._started), started.thread]
-        self._core.wake_all()
+        self.core.wake_all()
 
     # --- the end
 
     def threads(self) -> list[threading.Thread]:
         """All that may still run. One that ends by a fault may add another before it has ended."""
-        with self._core.lock:
+        with self.core.lock:
             return list(self._started)
-
-
-def modalities_of(encoder: FeatureEncoder) -> frozenset[str]:
-    """Modalities of an encoder."""
-    return frozenset(modality for modality in MODALITIES if encoder.row_bytes(modality) is not None)
 
 
 def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
@@ -148,35 +146,22 @@ _QUEUED = 2
 
 
 class _WorkerThread(BatchThread[Batch]):
-    """Makes, starts, calls and closes the encoder of one worker; `on_lost` is called when a fault ends it."""
+    """Makes, starts, calls and closes the encoder of one worker."""
 
     def __init__(
-        self,
-        core: Core,
-        worker: Worker,
-        make: EncoderFactory,
-        encoder: FeatureEncoder,
-        copies: Copies,
-        on_lost: Callable[[Worker, bool], None],
-        is_made: bool = True,
+        self, pool: Pool, worker: Worker, make: EncoderFactory, encoder: FeatureEncoder, is_made: bool = True
     ) -> None:
-        super().__init__(f"connector-{worker.name}", core.encode_work)
-        self._core, self._copies, self._make, self._on_lost = core, copies, make, on_lost
-        self.worker = worker
+        super().__init__(f"connector-{worker.name}", pool.core.encode_work)
+        self._core, self._copies, self._on_lost = pool.core, pool.copies, pool.lost
+        self.worker, self.make = worker, make
         self.encoder = encoder
         """Until this thread has made its own, its predecessor's, which stages items."""
         self._is_made = is_made
 
-    def succeeded_by(self, worker: Worker) -> _WorkerThread:
-        """A thread in place of this one, not started, that makes another encoder."""
-        return _WorkerThread(
-            self._core, worker, self._make, self.encoder, self._copies, self._on_lost, is_made=False
-        )
-
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         if not self._is_made:
-            self.encoder = self._make()
+            self.encoder = self.make()
             self._is_made = True
         self.encoder.start()
         device = self.encoder.device
