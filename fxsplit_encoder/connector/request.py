@@ -138,7 +138,8 @@ class EncodeRequest:
     def __post_init__(self) -> None:
         if not self.id:
             raise InputError("id: expected a name for the request; got an empty one")
-        for name, value in (("salt", self.salt), ("tenant", self.tenant)):
+        values: dict[str, object] = {"salt": self.salt, "tenant": self.tenant}
+        for name, value in values.items():
             # A lone surrogate, as JSON may bring it, has no bytes.
             if not isinstance(value, str) or value.encode(errors="ignore").decode() != value:
                 raise InputError(f"{name}: expected text that UTF-8 can encode; got {shown(value)}")
