@@ -102,12 +102,6 @@ def test_images_do_not_wait_for_a_video_that_came_with_them(monkeypatch: pytest.
         assert stage.batches[1:] == [["a", "b", "c", "large"], ["video"]]
 
 
-def test_a_request_of_many_images_does_not_hold_up_one_of_a_single() -> None:
-    with staged(max_batch_items=1, cpu_workers=1) as (each, stage):
-        encode_behind(each, stage, request(*(f"many {number}" for number in range(6))), request("one"))
-        assert [names[0] for names in stage.batches].index("one") == 2
-
-
 def test_workers_take_shares_of_equal_cost_and_the_least_loaded_goes_first() -> None:
     bench = Bench.make(2, host_bytes=1 << 20)
     for number in range(8):

@@ -69,7 +69,6 @@ class Books:
         holdings.stats.submitted += 1
         holdings.stats.items += len(ticket.items)
         self._set_deadline(ticket)
-        ticket.num_undigested = len(ticket.items)
         if ticket.items:
             holdings.to_count.push(ticket, ticket.number, 1.0, request.tenant)
         return ticket

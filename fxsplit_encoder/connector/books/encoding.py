@@ -279,20 +279,17 @@ class Encoding:
         if batch.is_lost:
             return []
         batch.outputs = outputs
-        return [
-            self._arrival(entry, rows)
-            for entry, rows in zip(batch.entries, outputs, strict=True)
-            if not isinstance(rows, ConnectorError)
-        ]
-
-    def _arrival(self, entry: Entry, rows: Any) -> Arrival:
-        """Decide where rows will lie; until they are there, memory for another try stays reserved."""
-        assert entry.memory is not None
-        if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
-            entry.feature = feature = Feature(rows, Residence.DEVICE, memory)
-            return Arrival(entry, feature, rows, 0)
-        entry.feature = feature = Feature(None, Residence.HOST, None)
-        return Arrival(entry, feature, rows, entry.memory.num_bytes)
+        arrivals = []
+        for entry, rows in zip(batch.entries, outputs, strict=True):
+            if not isinstance(rows, ConnectorError):
+                assert entry.memory is not None  # until rows are there, for another try
+                if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
+                    entry.feature = Feature(rows, Residence.DEVICE, memory)
+                else:
+                    entry.feature = Feature(None, Residence.HOST, None)
+                capacity = 0 if memory is not None else entry.memory.num_bytes
+                arrivals.append(Arrival(entry, entry.feature, rows, capacity))
+        return arrivals
 
     def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
         """Take rows that will not arrive from their entry, and the buffer that they may be copied to."""

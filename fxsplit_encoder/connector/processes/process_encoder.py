@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ _NOT_STARTED = "no encoder process was started; call start"
 _END_SECONDS = 1.0
 """How long the end of a process is waited for that has closed its socket."""
 
+T = TypeVar("T", Started, Encoded)
 
 _MODULE = "fxsplit_encoder.connector.processes.child"
 
@@ -135,9 +136,7 @@ class ProcessEncoder(FeatureEncoder):
         with contextlib.ExitStack() as resources:
             self._launch(resources)
             message = Start(self.program.factory, dict(self.program.arguments))
-            started = self._ask(message, self.options.start_timeout)
-            if not isinstance(started, Started):
-                raise self._lose(f"the encoder process {self.pid} answered what was not asked")
+            started = self._ask(message, Started, self.options.start_timeout)
             if self._row_bytes != started.row_bytes:
                 expected = f"the encoder's {started.row_bytes}"
                 raise InputError(f"row_bytes: expected {expected}; got {self._row_bytes}")
@@ -199,13 +198,12 @@ class ProcessEncoder(FeatureEncoder):
             raise EncoderLostError(self._reason)
         if self._is_asked:  # by a caller that was interrupted
             self._receive(self.options.encode_timeout)
-        reply = self._ask(Encode(list(items)), self.options.encode_timeout)
-        if not isinstance(reply, Encoded) or len(reply.features) != len(items):
-            asked = f"asked to encode {len(items)} items"
-            raise self._lose(f"the encoder process {self.pid} answered what was not asked: {asked}")
+        reply = self._ask(Encode(list(items)), Encoded, self.options.encode_timeout)
+        if len(reply.features) != len(items):
+            raise self._lose(f"the encoder process {self.pid} answered what was not asked")
         return [feature.clone() for feature in reply.features]
 
-    def _ask(self, message: Message, timeout: float | None) -> Started | Encoded:
+    def _ask(self, message: Message, kind: type[T], timeout: float | None) -> T:
         """Ask, and return the answer or raise the error of the process; InputError: no message may hold this;
         EncoderLostError: the process ended, or did not answer within so many seconds and was killed.
         """
@@ -214,13 +212,13 @@ class ProcessEncoder(FeatureEncoder):
         try:
             self._channel.send(data)
         except OSError as error:
-            if not self._has_ended(_END_SECONDS):
-                reason = f"the encoder process {self.pid} does not read what it is sent: {error}"
-                raise self._lose(reason) from error
-            raise self._lose() from error
+            reason = f"the encoder process {self.pid} does not read what it is sent: {error}"
+            raise self._lose("" if self._has_ended(_END_SECONDS) else reason) from error
         reply = self._receive(timeout)
         if isinstance(reply, Failed):
             raise from_wire(reply, self._process.pid)
+        if not isinstance(reply, kind):
+            raise self._lose(f"the encoder process {self.pid} answered what was not asked")
         return reply
 
     def _receive(self, timeout: float | None) -> FromEncoder:
