@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Self
 
 import torch
@@ -79,7 +80,8 @@ class Connector:
         for thread in (*self._threads, self._core.warden):
             thread.start()
         self._pool.start()
-        atexit.register(self._close_at_exit)
+        self._at_exit = partial(self.close, EXIT_SECONDS)
+        atexit.register(self._at_exit)
 
     def _key_of(self, digest: bytes, salt: str) -> bytes:
         return feature_key(digest, self._identity, salt, "sha256")
@@ -274,10 +276,7 @@ class Connector:
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()
-        atexit.unregister(self._close_at_exit)
-
-    def _close_at_exit(self) -> None:
-        self.close(EXIT_SECONDS)
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Self:
         return self

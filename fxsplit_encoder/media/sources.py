@@ -9,44 +9,56 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field
 
-from fxsplit_encoder.errors import InputError, MediaError, MissingExtraError
+from fxsplit_encoder.errors import ConfigError, InputError, MediaError, MissingExtraError
 from fxsplit_encoder.messages import shown
-from fxsplit_encoder.settings_model import Settings
-
-_Number = Annotated[int, Field(gt=0)]
-_Channel = Annotated[int, Field(strict=True, ge=0, le=255)]
 
 
-class MediaSettings(Settings):
-    """Limits of one item, by its header or its shape, and the background color; ConfigError: not allowed."""
+@dataclass(frozen=True)
+class MediaSettings:
+    """Limits of one item, by its header or its shape, and the background color."""
 
-    max_bytes: _Number = 1 << 28
+    max_bytes: int = 1 << 28
     """Of a file, of encoded bytes, or of an array."""
 
-    max_pixels: _Number = 1 << 26
+    max_pixels: int = 1 << 26
     """Of an image, or of one frame. Pillow has a limit of its own, `PIL.Image.MAX_IMAGE_PIXELS`."""
 
-    max_frames: _Number = 1024
+    max_frames: int = 1024
     """Frames of a video that have to be decoded: those that are sampled, and of an animated image those
     before them too."""
 
-    max_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    max_seconds: float = 3600.0
     """Of a video or of audio."""
 
-    max_tokens: _Number = 1 << 16
+    max_tokens: int = 1 << 16
     """Rows of its feature, which grow with the options that enlarge it."""
 
-    background: tuple[_Channel, _Channel, _Channel] = (255, 255, 255)
+    background: tuple[int, int, int] = (255, 255, 255)
     """Red, green and blue, 0 to 255, over which transparent images are composited; white, as in vLLM."""
+
+    def __post_init__(self) -> None:
+        limits = {name: value for name, value in vars(self).items() if name.startswith("max_")}
+        problems = [
+            f"MediaSettings.{name}: expected a number above 0; got {value}"
+            for name, value in limits.items()
+            if not value > 0
+        ]
+        color: object = self.background
+        if not isinstance(color, tuple | list) or [type(each) for each in color] != [int] * 3:
+            problems.append(f"MediaSettings.background: expected red, green and blue; got {shown(color)}")
+        elif not all(0 <= each <= 255 for each in self.background):
+            problems.append(f"MediaSettings.background: expected integers from 0 to 255; got {shown(color)}")
+        if problems:
+            raise ConfigError(*problems)
 
     def check(self, limit: str, value: float, what: str) -> None:
         """Raises MediaError for a value above the limit of that name; `what` is what the message calls it."""

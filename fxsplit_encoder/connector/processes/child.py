@@ -28,7 +28,7 @@ from fxsplit_encoder.connector.processes.wire import (
     ToEncoder,
     to_wire,
 )
-from fxsplit_encoder.encode_queue.batch_thread import FATAL
+from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import InputError, TransportError
 from fxsplit_encoder.messages import shown
 
@@ -51,7 +51,7 @@ def serve(channel: Channel[ToEncoder]) -> None:
                     data = channel.encode(Encoded(_encoded(encoder, asked.items)))
             except Exception as error:
                 channel.send(channel.encode(to_wire(error)))
-                if isinstance(asked, Start) or isinstance(error, FATAL):
+                if isinstance(asked, Start) or isinstance(error, BatchThread.FATAL):
                     return
             else:
                 channel.send(data)

@@ -97,7 +97,7 @@ class Pool:
             self.core.wake_all()
 
     def _succeed(self, worker: Worker, num_losses: int = 0) -> None:
-        """Start a worker in place of another; called with the lock, so that nobody sees one not begun."""
+        """Start a worker in place of another; called with the lock, so that every thread has begun."""
         self.core.books.holdings.stats.worker_restarts += 1
         successor = self.core.books.encoding.add_worker(worker.name, worker.modalities, num_losses)
         before = self._threads[worker.name]
