@@ -19,7 +19,7 @@ from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PromptRun
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
-from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, Run, merge_rows
+from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, merge_rows
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
@@ -160,7 +160,10 @@ class Connector:
         reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
             wanted = [item.index for item in ticket.items] if items is None else list(items)
-            _check_ready(ticket, wanted)
+            for state, index in ((ticket.items[index].state, index) for index in wanted):
+                if state is not State.READY:
+                    name = f"item {index} of request {ticket.request.id}"
+                    raise InputError(f"{name}: expected it to be ready; it is {state}")
             features = books.begin_read(ticket, wanted)
         event = None
         try:
@@ -192,19 +195,7 @@ class Connector:
             InputError: the ticket or an item is not ready, the request has no placeholders, the range is not
                 one of the merged prompt, or rows do not have the width. Nothing was written.
         """
-        start, stop = token_range
-        runs = self._runs(ticket, start, stop, embeddings)
-        items = sorted({run.item for run in runs})
-        with self.read(ticket, items, device=embeddings.device) as features:
-            if levels is None:
-                # Of any item, so that a chunk of text alone has the levels of its request too.
-                known = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
-                levels = int(next(known, 0))  # type: ignore[call-overload]
-            rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
-            return merge_rows(rows, runs, embeddings, start, levels)
-
-    def _runs(self, ticket: Ticket, start: int, stop: int, embeddings: Tensor) -> Sequence[Run]:
-        placeholders = ticket.request.placeholders
+        placeholders, (start, stop) = ticket.request.placeholders, token_range
         if placeholders is None:
             raise InputError(f"request {ticket.request.id}: expected placeholders; got none, so use read()")
         if ticket.state is not State.READY:
@@ -215,7 +206,15 @@ class Connector:
             raise InputError(f"token_range: expected one within 0 to {length}; got {start} to {stop}")
         if embeddings.dim() != 2 or embeddings.shape[0] != stop - start:
             raise InputError(f"embeddings: expected ({stop - start}, width); got {tuple(embeddings.shape)}")
-        return placeholders.runs(counts, start, stop)
+        runs = placeholders.runs(counts, start, stop)
+        items = sorted({run.item for run in runs})
+        with self.read(ticket, items, device=embeddings.device) as features:
+            if levels is None:
+                # Of any item, so that a chunk of text alone has the levels of its request too.
+                known = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
+                levels = int(next(known, 0))  # type: ignore[call-overload]
+            rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
+            return merge_rows(rows, runs, embeddings, start, levels)
 
     # --- workers and books
 
@@ -291,12 +290,3 @@ def _index(ticket: Ticket, item: int | None) -> int | None:
             f"item: expected an index below {len(ticket.items)} of {ticket.request.id}; got {shown(item)}"
         )
     return item
-
-
-def _check_ready(ticket: Ticket, items: Sequence[int]) -> None:
-    for index in items:
-        state = ticket.items[index].state
-        if state is not State.READY:
-            raise InputError(
-                f"item {index} of request {ticket.request.id}: expected it to be ready; it is {state}"
-            )

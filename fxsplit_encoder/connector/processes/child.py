@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
 
 from torch import Tensor
 
@@ -85,9 +84,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
-        _end()
+        return EXIT_PARENT_GONE
     if os.getppid() != parent_pid:
-        _end()
+        return EXIT_PARENT_GONE
     threading.Thread(target=_end_with, args=(parent,), name="fxsplit-parent", daemon=True).start()
     memory = SharedMemory(max_bytes, memory_descriptor)
     connection = socket.socket(fileno=descriptor)
@@ -100,10 +99,6 @@ def _end_with(process: int) -> None:
     poll = select.poll()
     poll.register(process, select.POLLIN)
     poll.poll()
-    _end()
-
-
-def _end() -> NoReturn:
     os._exit(EXIT_PARENT_GONE)
 
 
