@@ -29,7 +29,6 @@ from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, make_en
 from fxsplit_encoder.connector.threads.preparers import Preparers
 from fxsplit_encoder.encode_queue.batch_thread import EXIT_SECONDS, deadline_of, join
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.messages import shown
 
 _ANY_TOWER = TowerIdentity(b"", "", "")
 
@@ -132,21 +131,21 @@ class Connector:
         memory while others of its ticket hold some.
         """
         with self._core.change() as books:
-            return books.hold(ticket, _index(ticket, item))
+            return books.hold(ticket, item)
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
         """Lets go of every item of a ticket, or of one, once; how many holds that were. One that is not ready
         is given up. With `keep` rows stay until memory is needed, though the request did not ask for it.
         """
         with self._core.change() as books:
-            return books.release(ticket, _index(ticket, item), keep=keep)
+            return books.release(ticket, item, keep=keep)
 
     def cancel(self, ticket: Ticket, item: int | None = None) -> bool:
         """Gives up every item of a ticket, or one, however often it is held; whether there was any. What
         waits never enters a batch; what is in one is discarded afterwards, unless others want it.
         """
         with self._core.change() as books:
-            return books.cancel(ticket, _index(ticket, item))
+            return books.cancel(ticket, item)
 
     # --- features
 
@@ -282,11 +281,3 @@ class Connector:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _index(ticket: Ticket, item: int | None) -> int | None:
-    if item is not None and not 0 <= item < len(ticket.items):
-        raise InputError(
-            f"item: expected an index below {len(ticket.items)} of {ticket.request.id}; got {shown(item)}"
-        )
-    return item

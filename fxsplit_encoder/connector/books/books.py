@@ -16,7 +16,8 @@ from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
 from fxsplit_encoder.connector.states import GONE, WAITING, Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.encode_queue.fair_queue import Shares
-from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
+from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
+from fxsplit_encoder.messages import shown
 
 
 class Step(NamedTuple):
@@ -252,4 +253,9 @@ class Books:
 
 
 def _chosen(ticket: Ticket, item: int | None) -> tuple[Occurrence, ...]:
-    return ticket.items if item is None else (ticket.items[item],)
+    if item is None:
+        return ticket.items
+    if not 0 <= item < len(ticket.items):
+        expected = f"an index below {len(ticket.items)} of {ticket.request.id}"
+        raise InputError(f"item: expected {expected}; got {shown(item)}")
+    return (ticket.items[item],)

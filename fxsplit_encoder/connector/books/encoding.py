@@ -131,14 +131,6 @@ class Batch:
         self.memory.free()
 
 
-class Taken(NamedTuple):
-    """A worker's next batch."""
-
-    batch: Batch | None = None
-    wait_s: float | None = None
-    """Without a batch: after how many seconds to ask again; None: once something has changed."""
-
-
 class Encoding:
     """Hands out batches, and takes what becomes of them."""
 
@@ -183,11 +175,13 @@ class Encoding:
 
     # --- batches
 
-    def take(self, worker: Worker, most_cost: float | None = None) -> Taken:
-        """The next batch of a worker, if there is one and no other worker has less in hand."""
+    def take(self, worker: Worker, most_cost: float | None = None) -> Batch | float | None:
+        """The next batch of a worker, if there is one and no other worker has less in hand; else the seconds
+        after which to ask again, or None: once something has changed.
+        """
         config, waiting = self._config, self._holdings.to_encode
         if not waiting or not worker.is_free:
-            return Taken()
+            return None
         peers = [
             each
             for each in self.workers.values()
@@ -195,19 +189,19 @@ class Encoding:
         ]
         load = worker.load
         if any(each.is_free and each.load < load for each in peers):
-            return Taken()
+            return None
         if (rest := worker.rests_until - self._clock()) > 0:
-            return Taken(wait_s=rest)
+            return rest
         # So much that all workers of the same kind come to have the same in hand.
         share = (waiting.cost + sum(each.load for each in peers)) / len(peers) - load
         share = share if len(peers) > 1 else math.inf
         chosen = self._choose(worker, share, most_cost)
         if not chosen:
-            return Taken()
+            return None
         delay = min(entry.queued_at for entry in chosen) + config.flush_delay_s - self._clock()
         if delay > 0 and len(chosen) == len(waiting) and len(chosen) < config.max_batch_items:
-            return Taken(wait_s=delay)
-        return Taken(self._start(worker, chosen))
+            return delay
+        return self._start(worker, chosen)
 
     def _choose(self, worker: Worker, share: float, most_cost: float | None) -> list[Entry]:
         """The next entries for a worker, in the order in which they are due; none if the first has no room.

@@ -191,13 +191,13 @@ class _WorkerThread(BatchThread[Batch]):
             while True:
                 self.check()
                 taken = self._core.books.encoding.take(self.worker)
-                if taken.batch is not None:
+                if isinstance(taken, Batch):
                     self._core.clock.look()
                     self.work.notify_all()  # others may take the rest
-                    return taken.batch
+                    return taken
                 if self.worker.status is not WorkerStatus.RUNNING:
                     return None
-                self.work.wait(taken.wait_s)
+                self.work.wait(taken)
 
     def launch(self, batch: Batch) -> None:
         batch.outputs = self._outputs(batch)
@@ -315,8 +315,8 @@ class _WorkerThread(BatchThread[Batch]):
                 self._rest(batch, begin)
             batch.progressed_at = self._core.now()
             with self._core.lock:
-                other = self._core.books.encoding.take(self.worker, config.max_slice_cost).batch
-            if other is not None:
+                other = self._core.books.encoding.take(self.worker, config.max_slice_cost)
+            if isinstance(other, Batch):
                 self.run(other)
         except RuntimeError as error:  # of the device: no item is to blame
             raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error

@@ -310,8 +310,8 @@ class AnyHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.books.holdings.to_encode)
     @rule(worker=st.integers(0, 1))
     def take_batch(self, worker: int) -> None:
-        batch = self.books.encoding.take(self.bench.workers[worker]).batch
-        if batch is not None:
+        batch = self.books.encoding.take(self.bench.workers[worker])
+        if isinstance(batch, Batch):
             assert 1 <= len(batch.entries) <= 3
             self.encoding.append(batch)
 
