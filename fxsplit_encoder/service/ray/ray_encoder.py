@@ -25,7 +25,7 @@ from ray.exceptions import (
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.encode_queue.batch_thread import FATAL
+from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from fxsplit_encoder.service.encoder import Download
 
@@ -152,8 +152,7 @@ class RayEncoder(FeatureEncoder):
             )
             for item in items
         ]
-        features: list[HostTensor] = self._ask(actor, "encode", self.options.encode_timeout, sent)
-        return [feature.copy() for feature in features]
+        return [each.copy() for each in self._ask(actor, "encode", self.options.encode_timeout, sent)]
 
     def close(self) -> None:
         """End the actor; idempotent, and `start` may follow."""
@@ -175,7 +174,7 @@ class RayEncoder(FeatureEncoder):
             raise self._lost(actor, f"is lost: {error}") from None
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, FATAL):
+            if isinstance(cause, BatchThread.FATAL):
                 raise self._lost(actor, f"can encode no more: {cause}") from cause
             if not isinstance(cause, Exception):
                 raise
