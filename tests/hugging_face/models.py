@@ -279,6 +279,7 @@ TILE_MODELS = {
         BY_ID,
         shuffled,
         images=(1, 2, 3),
+        exhaustive=True,
     ),
     "llama4": of_tiles(
         "Llama4",
@@ -361,6 +362,7 @@ def embed(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
 
 def of_embeddings(family: str, pixels: Pixels = tiles, **sizes: Any) -> TinyModel:
     options: dict[str, Any] = {"features": embed, "embeds": True, "settings": {"exact_min_hits": 2}}
+    options["exhaustive"] = family == "DINOv3ViT"  # much as DINOv2
     return TinyModel(family, sizes, pixels, lambda image: [], (1, 1, 1), **options)
 
 
