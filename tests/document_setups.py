@@ -168,8 +168,9 @@ REPLACED: dict[str, dict[str, str]] = {
         "data_parallel=True": "data_parallel=True, token_budgets=[4, 16]",
         '{"pixel_values": pixels, "image_grid_thw": grid}': "images",
     },
+    "hugging_face": {"fx.accelerate(adapted)": 'fx.accelerate(adapted, {"mode": "breakable"})'},
 }
-"""What of a page's code a machine without GPUs runs otherwise: another transport, few budgets."""
+"""What of a page's code a machine without GPUs runs otherwise: another transport, few budgets, no traces."""
 
 
 def working_directory(path: Path) -> Path:

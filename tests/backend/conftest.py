@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import fxsplit_encoder as fx
 from fxsplit_encoder.backend import BudgetDispatcher, dispatchers
 from tests.small_tower import FEATURES, SmallTower
-
-
-@pytest.fixture
-def inner(make_tower: Callable[..., Any]) -> Any:
-    """A Hugging Face tower of the test's own."""
-    return make_tower()
-
-
-@pytest.fixture
-def pixels(inner: Any) -> Tensor:
-    """Patches of one image of `towers.GRID`."""
-    return torch.randn(24, fx.wrap(inner).patch_features, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.backend import entry
 
 from ..small_tower import FEATURES, SmallAdapter, SmallTower
-from .towers import Attention
+from .towers import Attention, num_weights
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -72,8 +72,15 @@ assert "fxsplit_encoder" in sys.modules
 
 
 @torch.no_grad()
-def test_one_compilation_serves_every_size_and_count(tiny_towers: Any, made: Any) -> None:
-    options = {"mode": "full", "token_budgets": BUDGETS, "debug": True}
+def test_one_compilation_serves_every_size_and_count(tiny_towers: Any, made: Any, inlined: list[int]) -> None:
+    """It has one trace for equal blocks, and no guards of theirs."""
+    names: list[str] = []
+
+    def keep(entries: Any) -> list[bool]:
+        names.extend(entry.name for entry in entries)
+        return [True] * len(entries)
+
+    options = {"mode": "full", "token_budgets": BUDGETS, "debug": True, "guard_filter_fn": keep}
     compiled = torch.compile(tiny_towers.wrapped, backend="encoder_cg", fullgraph=True, options=options)
     for seed, grids in enumerate(GRIDS):
         x, grid = patches(grids, seed)
@@ -85,6 +92,11 @@ def test_one_compilation_serves_every_size_and_count(tiny_towers: Any, made: Any
     assert dispatcher.hits == len(GRIDS) - 1
     assert dispatcher.misses == {fx.MissReason.OVER_LARGEST_BUDGET: 1}
     assert dispatcher.num_captured == len(BUDGETS)
+    assert inlined == [num_weights(tiny_towers.hugging_face)]
+    assert any("patch_embed" in name for name in names)
+    assert any("blocks_as_traced" in name for name in names)
+    unneeded = ("self.tower._modules['blocks']._modules['", "self.tower.config")
+    assert [name for name in names if name.startswith(unneeded)] == []
 
 
 @pytest.mark.exhaustive

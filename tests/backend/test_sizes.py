@@ -55,6 +55,13 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
     "eager attention": lambda: Attention(eager=True),
     "SDPA": lambda: Attention(eager=False),
 }
+each_small = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=pytest.mark.exhaustive if "eager" in name else ())
+        for name, make in SMALL.items()
+    ],
+)
 
 
 def made_of(make: Callable[[], nn.Module]) -> nn.Module:
@@ -93,7 +100,7 @@ def counts(made: Made) -> tuple[int, int, int]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", SMALL.values(), ids=SMALL)
+@each_small
 def test_batches_that_recur_are_captured_and_weights_followed(
     make: Callable[[], nn.Module], made: Made
 ) -> None:
@@ -125,7 +132,7 @@ def served_batches(compiled: Any, module: nn.Module) -> list[list[Tensor]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", SMALL.values(), ids=SMALL)
+@each_small
 def test_inputs_of_other_strides(make: Callable[[], nn.Module]) -> None:
     module = made_of(make)
     compiled = compile_it(module, exact_min_hits=1)

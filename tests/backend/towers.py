@@ -17,10 +17,14 @@ def compiled(tower: Any, **options: Any) -> Any:
 
 @torch.no_grad()
 def features(tower: Any, pixels: Tensor) -> Tensor:
-    output = tower(pixels, GRID)
-    if isinstance(output, Tensor):
-        return output
-    return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+    output: Tensor = tower(pixels, GRID)
+    return output
+
+
+def num_weights(inner: Any) -> int:
+    """Of the blocks, and of the mergers behind some of them, which are equal too."""
+    mergers = getattr(inner, "deepstack_merger_list", ())
+    return sum(len(list(part.parameters())) for part in (*inner.blocks, *mergers))
 
 
 def assert_equal_features(tower: Any, inner: Any, pixels: Tensor) -> None:

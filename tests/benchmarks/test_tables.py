@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tables
@@ -168,40 +167,6 @@ def test_ratios_are_of_the_medians(result: Result) -> None:
     assert (named["floor"], named["ours"], named["ours / floor"]) == ("0.300", "1.50", "5.00")
     assert named["graph-exact / ours"] == "2.00"
     assert dict(zip(header, second, strict=True))["graph-exact / ours"] == "-"  # it failed
-
-
-def test_units_of_towers(result: Result) -> None:
-    rows: list[dict[str, Any]] = [
-        {"tower": "clip", "workload": "start", "compile s": 10.4, "capture s": 2.6, "bytes": 3 * 2**29},
-        {"tower": "clip", "workload": "small", "sizes": [1], "eager": 4.0, "ours": 2.0, "rms error": 0.97},
-        {
-            "tower": "clip",
-            "workload": "batch of 8",
-            "sizes": [1, 2],
-            "eager": 9.0,
-            "ours": 2.0,
-            "rms error": 1.01,
-        },
-        {"tower": "step", "workload": "all", "failure": "RuntimeError: lost"},
-    ]
-    header, clip, step = cells(tables.towers({**result, "rows": rows}))
-    named = dict(zip(header, clip, strict=True))
-    assert (named["small"], named["batch of 8"]) == ("1: 4.00 / 2.00", "9.00 / 2.00")
-    assert (named["error"], named["compile s"], named["GiB"]) == ("1.01", "10", "1.5")
-    assert step[-1] == "RuntimeError: lost"
-
-
-def test_the_kernels_that_were_chosen_show() -> None:
-    row = {"segments": "1024", "chosen": ""}
-    rows = [
-        {**row, "kernel": "torch_flash", "known": 50.5, "captured": 67.0},
-        {**row, "kernel": "flash", "known": 49.25, "captured": 66.0, "chosen": "captured"},
-        {**row, "kernel": "dense", "known": 40.0, "chosen": "known, batch"},
-        {**row, "kernel": "broken", "failure": "RuntimeError", "known": 30.0},
-    ]
-    stored = {**load(RESULTS / "attention.json"), "rows": rows}
-    _, line = cells(tables.attention(stored))
-    assert line == ["1024", "50.5", "`dense` 40.0", "`flash` 66.0", "`dense` 40.0", "-"]
 
 
 def test_the_products_that_were_chosen_or_failed_show() -> None:

@@ -12,7 +12,6 @@ from fxsplit_encoder.compile.pieces import (
     PieceCache,
     compile_eager,
     piece_compiler,
-    start_compile_workers,
 )
 
 from .packed_forwards import attend, packed_inputs, trace_packed
@@ -134,16 +133,6 @@ def test_inductor_compiles_pieces_for_every_token_count() -> None:
         torch.testing.assert_close(
             bound(packed_inputs(rows)), expected(packed_inputs(rows)), rtol=1e-4, atol=1e-5
         )
-
-
-def test_inductors_workers_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr("fxsplit_encoder._torch.inductor.start_workers", lambda: calls.append("pool"))
-    start_compile_workers.cache_clear()
-    for _ in range(2):
-        start_compile_workers()
-    start_compile_workers.cache_clear()
-    assert calls == ["pool"]
 
 
 def test_inductor_compiles_pieces_with_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:

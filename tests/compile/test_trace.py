@@ -38,7 +38,7 @@ def wrapped(tiny_towers: Any) -> Any:
 def bound(wrapped: Any) -> BoundProgram:
     cpu = torch.device("cpu")
     example = wrapped.prepare_encoder_cudagraph_capture_inputs(16, 2, 0, cpu, torch.float32).values
-    return trace_with(wrapped.encoder_cudagraph_forward, example)
+    return trace_with(wrapped.encoder_cudagraph_forward, example, module=wrapped)
 
 
 @pytest.mark.parametrize("grids", GRIDS, ids=str)

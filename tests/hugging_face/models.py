@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..towers.tiny_tiles import llama4_sizes
+from ..towers.tiny_views import step3p7_sizes
 from .prompts import END, IMAGE, START, TEXT, VIDEO, Runs
 from .tiny_model import Item, Pixels, TinyModel
 
@@ -180,27 +182,7 @@ TOWER: dict[str, Any] = {
 }
 CLIP = {**TOWER, "model_type": "clip_vision_model"}
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
-LLAMA4 = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 128,  # of the pixel shuffle: four patches
-    "projector_input_dim": 24,
-    "projector_output_dim": 24,
-    "vision_output_dim": 24,
-    "image_size": SIZE,
-    "patch_size": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
-STEP = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_channels": 3,
-    "image_size": 728,
-    "patch_size": 56,
-    "mlp_ratio": 1.5,
-}
+LLAMA4, STEP = llama4_sizes(2), step3p7_sizes(2)
 STEP_TEXT = {
     "moe_intermediate_size": 8,
     "share_expert_dim": 8,
@@ -297,6 +279,7 @@ TILE_MODELS = {
         BY_ID,
         shuffled,
         images=(1, 2, 3),
+        exhaustive=True,
     ),
     "llama4": of_tiles(
         "Llama4",
@@ -379,6 +362,7 @@ def embed(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
 
 def of_embeddings(family: str, pixels: Pixels = tiles, **sizes: Any) -> TinyModel:
     options: dict[str, Any] = {"features": embed, "embeds": True, "settings": {"exact_min_hits": 2}}
+    options["exhaustive"] = family == "DINOv3ViT"  # much as DINOv2
     return TinyModel(family, sizes, pixels, lambda image: [], (1, 1, 1), **options)
 
 

@@ -183,8 +183,9 @@ def test_what_another_dtype_left_does_not_serve(begin: Callable[..., Pair], made
     assert len(made) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_behind_torch_compile(begin: Callable[..., Pair], made: list[Any]) -> None:
+    """tests/backend/test_adapters.py has Dynamo's guards of each state."""
     pair = begin(compile=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     pair.both(lambda model: model.set_adapter("two"))

@@ -18,17 +18,19 @@ from .conftest import Loaded, config_of
 from .models import EMBEDDERS, embed
 from .test_models import num_traces
 
+UNTRACED: dict[str, Any] = {"compile": False, "piece_compiler": "auto"}
+
 
 def images(count: int, size: int = 16, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {"pixel_values": torch.randn(count, 3, size, size, generator=generator)}
 
 
-def pair(name: str, checkpoint: Callable[[str], Path]) -> list[Any]:
+def pair(name: str, checkpoint: Callable[[str], Path], **settings: Any) -> list[Any]:
     """A model that is accelerated and nothing else, and one as it was loaded."""
     tiny = EMBEDDERS[name]
     model, reference = (tiny.load(checkpoint(name)) for _ in range(2))
-    return [fx.accelerate(model, config_of(tiny)), reference]
+    return [fx.accelerate(model, config_of(tiny).replace(**settings)), reference]
 
 
 @pytest.mark.parametrize("name", [name for name, tiny in EMBEDDERS.items() if not tiny.exhaustive])
@@ -44,7 +46,7 @@ def test_hidden_states_are_the_towers_own(name: str, loaded: Callable[[str], Loa
 @torch.no_grad()
 def test_images_of_another_size_are_captured_once_they_recur(checkpoint: Callable[[str], Path]) -> None:
     """DINOv2's checkpoints name another size than their processor gives."""
-    model, reference = pair("dinov2", checkpoint)
+    model, reference = pair("dinov2", checkpoint, **UNTRACED)
     for number in range(3):
         inputs = images(2, 24, seed=number)
         assert_close(model(**inputs), reference(**inputs))
@@ -64,7 +66,7 @@ def test_a_warm_up_by_example_captures_its_size(checkpoint: Callable[[str], Path
 
 @torch.no_grad()
 def test_positions_are_interpolated_where_that_is_asked_for(checkpoint: Callable[[str], Path]) -> None:
-    model, reference = pair("clip", checkpoint)
+    model, reference = pair("clip", checkpoint, **UNTRACED)
     for number in range(2):
         inputs = images(1, 24, seed=number)
         got, expected = (embed(each, inputs, interpolate_pos_encoding=True) for each in (model, reference))

@@ -19,6 +19,7 @@ from .comparisons import assert_close
 from .models import SHORT_TEXT, SIZE, TOWER
 
 SETTINGS = fx.EncoderConfig(piece_compiler="eager", mode="full")
+UNTRACED = fx.EncoderConfig(compile=False, mode="full")
 
 
 class Tower(transformers.PreTrainedModel):
@@ -75,7 +76,7 @@ def test_a_pyramid_and_its_hidden_states() -> None:
     reference = transformers.ConvNextBackbone(config).eval()
     model = transformers.ConvNextBackbone(config).eval()
     model.load_state_dict(reference.state_dict())
-    fx.accelerate(model, SETTINGS)
+    fx.accelerate(model, UNTRACED)
     for options in ({}, {"output_hidden_states": True}, {"output_hidden_states": True}):
         assert_close(model(images, **options), reference(images, **options))
     assert fx.stats(model).misses == {MissReason.UNCAPTURED_OUTPUT: 1}
@@ -105,7 +106,7 @@ def test_images_of_another_dtype() -> None:
 @torch.no_grad()
 def test_a_size_without_a_configuration_has_to_recur() -> None:
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
-    model = fx.accelerate(transformers.ResNetModel(config).eval(), SETTINGS.replace(exact_min_hits=2))
+    model = fx.accelerate(transformers.ResNetModel(config).eval(), UNTRACED.replace(exact_min_hits=2))
     for _ in range(3):
         model(pixels())
     stats = fx.stats(model)

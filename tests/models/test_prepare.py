@@ -282,7 +282,7 @@ def resize_of(module: str) -> Any:
 
 
 @pytest.mark.parametrize("name", VIDEOS)
-@settings(max_examples=500)
+@settings(max_examples=120)
 @given(
     frames=st.integers(4, 800),
     height=st.integers(1, 3000),

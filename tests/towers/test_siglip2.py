@@ -74,18 +74,19 @@ def write_data(target: nn.Module, source: nn.Module) -> None:
         own.data.copy_(other)
 
 
-OTHERS = [pytest.mark.slow, pytest.mark.exhaustive]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "write", "compiles"),
     [
-        (torch.no_grad, write_data, False),
-        (torch.inference_mode, load, False),
         (torch.inference_mode, write_data, False),
-        pytest.param(torch.inference_mode, write_data, True, marks=pytest.mark.slow),
-        pytest.param(torch.no_grad, write_data, True, marks=OTHERS),
-        pytest.param(torch.inference_mode, load, True, marks=OTHERS),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (torch.no_grad, write_data, False),
+                (torch.inference_mode, load, False),
+                (torch.inference_mode, write_data, True),
+            )
+        ),
     ],
 )
 def test_new_weights_are_those_of_the_next_call(

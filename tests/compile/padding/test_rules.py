@@ -122,6 +122,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda y, i: (y[:, :1] - torch.arange(y.shape[0])).sum(1),
         "differ",
     ),
+    "rows repeated": (lambda y, i: y.repeat(2, 1), "repeats the token dimension"),
     "rows repeated by their count": (
         lambda y, i: y.repeat(1, y.shape[0]).sum(1),
         "changes with the padding too",

@@ -158,6 +158,7 @@ def test_other_passes_see_layers_without_adapters() -> None:
     torch.testing.assert_close(graph.run(), module(x))
 
 
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_other_passes_find_as_much_as_without_adapters() -> None:
     peft = pytest.importorskip("peft")

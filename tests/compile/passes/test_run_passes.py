@@ -105,7 +105,7 @@ def test_an_unknown_pass_is_refused() -> None:
         passes_for(("fuse_all",), CPU)
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_a_program_with_every_pass_gives_the_same(compiler: str) -> None:
     mlp = Mlp(tanh_gelu, width=WIDTH).requires_grad_(False)
     bound = trace_packed(lambda y, i: y + mlp(y), options=options(tuple(PASSES), compiler))
