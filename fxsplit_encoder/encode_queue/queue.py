@@ -428,7 +428,9 @@ class _QueueWorker(BatchThread[_Batch]):
 
     def end(self, batch: _Batch) -> bool:
         """It has a batch no more; False: nor had it, since it was given up. Called with the lock."""
-        return self.batches.pop(batch, False) is None  # the value of each that is there
+        was_there = batch in self.batches
+        self.batches.pop(batch, None)
+        return was_there
 
     @contextmanager
     def serving(self) -> Iterator[None]:
