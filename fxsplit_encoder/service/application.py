@@ -24,12 +24,9 @@ from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, M
 from fxsplit_encoder.integrations.prometheus import ServiceMetrics
 from fxsplit_encoder.service.encoder import (
     Array,
-    ImagePreparer,
     Item,
-    PreparedText,
+    Preparer,
     QueuedEncoder,
-    resolved_form,
-    tokenizer_of,
 )
 from fxsplit_encoder.service.protocol import (
     EmbeddingRequest,
@@ -88,7 +85,7 @@ class LocalBackend:
             futures, tokens = await asyncio.wrap_future(submitted)
             waiting = map(asyncio.wrap_future, futures)
             landed: list[Any] = await asyncio.gather(*waiting, return_exceptions=True)
-            return [each[0] if isinstance(each, list) else each for each in landed], tokens
+            return landed, tokens
         except BaseException:
             submitted.add_done_callback(_cancel_items)
             raise
@@ -102,13 +99,13 @@ class LocalBackend:
             "is_ready": self._encoder.is_ready,
             "devices": [str(encoder.device) for encoder in self._encoder.encoders],
             "dtype": str(first.dtype).removeprefix("torch."),
-            "pooling": first.pooling,
+            "pooling": self._encoder.preparer.pooling,
             "max_batch_tokens": self._encoder.max_batch_tokens,
             "items": self._encoder.queue.stats().encoded,
         }
 
 
-def _cancel_items(submitted: Future[tuple[list[Future[list[Array]]], int]]) -> None:
+def _cancel_items(submitted: Future[tuple[list[Future[Array]], int]]) -> None:
     if not submitted.cancelled() and submitted.exception() is None:
         for future in submitted.result()[0]:
             future.cancel()
@@ -122,15 +119,14 @@ class Application:
     def __init__(
         self,
         settings: ServiceSettings,
-        preparer: ImagePreparer,
+        preparer: Preparer,
         backend: Backend,
         metrics: ServiceMetrics,
         threads: ThreadPoolExecutor,
     ) -> None:
         self.settings = settings
         self._preparer, self._backend, self._metrics, self._threads = preparer, backend, metrics, threads
-        self._is_normalized = resolved_form(settings)[1]
-        self._tokenizer = tokenizer_of(settings)
+        self._tokenizer = preparer.tokenizer  # loaded before the first request
         self.num_requests = self.pending_bytes = 0
         self.is_draining = False
         """Whether it is about to end, which /ready tells."""
@@ -296,7 +292,7 @@ class Application:
                 self._metrics.add_refused()
                 raise _answer_to(outcome, index) from outcome
             embeddings.append(outcome)
-        name, is_normalized = self.settings.name, self._is_normalized
+        name, is_normalized = self.settings.name, self._preparer.normalizes
         return await self._on_thread(
             lambda: embeddings_response(asked, name, items, embeddings, tokens, is_normalized)
         )
@@ -323,7 +319,7 @@ class Application:
             if self._tokenizer is None:
                 message = f"input: {self.settings.name} takes images alone; got a text"
                 raise RequestError(400, "invalid_request", message, index)
-            return PreparedText(self._tokenizer(source))
+            return self._tokenizer(source)
 
         return prepare
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.service.encoder import MANY_BUDGETS, ImagePreparer, PreparedImage, QueuedEncoder, decoded
+from fxsplit_encoder.service.encoder import MANY_BUDGETS, PreparedImage, Preparer, QueuedEncoder, decoded
 from fxsplit_encoder.service.settings import ServingSettings
 
 _GRID = "image_grid_thw"
@@ -64,7 +64,7 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         served = Checkpoint.locate(model_id).read_json("config.json") or {}
         self._takes_grids = bool(_TAKE_GRIDS.intersection(served.get("architectures") or ()))
         self._resolved = self._settings_for(model_id)
-        probe = ImagePreparer(self._resolved).prepare(Image.new("RGB", (448, 448)))
+        probe = Preparer(self._resolved).prepare(Image.new("RGB", (448, 448)))
         if self._takes_grids and _GRID not in probe.inputs:
             raise InputError(
                 f"model: expected a tower with grids, as {model_id} has; got {self._resolved.model}"

@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import RayMetrics
 from fxsplit_encoder.service.application import Application, LocalBackend, Outcome
-from fxsplit_encoder.service.encoder import ImagePreparer, Item, QueuedEncoder, thread_pool
+from fxsplit_encoder.service.encoder import Item, Preparer, QueuedEncoder, thread_pool
 from fxsplit_encoder.service.settings import ServiceSettings
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -68,7 +68,7 @@ class Frontend:
         """The Starlette application; Ray calls it."""
         threads = thread_pool()
         metrics, backend = _ClusterMetrics(threads), _RemoteBackend(self._encoder)
-        return Application(self._settings, ImagePreparer(self._settings), backend, metrics, threads).app
+        return Application(self._settings, Preparer(self._settings), backend, metrics, threads).app
 
 
 class _RemoteBackend:

@@ -43,7 +43,7 @@ class Service:
         self.encoder = QueuedEncoder(settings, devices or devices_of(settings), observe=metrics.add_batch)
         metrics.watch(self.encoder.queue, [encoder.manager for encoder in self.encoder.encoders])
         backend = LocalBackend(self.encoder, settings.request_timeout_s, threads)
-        self.application = Application(settings, self.encoder.first.preparer, backend, metrics, threads)
+        self.application = Application(settings, self.encoder.preparer, backend, metrics, threads)
 
     def server(self, host: str = "127.0.0.1", port: int = 8000) -> uvicorn.Server:
         """A server of the application; its `run` returns after a signal and the end of requests in flight."""

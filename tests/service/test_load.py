@@ -37,7 +37,7 @@ MOST_TURNS = 3
 """Of the event loop, from a request for /health to its answer."""
 ON_THREADS = {
     "fxsplit_encoder.service.application": ("parse_request", "embeddings_response"),
-    "fxsplit_encoder.service.encoder.ImagePreparer": ("load", "measure"),
+    "fxsplit_encoder.service.encoder.Preparer": ("load", "measure"),
     "fxsplit_encoder.service.encoder.QueuedEncoder": ("submit",),
     "fxsplit_encoder.models.text.Tokenizer": ("__call__",),
 }

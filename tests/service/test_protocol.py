@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.service.encoder import PreparedImage, PreparedText
+from fxsplit_encoder.service.encoder import PreparedImage
 from fxsplit_encoder.service.protocol import (
     MOST_CHARACTERS,
     EmbeddingRequest,
@@ -144,7 +144,7 @@ def test_json_of_an_error_says_which_item() -> None:
 
 
 def answer(asked: EmbeddingRequest, *embeddings: np.ndarray, is_normalized: bool = True) -> dict[str, Any]:
-    items = [PreparedImage({}, {"tiles": 1}), PreparedText((1,))][: len(embeddings)]
+    items = [PreparedImage({}, {"tiles": 1}), (1,)][: len(embeddings)]
     made = embeddings_response(asked, "m", items, embeddings, 5, is_normalized)
     found: dict[str, Any] = json.loads(made.body)
     return found

@@ -25,7 +25,7 @@ from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from fxsplit_encoder.models.text import TextEncoder
 from fxsplit_encoder.service import application, server
-from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, QueuedEncoder
+from fxsplit_encoder.service.encoder import ImageEncoder, Preparer, QueuedEncoder
 
 from ..models.checkpoints import save
 from ..models.embedding_models import image_vector, save_model, text_vectors
@@ -52,7 +52,7 @@ def running(siglip: tuple[Any, Path]) -> Iterator[Running]:
 
 
 def expected_vectors(model: Any, directory: Path, images: list[bytes]) -> np.ndarray:
-    preparer = ImagePreparer(settings_of(directory))
+    preparer = Preparer(settings_of(directory))
     values = torch.from_numpy(preparer.values)
     rows = []
     for data in images:
@@ -126,7 +126,7 @@ def test_other_towers_have_the_mean_of_their_rows(tmp_path: Path) -> None:
         (entry,) = running.embed(content=data, headers=PNG).json()["data"]
         np.testing.assert_allclose(np.reshape(entry["embedding"], entry["shape"]), rows, atol=1e-5)
     with pytest.raises(InputError, match="has no vector of its own"):
-        ImageEncoder(settings_of(directory, pooling="model"))
+        Preparer(settings_of(directory, pooling="model"))
 
 
 def test_health_readiness_metrics_and_other_paths(running: Running) -> None:

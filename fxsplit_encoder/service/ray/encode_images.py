@@ -29,8 +29,8 @@ from fxsplit_encoder.messages import names_of, shown
 from fxsplit_encoder.service.encoder import (
     MANY_BUDGETS,
     Array,
-    ImagePreparer,
     PreparedImage,
+    Preparer,
     QueuedEncoder,
     Result,
     thread_pool,
@@ -180,7 +180,7 @@ def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
     return prepare_table(table, preparer_of(ImageEncoderSettings(**settings)))
 
 
-def prepare_table(table: pa.Table, preparer: ImagePreparer, each: Map = map) -> pa.Table:
+def prepare_table(table: pa.Table, preparer: Preparer, each: Map = map) -> pa.Table:
     """As `prepare_images`; `each` may be the `map` of an executor."""
     name = next((name for name in _SOURCES if name in table.column_names), None)
     if name is None:
@@ -203,9 +203,9 @@ def prepare_table(table: pa.Table, preparer: ImagePreparer, each: Map = map) -> 
 
 
 @functools.lru_cache(maxsize=4)
-def preparer_of(settings: ImageEncoderSettings) -> ImagePreparer:
+def preparer_of(settings: ImageEncoderSettings) -> Preparer:
     """One for all tasks of a worker's process."""
-    return ImagePreparer(settings)
+    return Preparer(settings)
 
 
 # What a process needs that prepares a batch. Asking for it also keeps Ray from running these tasks inside the

@@ -33,7 +33,6 @@ from pyarrow import fs
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels.store import write_atomic
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.service.encoder import resolved_form
 from fxsplit_encoder.service.ray.encode_images import (
     PREPARING,
     EncodeImages,
@@ -334,8 +333,8 @@ class EncodeJob:
         self._workers = workers
         if not self.files:
             raise InputError("images: expected at least one path")
-        preparer_of(settings)  # raises here what it would raise in every task
-        form = dict(zip(("pooling", "normalize"), resolved_form(settings), strict=True))
+        preparer = preparer_of(settings)  # raises here what it would raise in every task
+        form = {"pooling": preparer.pooling, "normalize": preparer.normalizes}
         digest = hashlib.sha256("\0".join(self.files).encode("utf-8", "surrogateescape"))
         run = {
             "images": {"count": len(self.files), "sha256": digest.hexdigest()},

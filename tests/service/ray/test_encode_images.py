@@ -12,7 +12,7 @@ import pytest
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.service.encoder import ImagePreparer, PreparedImage, QueuedEncoder
+from fxsplit_encoder.service.encoder import PreparedImage, Preparer, QueuedEncoder
 from fxsplit_encoder.service.ray import EncodeImages, encode_images
 from fxsplit_encoder.service.ray.encode_images import (
     buffers,
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inputs_come_back_as_they_were(model: Path) -> None:
-    preparer = ImagePreparer(settings_of(model))
+    preparer = Preparer(settings_of(model))
     images = [preparer.prepare(photograph(size=(60 + 30 * n, 80))) for n in range(3)]
     table = pa.table({"bytes": [b"a", b"b", b"c", b"d"], "name": list("abcd")})
     table = with_inputs(table, [*images[:2], "no image", images[2]])
@@ -51,7 +51,7 @@ def test_inputs_come_back_as_they_were(model: Path) -> None:
 
 
 def test_inputs_are_read_where_they_lie(model: Path) -> None:
-    image = ImagePreparer(settings_of(model)).prepare(photograph())
+    image = Preparer(settings_of(model)).prepare(photograph())
     table = with_inputs(pa.table({"bytes": [b"a"]}), [image])
     (found,) = inputs_of(table)
     assert isinstance(found, PreparedImage)
@@ -94,7 +94,7 @@ def test_images_come_from_bytes_pixels_or_paths(model: Path, tmp_path: Path) -> 
     for path, image in zip(paths, images, strict=True):
         path.write_bytes(encoded(image))
     settings = {"model": str(model)}
-    preparer = ImagePreparer(settings_of(model))
+    preparer = Preparer(settings_of(model))
     expected = [preparer.prepare(image).inputs["pixel_values"] for image in images]
     names = [str(path) for path in paths]
     missing = str(tmp_path / "missing.png")
