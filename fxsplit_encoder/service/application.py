@@ -279,7 +279,7 @@ class Application:
         headers, query = dict(request.headers), request.url.query
         asked = await self._on_thread(lambda: parse_request(headers, query, body, self.settings))
         await self._on_thread(lambda: self._check_pixels(asked))
-        prepared = (self._on_thread(self._preparing(*numbered)) for numbered in enumerate(asked.items))
+        prepared = (self._on_thread(self._preparing(*numbered)) for numbered in enumerate(asked.input))
         items = list(await asyncio.gather(*prepared))
         tenant = asked.user or (request.client.host if request.client else "")
         try:
@@ -302,7 +302,7 @@ class Application:
 
     def _check_pixels(self, asked: EmbeddingRequest) -> None:
         pixels = 0
-        for index, source in enumerate(asked.items):
+        for index, source in enumerate(asked.input):
             if isinstance(source, bytes):
                 with _refusing(index):
                     pixels += self._preparer.measure(source)
