@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
 from fxsplit_encoder.media import MediaSettings, load_image, measure_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.load import load_tower, read_family
+from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
 from fxsplit_encoder.models.media import pixel_table
 from fxsplit_encoder.models.text import TextEncoder, Tokenizer, Tokens
 from fxsplit_encoder.service.settings import ImageEncoderSettings, Pooling
@@ -116,8 +116,9 @@ class Preparer:
         return PreparedImage(inputs, made.layout)
 
 
+@cache
 def thread_pool() -> ThreadPoolExecutor:
-    """Threads for parsing, decoding and writing: one a CPU."""
+    """Threads of this process for parsing, decoding and writing: one a CPU."""
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")
 
 
@@ -172,15 +173,11 @@ class Download:
         done.record(torch.cuda.current_stream(joined.device))
         return cls(host, counts, done)
 
-    def wait(self) -> None:
-        """Return once they are there."""
+    def tensors(self) -> Sequence[Tensor]:
+        """The embedding of every image, (rows, width), once all of them are there."""
         if self.done is not None:
             self.done.synchronize()
-
-    def embeddings(self) -> list[Array]:
-        """The embedding of every image, (rows, width), once all of them are there."""
-        self.wait()
-        return np.split(self.rows.numpy(), np.cumsum(self.counts)[:-1])
+        return torch.split(self.rows, list(self.counts))
 
 
 @dataclass(frozen=True)
@@ -195,7 +192,7 @@ class Launched:
         """The embedding of every item, in order."""
         found: dict[int, Array] = {}
         for places, download in self.parts:
-            found.update(zip(places, download.embeddings(), strict=True))
+            found.update(zip(places, (rows.numpy() for rows in download.tensors()), strict=True))
         embeddings = [found[place] for place in sorted(found)]
         self.observe(embeddings, time.perf_counter() - self.begin)
         return embeddings
@@ -208,8 +205,8 @@ class ImageEncoder:
 
     def __init__(self, settings: ImageEncoderSettings, preparer: Preparer, observe: Observe) -> None:
         self.settings, self.preparer, self._observe = settings, preparer, observe
-        self.device = settings.resolved_device()
-        self.dtype = settings.resolved_dtype(self.device)
+        self.device = device_of(settings.device)
+        self.dtype = dtype_of(settings.dtype, self.device)
         own = preparer.family.pooled if preparer.pooling == "model" else preparer.family
         assert own is not None
         self._trims = own.pads_rows

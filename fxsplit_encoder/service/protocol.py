@@ -207,10 +207,10 @@ def json_response(
 
 def embeddings_response(
     asked: EmbeddingRequest,
-    model: str,
     items: Sequence[Item],
     embeddings: Sequence[Array],
     tokens: int,
+    model: str,
     is_normalized: bool,
 ) -> Response:
     """Write the embeddings of all items of a request, (rows, width), row by row; base64 is little-endian.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -19,7 +18,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import RayMetrics
 from fxsplit_encoder.service.application import Application, LocalBackend, Outcome
-from fxsplit_encoder.service.encoder import Item, Preparer, QueuedEncoder, thread_pool
+from fxsplit_encoder.service.encoder import Item, Preparer, QueuedEncoder
 from fxsplit_encoder.service.settings import ServiceSettings
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -40,20 +39,14 @@ def app(args: dict[str, Any]) -> serve.Application:
         "max_ongoing_requests": _UNLIMITED,
         "graceful_shutdown_timeout_s": settings.request_timeout_s,
     }
-    resources = {"num_cpus": 1, "num_gpus": _num_gpus(settings)}
+    if not ray.is_initialized():  # `serve run` calls this before it connects, and then uses this connection
+        ray.init(namespace="serve")
+    num_gpus = float(settings.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0)
+    resources = {"num_cpus": 1, "num_gpus": num_gpus}
     encoder = serve.deployment(EncoderReplica, name="Encoder", ray_actor_options=resources, **options)
     frontend = serve.deployment(Frontend, name="Frontend", **options)
     application: serve.Application = frontend.bind(settings, encoder.bind(settings))
     return application
-
-
-def _num_gpus(settings: ServiceSettings) -> float:
-    """Of an encoder: one, if the cluster has any and `device` is not cpu."""
-    if settings.device == "cpu":
-        return 0.0
-    if not ray.is_initialized():  # `serve run` calls `app` before it connects, and then uses this connection
-        ray.init(namespace="serve")
-    return float(ray.cluster_resources().get("GPU", 0) > 0)
 
 
 @serve.ingress()
@@ -66,9 +59,8 @@ class Frontend:
 
     def __serve_build_asgi_app__(self) -> Any:
         """The Starlette application; Ray calls it."""
-        threads = thread_pool()
-        metrics, backend = _ClusterMetrics(threads), _RemoteBackend(self._encoder)
-        return Application(self._settings, Preparer(self._settings), backend, metrics, threads).app
+        backend = _RemoteBackend(self._encoder)
+        return Application(self._settings, Preparer(self._settings), backend, _ClusterMetrics()).app
 
 
 class _RemoteBackend:
@@ -104,7 +96,7 @@ class EncoderReplica(LocalBackend):
         self._metrics = RayMetrics()
         encoder = QueuedEncoder(settings, observe=self._observe)
         encoder.wait_started()
-        super().__init__(encoder, settings.request_timeout_s, thread_pool())
+        super().__init__(encoder, settings.request_timeout_s)
 
     def check_health(self) -> None:
         """Raise if the encoder is lost; Serve calls it, and replaces the replica."""
@@ -120,16 +112,11 @@ class EncoderReplica(LocalBackend):
 
 
 class _ClusterMetrics(RayMetrics):
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        super().__init__()
-        self._threads = threads
-
     async def exposition(self) -> str:
         """Counts of all nodes, where they arrive some seconds after they were made."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         urls = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
-        loop = asyncio.get_running_loop()
-        texts = await asyncio.gather(*(loop.run_in_executor(self._threads, _fetched, url) for url in urls))
+        texts = await asyncio.gather(*(asyncio.to_thread(_fetched, url) for url in urls))
         return joined(dict(zip(urls, texts, strict=True)))
 
 

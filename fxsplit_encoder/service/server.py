@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import LocalMetrics
 from fxsplit_encoder.service.application import Application, LocalBackend
-from fxsplit_encoder.service.encoder import QueuedEncoder, thread_pool
+from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.settings import ServiceSettings
 
 HEADER_TIMEOUT_S = 10.0
@@ -38,12 +38,11 @@ class Service:
 
     def __init__(self, settings: ServiceSettings, devices: Sequence[str] | None = None) -> None:
         self.settings = settings
-        threads = thread_pool()
         metrics = LocalMetrics()
         self.encoder = QueuedEncoder(settings, devices or devices_of(settings), observe=metrics.add_batch)
         metrics.watch(self.encoder.queue, [encoder.manager for encoder in self.encoder.encoders])
-        backend = LocalBackend(self.encoder, settings.request_timeout_s, threads)
-        self.application = Application(settings, self.encoder.preparer, backend, metrics, threads)
+        backend = LocalBackend(self.encoder, settings.request_timeout_s)
+        self.application = Application(settings, self.encoder.preparer, backend, metrics)
 
     def server(self, host: str = "127.0.0.1", port: int = 8000) -> uvicorn.Server:
         """A server of the application; its `run` returns after a signal and the end of requests in flight."""

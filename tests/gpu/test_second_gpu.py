@@ -65,12 +65,11 @@ def test_captures_between_requests_are_made_there(tower: Any) -> None:
 def test_embeddings_are_complete_when_they_are_there(index: int) -> None:
     weight = torch.randn(4096, 4096, device=f"cuda:{index}") / 64
     rows = torch.randn(4096, 4096, device=f"cuda:{index}")
-    Download.start(rows, [len(rows)], torch.float32).wait()  # pinned memory is there
+    Download.start(rows, [len(rows)], torch.float32).tensors()  # pinned memory is there
     for _ in range(50):
         rows = rows @ weight
-    download = Download.start(rows, [len(rows)], torch.float32)
-    download.wait()
-    copied = download.rows.clone()
+    (copied,) = Download.start(rows, [len(rows)], torch.float32).tensors()
+    copied = copied.clone()
     assert torch.equal(copied, rows.cpu())
 
 

@@ -103,10 +103,6 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(fx.ConfigError):
             ImageEncoderSettings(**wrong)
-    with pytest.raises(InputError, match="expected auto, cpu"):
-        ImageEncoderSettings(model="m", device="tpu").resolved_device()
-    with pytest.raises(InputError, match="sees"):
-        ImageEncoderSettings(model="m", device="cuda:97").resolved_device()
 
 
 def test_settings_are_sent_to_other_processes() -> None:

@@ -161,7 +161,7 @@ def test_json_of_an_error_says_which_item() -> None:
 
 def answer(request: EmbeddingRequest, *embeddings: np.ndarray, is_normalized: bool = True) -> dict[str, Any]:
     items = [PreparedImage({}, {"tiles": 1}), (1,)][: len(embeddings)]
-    made = embeddings_response(request, "m", items, embeddings, 5, is_normalized)
+    made = embeddings_response(request, items, embeddings, 5, "m", is_normalized)
     found: dict[str, Any] = json.loads(made.body)
     return found
 

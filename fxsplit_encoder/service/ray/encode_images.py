@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,12 +40,15 @@ _SOURCES = ("bytes", "image", "path")
 _DTYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64, "I32": np.int32}
 
 
+def place_of(path: str) -> tuple[fs.FileSystem, str]:
+    """The file system of a path or a URI, and its path there."""
+    return fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
+
+
 def read_file(path: str) -> bytes:
     """The contents of a file, or of a URI; raises MediaError where it cannot be read."""
     try:
-        if "://" not in path:
-            return Path(path).read_bytes()
-        filesystem, inside = fs.FileSystem.from_uri(path)
+        filesystem, inside = place_of(path)
         with filesystem.open_input_stream(inside) as stream:
             data: bytes = stream.read()
         return data
@@ -54,11 +56,16 @@ def read_file(path: str) -> bytes:
         raise MediaError(f"cannot be read: {error}") from None
 
 
-def _check_table(batch: object) -> None:
-    if not isinstance(batch, pa.Table):
+def _source_of(table: object, expected: Sequence[str]) -> str:
+    """The column that holds the images."""
+    if not isinstance(table, pa.Table):
         raise InputError(
-            f'batch_format: expected "pyarrow", whose batches are tables; got {shown(type(batch))}'
+            f'batch_format: expected "pyarrow", whose batches are tables; got {shown(type(table))}'
         )
+    if (name := next((name for name in expected if name in table.column_names), None)) is None:
+        columns = f"one of the columns {', '.join(_SOURCES)}"
+        raise InputError(f"images: expected {columns}; got {names_of(table.column_names)}")
+    return name
 
 
 def errors_of(table: pa.Table) -> list[str | None]:
@@ -160,11 +167,6 @@ def _unpacked(data: memoryview) -> dict[str, Array]:
     }
 
 
-Row = tuple[str | None, Any]
-"""The error of a row, and what its image is made of."""
-Map = Callable[[Callable[[Row], PreparedImage | str], Iterable[Row]], Iterable[PreparedImage | str]]
-
-
 def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
     """Prepare the images of a table, for `Dataset.map_batches` with `batch_format="pyarrow"`.
 
@@ -176,19 +178,14 @@ def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
     Returns:
         The rows, in order, with `inputs` and `layout` in place of `bytes` or `image`; or with an `error`.
     """
-    _check_table(table)
-    return prepare_table(table, preparer_of(ImageEncoderSettings(**settings)))
+    return _prepared(table, preparer_of(ImageEncoderSettings(**settings)), map)
 
 
-def prepare_table(table: pa.Table, preparer: Preparer, each: Map = map) -> pa.Table:
-    """As `prepare_images`; `each` may be the `map` of an executor."""
-    name = next((name for name in _SOURCES if name in table.column_names), None)
-    if name is None:
-        columns = f"one of the columns {', '.join(_SOURCES)}"
-        raise InputError(f"images: expected {columns}; got {names_of(table.column_names)}")
+def _prepared(table: pa.Table, preparer: Preparer, each: Callable[..., Iterable[Any]]) -> pa.Table:
+    """As `prepare_images`; `each` is `map`, or that of an executor."""
+    name = _source_of(table, _SOURCES)
 
-    def prepare(row: Row) -> PreparedImage | str:
-        error, source = row
+    def prepare(error: str | None, source: Any) -> PreparedImage | str:
         if error is not None or source is None:
             return error or f"no {name}"
         try:
@@ -198,8 +195,7 @@ def prepare_table(table: pa.Table, preparer: Preparer, each: Map = map) -> pa.Ta
         except MediaError as refused:
             return str(refused)
 
-    rows = zip(errors_of(table), _values(table[name]), strict=True)
-    return with_inputs(table, list(each(prepare, rows)))
+    return with_inputs(table, list(each(prepare, errors_of(table), _values(table[name]))))
 
 
 @functools.lru_cache(maxsize=4)
@@ -220,7 +216,6 @@ class EncodeImages:
 
     def __init__(self, **settings: Any) -> None:
         self._settings = ImageEncoderSettings(**settings)
-        self._decoders = thread_pool()
         self.encoder = QueuedEncoder(self._settings, budgets_per_batch=MANY_BUDGETS)
         self.encoder.wait_started()
 
@@ -228,9 +223,8 @@ class EncodeImages:
         """Encode what `prepare_images` returns, or takes: it is then prepared here. The rows, in order, have
         `embedding`, `tokens`, `width` and `error`.
         """
-        _check_table(table)
-        if "inputs" not in table.column_names:
-            table = prepare_table(table, self.encoder.preparer, self._decoders.map)
+        if _source_of(table, ("inputs", *_SOURCES)) != "inputs":
+            table = _prepared(table, self.encoder.preparer, thread_pool().map)
         rows = inputs_of(table)
         embeddings = iter(self.encoder.encode([row for row in rows if isinstance(row, PreparedImage)]))
         results = [next(embeddings) if isinstance(row, PreparedImage) else row for row in rows]

@@ -6,22 +6,12 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
-from ray.exceptions import (
-    ActorUnschedulableError,
-    GetTimeoutError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray import exceptions
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import FATAL, FeatureEncoder, Modality, PreparedItem
@@ -29,8 +19,7 @@ from fxsplit_encoder.errors import EncoderLostError, InputError
 from fxsplit_encoder.service.encoder import Download
 
 
-@dataclass(frozen=True, eq=False)
-class HostTensor:
+class HostTensor(NamedTuple):
     """A tensor's dtype, shape and bytes. Out of the object store they are read-only, and held there."""
 
     dtype: torch.dtype
@@ -45,19 +34,17 @@ class HostTensor:
 
     def copy(self) -> Tensor:
         """The tensor in memory of its own, which keeps nothing in the store."""
-        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        np.copyto(made.reshape(-1).view(torch.uint8).numpy(), self.data)
-        return made
+        return torch.from_numpy(self.data.copy()).view(self.dtype).view(self.shape)
 
 
 # What the end of a process or a node looks like, to who waits for its results.
 _LOST = (
-    ActorUnschedulableError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    WorkerCrashedError,
+    exceptions.ActorUnschedulableError,
+    exceptions.NodeDiedError,
+    exceptions.ObjectLostError,
+    exceptions.OutOfMemoryError,
+    exceptions.RayActorError,
+    exceptions.WorkerCrashedError,
 )
 
 Sent = tuple[PreparedItem, Mapping[str, HostTensor]]
@@ -168,11 +155,11 @@ class RayEncoder(FeatureEncoder):
     def _ask(self, actor: Any, method: str, timeout: float | None, *arguments: object) -> Any:
         try:
             return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout)
-        except GetTimeoutError:
+        except exceptions.GetTimeoutError:
             raise self._lost(actor, f"did not {method} within {timeout:g} s; {self._resources()}") from None
         except _LOST as error:
             raise self._lost(actor, f"is lost: {error}") from None
-        except RayTaskError as error:
+        except exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, FATAL):
                 raise self._lost(actor, f"can encode no more: {cause}") from cause
@@ -237,6 +224,4 @@ def _on_host(features: Sequence[Tensor]) -> Sequence[Tensor]:
     if not features or not features[0].is_cuda or len({(f.shape[1:], f.dtype) for f in features}) > 1:
         return features
     counts = [len(feature) for feature in features]
-    download = Download.start(torch.cat(list(features)), counts, features[0].dtype)
-    download.wait()
-    return torch.split(download.rows, counts)
+    return Download.start(torch.cat(list(features)), counts, features[0].dtype).tensors()

@@ -22,7 +22,7 @@ from fxsplit_encoder.service.ray.encode_images import (
     with_embeddings,
     with_inputs,
 )
-from fxsplit_encoder.service.ray.job import prepare_shard, write_shard
+from fxsplit_encoder.service.ray.job import Parts, prepare_shard, write_shard
 
 from ...models.checkpoints import save
 from ..photographs import EXAMPLES, encoded, photograph, settings_of
@@ -63,7 +63,7 @@ def test_inputs_are_read_where_they_lie(model: Path) -> None:
 def test_two_shards_are_not_written_as_one(tmp_path: Path) -> None:
     shard = pa.table({"shard": [1, 2], "path": ["a", "b"]})
     with pytest.raises(ValueError, match="too many values"):
-        write_shard(shard, str(tmp_path))
+        write_shard(shard, Parts(tmp_path, {}, 2))
 
 
 def test_a_shards_paths_stay_as_they_were_given(model: Path, tmp_path: Path) -> None:

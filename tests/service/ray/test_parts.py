@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import shutil
 import tempfile
@@ -22,7 +21,6 @@ from fxsplit_encoder.service.ray.job import (
     Parts,
     checkpoint_digest,
     list_files,
-    write_part,
 )
 
 from ...models.checkpoints import save
@@ -43,13 +41,13 @@ def table(shard: int) -> pa.Table:
 
 def write(parts: Parts, *shards: int) -> None:
     for shard in shards:
-        write_part(parts.directory, shard, table(shard))
+        parts.write(shard, table(shard))
 
 
 def test_parts_become_one_file_in_order(tmp_path: Path) -> None:
     parts = Parts(tmp_path / "x.parquet", RUN, 3)
-    with parts.opened():
-        assert parts.missing() == [0, 1, 2]
+    with parts.opened() as missing:
+        assert missing == [0, 1, 2]
         write(parts, 2, 0)
         assert parts.missing() == [1]
         write(parts, 1)
@@ -129,17 +127,14 @@ def test_a_directory_keeps_its_parts(tmp_path: Path) -> None:
     with parts.opened():
         write(parts, 0, 1)
         parts.finish()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "00000000.parquet",
-        "00000001.parquet",
-        "run.json",
-    ]
-    assert json.loads((tmp_path / "out" / "run.json").read_text()) == RUN
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["00000000.parquet", "00000001.parquet"]
     assert Parts(tmp_path / "out", RUN, 2).is_complete
-    (tmp_path / "foreign").mkdir()
-    pq.write_table(table(0), tmp_path / "foreign" / "00000000.parquet")
-    with pytest.raises(InputError, match="no run describes"), Parts(tmp_path / "foreign", RUN, 1).opened():
-        pass
+    for name in ("00000000", "foreign"):
+        (tmp_path / name).mkdir()
+        pq.write_table(table(0), tmp_path / name / f"{name}.parquet")
+        with pytest.raises(InputError, match="of another run"), Parts(tmp_path / name, RUN, 1).opened():
+            pass
 
 
 def hold(output: Path, entered: object, leave: object) -> None:
