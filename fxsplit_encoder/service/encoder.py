@@ -134,50 +134,43 @@ def decoded(text: object) -> bytes:
 
 def upload(
     images: Sequence[PreparedImage], values: PixelValues | None, device: torch.device
-) -> dict[str, Any]:
+) -> dict[str, Tensor]:
     """The tower's `mm_kwargs` of some images: pixels on the device, grids and counts on the host."""
-    return {
-        name: _upload([image.inputs[name] for image in images], values, device) for name in images[0].inputs
-    }
+    made = {}
+    for name, first in images[0].inputs.items():
+        arrays = [image.inputs[name] for image in images]
+        if first.dtype.kind == "i":
+            made[name] = torch.from_numpy(np.concatenate(arrays))
+            continue
+        shape = sum(map(len, arrays)), *first.shape[1:]
+        dtype = torch.float32 if values is None else torch.uint8
+        host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+        np.concatenate(arrays, out=host.numpy())
+        pixels = host.to(device, non_blocking=True)
+        made[name] = pixels if values is None else values(pixels)
+    return made
 
 
-def _upload(arrays: Sequence[Array], values: PixelValues | None, device: torch.device) -> Tensor:
-    kind = arrays[0].dtype.kind
-    if kind not in "fu":
-        return torch.from_numpy(np.concatenate(arrays))
-    shape = sum(len(array) for array in arrays), *arrays[0].shape[1:]
-    dtype = torch.uint8 if kind == "u" else torch.float32
-    host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    np.concatenate(arrays, out=host.numpy())
-    pixels = host.to(device, non_blocking=True)
-    return pixels if values is None else values(pixels)
+Download = Callable[[], Sequence[Tensor]]
+"""Waits for embeddings that are being copied to the host, and returns that of every item, (rows, width)."""
 
 
-@dataclass(frozen=True)
-class Download:
-    """Embeddings that are being copied to the host."""
-
-    rows: Tensor  # (rows of all images, width), on the host
-    counts: Sequence[int]  # rows of every image
-    done: torch.cuda.Event | None  # None: they are there
-
-    @classmethod
-    def start(cls, joined: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Download:
-        """Begin to copy embeddings, (rows of all, width)."""
-        joined = joined.to(dtype)
-        if not joined.is_cuda:
-            return cls(joined, counts, None)
+def start_download(joined: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Download:
+    """Begin to copy the embeddings of items that have so many rows, (rows of all, width), in a dtype."""
+    host = joined = joined.to(dtype)
+    done: torch.cuda.Event | None = None
+    if joined.is_cuda:
         host = torch.empty(joined.shape, dtype=dtype, device="cpu", pin_memory=True)
         host.copy_(joined, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(joined.device))
-        return cls(host, counts, done)
 
-    def tensors(self) -> Sequence[Tensor]:
-        """The embedding of every image, (rows, width), once all of them are there."""
-        if self.done is not None:
-            self.done.synchronize()
-        return torch.split(self.rows, list(self.counts))
+    def wait() -> Sequence[Tensor]:
+        if done is not None:
+            done.synchronize()
+        return torch.split(host, list(counts))
+
+    return wait
 
 
 @dataclass(frozen=True)
@@ -191,8 +184,8 @@ class Launched:
     def wait(self) -> list[Array]:
         """The embedding of every item, in order."""
         found: dict[int, Array] = {}
-        for places, download in self.parts:
-            found.update(zip(places, (rows.numpy() for rows in download.tensors()), strict=True))
+        for places, wait in self.parts:
+            found.update(zip(places, (rows.numpy() for rows in wait()), strict=True))
         embeddings = [found[place] for place in sorted(found)]
         self.observe(embeddings, time.perf_counter() - self.begin)
         return embeddings
@@ -289,7 +282,7 @@ class ImageEncoder:
     def _download(self, joined: Tensor, counts: Sequence[int]) -> Download:
         if self.preparer.normalizes:
             joined = normalize(joined.float(), dim=-1)
-        return Download.start(joined, counts, getattr(torch, self.settings.output_dtype))
+        return start_download(joined, counts, getattr(torch, self.settings.output_dtype))
 
     def _check_device(self, error: RuntimeError) -> None:
         if self.device.type == "cuda":

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from pydantic_core import from_json
 from python_multipart import multipart
 from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from fxsplit_encoder.errors import ConfigError, MediaError
@@ -30,7 +31,7 @@ _MOST_FIELD_BYTES = 1 << 10
 MOST_CHARACTERS = 1 << 15
 
 
-class RequestError(Exception):
+class RequestError(HTTPException):
     """A request that is answered by an error."""
 
     def __init__(
@@ -41,16 +42,14 @@ class RequestError(Exception):
         index: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, kind, message, index, headers)
-        self.status, self.kind, self.message, self.index = status, kind, message, index
-        self.headers = headers or {}
+        super().__init__(status, message, headers)
+        self.kind, self.index = kind, index
 
     def response(self) -> Response:
         """The error as JSON."""
-        content: dict[str, Any] = {"type": self.kind, "message": self.message}
-        if self.index is not None:
-            content["index"] = self.index
-        return json_response({"error": {**content, "code": self.status}}, self.status, self.headers)
+        index = {} if self.index is None else {"index": self.index}
+        error = {"type": self.kind, "message": self.detail, **index, "code": self.status_code}
+        return json_response({"error": error}, self.status_code, self.headers)
 
 
 def _invalid(message: str, index: int | None = None) -> RequestError:

@@ -123,21 +123,17 @@ class _ClusterMetrics(RayMetrics):
 def joined(texts: Mapping[str, str | None]) -> str:
     """Several nodes' texts as one, each metric's lines together."""
     lines = [f"# {url} did not answer" for url, text in texts.items() if text is None]
-    heads: dict[str, dict[str, None]] = {}
-    samples: dict[str, list[str]] = {}
+    families: dict[str, list[str]] = {}
     for text in texts.values():
         family = ""
         for line in (text or "").splitlines():
             if line.startswith("# HELP "):
                 family = line.split()[2]
-            if not family.startswith(PREFIXES):
-                continue
-            if line.startswith("#"):
-                heads.setdefault(family, {})[line] = None
-            else:
-                samples.setdefault(family, []).append(line)
-    for family in sorted(heads):
-        lines += [*heads[family], *samples.get(family, [])]
+            own = families.setdefault(family, [])
+            if not line.startswith("#") or line not in own:  # what it is was said by another
+                own.append(line)
+    for family in sorted(families):
+        lines += families[family] if family.startswith(PREFIXES) else []
     return "\n".join(lines) + "\n"
 
 

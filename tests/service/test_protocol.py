@@ -138,8 +138,8 @@ def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
 def test_what_is_wrong_is_said(sent: httpx.Request, status: int, message: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(sent)
-    assert caught.value.status == status
-    assert message in caught.value.message
+    assert caught.value.status_code == status
+    assert message in caught.value.detail
 
 
 def test_settings_may_be_text_of_a_command_line() -> None:

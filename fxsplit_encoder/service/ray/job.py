@@ -106,15 +106,6 @@ class Parts:
         self._is_dataset = output.is_dir() or not output.suffix
         self.directory = output if self._is_dataset else output.with_name(f"{output.name}.parts")
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the output is there; InputError: that of another run is."""
-        if self._is_dataset:
-            return not self.missing()
-        if is_there := self.output.exists():
-            self._check(self.output)
-        return is_there
-
     @contextlib.contextmanager
     def opened(self) -> Iterator[list[int]]:
         """Make the directory of parts, or take it up, and give what is missing; InputError: another process
@@ -134,9 +125,14 @@ class Parts:
                 yield self.missing()
             finally:
                 (self.directory / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # unless there are parts
+                    self.directory.rmdir()
 
     def missing(self) -> list[int]:
-        """The shards that are not written yet; InputError: those of another run are."""
+        """The shards that are not written yet; InputError: those of another run are, or its output."""
+        if not self._is_dataset and self.output.exists():
+            self._check(self.output)
+            return []
         written = {path.stem: path for path in sorted(self.directory.glob("[!.]*.parquet"))}
         for name in {*[*written][:1], *[*written][-1:]}:  # who wrote those between has looked here too
             self._check(written[name])
@@ -304,7 +300,7 @@ class EncodeJob:
         self.settings = settings
         self.files = list_files(paths)
         self._shard_size = shard_size
-        self._workers = workers
+        self.workers, self._num_gpus = _resources(settings, workers)
         if not self.files:
             raise InputError("images: expected at least one path")
         preparer = preparer_of(settings)  # raises here what it would raise in every task
@@ -324,12 +320,8 @@ class EncodeJob:
         Raises:
             InputError: the output is of other images, settings or another checkpoint, or is being written.
         """
-        total, workers = len(self.files), self._resources()[0]
+        total = len(self.files)
         shards: list[Mapping[str, Any]] = []
-        if self.parts.is_complete:
-            self.parts.finish()
-            progress(total, total)
-            return Outcome(total, total, (), workers)
         with self.parts.opened() as missing:
             before = total - sum(len(self._paths(shard)) for shard in missing)
             progress(before, total)
@@ -341,7 +333,7 @@ class EncodeJob:
                     f"{self.parts.directory}: shards {left[:8]} are not there; is it on every node?"
                 )
             self.parts.finish()
-        return Outcome(total, before, tuple(shards), workers)
+        return Outcome(total, before, tuple(shards), self.workers)
 
     def _dataset(self, shards: Sequence[int]) -> ray.data.Dataset:
         settings = {name: getattr(self.settings, name) for name in self.settings.model_fields_set}
@@ -350,7 +342,7 @@ class EncodeJob:
         prepared = ray.data.from_arrow([*map(pa.table, tables)]).map_batches(
             prepare_shard, fn_kwargs={"root": os.getcwd(), **settings}, **PREPARING, **stage
         )
-        encoded = encode_batches(prepared, EncodeShard, self.settings, *self._resources(), None)
+        encoded = encode_batches(prepared, EncodeShard, self.settings, self.workers, self._num_gpus, None)
         written = encoded.map_batches(write_shard, fn_kwargs={"parts": self.parts}, **stage)
         written.context.target_max_block_size = None  # a block is a shard, however large
         return written
@@ -358,16 +350,16 @@ class EncodeJob:
     def _paths(self, shard: int) -> list[str]:
         return self.files[shard * self._shard_size : (shard + 1) * self._shard_size]
 
-    def _resources(self) -> tuple[int, float]:
-        has: dict[str, float] = ray.cluster_resources()
-        gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 0))
-        num_gpus = gpus_of(self.settings)
-        workers = self._workers or (gpus if num_gpus else max(1, cpus // 2))
-        if num_gpus and workers > gpus:
-            raise InputError(f"workers: {workers}, and the cluster has {gpus} GPUs")
-        if workers >= cpus:
-            have = f"{cpus} CPUs"
-            raise InputError(
-                f"workers: {workers} take a CPU each, one more prepares, and the cluster has {have}"
-            )
-        return workers, num_gpus
+
+def _resources(settings: ImageEncoderSettings, workers: int | None) -> tuple[int, float]:
+    """Actors, and GPUs of each; InputError: the cluster has too few."""
+    has: dict[str, float] = ray.cluster_resources()
+    gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 0))
+    num_gpus = gpus_of(settings)
+    workers = workers or (gpus if num_gpus else max(1, cpus // 2))
+    if num_gpus and workers > gpus:
+        raise InputError(f"workers: {workers}, and the cluster has {gpus} GPUs")
+    if workers >= cpus:
+        have = f"{cpus} CPUs"
+        raise InputError(f"workers: {workers} take a CPU each, one more prepares, and the cluster has {have}")
+    return workers, num_gpus

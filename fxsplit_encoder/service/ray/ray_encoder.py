@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import FATAL, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import EncoderLostError, InputError
-from fxsplit_encoder.service.encoder import Download
+from fxsplit_encoder.service.encoder import start_download
 
 
 class HostTensor(NamedTuple):
@@ -224,4 +224,4 @@ def _on_host(features: Sequence[Tensor]) -> Sequence[Tensor]:
     if not features or not features[0].is_cuda or len({(f.shape[1:], f.dtype) for f in features}) > 1:
         return features
     counts = [len(feature) for feature in features]
-    return Download.start(torch.cat(list(features)), counts, features[0].dtype).tensors()
+    return start_download(torch.cat(list(features)), counts, features[0].dtype)()

@@ -55,7 +55,7 @@ def test_parts_become_one_file_in_order(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "x.parquet")["path"].to_pylist() == ["0a", "0b", "1a", "1b", "2a", "2b"]
     assert pq.read_metadata(tmp_path / "x.parquet").num_row_groups == 3
     assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
-    assert Parts(tmp_path / "x.parquet", RUN, 3).is_complete
+    assert Parts(tmp_path / "x.parquet", RUN, 3).missing() == []
 
 
 @settings(max_examples=20)
@@ -95,7 +95,7 @@ def test_a_process_killed_between_the_file_and_its_parts_leaves_no_trouble(
         write(parts, 0)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         parts.finish()
-    assert parts.is_complete and parts.directory.exists()
+    assert parts.missing() == [] and parts.directory.exists()
     parts.finish()
     assert not parts.directory.exists()
 
@@ -113,13 +113,13 @@ def test_parts_of_another_run_are_not_taken(tmp_path: Path) -> None:
     with parts.opened():
         parts.finish()
     with pytest.raises(InputError, match="of another run"):
-        assert other.is_complete
+        other.missing()
     (tmp_path / "y.parquet").write_bytes(b"something else")
     with pytest.raises(InputError, match="no Parquet file"):
-        assert Parts(tmp_path / "y.parquet", RUN, 1).is_complete
+        Parts(tmp_path / "y.parquet", RUN, 1).missing()
     pq.write_table(table(0), tmp_path / "z.parquet")
     with pytest.raises(InputError, match="differs in images, settings"):
-        assert Parts(tmp_path / "z.parquet", RUN, 1).is_complete
+        assert Parts(tmp_path / "z.parquet", RUN, 1).missing() == []
 
 
 def test_a_directory_keeps_its_parts(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_directory_keeps_its_parts(tmp_path: Path) -> None:
         parts.finish()
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["00000000.parquet", "00000001.parquet"]
-    assert Parts(tmp_path / "out", RUN, 2).is_complete
+    assert Parts(tmp_path / "out", RUN, 2).missing() == []
     for name in ("00000000", "foreign"):
         (tmp_path / name).mkdir()
         pq.write_table(table(0), tmp_path / name / f"{name}.parquet")
