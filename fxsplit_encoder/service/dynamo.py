@@ -102,7 +102,9 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         for item, result in zip(items, encoder.encode(items), strict=True):
             if isinstance(result, InputError):  # a ValueError would blame the senders of all the others too
                 raise RuntimeError(f"an image of the batch was not encoded: {result}") from result
-            artifacts.append(self._artifact(item, torch.from_numpy(result).to(encoder.first.dtype)))
+            rows = torch.from_numpy(result).to(encoder.first.dtype)
+            grid = tuple(item.inputs[_GRID][0].tolist()) if self._takes_grids else None
+            artifacts.append(rows if grid is None else Qwen3VLImageEncoding(embeddings=rows, grid_thw=grid))
         return artifacts
 
     def close(self) -> None:
@@ -110,11 +112,6 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         if self._encoder is not None:
             self._encoder.close()
             self._encoder = None
-
-    def _artifact(self, item: PreparedImage, rows: Tensor) -> Tensor | Qwen3VLImageEncoding:
-        if not self._takes_grids:
-            return rows
-        return Qwen3VLImageEncoding(embeddings=rows, grid_thw=tuple(item.inputs[_GRID][0].tolist()))
 
     def _built(self) -> QueuedEncoder:
         if self._encoder is None:

@@ -47,9 +47,6 @@ _LOST = (
     exceptions.WorkerCrashedError,
 )
 
-Sent = tuple[PreparedItem, Mapping[str, HostTensor]]
-"""An item without its inputs, and these as Ray stores them."""
-
 
 @dataclass(frozen=True)
 class RayOptions:
@@ -111,11 +108,11 @@ class RayEncoder(FeatureEncoder):
         check_connection()
         options = self.options
         remote = ray.remote(max_restarts=0, num_gpus=options.num_gpus, num_cpus=options.num_cpus)(_Actor)
-        self._actor = actor = remote.options(**options.more).remote(self._make, self._row_bytes)
+        self._actor = remote.options(**options.more).remote(self._make, self._row_bytes)
         try:
-            self.pid = self._ask(actor, "start", options.start_timeout)
+            self.pid = self._ask("start", options.start_timeout)
         except BaseException:
-            self._end(actor)
+            self._end()
             raise
 
     def row_bytes(self, modality: Modality) -> int | None:
@@ -129,52 +126,44 @@ class RayEncoder(FeatureEncoder):
             EncoderLostError: the actor is gone, or hung.
             Exception: what the encoder raised, of its own class.
         """
-        if (actor := self._actor) is None:
+        if self._actor is None:
             raise EncoderLostError("no actor was started; call start")
-        sent: list[Sent] = [
-            (
-                replace(item, inputs={}, metadata=dict(item.metadata)),
-                {name: HostTensor.of(tensor) for name, tensor in item.inputs.items()},
-            )
-            for item in items
-        ]
-        features: list[HostTensor] = self._ask(actor, "encode", self.options.encode_timeout, sent)
+        sent = [_with_inputs(item, HostTensor.of) for item in items]
+        features: list[HostTensor] = self._ask("encode", self.options.encode_timeout, sent)
         return [feature.copy() for feature in features]
 
     def close(self) -> None:
         """End the actor; idempotent, and `start` may follow."""
-        actor, self._actor = self._actor, None
-        if actor is None:
-            return
-        with contextlib.suppress(Exception):  # it is ended anyway
-            ray.get(actor.close.remote(), timeout=self.options.close_timeout)
-        self._end(actor)
+        if self._actor is not None:
+            with contextlib.suppress(Exception):  # it is ended anyway
+                ray.get(self._actor.close.remote(), timeout=self.options.close_timeout)
+            self._end()
 
     # --- the actor
 
-    def _ask(self, actor: Any, method: str, timeout: float | None, *arguments: object) -> Any:
+    def _ask(self, method: str, timeout: float | None, *arguments: object) -> Any:
         try:
-            return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout)
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
         except exceptions.GetTimeoutError:
-            raise self._lost(actor, f"did not {method} within {timeout:g} s; {self._resources()}") from None
+            raise self._lost(f"did not {method} within {timeout:g} s; {self._resources()}") from None
         except _LOST as error:
-            raise self._lost(actor, f"is lost: {error}") from None
+            raise self._lost(f"is lost: {error}") from None
         except exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, FATAL):
-                raise self._lost(actor, f"can encode no more: {cause}") from cause
+                raise self._lost(f"can encode no more: {cause}") from cause
             if not isinstance(cause, Exception):
                 raise
             cause.add_note(str(error))
             raise cause from None
 
-    def _lost(self, actor: Any, reason: str) -> EncoderLostError:
+    def _lost(self, reason: str) -> EncoderLostError:
         name = "the actor" if self.pid is None else f"the actor {self.pid}"
-        self._end(actor)
+        self._end()
         return EncoderLostError(f"{name} {reason}")
 
-    def _end(self, actor: Any) -> None:
-        self._actor = None
+    def _end(self) -> None:
+        actor, self._actor = self._actor, None
         with contextlib.suppress(Exception):  # the cluster may be gone too
             ray.kill(actor)
 
@@ -206,17 +195,20 @@ class _Actor:
             raise InputError(f"row_bytes: expected the encoder's {found}; got {dict(self._row_bytes)}")
         return os.getpid()
 
-    def encode(self, sent: Sequence[Sent]) -> list[HostTensor]:
+    def encode(self, sent: Sequence[PreparedItem]) -> list[HostTensor]:
         assert self._encoder is not None
-        items = [
-            replace(item, inputs={name: tensor.copy() for name, tensor in inputs.items()})
-            for item, inputs in sent
-        ]
+        items = [_with_inputs(item, HostTensor.copy) for item in sent]
         return [HostTensor.of(feature) for feature in _on_host(self._encoder.encode(items))]
 
     def close(self) -> None:
         if self._encoder is not None:
             self._encoder.close()
+
+
+def _with_inputs(item: PreparedItem, change: Callable[[Any], Any]) -> PreparedItem:
+    """The item with each of its inputs changed, to what the store holds or back to a tensor."""
+    inputs = {name: change(tensor) for name, tensor in item.inputs.items()}
+    return replace(item, inputs=inputs, metadata=dict(item.metadata))
 
 
 def _on_host(features: Sequence[Tensor]) -> Sequence[Tensor]:
