@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_core import from_json
 from python_multipart import multipart
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from fxsplit_encoder.errors import ConfigError, MediaError
+from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import names_of, shown
 from fxsplit_encoder.service.encoder import Array, Item, PreparedImage, decoded
 from fxsplit_encoder.service.settings import ServiceSettings
-from fxsplit_encoder.settings_model import Settings
+from fxsplit_encoder.settings_model import problems_of
 
 Source = bytes | str
 """An encoded image, or a text."""
@@ -56,8 +56,8 @@ def _invalid(message: str, index: int | None = None) -> RequestError:
     return RequestError(400, "invalid_request", message, index)
 
 
-class EmbeddingRequest(Settings):
-    """Items to encode, and the form of the answer; ConfigError: a field is wrong."""
+class EmbeddingRequest(BaseModel, frozen=True):
+    """Items to encode, and the form of the answer."""
 
     input: list[Source]
     modality: Literal["text", "image"] = "text"
@@ -112,8 +112,8 @@ def parse_request(
     items = [_item_of(index, value, fields.get("modality")) for index, value in enumerate(values)]
     try:
         asked = EmbeddingRequest(input=items, **fields)
-    except ConfigError as error:
-        raise _invalid(str(error)) from None
+    except ValidationError as error:
+        raise _invalid("; ".join(problems_of(error, [*_FIELDS]))) from None
     if asked.model not in (None, settings.name):
         message = f"model: expected {settings.name}; got {shown(asked.model)}"
         raise RequestError(404, "model_not_found", message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -32,14 +31,14 @@ def devices_of(settings: ServiceSettings) -> list[str]:
 
 
 class Service:
-    """Encoders, one a device (None: every GPU, or the CPU), and the application that they answer; InputError:
+    """Encoders, one a GPU or on the device of the settings, and the application that they answer; InputError:
     the checkpoint or a device is not usable.
     """
 
-    def __init__(self, settings: ServiceSettings, devices: Sequence[str] | None = None) -> None:
+    def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         metrics = LocalMetrics()
-        self.encoder = QueuedEncoder(settings, devices or devices_of(settings), observe=metrics.add_batch)
+        self.encoder = QueuedEncoder(settings, devices_of(settings), observe=metrics.add_batch)
         metrics.watch(self.encoder.queue, [encoder.manager for encoder in self.encoder.encoders])
         backend = LocalBackend(self.encoder, settings.request_timeout_s)
         self.application = Application(settings, self.encoder.preparer, backend, metrics)

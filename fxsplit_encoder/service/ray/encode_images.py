@@ -283,7 +283,7 @@ def encode_batches(
     """A dataset of images as `encoder` encodes them, in batches; None: each block is one."""
     return dataset.map_batches(
         encoder,
-        fn_constructor_kwargs={name: getattr(settings, name) for name in settings.model_fields_set},
+        fn_constructor_kwargs=dict(settings),
         compute=pool(workers),
         batch_size=batch_size,
         batch_format="pyarrow",

@@ -336,11 +336,10 @@ class EncodeJob:
         return Outcome(total, before, tuple(shards), self.workers)
 
     def _dataset(self, shards: Sequence[int]) -> ray.data.Dataset:
-        settings = {name: getattr(self.settings, name) for name in self.settings.model_fields_set}
         stage = {"batch_size": None, "batch_format": "pyarrow"}
         tables = [{"shard": [each] * len(self._paths(each)), "path": self._paths(each)} for each in shards]
         prepared = ray.data.from_arrow([*map(pa.table, tables)]).map_batches(
-            prepare_shard, fn_kwargs={"root": os.getcwd(), **settings}, **PREPARING, **stage
+            prepare_shard, fn_kwargs={"root": os.getcwd(), **dict(self.settings)}, **PREPARING, **stage
         )
         encoded = encode_batches(prepared, EncodeShard, self.settings, self.workers, self._num_gpus, None)
         written = encoded.map_batches(write_shard, fn_kwargs={"parts": self.parts}, **stage)
