@@ -95,10 +95,11 @@ def with_inputs(table: pa.Table, prepared: Sequence[PreparedImage | str]) -> pa.
 
 def inputs_of(table: pa.Table) -> list[PreparedImage | str]:
     """The prepared images, views of the table's memory, or their errors."""
-    rows = zip(_values(table["inputs"]), table["layout"].to_pylist(), errors_of(table), strict=True)
+    packed = (data for chunk in table["inputs"].chunks for data in buffers(chunk))
+    rows = zip(packed, table["layout"].to_pylist(), errors_of(table), strict=True)
     return [
-        error or PreparedImage(_unpacked(memoryview(inputs)), json.loads(layout))
-        for inputs, layout, error in rows
+        error or PreparedImage(_unpacked(memoryview(data)), json.loads(layout))
+        for data, layout, error in rows
     ]
 
 
@@ -134,18 +135,8 @@ def _lists(arrays: Sequence[Array | None], dtype: np.dtype[Any]) -> pa.Array:
     return pa.LargeListArray.from_arrays(offsets, values, mask=mask)
 
 
-def _values(column: pa.ChunkedArray) -> Iterator[Any]:
-    for chunk in column.chunks:
-        if pa.types.is_binary(chunk.type) or pa.types.is_large_binary(chunk.type):
-            yield from buffers(chunk)
-        elif isinstance(chunk.type, pa.ExtensionType):
-            yield from chunk.to_numpy(zero_copy_only=False)
-        else:
-            yield from chunk.to_pylist()
-
-
-def buffers(chunk: pa.Array) -> Iterator[pa.Buffer | None]:
-    """The values of a binary array where they lie; Arrow's own scalars are copies."""
+def buffers(chunk: pa.Array) -> Iterator[Any]:
+    """The values of a binary array where they lie, or None; Arrow's own scalars are copies."""
     _, ends, data = chunk.buffers()
     size = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
     offsets = np.frombuffer(ends, size)[chunk.offset :].tolist() if len(chunk) else []
@@ -189,13 +180,11 @@ def _prepared(table: pa.Table, preparer: Preparer, each: Callable[..., Iterable[
         if error is not None or source is None:
             return error or f"no {name}"
         try:
-            if name == "path":
-                return preparer.load(read_file(source))
-            return preparer.load(memoryview(source) if name == "bytes" else np.asarray(source))
+            return preparer.load(read_file(source) if name == "path" else source)
         except MediaError as refused:
             return str(refused)
 
-    return with_inputs(table, list(each(prepare, errors_of(table), _values(table[name]))))
+    return with_inputs(table, list(each(prepare, errors_of(table), table[name].to_pylist())))
 
 
 @functools.lru_cache(maxsize=4)
