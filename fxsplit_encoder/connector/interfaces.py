@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
+from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.messages import shown
 
 Modality = Literal["image", "video", "audio"]
@@ -85,10 +85,6 @@ class MediaProcessor(ABC):
         return None
 
 
-FATAL = (EncoderLostError, torch.AcceleratorError)
-"""Errors after which a device's context is of no use: an encoder's process or actor has to be another."""
-
-
 class FeatureEncoder(ABC):
     """Encodes prepared items on one device.
 
@@ -128,8 +124,8 @@ class FeatureEncoder(ABC):
         """Features (rows, width), one per item and in order, owned by the caller.
 
         Raises:
-            EncoderLostError: this encoder will not encode again; another has to be started. Any other error
-                means that some of these items cannot be encoded.
+            EncoderLostError: this encoder will not encode again; another has to be started, as after
+                `torch.AcceleratorError`. Any other error means that some of these items cannot be encoded.
         """
 
     def close(self) -> None:  # noqa: B027 - many hold nothing

@@ -13,11 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
+import torch
+
 from fxsplit_encoder.errors import EncoderLostError
 
 logger = logging.getLogger(__name__)
 
 BatchT = TypeVar("BatchT")
+
+FATAL = (EncoderLostError, torch.AcceleratorError)
+"""Errors after which an encoder is of no use: it is gone, or the context of its device is broken."""
 
 EXIT_SECONDS = 30.0
 """How long the end of the interpreter waits for batches that are being encoded: a thread that encodes while
@@ -97,8 +102,8 @@ class BatchThread(ABC, Generic[BatchT]):
     """A thread that takes batches from a source and launches them, which returns as soon as a device or
     process has the work; a second thread lands them in order, which waits, so that the next is launched.
 
-    An Exception of `launch` concerns the batch, which is split. `EncoderLostError`, what is no Exception, and
-    errors of other methods end the thread, and `lost` is called.
+    An Exception of `launch` concerns the batch, which is split. `FATAL`, what is no Exception, and errors
+    of other methods end the thread, and `lost` is called.
     """
 
     def __init__(self, name: str, work: threading.Condition) -> None:
@@ -148,7 +153,7 @@ class BatchThread(ABC, Generic[BatchT]):
         """Launch a batch on this thread, and land it or have it landed; a part at a time if it fails."""
         try:
             self.launch(batch)
-        except EncoderLostError:
+        except FATAL:
             raise
         except Exception as error:
             for half in self.split(batch, error):

@@ -15,7 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from fxsplit_encoder.encode_queue.batch_thread import EXIT_SECONDS, BatchThread, Clock, deadline_of, join
+from fxsplit_encoder.encode_queue.batch_thread import (
+    EXIT_SECONDS,
+    FATAL,
+    BatchThread,
+    Clock,
+    deadline_of,
+    join,
+)
 from fxsplit_encoder.encode_queue.fair_queue import FairQueue, Shares
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -38,7 +45,7 @@ class BatchHandle(Protocol[ResultT_co]):
     def wait(self) -> Sequence[ResultT_co | Exception]:
         """Wait for the result of each item, in order, or why it has none; called once, on any thread.
 
-        An error concerns the batch, which is split; `EncoderLostError` ends the worker.
+        An error concerns the batch, which is split; one of `FATAL` ends the worker.
         """
         ...
 
@@ -484,7 +491,7 @@ class _QueueWorker(BatchThread[_Batch]):
             results = handle.wait()
             if len(results) != len(batch.items):
                 raise RuntimeError(f"expected {len(batch.items)} results of a batch; got {len(results)}")
-        except EncoderLostError:
+        except FATAL:
             raise
         except Exception as error:
             if len(batch.items) == 1:

@@ -295,24 +295,33 @@ class Killed(BaseException):
     """Nothing expects it."""
 
 
-def test_the_work_of_a_worker_that_dies_goes_to_another() -> None:
-    deaths = iter([Killed()])
+BROKEN_CONTEXT = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize("death", [Killed(), torch.AcceleratorError(BROKEN_CONTEXT)], ids=repr)
+def test_the_work_of_a_worker_that_dies_goes_to_another(death: BaseException) -> None:
+    deaths = iter([death])
 
     def die_once(items: Sequence[PreparedItem]) -> None:
-        if (death := next(deaths, None)) is not None:
-            raise death
+        for each in deaths:
+            raise each
 
     with connector(2, stage=die_once) as each:
         tickets = [each.submit(request(name)) for name in "abc"]
         assert [wait(ticket) for ticket in tickets] == ["ready"] * 3
         assert (each.stats().lost_workers, each.stats().worker_restarts) == (1, 1)
-        assert each.audit() == []
+        assert (each.stats().split_batches, each.audit()) == (0, [])
     assert not any(each.stats().bytes_used.values())
 
 
-def test_an_item_that_kills_workers_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "death", [EncoderLostError("its process is gone"), torch.AcceleratorError(BROKEN_CONTEXT)]
+)
+def test_an_item_that_kills_workers_takes_nobody_along(
+    death: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pool, "MOST_RESTARTS", 5)
-    stage = Stage(faults={"poison": lambda: EncoderLostError("its process is gone")})
+    stage = Stage(faults={"poison": lambda: death})
     with connector(stage=stage) as each:
         poison, others = each.submit(request("poison")), [each.submit(request(name)) for name in "abc"]
         assert [wait(ticket) for ticket in others] == ["ready"] * 3

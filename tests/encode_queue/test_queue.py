@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from fxsplit_encoder.encode_queue.batch_thread import Landing
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
@@ -254,7 +255,7 @@ class Killed(BaseException):
     """Nothing expects it."""
 
 
-@pytest.mark.parametrize("fault", [Killed(), EncoderLostError("its process is gone")])
+@pytest.mark.parametrize("fault", [Killed(), EncoderLostError("gone"), torch.AcceleratorError("broken")])
 @pytest.mark.parametrize("faults", ["faults", "late_faults"])
 def test_the_items_of_a_lost_worker_go_to_another_alone(fault: BaseException, faults: str) -> None:
     dying, healthy = Worker(is_open=False), Worker()

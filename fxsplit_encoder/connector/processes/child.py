@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import FATAL, MODALITIES, FeatureEncoder, PreparedItem
+from fxsplit_encoder.connector.interfaces import MODALITIES, FeatureEncoder, PreparedItem
 from fxsplit_encoder.connector.processes.program import EncoderProgram
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
@@ -29,6 +29,7 @@ from fxsplit_encoder.connector.processes.wire import (
     ToEncoder,
     to_wire,
 )
+from fxsplit_encoder.encode_queue.batch_thread import FATAL
 from fxsplit_encoder.errors import InputError, TransportError
 from fxsplit_encoder.messages import shown
 

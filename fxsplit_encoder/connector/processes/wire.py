@@ -325,6 +325,7 @@ def _classes(module: Any, base: type[Exception]) -> dict[str, type[Exception]]:
 KNOWN: dict[str, type[Exception]] = {
     **_classes(builtins, Exception),
     "OutOfMemoryError": torch.OutOfMemoryError,
+    "AcceleratorError": torch.AcceleratorError,
     **_classes(errors, errors.FxSplitError),
 }
 """By name, the classes that come back as themselves."""

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from ray import exceptions
 from torch import Tensor
 
-from fxsplit_encoder.connector.interfaces import FATAL, FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.encode_queue.batch_thread import FATAL
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from fxsplit_encoder.service.encoder import start_download
 

@@ -22,7 +22,7 @@ from fxsplit_encoder.connector.processes.wire import (
     Started,
     ToEncoder,
 )
-from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
+from fxsplit_encoder.errors import InputError, MediaError
 
 
 class DoublingEncoder(FeatureEncoder):
@@ -68,7 +68,7 @@ def misbehave(item: PreparedItem) -> None:
         case "own":
             raise Unheard("of")
         case "fatal":
-            raise EncoderLostError("device-side assert")
+            raise torch.AcceleratorError("device-side assert")
         case "value":
             raise ValueError("shape")
 
