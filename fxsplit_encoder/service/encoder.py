@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
-from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
+from fxsplit_encoder.errors import FxSplitError, InputError, MediaError
 from fxsplit_encoder.media import MediaSettings, load_image, measure_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
@@ -240,7 +240,6 @@ class ImageEncoder:
         Raises:
             InputError: an item is refused; of a single one, that it does not fit in memory too.
             OutOfMemoryError: several items do not fit in memory together.
-            EncoderLostError: the device can be used no more.
         """
         images = {place: item for place, item in enumerate(items) if isinstance(item, PreparedImage)}
         texts = {place: item for place, item in enumerate(items) if not isinstance(item, PreparedImage)}
@@ -257,9 +256,6 @@ class ImageEncoder:
             if len(items) > 1:
                 raise
             raise InputError(f"out of memory: {error}") from error
-        except RuntimeError as error:
-            self._check_device(error)
-            raise
 
     def close(self) -> None:
         """Release the captures, on the thread that made them."""
@@ -283,13 +279,6 @@ class ImageEncoder:
         if self.preparer.normalizes:
             joined = normalize(joined.float(), dim=-1)
         return start_download(joined, counts, getattr(torch, self.settings.output_dtype))
-
-    def _check_device(self, error: RuntimeError) -> None:
-        if self.device.type == "cuda":
-            try:
-                torch.cuda.synchronize(self.device)
-            except RuntimeError:
-                raise EncoderLostError(f"{self.device}: {error}") from error
 
 
 def _host_inputs(image: PreparedImage) -> dict[str, Any]:
