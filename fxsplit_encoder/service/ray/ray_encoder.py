@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
@@ -35,7 +36,9 @@ class HostTensor(NamedTuple):
 
     def copy(self) -> Tensor:
         """The tensor in memory of its own, which keeps nothing in the store."""
-        return torch.from_numpy(self.data.copy()).view(self.dtype).view(self.shape)
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        np.copyto(made.view(-1).view(torch.uint8).numpy(), self.data)
+        return made
 
 
 # What the end of a process or a node looks like, to who waits for its results.
