@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
 from fxsplit_encoder.integrations.prometheus import ServiceMetrics
-from fxsplit_encoder.service.encoder import Array, Item, Preparer, QueuedEncoder, thread_pool
+from fxsplit_encoder.service.encoder import Array, Item, Preparer, QueuedEncoder, Result, thread_pool
 from fxsplit_encoder.service.protocol import (
     RequestError,
     Source,
@@ -34,9 +34,6 @@ from fxsplit_encoder.service.protocol import (
 from fxsplit_encoder.service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
-
-Outcome = Array | Exception
-"""An embedding, or why an item has none."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -53,7 +50,7 @@ _GONE = 499
 class Backend(Protocol):
     """Encoders of the application."""
 
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
         """Encode a request's items; return embeddings, in order, and output tokens before pooling.
         FxSplitError: nothing can be encoded now, and it is retryable.
         """
@@ -70,7 +67,7 @@ class LocalBackend:
     def __init__(self, encoder: QueuedEncoder, timeout_s: float) -> None:
         self._encoder, self._timeout_s = encoder, timeout_s
 
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
         """As of `Backend`; cancelling it cancels the items that wait."""
         submitted = thread_pool().submit(self._encoder.submit, items, tenant, self._timeout_s)
         try:

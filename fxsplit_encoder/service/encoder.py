@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 
-Result = Array | InputError
+Result = Array | Exception
 """An embedding, (rows, width), or why an item has none."""
 
 MANY_BUDGETS = 4
@@ -175,18 +175,15 @@ def start_download(joined: Tensor, counts: Sequence[int], dtype: torch.dtype) ->
 
 @dataclass(frozen=True)
 class Launched:
-    """A batch that the device works on: places of items in it, and their embeddings."""
+    """A batch that the device works on."""
 
-    parts: Sequence[tuple[Sequence[int], Download]]
+    download: Download
     observe: Observe
-    begin: float = field(default_factory=time.perf_counter)
+    begin: float
 
     def wait(self) -> list[Array]:
         """The embedding of every item, in order."""
-        found: dict[int, Array] = {}
-        for places, wait in self.parts:
-            found.update(zip(places, (rows.numpy() for rows in wait()), strict=True))
-        embeddings = [found[place] for place in sorted(found)]
+        embeddings = [rows.numpy() for rows in self.download()]
         self.observe(embeddings, time.perf_counter() - self.begin)
         return embeddings
 
@@ -241,15 +238,17 @@ class ImageEncoder:
             InputError: an item is refused; of a single one, that it does not fit in memory too.
             OutOfMemoryError: several items do not fit in memory together.
         """
-        images = {place: item for place, item in enumerate(items) if isinstance(item, PreparedImage)}
-        texts = {place: item for place, item in enumerate(items) if not isinstance(item, PreparedImage)}
+        images = [item for item in items if isinstance(item, PreparedImage)]
+        texts = [item for item in items if not isinstance(item, PreparedImage)]
+        begin = time.perf_counter()
         try:
-            parts = []
-            if images:
-                parts.append(([*images], self._launch([*images.values()])))
-            if texts:
-                parts.append(([*texts], self._launch_texts([*texts.values()])))
-            return Launched(parts, self._observe)
+            of_images, of_texts = iter(self._encode_images(images)), iter(self._encode_texts(texts))
+            rows = [next(of_images if isinstance(item, PreparedImage) else of_texts) for item in items]
+            joined = torch.cat(rows)
+            if self.preparer.normalizes:
+                joined = normalize(joined.float(), dim=-1)
+            dtype = getattr(torch, self.settings.output_dtype)
+            return Launched(start_download(joined, [*map(len, rows)], dtype), self._observe, begin)
         except torch.OutOfMemoryError as error:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # so that halves of the batch have the memory that it had
@@ -261,24 +260,23 @@ class ImageEncoder:
         """Release the captures, on the thread that made them."""
         self.manager.clear()
 
-    def _launch(self, images: Sequence[PreparedImage]) -> Download:
+    def _encode_images(self, images: Sequence[PreparedImage]) -> Sequence[Tensor]:
+        if not images:
+            return []
         rows = self.manager.execute(upload(images, self.values, self.device))
         assert len(rows) == len(images)
         if self._trims:
             rows = [each[: int(np.prod(i.layout["grid"]))] for each, i in zip(rows, images, strict=True)]
         if self.preparer.pooling == "mean":
             rows = [each.mean(dim=0, keepdim=True, dtype=torch.float32) for each in rows]
-        return self._download(torch.cat(rows), [len(each) for each in rows])
+        return rows
 
-    def _launch_texts(self, texts: Sequence[Tokens]) -> Download:
+    def _encode_texts(self, texts: Sequence[Tokens]) -> Sequence[Tensor]:
+        if not texts:
+            return []
         if self.texts is None:
             raise InputError(f"text: {self.settings.model} has no text tower, or is not pooled by it")
-        return self._download(self.texts(texts), [1] * len(texts))
-
-    def _download(self, joined: Tensor, counts: Sequence[int]) -> Download:
-        if self.preparer.normalizes:
-            joined = normalize(joined.float(), dim=-1)
-        return start_download(joined, counts, getattr(torch, self.settings.output_dtype))
+        return torch.split(self.texts(texts), 1)
 
 
 def _host_inputs(image: PreparedImage) -> dict[str, Any]:

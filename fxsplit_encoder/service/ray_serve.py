@@ -17,8 +17,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import RayMetrics
-from fxsplit_encoder.service.application import Application, LocalBackend, Outcome
-from fxsplit_encoder.service.encoder import Item, Preparer, QueuedEncoder
+from fxsplit_encoder.service.application import Application, LocalBackend
+from fxsplit_encoder.service.encoder import Item, Preparer, QueuedEncoder, Result
 from fxsplit_encoder.service.settings import ServiceSettings
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -69,11 +69,11 @@ class _RemoteBackend:
     def __init__(self, encoder: Any) -> None:
         self._encoder = encoder
 
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
         """As of `Backend`."""
         for _ in range(_TRIES):
             try:
-                found: tuple[list[Outcome], int] = await self._encoder.encode.remote(items, tenant)
+                found: tuple[list[Result], int] = await self._encoder.encode.remote(items, tenant)
                 return found
             except (BackPressureError, DeploymentUnavailableError, RayActorError) as error:
                 lost = error

@@ -24,12 +24,6 @@ _MOST_CONNECTIONS = 1024
 _LAST_REQUESTS_S = 1.0
 
 
-def devices_of(settings: ServiceSettings) -> list[str]:
-    """Where encoders run: every GPU of this process, unless the settings name a device."""
-    count = torch.cuda.device_count() if settings.device == "auto" else 0
-    return [f"cuda:{index}" for index in range(count)] or [settings.device]
-
-
 class Service:
     """Encoders, one a GPU or on the device of the settings, and the application that they answer; InputError:
     the checkpoint or a device is not usable.
@@ -38,7 +32,9 @@ class Service:
     def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
         metrics = LocalMetrics()
-        self.encoder = QueuedEncoder(settings, devices_of(settings), observe=metrics.add_batch)
+        devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        own = devices if settings.device == "auto" else None
+        self.encoder = QueuedEncoder(settings, own, observe=metrics.add_batch)
         metrics.watch(self.encoder.queue, [encoder.manager for encoder in self.encoder.encoders])
         backend = LocalBackend(self.encoder, settings.request_timeout_s)
         self.application = Application(settings, self.encoder.preparer, backend, metrics)
