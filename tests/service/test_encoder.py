@@ -25,8 +25,13 @@ from .photographs import encoded, photograph, settings_of
 FAMILIES = ("siglip", "clip_vision_model", "dinov2", "qwen2_5_vl", "internvl")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_embeddings_are_those_of_the_manager(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "is_later"), [*((name, True) for name in FAMILIES), ("siglip", False)])
+def test_embeddings_are_those_of_the_manager(
+    name: str, is_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the encoder normalizes pixels or the model's processor."""
+    if not is_later:
+        monkeypatch.setattr("fxsplit_encoder.service.encoder.pixel_table", lambda *_: None)
     _, directory = save(tmp_path / "checkpoint", name)
     encoder = QueuedEncoder(settings_of(directory))
     images = [photograph(size=(60 + 14 * i, 90)) for i in range(5)]

@@ -168,11 +168,8 @@ def test_workers_that_wait_are_seen() -> None:
     assert outcome.seconds == {"prepare": 20, "encode": 6, "write": 1.5}
     assert outcome.encoding_share == pytest.approx(6 / (10 * 2))
     assert outcome.cpus_per_worker == pytest.approx(21.5 / 6)
-
-
-def test_a_run_with_nothing_left_to_do_has_no_limit() -> None:
-    outcome = Outcome(40, 40, (), workers=2)
-    assert (outcome.failed, outcome.encoding_share, outcome.cpus_per_worker) == (0, 0.0, 0.0)
+    nothing = Outcome(40, 40, (), workers=2)
+    assert (nothing.failed, nothing.encoding_share, nothing.cpus_per_worker) == (0, 0.0, 0.0)
 
 
 @pytest.fixture
