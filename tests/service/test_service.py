@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -272,41 +273,40 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     return Held(monkeypatch)
 
 
-def in_thread(function: Any) -> tuple[threading.Thread, list[Any]]:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    return thread, results
+def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
+    """The result of a call on a thread of its own."""
+    return ThreadPoolExecutor(1).submit(function, *arguments, **named)
+
+
+def statuses(asked: Sequence[Future[httpx.Response]]) -> list[int]:
+    return [each.result().status_code for each in asked]
 
 
 def test_what_is_too_much_is_refused_and_may_come_again(held: Held, change: Callable[..., Running]) -> None:
     running = change(max_requests=2)
-    asked = [in_thread(lambda: running.embed(json={"input": "a"})) for _ in range(2)]
+    asked = [in_thread(running.embed, json={"input": "a"}) for _ in range(2)]
     wait_until(lambda: running.service.application.num_requests == 2)
     refused = running.embed(json={"input": "a"})
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.json()["error"]["type"] == "overloaded"
     assert running.status_of("/health") == 200
     held.go_on.set()
-    for thread, results in asked:
-        thread.join()
-        assert results[0].status_code == 200
+    assert statuses(asked) == [200, 200]
     assert running.embed(json={"input": "a"}).status_code == 200
 
 
 def test_what_no_encoder_takes_in_time_is_refused(held: Held, siglip: tuple[Any, Path]) -> None:
     with serving(siglip[1], request_timeout_s=0.2) as running:
-        first = in_thread(lambda: running.embed(json={"input": "a"}))
+        first = in_thread(running.embed, json={"input": "a"})
         held.entered.wait()
         late = running.embed(json={"input": "b"})
         assert (late.status_code, late.headers["retry-after"]) == (503, "1")
         held.go_on.set()
-        first[0].join()
-        assert first[1][0].status_code == 200
+        assert statuses([first]) == [200]
 
 
 def test_a_client_that_goes_is_not_encoded(held: Held, running: Running) -> None:
-    first = in_thread(lambda: running.embed(json={"input": "a"}))
+    first = in_thread(running.embed, json={"input": "a"})
     held.entered.wait()
     body = json.dumps({"input": ["b"] * 3}).encode()
     head = HEAD.replace(b"image/png", b"application/json").replace(b"1000", str(len(body)).encode())
@@ -318,8 +318,7 @@ def test_a_client_that_goes_is_not_encoded(held: Held, running: Running) -> None
     wait_until(lambda: queue.stats().waiting == 0)
     assert queue.stats().cancelled == before + 3
     held.go_on.set()
-    first[0].join()
-    assert first[1][0].status_code == 200
+    assert statuses([first]) == [200]
 
 
 def test_one_item_that_fails_fails_its_request_alone(
@@ -336,13 +335,9 @@ def test_one_item_that_fails_fails_its_request_alone(
 
     monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", refusing)
     images = [encoded(photograph(size=(30 + n, 30))) for n in range(6)]
-    asked = [
-        in_thread(lambda data=data: running.embed(content=data, headers=PNG))
-        for data in (*images[:3], bad, *images[3:])
-    ]
-    for thread, _ in asked:
-        thread.join()
-    assert [results[0].status_code for _, results in asked] == [200] * 3 + [422] + [200] * 3
+    sent = (*images[:3], bad, *images[3:])
+    asked = [in_thread(running.embed, content=data, headers=PNG) for data in sent]
+    assert statuses(asked) == [200] * 3 + [422] + [200] * 3
 
 
 def test_a_service_whose_encoder_is_lost_says_so(
@@ -365,14 +360,12 @@ def test_a_service_whose_encoder_is_lost_says_so(
 
 def test_requests_in_flight_are_answered_at_the_end(held: Held, siglip: tuple[Any, Path]) -> None:
     with serving(siglip[1]) as running:
-        asked = [in_thread(lambda: running.embed(json={"input": "a"})) for _ in range(3)]
+        asked = [in_thread(running.embed, json={"input": "a"}) for _ in range(3)]
         wait_until(lambda: running.service.application.num_requests == 3)
         running.server.should_exit = True
         wait_until(lambda: running.service.application.is_draining)
         held.go_on.set()
-        for thread, results in asked:
-            thread.join()
-            assert results[0].status_code == 200
+        assert statuses(asked) == [200] * 3
 
 
 def test_the_command_binds_this_machine_alone_and_warns_where_others_reach_it(
@@ -448,12 +441,12 @@ def test_the_command_serves_the_first_page_and_drains_at_sigterm(
     key, ending = {"authorization": "Bearer none"}, threading.Event()
 
     def ask_until_the_end() -> list[int]:
-        statuses = []
+        found = []
         while not ending.is_set():
             with httpx.Client(timeout=60) as client:  # a connection each, none of them reset
                 answer = client.post(f"{url}/v1/embeddings", json={"input": images}, headers=key)
-            statuses.append(answer.status_code)
-        return statuses
+            found.append(answer.status_code)
+        return found
 
     def requests() -> int:
         return int(httpx.get(f"{url}/health").json()["requests"])
@@ -470,11 +463,9 @@ def test_the_command_serves_the_first_page_and_drains_at_sigterm(
         wait_until(requests)
         ending.set()
         # A connection that the server has not accepted yet may be reset: each of these is accepted.
-        wait_until(lambda: requests() == sum(thread.is_alive() for thread, _ in asked))
+        wait_until(lambda: requests() == sum(not each.done() for each in asked))
         server.send_signal(signal.SIGTERM)
-        for thread, results in asked:
-            thread.join()
-            assert set(results[0]) == {200}
+        assert {status for each in asked for status in each.result()} == {200}
 
 
 def test_several_devices_share_a_queue(siglip: tuple[Any, Path]) -> None:
