@@ -78,9 +78,8 @@ def errors_of(table: pa.Table) -> list[str | None]:
 
 def with_inputs(table: pa.Table, prepared: Sequence[PreparedImage | str]) -> pa.Table:
     """The table with prepared images, or their errors, in place of encoded or decoded ones."""
-    images = [None if isinstance(each, str) else each for each in prepared]
-    inputs = [None if image is None else save(dict(image.inputs)) for image in images]
-    layouts = [None if image is None else json.dumps(image.layout) for image in images]
+    inputs = [None if isinstance(each, str) else save(dict(each.inputs)) for each in prepared]
+    layouts = [None if isinstance(each, str) else json.dumps(each.layout) for each in prepared]
     errors = [each if isinstance(each, str) else None for each in prepared]
     return _replaced(
         table,

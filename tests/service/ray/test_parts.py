@@ -112,8 +112,9 @@ def test_parts_of_another_run_are_not_taken(tmp_path: Path) -> None:
         pass
     with parts.opened():
         parts.finish()
-    with pytest.raises(InputError, match="of another run"):
-        other.missing()
+    with pytest.raises(InputError, match="of another run"), other.opened():
+        pass
+    assert not other.directory.exists()
     (tmp_path / "y.parquet").write_bytes(b"something else")
     with pytest.raises(InputError, match="no Parquet file"):
         Parts(tmp_path / "y.parquet", RUN, 1).missing()
