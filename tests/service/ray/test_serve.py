@@ -71,7 +71,7 @@ def photographs(model: Path) -> Photographs:
 
 
 def test_every_request_of_a_crowd_is_answered(url: str) -> None:
-    crowd, work = Crowd(url), requests_of(random.Random(2), 600)
+    crowd, work = Crowd(url), requests_of(random.Random(2), 300)
     asyncio.run(crowd.run(work, 64))
     print(crowd.statuses)
     assert crowd.wrong == []
