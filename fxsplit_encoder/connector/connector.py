@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Self
 
 import torch
@@ -18,7 +19,7 @@ from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PromptRun
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
-from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, Run, merge_rows
+from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, merge_rows
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
@@ -28,7 +29,6 @@ from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, make_en
 from fxsplit_encoder.connector.threads.preparers import Preparers
 from fxsplit_encoder.encode_queue.batch_thread import EXIT_SECONDS, deadline_of, join
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.messages import shown
 
 _ANY_TOWER = TowerIdentity(b"", "", "")
 
@@ -65,23 +65,22 @@ class Connector:
         self._identity = identity if identity is not None else _ANY_TOWER
         self._copies = copies if copies is not None else Copies()
         first = make_encoders(encoders)
-        self._row_bytes = row_bytes_of(first)
         lock = threading.Lock()
         holdings = Holdings(
             self.config,
-            self._row_bytes.get,
+            row_bytes_of(first).get,
             threading.Condition(lock),
             can_reduce=type(processor).reduce is not MediaProcessor.reduce,
         )
         self._core = Core(lock, Books(holdings, Admission(holdings, self._key_of)))
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
-        self._core.on_hang = self._pool.lost
         self._threads = [*preparers.threads, self._core.clock.thread]
         for thread in (*self._threads, self._core.warden):
             thread.start()
         self._pool.start()
-        atexit.register(self._close_at_exit)
+        self._at_exit = partial(self.close, EXIT_SECONDS)
+        atexit.register(self._at_exit)
 
     def _key_of(self, digest: bytes, salt: str) -> bytes:
         return feature_key(digest, self._identity, salt, "sha256")
@@ -132,21 +131,21 @@ class Connector:
         memory while others of its ticket hold some.
         """
         with self._core.change() as books:
-            return books.hold(ticket, _index(ticket, item))
+            return books.hold(ticket, item)
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
         """Lets go of every item of a ticket, or of one, once; how many holds that were. One that is not ready
         is given up. With `keep` rows stay until memory is needed, though the request did not ask for it.
         """
         with self._core.change() as books:
-            return books.release(ticket, _index(ticket, item), keep=keep)
+            return books.release(ticket, item, keep=keep)
 
     def cancel(self, ticket: Ticket, item: int | None = None) -> bool:
         """Gives up every item of a ticket, or one, however often it is held; whether there was any. What
         waits never enters a batch; what is in one is discarded afterwards, unless others want it.
         """
         with self._core.change() as books:
-            return books.cancel(ticket, _index(ticket, item))
+            return books.cancel(ticket, item)
 
     # --- features
 
@@ -160,7 +159,10 @@ class Connector:
         reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
             wanted = [item.index for item in ticket.items] if items is None else list(items)
-            _check_ready(ticket, wanted)
+            for state, index in ((ticket.items[index].state, index) for index in wanted):
+                if state is not State.READY:
+                    name = f"item {index} of request {ticket.request.id}"
+                    raise InputError(f"{name}: expected it to be ready; it is {state}")
             features = books.begin_read(ticket, wanted)
         event = None
         try:
@@ -192,19 +194,7 @@ class Connector:
             InputError: the ticket or an item is not ready, the request has no placeholders, the range is not
                 one of the merged prompt, or rows do not have the width. Nothing was written.
         """
-        start, stop = token_range
-        runs = self._runs(ticket, start, stop, embeddings)
-        items = sorted({run.item for run in runs})
-        with self.read(ticket, items, device=embeddings.device) as features:
-            if levels is None:
-                # Of any item, so that a chunk of text alone has the levels of its request too.
-                known = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
-                levels = int(next(known, 0))  # type: ignore[call-overload]
-            rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
-            return merge_rows(rows, runs, embeddings, start, levels)
-
-    def _runs(self, ticket: Ticket, start: int, stop: int, embeddings: Tensor) -> Sequence[Run]:
-        placeholders = ticket.request.placeholders
+        placeholders, (start, stop) = ticket.request.placeholders, token_range
         if placeholders is None:
             raise InputError(f"request {ticket.request.id}: expected placeholders; got none, so use read()")
         if ticket.state is not State.READY:
@@ -215,7 +205,15 @@ class Connector:
             raise InputError(f"token_range: expected one within 0 to {length}; got {start} to {stop}")
         if embeddings.dim() != 2 or embeddings.shape[0] != stop - start:
             raise InputError(f"embeddings: expected ({stop - start}, width); got {tuple(embeddings.shape)}")
-        return placeholders.runs(counts, start, stop)
+        runs = placeholders.runs(counts, start, stop)
+        items = sorted({run.item for run in runs})
+        with self.read(ticket, items, device=embeddings.device) as features:
+            if levels is None:
+                # Of any item, so that a chunk of text alone has the levels of its request too.
+                known = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
+                levels = int(next(known, 0))  # type: ignore[call-overload]
+            rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
+            return merge_rows(rows, runs, embeddings, start, levels)
 
     # --- workers and books
 
@@ -276,30 +274,10 @@ class Connector:
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()
-        atexit.unregister(self._close_at_exit)
-
-    def _close_at_exit(self) -> None:
-        self.close(EXIT_SECONDS)
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _index(ticket: Ticket, item: int | None) -> int | None:
-    if item is not None and not 0 <= item < len(ticket.items):
-        raise InputError(
-            f"item: expected an index below {len(ticket.items)} of {ticket.request.id}; got {shown(item)}"
-        )
-    return item
-
-
-def _check_ready(ticket: Ticket, items: Sequence[int]) -> None:
-    for index in items:
-        state = ticket.items[index].state
-        if state is not State.READY:
-            raise InputError(
-                f"item {index} of request {ticket.request.id}: expected it to be ready; it is {state}"
-            )

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.messages import shown
+from fxsplit_encoder.messages import name_of, shown
 
 Modality = Literal["image", "video", "audio"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
@@ -34,7 +34,7 @@ class MediaItem:
 
 @dataclass(frozen=True, eq=False)
 class PreparedItem:
-    """One item as the encoder takes it, in host memory.
+    """One item as the encoder takes it, in host memory; TypeError: an input is no tensor.
 
     ``inputs`` are the tower's keyword arguments, such as ``pixel_values`` (patches, width) and
     ``image_grid_thw`` (1, 3). Its feature has ``num_tokens`` rows. ``digest`` (32 bytes) identifies media,
@@ -46,6 +46,11 @@ class PreparedItem:
     inputs: Mapping[str, torch.Tensor]
     num_tokens: int
     metadata: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.inputs.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"inputs.{name_of(name)}: expected a tensor; got {shown(tensor)}")
 
     @property
     def num_bytes(self) -> int:

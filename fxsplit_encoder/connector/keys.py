@@ -29,8 +29,7 @@ Part = bytes | bytearray | memoryview
 _MOST_TENSOR_BYTES = 1 << 28
 
 
-def new_hasher(name: str, is_large: bool = False) -> Any:
-    """An empty hash, with `update` and `digest`; InputError: no such function."""
+def _hasher(name: str, is_large: bool) -> Any:
     known: tuple[str, ...] = get_args(HashName)
     if name not in known:
         raise InputError(f"hash: expected {' or '.join(known)}; got {shown(name)}")
@@ -44,8 +43,10 @@ def new_hasher(name: str, is_large: bool = False) -> Any:
 
 
 def digest_of(parts: Iterable[Part], name: HashName = "blake3", is_large: bool = False) -> bytes:
-    """The digest of a sequence of parts: each is hashed with its length, so no two sequences run together."""
-    hasher = new_hasher(name, is_large)
+    """The digest of a sequence of parts: each is hashed with its length, so no two sequences run together.
+    InputError: no such function.
+    """
+    hasher = _hasher(name, is_large)
     for part in parts:
         view = memoryview(part).cast("B")
         hasher.update(len(view).to_bytes(8, "little"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.staging import copy_on_host, to_device
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
@@ -42,7 +44,7 @@ class ManagerEncoder(FeatureEncoder):
         self.manager = manager
         self.device, self.dtype = manager.pool.device, manager.dtype
         self.stream_priority = manager.config.stream_priority
-        self._tables: dict[bytes, PixelValues] = {}
+        self._tables: Recent[bytes, PixelValues] = Recent(_KEPT_TABLES)
         self._modalities = manager.model_config.modalities if modalities is None else modalities
 
     def start(self) -> None:
@@ -138,8 +140,8 @@ class ManagerEncoder(FeatureEncoder):
     def _normalized(self, pixels: list[Tensor], tables: list[Tensor | None]) -> list[Tensor]:
         """Pixels on the device, neighbors with the same table in one piece."""
         pieces = []
-        by_table = groupby(zip(tables, pixels, strict=True), key=lambda pair: _bytes_of(pair[0]))
-        for table, pairs in by_table:
+        given = (b"" if table is None else table.numpy().tobytes() for table in tables)
+        for table, pairs in groupby(zip(given, pixels, strict=True), key=operator.itemgetter(0)):
             sent = [to_device(tensor, self.manager.pool.device) for _, tensor in pairs]
             piece = torch.cat(sent) if len(sent) > 1 else sent[0]
             pieces.append(self._values(table)(piece) if table else piece)
@@ -147,12 +149,12 @@ class ManagerEncoder(FeatureEncoder):
 
     def _values(self, table: bytes) -> PixelValues:
         """On the device, what a table says; a processor has one for each modality."""
-        if table not in self._tables:
-            if len(self._tables) >= _KEPT_TABLES:
-                self._tables.clear()
+        found: PixelValues | None = self._tables.get(table)
+        if found is None:
             values = np.frombuffer(table, np.float32).reshape(-1, 256).copy()
-            self._tables[table] = PixelValues(values, self.manager.dtype, self.manager.pool.device)
-        return self._tables[table]
+            found = PixelValues(values, self.manager.dtype, self.manager.pool.device)
+            self._tables[table] = found
+        return found
 
     def close(self) -> None:
         """Releases the captures; `start` makes them again."""
@@ -165,10 +167,6 @@ def _video_keys(tower: object) -> tuple[str, str] | None:
         return None
     keys = [pair for pair in tower.input_keys if "video" in pair[1]]
     return keys[0] if keys else None
-
-
-def _bytes_of(table: Tensor | None) -> bytes:
-    return b"" if table is None else table.numpy().tobytes()
 
 
 def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:

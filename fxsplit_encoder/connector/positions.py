@@ -265,17 +265,15 @@ def merge_rows(
     Args:
         rows: of each item, (tokens, width * (1 + levels)): the main output, then every level.
         runs: what belongs into the range, by position.
-        out: (positions, width), embeddings of the range; written in place.
+        out: (positions, width), embeddings of the range, which has all runs; written in place.
         start: its first position in the merged sequence.
         levels: how many follow the main output.
 
     Raises:
         InputError: rows are not as many or as wide as they have to be; nothing is written then.
     """
-    if out.dim() != 2:
-        raise InputError(f"out: expected embeddings, (positions, width); got {tuple(out.shape)}")
     width = out.shape[1]
-    pieces = _pieces(runs, start, start + len(out))
+    pieces = _pieces(runs)
     parts = [_part(rows[item], item, first, stop, width * (1 + levels)) for item, first, stop in pieces]
     if not parts:
         return MergedRows(_positions(runs, start, out.device), out.new_empty(levels, 0, width))
@@ -285,17 +283,12 @@ def merge_rows(
     return MergedRows(positions, joined[:, width:].view(len(joined), levels, width).transpose(0, 1))
 
 
-def _pieces(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Join runs to (item, first row, the one after the last); InputError: one is beyond `start` to `stop`."""
+def _pieces(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
+    """Join runs to (item, first row, the one after the last)."""
     # For a few hundred runs this takes less than making an array of them.
     pieces = []
     current, first, end = -1, 0, 0
-    for item, row, position, length in runs:
-        if position < start or position + length > stop:
-            raise InputError(
-                f"out: expected embeddings of positions {position} to {position + length}; got {start} to "
-                f"{stop}"
-            )
+    for item, row, _, length in runs:
         if item != current or row != end:
             if end > first:
                 pieces.append((current, first, end))

@@ -138,23 +138,15 @@ class EncodeRequest:
     def __post_init__(self) -> None:
         if not self.id:
             raise InputError("id: expected a name for the request; got an empty one")
-        for name in ("salt", "tenant"):
-            if not _is_text(getattr(self, name)):
-                raise InputError(
-                    f"{name}: expected text that UTF-8 can encode; got {shown(getattr(self, name))}"
-                )
+        values: dict[str, object] = {"salt": self.salt, "tenant": self.tenant}
+        for name, value in values.items():
+            # A lone surrogate, as JSON may bring it, has no bytes.
+            if not isinstance(value, str) or value.encode(errors="ignore").decode() != value:
+                raise InputError(f"{name}: expected text that UTF-8 can encode; got {shown(value)}")
         if self.retention not in ("discard", "keep"):
             raise InputError(f"retention: expected discard or keep; got {shown(self.retention)}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise InputError(f"timeout_s: expected a positive number or None; got {shown(self.timeout_s)}")
-
-
-def _is_text(value: object) -> bool:
-    """Whether a string has bytes: a lone surrogate, as JSON may bring it, has none."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
 
 
 def media_bytes(media: object) -> int:

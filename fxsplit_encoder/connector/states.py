@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fxsplit_encoder.encode_queue.batch_thread import FATAL
+from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import CaptureMemoryError, ConnectorError, InputError, MissingExtraError
 
 Availability = Literal["ready", "deferred", "unavailable"]
@@ -107,7 +107,7 @@ def failure_of(error: BaseException, kind: str) -> ConnectorError:
         return error
     if isinstance(error, _NO_MEMORY):
         kind, retryable = "out_of_memory", True
-    elif isinstance(error, FATAL):
+    elif isinstance(error, BatchThread.FATAL):
         kind, retryable = "worker_lost", True
     else:
         retryable = not isinstance(error, _TO_BLAME)

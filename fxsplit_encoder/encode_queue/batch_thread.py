@@ -21,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 BatchT = TypeVar("BatchT")
 
-FATAL = (EncoderLostError, torch.AcceleratorError)
-"""Errors after which an encoder is of no use: it is gone, or the context of its device is broken."""
-
 EXIT_SECONDS = 30.0
 """How long the end of the interpreter waits for batches that are being encoded: a thread that encodes while
 the interpreter is taken down would abort the process."""
@@ -102,9 +99,12 @@ class BatchThread(ABC, Generic[BatchT]):
     """A thread that takes batches from a source and launches them, which returns as soon as a device or
     process has the work; a second thread lands them in order, which waits, so that the next is launched.
 
-    An Exception of `launch` concerns the batch, which is split. `FATAL`, what is no Exception, and errors
-    of other methods end the thread, and `lost` is called.
+    An Exception of `launch` concerns the batch, which is split. `FATAL` ones, what is no Exception, and
+    errors of other methods end the thread, and `lost` is called.
     """
+
+    FATAL = (EncoderLostError, torch.AcceleratorError)
+    """What encodes is of no more use: it is gone, or the context of its device is broken."""
 
     def __init__(self, name: str, work: threading.Condition) -> None:
         self.name, self.work = name, work
@@ -153,7 +153,7 @@ class BatchThread(ABC, Generic[BatchT]):
         """Launch a batch on this thread, and land it or have it landed; a part at a time if it fails."""
         try:
             self.launch(batch)
-        except FATAL:
+        except self.FATAL:
             raise
         except Exception as error:
             for half in self.split(batch, error):
@@ -202,20 +202,20 @@ class Clock:
     """A thread that calls `expire` whenever the next deadline has passed.
 
     Args:
-        changed: condition of the lock under which deadlines change.
+        lock: under which deadlines change.
         next_deadline: on the clock `now`, called with the lock; infinite: nothing has one.
         expire: called without the lock; leaves no deadline that has passed.
     """
 
     def __init__(
         self,
-        changed: threading.Condition,
+        lock: threading.Lock,
         next_deadline: Callable[[], float],
         expire: Callable[[], None],
         now: Callable[[], float],
         name: str,
     ) -> None:
-        self._changed = changed
+        self._changed = threading.Condition(lock)
         self._next_deadline = next_deadline
         self._expire = expire
         self._now = now

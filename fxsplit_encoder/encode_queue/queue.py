@@ -13,16 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from fxsplit_encoder.encode_queue.batch_thread import (
-    EXIT_SECONDS,
-    FATAL,
-    BatchThread,
-    Clock,
-    deadline_of,
-    join,
-)
+from fxsplit_encoder.encode_queue.batch_thread import EXIT_SECONDS, BatchThread, Clock, deadline_of, join
 from fxsplit_encoder.encode_queue.fair_queue import FairQueue, Shares
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -45,7 +39,7 @@ class BatchHandle(Protocol[ResultT_co]):
     def wait(self) -> Sequence[ResultT_co | Exception]:
         """Wait for the result of each item, in order, or why it has none; called once, on any thread.
 
-        An error concerns the batch, which is split; one of `FATAL` ends the worker.
+        An error concerns the batch, which is split; `BatchThread.FATAL` ones end the worker.
         """
         ...
 
@@ -152,10 +146,10 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._given_up: list[_QueueWorker] = []
         self._is_closed = False
         self._counts = QueueStats()
-        self._changed = threading.Condition(self.lock)
-        self._clock = Clock(self._changed, self._next_deadline, self._expire, clock, "encode-queue-clock")
+        self._clock = Clock(self.lock, self._next_deadline, self._expire, clock, "encode-queue-clock")
         self._clock.thread.start()
-        atexit.register(self._close_at_exit)
+        self._at_exit = partial(self.close, drain=False, timeout_s=EXIT_SECONDS)
+        atexit.register(self._at_exit)
 
     # --- workers
 
@@ -279,8 +273,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         deadline = deadline_of(timeout_s)
         with self.lock:
             self._is_closed = True
-            drain = drain and bool(self._workers)
-            dropped = [] if drain else list(self._waiting)
+            dropped = [] if drain and self._workers else list(self._waiting)
             for entry in dropped:
                 self._drop(entry)
             self._counts.cancelled += len(dropped)
@@ -291,10 +284,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         with self.lock:
             self._clock.stop()
         self._clock.thread.join()
-        atexit.unregister(self._close_at_exit)
-
-    def _close_at_exit(self) -> None:
-        self.close(drain=False, timeout_s=EXIT_SECONDS)
+        atexit.unregister(self._at_exit)
 
     # --- batches, for the workers
 
@@ -450,9 +440,7 @@ class _QueueWorker(BatchThread[_Batch]):
 
     def end(self, batch: _Batch) -> bool:
         """It has a batch no more; False: nor had it, since it was given up. Called with the lock."""
-        was_there = batch in self.batches
-        self.batches.pop(batch, None)
-        return was_there
+        return self.batches.pop(batch, False) is None  # the value of each that is there
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -491,7 +479,7 @@ class _QueueWorker(BatchThread[_Batch]):
             results = handle.wait()
             if len(results) != len(batch.items):
                 raise RuntimeError(f"expected {len(batch.items)} results of a batch; got {len(results)}")
-        except FATAL:
+        except self.FATAL:
             raise
         except Exception as error:
             if len(batch.items) == 1:

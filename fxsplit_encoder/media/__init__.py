@@ -10,7 +10,7 @@ from fxsplit_encoder.media.audio import (
 from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
 from fxsplit_encoder.media.readers import AnimatedImage, open_video
 from fxsplit_encoder.media.sources import MediaSettings, read_source
-from fxsplit_encoder.media.videos import Frames, Video, VideoFrames, VideoHeader, frame_seconds
+from fxsplit_encoder.media.videos import Frames, Video, VideoFrames, VideoHeader
 
 __all__ = [
     "AnimatedImage",
@@ -21,7 +21,6 @@ __all__ = [
     "Video",
     "VideoFrames",
     "VideoHeader",
-    "frame_seconds",
     "load_audio",
     "load_image",
     "measure_audio",

@@ -7,7 +7,7 @@ format; the standard library's `wave` knows PCM of WAV files alone, without thei
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fxsplit_encoder.errors import MediaError, MissingExtraError
-from fxsplit_encoder.media.sources import MediaSettings, attempt, header_source, is_encoded, name_of, opened
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media.sources import (
+    ARRAYS,
+    HeaderReader,
+    MediaSettings,
+    attempt,
+    imported,
+    is_encoded,
+    name_of,
+)
 from fxsplit_encoder.messages import shown
 
 Waveform = NDArray[np.float32]
@@ -25,6 +33,7 @@ Waveform = NDArray[np.float32]
 FORMATS = ("AIFF", "FLAC", "MP3", "OGG", "RF64", "W64", "WAV", "WAVEX")
 """Those that are read, under libsndfile's names."""
 
+_DTYPES = ("float16", "float32", "float64", "bfloat16", "int16")
 _MOST_CHANNELS = 32
 _AT_ONCE = 1 << 16
 _INT16 = 1 << 15
@@ -68,35 +77,41 @@ def measure_audio(media: object, limits: MediaSettings) -> AudioHeader:
         MediaError: it is no audio, is empty, or is beyond a limit.
         MissingExtraError: a file has to be read, and soundfile is not installed.
     """
+    name = name_of(media) if is_encoded(media) else "audio"
     if is_encoded(media):
         with _reading(media, limits) as file:
-            return _checked(AudioHeader(file.frames, file.samplerate, file.channels), limits, name_of(media))
-    if not isinstance(media, AudioSamples):
+            header = AudioHeader(file.frames, file.samplerate, file.channels)
+    elif not isinstance(media, AudioSamples):
         raise MediaError(f"audio: expected AudioSamples, bytes or a path; got {shown(media)}")
-    if type(media.rate) is not int or media.rate < 1:
-        raise MediaError(f"audio: expected samples a second, an integer above 0; got {shown(media.rate)}")
-    shape = _shape(media)
-    limits.check("max_bytes", media.samples.nbytes, "audio")
-    return _checked(AudioHeader(shape[-1], media.rate, shape[0] if len(shape) == 2 else 1), limits, "audio")
+    else:
+        if type(media.rate) is not int or media.rate < 1:
+            raise MediaError(f"audio: expected samples a second, an integer above 0; got {shown(media.rate)}")
+        shape = _array(media).shape
+        limits.check("max_bytes", media.samples.nbytes, name)
+        header = AudioHeader(shape[-1], media.rate, shape[0] if len(shape) == 2 else 1)
+    if not 1 <= header.channels <= _MOST_CHANNELS:
+        raise MediaError(f"{name}: expected 1 to {_MOST_CHANNELS} channels; got {header.channels}")
+    if header.num_samples < 1:
+        raise MediaError(f"{name}: expected samples; it has none")
+    limits.check("max_seconds", header.seconds, name)
+    limits.check("max_bytes", header.num_samples * np.dtype(np.float32).itemsize, name)
+    return header
 
 
 def load_audio(media: object, limits: MediaSettings) -> Waveform:
-    """The samples of audio as one channel, the mean of several.
-
-    Args:
-        media: see `measure_audio`.
-        limits: as there.
-
-    Raises:
-        MediaError: it cannot be decoded, is not as long as its header says, or is beyond a limit.
-        MissingExtraError: as `measure_audio`.
+    """The samples of audio, as `measure_audio` takes it, as one channel, the mean of several; MediaError: it
+    cannot be decoded, is not as long as its header says, or is beyond a limit.
     """
-    header = measure_audio(media, limits)
+    num_samples = measure_audio(media, limits).num_samples
     if isinstance(media, AudioSamples):
         samples = _floats(media)
     else:
         with _reading(media, limits) as file, attempt(name_of(media), "audio"):
-            samples = _decoded(file, header.num_samples, name_of(media))
+            # The mean of the channels, a block at a time: all channels together may not fit.
+            blocks = file.blocks(_AT_ONCE, dtype="float32", always_2d=True)
+            samples = np.concatenate([block.mean(axis=1) for block in blocks])
+            if len(samples) != num_samples:
+                raise MediaError(f"its header says {num_samples} samples, and there are {len(samples)}")
     if not np.isfinite(samples).all():
         raise MediaError("audio: expected finite samples; some are infinite or no numbers")
     return samples
@@ -109,76 +124,31 @@ def sample_bytes(audio: AudioSamples) -> Iterator[bytes]:
     yield samples.tobytes()
 
 
-# --- files
-
-
 @contextmanager
 def _reading(media: object, limits: MediaSettings) -> Iterator[Any]:
-    soundfile, name = _soundfile(), name_of(media)
-    with attempt(name, "audio"):
-        source = header_source(media, limits)
-    with opened(source) as stream:
+    soundfile, name = imported("soundfile", "libsndfile", "decoding audio files", "audio"), name_of(media)
+    with closing(HeaderReader(media, limits)) as reader:
         with attempt(name, "audio"):
-            file = soundfile.SoundFile(stream)
+            file = soundfile.SoundFile(reader)
         with file:
             if file.format not in FORMATS:
                 raise MediaError(f"{name}: expected one of {', '.join(FORMATS)}; got {shown(file.format)}")
             yield file
 
 
-def _decoded(file: Any, num_samples: int, name: str) -> Waveform:
-    """The mean of the channels, as many samples as the header says."""
-    made, done = np.empty(num_samples, np.float32), 0
-    for block in file.blocks(_AT_ONCE, dtype="float32", always_2d=True):
-        if done + len(block) > num_samples:
-            break
-        block.mean(axis=1, out=made[done : done + len(block)])
-        done += len(block)
-    else:
-        if done == num_samples:
-            return made
-    raise MediaError(f"{name}: its header says {num_samples} samples, and there are others")
-
-
-def _soundfile() -> Any:
-    try:
-        import soundfile
-    except ImportError as error:
-        raise MissingExtraError("decoding audio files", "audio") from error
-    except OSError as error:
-        raise MediaError(f"soundfile cannot be loaded, which needs libsndfile: {error}") from error
-    return soundfile
-
-
-def _checked(header: AudioHeader, limits: MediaSettings, name: str) -> AudioHeader:
-    if not 1 <= header.channels <= _MOST_CHANNELS:
-        raise MediaError(f"{name}: expected 1 to {_MOST_CHANNELS} channels; got {header.channels}")
-    if header.num_samples < 1:
-        raise MediaError(f"{name}: expected samples; it has none")
-    limits.check("max_seconds", header.seconds, name)
-    limits.check("max_bytes", header.num_samples * np.dtype(np.float32).itemsize, name)
-    return header
-
-
-# --- arrays
-
-
-def _shape(audio: AudioSamples) -> tuple[int, ...]:
-    samples = audio.samples
-    expected = "(samples,) or (channels, samples), an array or a tensor of floats or int16"
-    if not isinstance(samples, np.ndarray | torch.Tensor):
-        raise MediaError(f"audio: expected {expected}; got {shown(samples)}")
-    kinds = ("float16", "float32", "float64", "bfloat16", "int16")
-    if samples.ndim not in (1, 2) or str(samples.dtype).removeprefix("torch.") not in kinds:
-        raise MediaError(f"audio: expected {expected}; got {tuple(samples.shape)} of {samples.dtype}")
-    return tuple(samples.shape)
-
-
 def _array(audio: AudioSamples) -> NDArray[Any]:
     samples = audio.samples
+    is_array = isinstance(samples, ARRAYS)
+    dtype = str(samples.dtype).removeprefix("torch.") if is_array else ""
+    if dtype not in _DTYPES or samples.ndim not in (1, 2):
+        got = f"{tuple(samples.shape)} of {dtype}" if is_array else shown(samples)
+        raise MediaError(
+            "audio: expected (samples,) or (channels, samples), an array or a tensor of floats or int16; "
+            f"got {got}"
+        )
     if isinstance(samples, torch.Tensor):
         samples = samples.detach().cpu()
-        samples = (samples.float() if samples.dtype == torch.bfloat16 else samples).numpy()
+        samples = (samples.float() if dtype == "bfloat16" else samples).numpy()
     array: NDArray[Any] = samples
     return array
 

@@ -11,17 +11,16 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media.sources import (
+    ARRAYS,
     HeaderReader,
     MediaSettings,
     Pixels,
     attempt,
-    header_source,
     image_shape,
     is_encoded,
     name_of,
     pixels_of,
     rgb_of,
-    shape_of,
 )
 from fxsplit_encoder.messages import shown
 
@@ -57,54 +56,44 @@ def measure_image(media: object, limits: MediaSettings) -> tuple[int, int]:
     Raises:
         MediaError: it is no image, or beyond a limit.
     """
-    if is_encoded(media):
+    if is_encoded(media) or isinstance(media, Image.Image):
         with opened_image(media, limits) as image:
-            return _size(image)
-    if isinstance(media, Image.Image):
-        limits.check("max_pixels", media.width * media.height, "image")
-        return _size(media)
-    shape = shape_of(media)
-    if shape is None:
+            width, height = image.size
+            return (height, width) if _orientation(image) in _SWAPPED else (width, height)
+    if not isinstance(media, ARRAYS):
         raise MediaError(
             f"image: expected a PIL image, an array of uint8, bytes or a path; got {shown(media)}"
         )
-    height, width, _ = image_shape(shape, "image")
+    height, width, _ = image_shape(tuple(media.shape), "image")
     limits.check("max_pixels", height * width, "image")
     return width, height
 
 
 def load_image(media: object, limits: MediaSettings) -> Image.Image:
-    """The pixels of an image, upright and RGB, over the background. Of several pictures it is the first.
-
-    Args:
-        media: see `measure_image`.
-        limits: of bytes and pixels, and the background.
-
-    Raises:
-        MediaError: it cannot be decoded, or is beyond a limit.
+    """The pixels of an image, as `measure_image` takes it, upright and RGB, over the background. Of several
+    pictures it is the first. MediaError: it cannot be decoded, or is beyond a limit.
     """
-    if is_encoded(media):
-        with opened_image(media, limits) as image, attempt(name_of(media), "an image"):
+    if is_encoded(media) or isinstance(media, Image.Image):
+        with (
+            opened_image(media, limits) as image,
+            lock_of(image),
+            attempt(name_of(media), "an image"),
+        ):
             return upright(image, limits.background)
-    if isinstance(media, Image.Image):
-        limits.check("max_pixels", media.width * media.height, "image")
-        with lock_of(media), attempt("image", "an image"):
-            return upright(media, limits.background)
     return Image.fromarray(pixels_of(media, limits, "image"))
 
 
 @contextlib.contextmanager
 def opened_image(media: object, limits: MediaSettings) -> Iterator[Image.Image]:
-    """An encoded image of which the header was read; its file is closed afterwards.
-
-    Raises:
-        MediaError: it is no image of a known format, or is beyond a limit.
+    """A PIL image, or an encoded one of which the header was read, whose file is closed afterwards.
+    MediaError: it is no image of a known format, or is beyond a limit.
     """
-    name = name_of(media)
-    with attempt(name, "an image"):
-        reader = HeaderReader(header_source(media, limits))
-    with contextlib.closing(reader):
-        yield open_image(reader, limits, name)
+    if isinstance(media, Image.Image):
+        limits.check("max_pixels", media.width * media.height, "image")
+        yield media
+        return
+    with contextlib.closing(HeaderReader(media, limits)) as reader:
+        yield open_image(reader, limits, name_of(media))
 
 
 def open_image(reader: HeaderReader, limits: MediaSettings, name: str) -> Image.Image:
@@ -134,20 +123,17 @@ def scaled(side: int, scale: float) -> int:
 
 def shrunk(image: Image.Image, scale: float) -> Image.Image:
     """An image with both sides shrunk."""
-    if scale == 1:
-        return image
-    size = scaled(image.width, scale), scaled(image.height, scale)
-    return image.resize(size, Image.Resampling.BICUBIC)
+    return bicubic(image, (scaled(image.width, scale), scaled(image.height, scale)))
+
+
+def bicubic(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """An image of (width, height); the same one if it has that size, whose pixels would stay as they are."""
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
 
 def lock_of(image: Image.Image) -> threading.Lock:
     """Held while an image of the caller's is read."""
     return _LOCKS[id(image) % len(_LOCKS)]
-
-
-def _size(image: Image.Image) -> tuple[int, int]:
-    width, height = image.size
-    return (height, width) if _orientation(image) in _SWAPPED else (width, height)
 
 
 def _orientation(image: Image.Image) -> int:

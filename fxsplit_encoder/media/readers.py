@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from fxsplit_encoder.errors import MediaError, MissingExtraError
+from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media.images import lock_of, open_image
 from fxsplit_encoder.media.sources import (
     HeaderReader,
     MediaSettings,
     attempt,
-    header_source,
+    imported,
     is_encoded,
     name_of,
     rgb_of,
 )
 from fxsplit_encoder.media.videos import DecodedVideo, Video, VideoFrames, VideoHeader
-
-_GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL = 0x21, 0x2C, 0xF9
-
-
-def animation_seconds(file: HeaderReader) -> float | None:
-    """The sum of its frames' durations in seconds, of a file at its beginning; no frame is decoded.
-
-    Returns:
-        None where the file does not tell: it is malformed, of another kind, or its frames have no duration.
-    """
-    start = file.read(12)
-    for magic, milliseconds in _FORMATS:
-        if start.startswith(magic):
-            file.seek(0)
-            total = sum(milliseconds(file))
-            return total / 1000 if total > 0 else None
-    return None
 
 
 def _webp(file: HeaderReader) -> Iterator[float]:
@@ -63,13 +47,11 @@ def _png(file: HeaderReader) -> Iterator[float]:
 def _gif(file: HeaderReader) -> Iterator[float]:
     _skip_colors(file, file.read(13)[10:11])
     while kind := file.read(1):
-        if kind[0] == _GIF_EXTENSION:
-            label = file.read(1)
-            if label and label[0] == _GIF_CONTROL:
-                yield 10 * int.from_bytes(file.read(6)[2:4], "little")
-            else:
-                _skip_blocks(file)
-        elif kind[0] == _GIF_IMAGE:
+        if kind == b"!":  # an extension
+            if file.read(1) == b"\xf9":  # of which this one is for the next image
+                yield 10 * int.from_bytes(file.read(5)[2:4], "little")
+            _skip_blocks(file)
+        elif kind == b",":  # an image
             _skip_colors(file, file.read(9)[8:])
             file.seek(1, 1)
             _skip_blocks(file)
@@ -87,17 +69,26 @@ def _skip_blocks(file: HeaderReader) -> None:
         file.seek(size[0], 1)
 
 
-_FORMATS: tuple[tuple[bytes, Callable[[HeaderReader], Iterator[float]]], ...] = (
-    (b"RIFF", _webp),
-    (b"\x89PNG\r\n\x1a\n", _png),
-    (b"GIF8", _gif),
+_FORMATS = (
+    (re.compile(rb"RIFF....WEBP", re.DOTALL), _webp),
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), _png),
+    (re.compile(rb"GIF8"), _gif),
 )
 
 
-def is_animation(start: bytes) -> bool:
-    """Whether Pillow, and not a decoder of videos, reads a file that starts so."""
-    is_webp = start.startswith(b"RIFF") and start[8:12] == b"WEBP"
-    return is_webp or start.startswith((b"\x89PNG\r\n\x1a\n", b"GIF8"))
+def animation_seconds(file: HeaderReader) -> float | None:
+    """The sum of its frames' durations in seconds, of a file at its beginning; no frame is decoded.
+
+    Returns:
+        0.0 where the file does not tell: it is malformed, or its frames have no duration. None: it is of
+        another kind, which a decoder of videos reads and not Pillow.
+    """
+    start = file.read(12)
+    file.seek(0)
+    for magic, milliseconds in _FORMATS:
+        if magic.match(start):
+            return sum(milliseconds(file)) / 1000
+    return None
 
 
 class AnimatedImage(Video):
@@ -105,21 +96,18 @@ class AnimatedImage(Video):
 
     Args:
         image: as it was opened.
-        seconds: its length; None: not known.
-        is_own: whether it is closed with the video.
         background: what transparent pixels are composited over.
+        seconds: its length; 0: not known.
+        is_own: whether it is closed with the video.
     """
 
     def __init__(
-        self, image: Image.Image, seconds: float | None, is_own: bool, background: tuple[int, int, int]
+        self, image: Image.Image, background: tuple[int, int, int], seconds: float = 0.0, is_own: bool = False
     ) -> None:
-        self._image = image
-        self._background = background
-        self._is_own = is_own
+        self._image, self._background, self._is_own = image, background, is_own
         with attempt("video", "an animated image"):
             count = int(getattr(image, "n_frames", 1))
-        fps = count / seconds if seconds else None
-        self.header = VideoHeader(count, image.width, image.height, fps)
+        self.header = VideoHeader(count, image.width, image.height, count / seconds if seconds else None)
 
     def num_decoded(self, indices: Sequence[int]) -> int:
         """Every frame is decoded on top of those before it."""
@@ -158,7 +146,8 @@ class ContainedVideo(Video):
 
     def __init__(self, source: Path | bytes, name: str) -> None:
         self._name = name
-        decoder = _decoder_class()
+        codec = imported("torchcodec.decoders", "FFmpeg's shared libraries", "decoding video files", "video")
+        decoder = codec.VideoDecoder
         with attempt(name, "a video"):
             self._decoder = decoder(source, seek_mode="approximate", **_OPTIONS)
             if not _is_complete(self._decoder.metadata):
@@ -184,19 +173,6 @@ def _is_complete(metadata: Any) -> bool:
     return all(number is not None and number > 0 for number in numbers)
 
 
-def _decoder_class() -> Any:
-    try:
-        from torchcodec.decoders import VideoDecoder
-    except ImportError as error:
-        raise MissingExtraError("decoding video files", "video") from error
-    except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise MediaError(
-            f"torchcodec cannot be loaded, which needs FFmpeg's shared libraries: {reason}"
-        ) from error
-    return VideoDecoder
-
-
 def open_video(media: object, limits: MediaSettings) -> Video:
     """Reads what a video's header says; nothing is decoded. The video is to be closed.
 
@@ -209,51 +185,32 @@ def open_video(media: object, limits: MediaSettings) -> Video:
         MediaError: it is no video, or beyond a limit.
         MissingExtraError: FFmpeg has to read it, and torchcodec is not installed.
     """
-    video = _open(media, limits)
-    try:
-        _check(video, limits)
-    except MediaError:
-        video.close()
-        raise
+    with contextlib.ExitStack() as closing:
+        video = _open(media, limits, closing)
+        header = video.header
+        limits.check("max_pixels", header.width * header.height, "video")
+        if header.fps:
+            limits.check("max_seconds", header.num_frames / header.fps, "video")
+        closing.pop_all()
     return video
 
 
-def _check(video: Video, limits: MediaSettings) -> None:
-    header = video.header
-    limits.check("max_pixels", header.width * header.height, "video")
-    if header.fps:
-        limits.check("max_seconds", header.num_frames / header.fps, "video")
-
-
-def _open(media: object, limits: MediaSettings) -> Video:
-    if is_encoded(media):
-        return _open_encoded(media, limits)
+def _open(media: object, limits: MediaSettings, closing: contextlib.ExitStack) -> Video:
+    """A video, and what has to be closed unless it is returned."""
     if isinstance(media, Image.Image):
-        video = AnimatedImage(media, None, is_own=False, background=limits.background)
-        # Its digest takes all of them.
-        limits.check("max_frames", video.header.num_frames, "video")
+        video = AnimatedImage(media, limits.background)
+        limits.check("max_frames", video.header.num_frames, "video")  # its digest takes all of them
         return video
-    return DecodedVideo(media if isinstance(media, VideoFrames) else VideoFrames(media), limits)
-
-
-def _open_encoded(media: object, limits: MediaSettings) -> Video:
+    if not is_encoded(media):
+        return DecodedVideo(media if isinstance(media, VideoFrames) else VideoFrames(media), limits)
     name = name_of(media)
-    source = header_source(media, limits)
-    with attempt(name, "a video"):
-        reader = HeaderReader(source)
-    try:
-        with attempt(name, "a video"), reader.limited():
-            start = reader.read(16)
-            reader.seek(0)
-            seconds = animation_seconds(reader)
-            reader.seek(0)
-        if is_animation(start):
-            image = open_image(reader, limits, name)
-            with reader.limited():
-                return AnimatedImage(image, seconds, is_own=True, background=limits.background)
-    except MediaError:
-        reader.close()
-        raise
-    if isinstance(source, Path):
-        reader.close()
-    return ContainedVideo(source if isinstance(source, Path) else source.getvalue(), name)
+    reader = closing.enter_context(contextlib.closing(HeaderReader(media, limits)))
+    with attempt(name, "a video"), reader.limited():
+        seconds = animation_seconds(reader)
+        reader.seek(0)
+    if seconds is None:
+        closing.close()
+        return ContainedVideo(reader.source, name)
+    image = open_image(reader, limits, name)
+    with reader.limited():
+        return AnimatedImage(image, limits.background, seconds, is_own=True)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageCms
+from PIL import Image
 
-from fxsplit_encoder.errors import ConfigError, InputError, MediaError
+from fxsplit_encoder.errors import ConfigError, InputError, MediaError, MissingExtraError
 from fxsplit_encoder.messages import shown
 
 
@@ -45,17 +46,17 @@ class MediaSettings:
     """Red, green and blue, 0 to 255, over which transparent images are composited; white, as in vLLM."""
 
     def __post_init__(self) -> None:
-        limits = [field.name for field in fields(self) if field.name.startswith("max_")]
+        limits = {name: value for name, value in vars(self).items() if name.startswith("max_")}
         problems = [
             f"MediaSettings.{name}: expected a number above 0; got {value}"
-            for name in limits
-            if not (value := getattr(self, name)) > 0
+            for name, value in limits.items()
+            if not value > 0
         ]
-        if not _is_color(self.background):
-            problems.append(
-                "MediaSettings.background: expected red, green and blue, integers from 0 to 255; "
-                f"got {shown(self.background)}"
-            )
+        color: object = self.background
+        if not isinstance(color, tuple | list) or [type(each) for each in color] != [int] * 3:
+            problems.append(f"MediaSettings.background: expected red, green and blue; got {shown(color)}")
+        elif not all(0 <= each <= 255 for each in self.background):
+            problems.append(f"MediaSettings.background: expected integers from 0 to 255; got {shown(color)}")
         if problems:
             raise ConfigError(*problems)
 
@@ -67,15 +68,11 @@ class MediaSettings:
             raise MediaError(f"{what}: {value:g} {unit}; expected at most {most:g}, the limit {limit}")
 
 
-def _is_color(value: object) -> bool:
-    is_triple = isinstance(value, tuple | list) and len(value) == 3
-    return is_triple and all(type(each) is int and 0 <= each <= 255 for each in value)  # type: ignore[attr-defined]
-
-
 Encoded = bytes | bytearray | memoryview
 Pixels = NDArray[np.uint8]
 """(height, width, 3)."""
 
+ARRAYS = np.ndarray | torch.Tensor
 _CHANNELS = (1, 3, 4)
 
 
@@ -85,34 +82,19 @@ def is_encoded(media: object) -> bool:
 
 
 def read_source(media: object, limits: MediaSettings) -> object:
-    """The bytes of a file; anything else as it is. What is hashed and what is decoded are then the same.
-
-    Raises:
-        MediaError: no such file, not a regular one, or too large.
+    """The bytes of a file, so that what is hashed and what is decoded are the same; anything else as it is.
+    MediaError: no such file, not a regular one, or too large.
     """
-    if isinstance(media, bytes | bytearray | memoryview):
-        limits.check("max_bytes", memoryview(media).nbytes, "encoded media")
-        return media
-    if not isinstance(media, str | os.PathLike):
-        return media
-    path = checked_path(media, limits)
-    with attempt(str(path)), path.open("rb") as file:
-        # It may have grown since it was looked at.
-        data = file.read(limits.max_bytes + 1)
-    limits.check("max_bytes", len(data), str(path))
-    return data
-
-
-def header_source(media: object, limits: MediaSettings) -> Path | io.BytesIO:
-    """Returns the source of a header: a path, so that no more of the file is read; or bytes."""
+    name = name_of(media)
     if isinstance(media, str | os.PathLike):
-        return checked_path(media, limits)
-    data = read_source(media, limits)
-    assert isinstance(data, bytes | bytearray | memoryview)
-    return io.BytesIO(data)
+        with attempt(name), _checked_path(media, limits).open("rb") as file:
+            media = file.read(limits.max_bytes + 1)  # it may have grown since it was looked at
+    if isinstance(media, Encoded):
+        limits.check("max_bytes", memoryview(media).nbytes, name)
+    return media
 
 
-def checked_path(media: str | os.PathLike[str], limits: MediaSettings) -> Path:
+def _checked_path(media: str | os.PathLike[str], limits: MediaSettings) -> Path:
     """The path of a regular file within the limit of bytes; raises MediaError where it is something else."""
     path = Path(media)
     if isinstance(media, str) and media.partition(":")[0] in ("http", "https", "data"):
@@ -125,33 +107,30 @@ def checked_path(media: str | os.PathLike[str], limits: MediaSettings) -> Path:
     return path
 
 
-@contextmanager
-def opened(source: Path | io.BytesIO) -> Iterator[BinaryIO]:
-    """Opens the result of `header_source` at its beginning."""
-    if isinstance(source, Path):
-        with source.open("rb") as file:
-            yield file
-    else:
-        source.seek(0)
-        yield source
-
-
 _HEADER_READS = 1 << 16
 _BYTES_PER_READ = 64
 _HEADER_SECONDS = 10.0
 
 
 class HeaderReader:
-    """What `header_source` gave, as a file; inside `limited` it ends what reads a header for too long.
+    """Encoded media as a file, of which no more is read than is asked for; MediaError: it cannot be opened,
+    or inside `limited` a header takes more reads, or more seconds, than a header should.
 
     A format of many small parts is read in no fewer reads: half of them may have less than 64 bytes.
-
-    Raises:
-        MediaError: a header takes more reads, or more seconds, than a header should.
     """
 
-    def __init__(self, source: Path | io.BytesIO) -> None:
-        self._file: BinaryIO = source.open("rb") if isinstance(source, Path) else source
+    def __init__(self, media: Any, limits: MediaSettings) -> None:
+        self.source: Path | bytes
+        """The path, or the bytes."""
+        self._file: BinaryIO
+        if isinstance(media, str | os.PathLike):
+            self.source = _checked_path(media, limits)
+            with attempt(str(media)):
+                self._file = self.source.open("rb")
+        else:
+            read_source(media, limits)
+            self.source = bytes(media)
+            self._file = io.BytesIO(self.source)
         size = self._file.seek(0, io.SEEK_END)
         self._file.seek(0)
         self.tell, self.close = self._file.tell, self._file.close
@@ -186,8 +165,21 @@ class HeaderReader:
 
 
 def name_of(media: object) -> str:
-    """Returns the name of encoded media in messages."""
-    return str(media) if isinstance(media, str | os.PathLike) else "encoded media"
+    """Returns the name of an image or of encoded media in messages."""
+    if isinstance(media, str | os.PathLike):
+        return str(media)
+    return "image" if isinstance(media, Image.Image) else "encoded media"
+
+
+def imported(module: str, libraries: str, purpose: str, extra: str) -> Any:
+    """A module that decodes; MissingExtraError: it is not installed, MediaError: it finds no libraries."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(purpose, extra) from error
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise MediaError(f"{module} cannot be loaded, which needs {libraries}: {reason}") from error
 
 
 class attempt:
@@ -198,7 +190,7 @@ class attempt:
         self._kind = kind
 
     def __enter__(self) -> None:
-        return None
+        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, MemoryError | ImportError):
@@ -215,15 +207,8 @@ class attempt:
 
 
 def pixels_of(array: Any, limits: MediaSettings, what: str) -> Pixels:
-    """One image as (height, width, 3), from an array or a tensor of uint8.
-
-    Args:
-        array: (height, width), or with 1, 3 or 4 channels, last or first; the fourth is alpha.
-        limits: of bytes and pixels, and the background.
-        what: what messages call it.
-
-    Raises:
-        MediaError: it is something else.
+    """One image as (height, width, 3), from an array or a tensor of uint8, (height, width), or with 1, 3 or 4
+    channels, last or first, the fourth of them alpha; MediaError: it is something else.
     """
     given = array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array
     if not isinstance(given, np.ndarray) or given.dtype != np.uint8:
@@ -253,11 +238,6 @@ def rgb_of(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
     image.load()  # until then a decoder may know another mode
     if image.mode[0] in "IF":
         image = _in_eight_bits(image)
-    elif image.mode == "LAB":
-        profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-        converted = ImageCms.profileToProfile(image, *profiles, outputMode="RGB")
-        assert converted is not None
-        return converted
     elif image.mode == "La":
         image = image.convert("LA")
     if not image.has_transparency_data:
@@ -282,11 +262,7 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
 
 
 def image_shape(shape: tuple[int, ...], what: str) -> tuple[int, int, int]:
-    """Height, width and channels of an image's array.
-
-    Raises:
-        MediaError: it has not the shape of an image.
-    """
+    """Height, width and channels of an image's array; MediaError: it has not the shape of an image."""
     if len(shape) == 2:
         shape = (*shape, 1)
     if len(shape) == 3 and shape[-1] not in _CHANNELS and shape[0] in _CHANNELS:
@@ -294,8 +270,3 @@ def image_shape(shape: tuple[int, ...], what: str) -> tuple[int, int, int]:
     if len(shape) != 3 or shape[-1] not in _CHANNELS or 0 in shape:
         raise MediaError(f"{what}: expected (height, width), or with 1, 3 or 4 channels; got {tuple(shape)}")
     return shape[0], shape[1], shape[2]
-
-
-def shape_of(array: Any) -> tuple[int, ...] | None:
-    """The shape of an array or a tensor; None of anything else."""
-    return tuple(array.shape) if isinstance(array, np.ndarray | torch.Tensor) else None

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
-from fxsplit_encoder.media.sources import MediaSettings, pixels_of, shape_of
+from fxsplit_encoder.media.sources import ARRAYS, MediaSettings, Pixels, pixels_of
 from fxsplit_encoder.messages import shown
 
 
@@ -46,15 +44,8 @@ class Video(ABC):
     header: VideoHeader
 
     def select(self, indices: Sequence[int], limits: MediaSettings, scale: float = 1.0) -> Frames:
-        """Some frames, rising by index; the same may come twice.
-
-        Args:
-            indices: of the frames.
-            limits: of frames.
-            scale: by which their sides are shrunk.
-
-        Raises:
-            MediaError: more frames have to be decoded for them than the limit allows.
+        """Some frames, rising by index, of which the same may come twice, with their sides shrunk.
+        MediaError: more frames have to be decoded for them than the limit allows.
         """
         limits.check("max_frames", self.num_decoded(indices), "video")
         return Frames(self, indices, scale)
@@ -65,25 +56,20 @@ class Video(ABC):
 
     @abstractmethod
     def decode(self, indices: Sequence[int]) -> Iterator[Image.Image]:
-        """Frames one after another, RGB.
-
-        Raises:
-            MediaError: one cannot be decoded.
-        """
+        """Frames one after another, RGB; MediaError: one cannot be decoded."""
 
     def parts(self) -> Iterator[bytes | memoryview]:
         """Yields the bytes that a decoded video's digest covers: every frame."""
-        yield from _header_parts(self.header)
-        for frame in Frames(self, range(self.header.num_frames)):
+        yield f"video {self.header.fps}".encode()
+        for frame in self.pixels():
             yield from pixel_bytes(frame)
 
-    def close(self) -> None:
+    def pixels(self) -> Iterator[Image.Image | Pixels]:
+        """Every frame, RGB."""
+        return self.decode(range(self.header.num_frames))
+
+    def close(self) -> None:  # noqa: B027 - most have opened nothing
         """Gives back what was opened."""
-        return None
-
-
-def _header_parts(header: VideoHeader) -> list[bytes]:
-    return [f"video {header.fps}".encode()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,11 +104,7 @@ class Frames:
 
 
 class DecodedVideo(Video):
-    """Read a video from decoded frames.
-
-    Raises:
-        MediaError: they are no images, or have different sizes.
-    """
+    """Read a video from decoded frames; MediaError: they are no images, or have different sizes."""
 
     def __init__(self, video: VideoFrames, limits: MediaSettings) -> None:
         self._frames = _listed(video.frames)
@@ -139,18 +121,15 @@ class DecodedVideo(Video):
         """The frames as RGB images."""
         return (load_image(self._frames[index], self._limits) for index in indices)
 
-    def parts(self) -> Iterator[bytes | memoryview]:
-        """The same as of images, of arrays without making images of them."""
-        if any(shape_of(frame) is None for frame in self._frames):
-            yield from super().parts()
-            return
-        yield from _header_parts(self.header)
+    def pixels(self) -> Iterator[Image.Image | Pixels]:
+        """Every frame, arrays without making images of them."""
         for frame in self._frames:
-            yield from pixel_bytes(pixels_of(frame, self._limits, "video"))
+            is_array = isinstance(frame, ARRAYS)
+            yield pixels_of(frame, self._limits, "video") if is_array else load_image(frame, self._limits)
 
 
 def _listed(frames: object) -> Sequence[Any]:
-    if isinstance(frames, np.ndarray | torch.Tensor):
+    if isinstance(frames, ARRAYS):
         if frames.ndim != 4 or not len(frames):
             raise MediaError(f"video: expected (frames, height, width, 3); got {tuple(frames.shape)}")
         return list(frames)
@@ -159,22 +138,3 @@ def _listed(frames: object) -> Sequence[Any]:
             f"video: expected VideoFrames, bytes, a path or a list of frames; got {shown(frames)}"
         )
     return frames
-
-
-def frame_seconds(indices: Sequence[int], header: VideoHeader, step: int) -> dict[str, object]:
-    """When a video's frames are: what prompts and positions in time are made of. Empty where it is not known.
-
-    Returns:
-        `frame_seconds`, of every frame that is seen; `grid_seconds`, the middle of the first and the last of
-        the `step` frames that become one; and `seconds_per_grid`, how long those last.
-    """
-    if header.fps is None:
-        return {}
-    seconds = [index / header.fps for index in indices]
-    grids = [seconds[start : start + step] for start in range(0, len(seconds), step)]
-    seen_a_second = len(indices) / header.num_frames * header.fps
-    return {
-        "frame_seconds": tuple(seconds),
-        "grid_seconds": tuple((group[0] + group[-1]) / 2 for group in grids),
-        "seconds_per_grid": step / seen_a_second,
-    }

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import Frames
+from fxsplit_encoder.media.images import bicubic
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import Settings, hugging_face_class, vision_settings
 from fxsplit_encoder.models.prepare import (
@@ -27,7 +28,6 @@ from fxsplit_encoder.models.prepare import (
     Preparation,
     Prepared,
     ProcessorSettings,
-    bicubic,
     processed,
     resized,
 )

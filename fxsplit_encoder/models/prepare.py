@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings
-from fxsplit_encoder.media.images import opened_image, upright
+from fxsplit_encoder.media.images import bicubic, opened_image, upright
 from fxsplit_encoder.media.sources import attempt
 
 # Of one's own files: Pillow's limit of pixels holds before this one.
@@ -156,11 +156,6 @@ def resized(frames: Frames, size: tuple[int, int]) -> list[Image.Image]:
     return [bicubic(frame, size) for frame in frames]
 
 
-def bicubic(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """An image of (width, height); the same one if it has that size, whose pixels would stay as they are."""
-    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
-
-
 # --- files
 
 
@@ -216,7 +211,7 @@ def load_inputs(paths: Sequence[Path], preparation: Preparation) -> EncoderInput
         for item, prepared in _load(key, path, preparation):
             loaded[item.frames > 0].append((item, prepared))
     pairs = [*loaded[False], *loaded[True]]
-    return EncoderInputs(tuple(item for item, _ in pairs), _join(prepared for _, prepared in pairs))
+    return EncoderInputs(tuple(item for item, _ in pairs), joined_inputs(prepared for _, prepared in pairs))
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
@@ -253,7 +248,7 @@ def unique_keys(paths: Sequence[Path]) -> list[str]:
 def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Prepared]]:
     with opened_image(path, _LIMITS) as image, attempt(str(path), "an image"):
         if getattr(image, "is_animated", False):
-            clip = AnimatedImage(image, None, is_own=False, background=_LIMITS.background)
+            clip = AnimatedImage(image, _LIMITS.background)
             size, parts = image.size, preparation.clip(Frames(clip, range(clip.header.num_frames)))
         else:
             turned = upright(image, _LIMITS.background)
@@ -265,10 +260,10 @@ def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Pr
     ]
 
 
-def _join(prepared: Iterable[Prepared]) -> dict[str, Tensor]:
-    """The tensors of several items as `mm_kwargs`."""
+def joined_inputs(prepared: Iterable[Prepared]) -> dict[str, Tensor]:
+    """The tensors of several items as `mm_kwargs`, of a single one as they are."""
     parts: dict[str, list[Tensor]] = {}
     for item in prepared:
         for name, tensor in item.tensors.items():
             parts.setdefault(name, []).append(tensor)
-    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+    return {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.connector.interfaces import (
     PIXEL_TABLE,
     MediaItem,
@@ -29,8 +29,6 @@ from fxsplit_encoder.media import (
     AudioSamples,
     Frames,
     MediaSettings,
-    Video,
-    frame_seconds,
     load_audio,
     load_image,
     measure_audio,
@@ -44,7 +42,8 @@ from fxsplit_encoder.media import (
 )
 from fxsplit_encoder.media.sources import Encoded, attempt
 from fxsplit_encoder.messages import name_of, nearest, shown
-from fxsplit_encoder.models.prepare import Preparation, Prepared
+from fxsplit_encoder.models.prepare import Preparation, Prepared, joined_inputs
+from fxsplit_encoder.models.sampling import frame_seconds
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class TowerProcessor(_Processor):
         super().__init__(tower, fingerprint, limits, hash_name)
         self.tables = dict(tables or {})
         self._prepare = prepare
-        self._preparations: OrderedDict[bytes, Preparation] = OrderedDict()
+        self._preparations: Recent[bytes, Preparation] = Recent(_MOST_PREPARATIONS)
         self._lock = threading.Lock()
         plain = prepare("image", {})
         self._options: dict[str, Mapping[str, OptionCheck]] = {
@@ -192,8 +191,8 @@ class TowerProcessor(_Processor):
         preparation = self._preparation(item)
         if item.modality == "image":
             return self._count([self._image_sizes(item, preparation)])
-        with closing(open_video(item.media, self.limits)) as video:
-            return self._count(_clip_sizes(self._frames(item, preparation, video), preparation))
+        with self._clip(item, preparation) as (_, count):
+            return count
 
     def prompt_runs(self, item: MediaItem) -> list[PromptRun]:
         """What a prompt shows of the item: an image's rows in one run, of a video a run for each step of its
@@ -205,11 +204,9 @@ class TowerProcessor(_Processor):
         if item.modality == "image":
             return [PromptRun(self.count_tokens(item))]
         preparation = self._preparation(item)
-        with closing(open_video(item.media, self.limits)) as video:
-            frames = self._frames(item, preparation, video)
-            count = self._count(_clip_sizes(frames, preparation))
-        step = preparation.frames_per_step
-        seconds: Any = frame_seconds(frames.indices, video.header, step).get("grid_seconds")
+        with self._clip(item, preparation) as (frames, count):
+            step = preparation.frames_per_step
+            seconds: Any = frame_seconds(frames.indices, frames.video.header, step).get("grid_seconds")
         num_steps = -(-len(frames) // step)
         if count % num_steps:  # its rows are not of single steps
             return [PromptRun(count)]
@@ -263,11 +260,9 @@ class TowerProcessor(_Processor):
         if item.modality != "video":
             return None
         preparation = self._preparation(item)
-        with closing(open_video(item.media, self.limits)) as video:
-            frames = self._frames(item, preparation, video)
-            count = self._count(_clip_sizes(frames, preparation))
-        if len(frames) < 2 * preparation.frames_per_step:
-            return None
+        with self._clip(item, preparation) as (frames, count):
+            if len(frames) < 2 * preparation.frames_per_step:
+                return None
         shorter = _with_options(item, {"num_frames": len(frames) // 2}, dropped="fps")
         if self.count_tokens(shorter) * 4 <= count * 3:
             return shorter
@@ -280,9 +275,13 @@ class TowerProcessor(_Processor):
         width, height = (scaled(side, _scale(item)) for side in measure_image(item.media, self.limits))
         return preparation.image_sizes(width, height)
 
-    def _frames(self, item: MediaItem, preparation: Preparation, video: Video) -> Frames:
-        indices = preparation.sample(video.header.num_frames, video.header.fps)
-        return video.select(indices, self.limits, _scale(item))
+    @contextlib.contextmanager
+    def _clip(self, item: MediaItem, preparation: Preparation) -> Iterator[tuple[Frames, int]]:
+        """The frames of a video that its model sees, and the rows that they have."""
+        with closing(open_video(item.media, self.limits)) as video:
+            indices = preparation.sample(video.header.num_frames, video.header.fps)
+            frames = video.select(indices, self.limits, _scale(item))
+            yield frames, self._count(preparation.clip_sizes(len(frames), frames.width, frames.height))
 
     def _prepare_image(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
         # Within the limits before it is decoded.
@@ -294,14 +293,12 @@ class TowerProcessor(_Processor):
         return self._item(item, self._digest(item, parts), count, inputs, {})
 
     def _prepare_video(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
-        with closing(open_video(item.media, self.limits)) as video:
-            frames = self._frames(item, preparation, video)
-            count = self._count(_clip_sizes(frames, preparation))
-            parts = [item.media] if isinstance(item.media, Encoded) else video.parts()
+        with self._clip(item, preparation) as (frames, count):
+            parts = [item.media] if isinstance(item.media, Encoded) else frames.video.parts()
             digest = self._digest(item, parts)
             with attempt("video", "what the model takes"):
                 inputs = preparation.clip(frames)
-        seconds = frame_seconds(frames.indices, video.header, preparation.frames_per_step)
+        seconds = frame_seconds(frames.indices, frames.video.header, preparation.frames_per_step)
         return self._item(item, digest, count, inputs, seconds)
 
     def _item(
@@ -320,7 +317,7 @@ class TowerProcessor(_Processor):
             )
         layouts = [part.layout for part in inputs]
         layout = layouts[0] if len(layouts) == 1 else {"parts": layouts}
-        tensors = self._with_table(item.modality, _joined(inputs))
+        tensors = self._with_table(item.modality, joined_inputs(inputs))
         return PreparedItem(item.modality, digest, tensors, count, {**self._facts, **layout, **facts})
 
     def _with_table(self, modality: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -344,14 +341,11 @@ class TowerProcessor(_Processor):
         check_options(item.options, self._options[item.modality])
         key = canonical([item.modality, _without(item.options, SCALE)])
         with self._lock:
-            found = self._preparations.get(key)
+            found: Preparation | None = self._preparations.get(key)
             if found is None:
                 with attempt("options", "options of the processor"):
                     found = self._prepare(item.modality, _without(item.options, SCALE))
                 self._preparations[key] = found
-                if len(self._preparations) > _MOST_PREPARATIONS:
-                    self._preparations.popitem(last=False)
-            self._preparations.move_to_end(key)
         return found
 
     def _count(self, inputs: Sequence[Prepared]) -> int:
@@ -369,17 +363,6 @@ def _with_options(item: MediaItem, added: Mapping[str, object], dropped: str = "
 def _scale(item: MediaItem) -> float:
     scale: Any = item.options.get(SCALE, 1.0)
     return float(scale)
-
-
-def _clip_sizes(frames: Frames, preparation: Preparation) -> Sequence[Prepared]:
-    return preparation.clip_sizes(len(frames), frames.width, frames.height)
-
-
-def _joined(inputs: Sequence[Prepared]) -> dict[str, torch.Tensor]:
-    """The tensors of several items of the tower, one after the other."""
-    if len(inputs) == 1:
-        return dict(inputs[0].tensors)
-    return {name: torch.cat([part.tensors[name] for part in inputs]) for name in inputs[0].tensors}
 
 
 class FeatureExtractor(Protocol):

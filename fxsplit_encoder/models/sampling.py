@@ -1,4 +1,4 @@
-"""Choose the frames of a video that a model sees, by the rule of its video processor.
+"""Choose the frames of a video that a model sees, by the rule of its video processor, and tell their times.
 
 Without a rate or a number to sample by, it sees every frame.
 """
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media import VideoHeader
 
 OPTIONS = (
     *("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames", "max_duration"),
@@ -82,6 +83,25 @@ def with_sampling(settings: Mapping[str, Any], options: Mapping[str, Any]) -> di
         raise MediaError("options: expected one of fps and num_frames; got both")
     dropped = {"fps": None, "num_frames": None, "do_sample_frames": True} if asked else {}
     return {**settings, **dropped, **options}
+
+
+def frame_seconds(indices: Sequence[int], header: VideoHeader, step: int) -> dict[str, object]:
+    """When a video's frames are: what prompts and positions in time are made of. Empty where it is not known.
+
+    Returns:
+        `frame_seconds`, of every frame that is seen; `grid_seconds`, the middle of the first and the last of
+        the `step` frames that become one; and `seconds_per_grid`, how long those last.
+    """
+    if header.fps is None:
+        return {}
+    seconds = [index / header.fps for index in indices]
+    grids = [seconds[start : start + step] for start in range(0, len(seconds), step)]
+    seen_a_second = len(indices) / header.num_frames * header.fps
+    return {
+        "frame_seconds": tuple(seconds),
+        "grid_seconds": tuple((group[0] + group[-1]) / 2 for group in grids),
+        "seconds_per_grid": step / seen_a_second,
+    }
 
 
 # --- the rules of transformers' processors

@@ -155,19 +155,6 @@ def test_no_further_item_is_decoded_while_too_many_wait() -> None:
         assert each.stats().bytes_used["inputs"] == 0
 
 
-def test_requests_that_need_all_memory_take_turns() -> None:
-    """Each waits for both of its items; if one had one of the two places and waited, so would the other."""
-    with connector(2, device_bytes=0, host_bytes=2 * PAGE) as each:
-        tickets = [each.submit(request(f"a{number}", f"b{number}")) for number in range(20)]
-        left = set(tickets)
-        while left:
-            for ticket in [ticket for ticket in left if ticket.availability == "ready"]:
-                each.release(ticket)
-                left.remove(ticket)
-        assert each.audit() == []
-        assert each.stats().bytes_peak["host"] == 2 * PAGE
-
-
 class Arrays(FakeProcessor):
     """Takes arrays of bytes."""
 

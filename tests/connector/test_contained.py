@@ -64,9 +64,6 @@ class Nonsense(FakeProcessor):
         return super().prepare(item)
 
 
-NO_TENSORS: Any = {"pixel_values": [1, 2]}
-
-
 @pytest.mark.parametrize(
     ("wrong", "kind"),
     [
@@ -78,7 +75,6 @@ NO_TENSORS: Any = {"pixel_values": [1, 2]}
         ({"digest": None}, ("media", False)),
         ({"prepared": None}, ("media", False)),
         ({"prepared": SystemExit}, ("media", True)),
-        ({"prepared": PreparedItem("image", b"odd", NO_TENSORS, 4)}, ("media", False)),
         ({"prepared": PreparedItem("image", b"odd", {}, 5)}, ("mismatch", False)),
         ({"prepared": PreparedItem("image", b"?", {}, 4)}, ("media", True)),
     ],
@@ -91,6 +87,11 @@ def test_a_processor_that_returns_nonsense_costs_one_request(
         assert kind_of(each.submit(request("odd"))) == kind
         assert still_serves(each), "by the only thread that there is"
         assert each.audit() == []
+
+
+def test_an_item_has_tensors_alone() -> None:
+    with pytest.raises(TypeError, match=r"inputs\.pixel_values: expected a tensor; got \["):
+        PreparedItem("image", b"odd", {"pixel_values": [1, 2]}, 4)  # type: ignore[dict-item]
 
 
 def test_an_encoder_whose_costs_are_no_numbers_costs_one_request() -> None:

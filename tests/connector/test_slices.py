@@ -17,7 +17,6 @@ from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 
 from . import tiny_vision
 from .scenes import (
@@ -234,19 +233,3 @@ def test_what_cannot_be_cut_is_not(tiny: ManagerEncoder, monkeypatch: pytest.Mon
     assert tiny.slices(more, 1e-6) == [more], "who knows what the input says of the frames"
     monkeypatch.setattr(type(tiny.manager.tower), "frames_are_independent", False)
     assert tiny.slices(clip, 1e-6) == [clip]
-
-
-def test_a_connector_cuts_a_towers_videos(tiny: ManagerEncoder) -> None:
-    processor = tiny_vision.processor()
-    config = ConnectorConfig(max_slice_cost=0.01, timeout_s=None)
-    frames = [tiny_vision.crop(number).resize((64, 64)) for number in range(8)]
-    item = MediaItem("video", frames, {"do_sample_frames": False})
-    with torch.no_grad():
-        (expected,) = tiny.encode([processor.prepare(item)])
-    before = tiny.manager.stats().items
-    with Connector(processor, [lambda: tiny], config) as each:
-        ticket = each.submit(EncodeRequest("r", [item]))
-        assert wait(ticket) == "ready", ticket.error
-        torch.testing.assert_close(rows_in(each, ticket), expected, rtol=0, atol=1e-5)
-        assert tiny.manager.stats().items - before == 4
-        assert each.audit() == []

@@ -17,7 +17,7 @@ from PIL import Image
 
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem
 from fxsplit_encoder.errors import MediaError
-from fxsplit_encoder.media import MediaSettings, VideoFrames
+from fxsplit_encoder.media import MediaSettings, VideoFrames, VideoHeader
 from fxsplit_encoder.models.media import (
     family_processor,
     normalization_of,
@@ -27,6 +27,7 @@ from fxsplit_encoder.models.media import (
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.preprocess import TowerProcessor
 from fxsplit_encoder.models.registry import FAMILIES
+from fxsplit_encoder.models.sampling import frame_seconds
 from fxsplit_encoder.towers.inputs import PixelValues
 
 from .checkpoints import CHECKPOINTS, CPU
@@ -334,3 +335,13 @@ def test_elongated_images_are_refused_by_their_size() -> None:
     for ask in (processor_of("qwen3_vl").count_tokens, processor_of("qwen3_vl").prepare):
         with pytest.raises(MediaError, match="8 x 2000 pixels; expected an aspect ratio of at most 200"):
             ask(thin)
+
+
+def test_times_are_those_of_frames_and_of_the_steps_that_they_become() -> None:
+    header = VideoHeader(20, 8, 8, fps=10.0)
+    assert frame_seconds([0, 5, 10, 15, 19], header, step=2) == {
+        "frame_seconds": (0.0, 0.5, 1.0, 1.5, 1.9),
+        "grid_seconds": (0.25, 1.25, 1.9),
+        "seconds_per_grid": 0.8,
+    }
+    assert frame_seconds([0, 1], VideoHeader(20, 8, 8, fps=None), step=2) == {}

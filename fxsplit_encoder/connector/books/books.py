@@ -16,7 +16,8 @@ from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
 from fxsplit_encoder.connector.states import GONE, WAITING, Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.encode_queue.fair_queue import Shares
-from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
+from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
+from fxsplit_encoder.messages import shown
 
 
 class Step(NamedTuple):
@@ -69,7 +70,6 @@ class Books:
         holdings.stats.submitted += 1
         holdings.stats.items += len(ticket.items)
         self._set_deadline(ticket)
-        ticket.num_undigested = len(ticket.items)
         if ticket.items:
             holdings.to_count.push(ticket, ticket.number, 1.0, request.tenant)
         return ticket
@@ -127,51 +127,42 @@ class Books:
             return False
         for each in released:
             each.move(State.NEW)
-        self.holdings.to_admit[ticket] = None
+        self.holdings.await_memory(ticket)
         return True
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
         """See `Connector.release`; what was not held is left alone."""
-        num_released = 0
-        for each in _chosen(ticket, item):
-            if not each.is_live:
-                continue
-            num_released += 1
+        live = [each for each in _chosen(ticket, item) if each.is_live]
+        for each in live:
             each.num_holds -= 1
             if keep and each.entry is not None and each.entry.key is not None:
                 each.entry.keep = True
             if not each.num_holds:
                 self.holdings.detach(each, State.CANCELLED if each.state in WAITING else State.RELEASED)
-        if item is None and ticket.is_text and not ticket.is_released:
-            ticket.is_released = True
-            num_released += 1
-        if ticket.number in self.holdings.tickets:
-            self.holdings.touch(ticket)
-        return num_released
+        return len(live) + self._release_text(ticket, item)
 
     def cancel(self, ticket: Ticket, item: int | None = None) -> bool:
         """See `Connector.cancel`."""
-        given_up = False
-        for each in _chosen(ticket, item):
-            if each.is_live:
-                self.holdings.detach(each, State.CANCELLED)
-                given_up = True
-        if item is None and ticket.is_text and not ticket.is_released:
-            ticket.is_released = given_up = True
+        live = [each for each in _chosen(ticket, item) if each.is_live]
+        for each in live:
+            self.holdings.detach(each, State.CANCELLED)
+        return self._release_text(ticket, item) or bool(live)
+
+    def _release_text(self, ticket: Ticket, item: int | None) -> bool:
+        """Release a ticket without media; False: it has media, or is released already."""
+        is_new = item is None and ticket.is_text and not ticket.is_released
+        ticket.is_released |= is_new
         if ticket.number in self.holdings.tickets:
             self.holdings.touch(ticket)
-        return given_up
+        return is_new
 
     # --- time
 
     def expire(self) -> None:
         """Fails what was not ready in time."""
         now = self.holdings.clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, number = heapq.heappop(self._deadlines)
-            ticket = self.holdings.tickets.get(number)
-            if ticket is None or ticket.deadline != deadline:
-                continue
+        while self._next_timeout() <= now:
+            ticket = self.holdings.tickets[heapq.heappop(self._deadlines)[1]]
             error = ConnectorError("not ready within its timeout", "timeout", retryable=True)
             for item in ticket.items:
                 if item.state in WAITING:
@@ -179,14 +170,16 @@ class Books:
 
     def next_deadline(self) -> float:
         """When a ticket has to be failed or a worker given up next; infinite: nothing waits."""
+        return min(self._next_timeout(), self.encoding.next_hang())
+
+    def _next_timeout(self) -> float:
         while self._deadlines:
             deadline, number = self._deadlines[0]
             ticket = self.holdings.tickets.get(number)
             if ticket is not None and ticket.deadline == deadline and not ticket.is_settled:
-                break
+                return deadline
             heapq.heappop(self._deadlines)
-        first = self._deadlines[0][0] if self._deadlines else math.inf
-        return min(first, self.encoding.next_hang())
+        return math.inf
 
     def step(self) -> Step:
         """Report changes of tickets since the last step."""
@@ -260,4 +253,9 @@ class Books:
 
 
 def _chosen(ticket: Ticket, item: int | None) -> tuple[Occurrence, ...]:
-    return ticket.items if item is None else (ticket.items[item],)
+    if item is None:
+        return ticket.items
+    if not 0 <= item < len(ticket.items):
+        expected = f"an index below {len(ticket.items)} of {ticket.request.id}"
+        raise InputError(f"item: expected {expected}; got {shown(item)}")
+    return (ticket.items[item],)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -44,22 +45,24 @@ LIVE = frozenset({WorkerStatus.STARTING, WorkerStatus.RUNNING})
 """Those of a worker that encodes, or will soon."""
 
 
+@dataclass(eq=False)
 class Worker:
     """One worker, whose successors have the same name; `staging` holds the batches that it has in hand."""
 
-    def __init__(self, name: str, modalities: frozenset[str], staging: Account) -> None:
-        self.name = name
-        self.modalities = modalities
-        self.status = WorkerStatus.STARTING
-        self.staging = staging
-        self.batches: dict[Batch, None] = {}
-        """Those that it has in hand, unless it was given up."""
-        self.leftovers: dict[Batch, list[Feature]] = {}
-        """What batches may still write to, if it was given up while they ran."""
-        self.was_busy_until = self.rests_until = 0.0
-        """When its last batch was over, and until when it takes none."""
-        self.num_losses = 0
-        """How many workers of this name were lost, one after another, before this one."""
+    name: str
+    modalities: frozenset[str]
+    staging: Account
+    num_losses: int = 0
+    """How many workers of this name were lost, one after another, before this one."""
+    status: WorkerStatus = WorkerStatus.STARTING
+    batches: dict[Batch, None] = field(default_factory=dict)
+    """Those that it has in hand, unless it was given up."""
+    leftovers: dict[Batch, list[Feature]] = field(default_factory=dict)
+    """What batches may still write to, if it was given up while they ran."""
+    was_busy_until: float = 0.0
+    """When its last batch was over."""
+    rests_until: float = 0.0
+    """Until when it takes none."""
 
     @property
     def load(self) -> float:
@@ -128,14 +131,6 @@ class Batch:
         self.memory.free()
 
 
-class Taken(NamedTuple):
-    """A worker's next batch."""
-
-    batch: Batch | None = None
-    wait_s: float | None = None
-    """Without a batch: after how many seconds to ask again; None: once something has changed."""
-
-
 class Encoding:
     """Hands out batches, and takes what becomes of them."""
 
@@ -149,10 +144,10 @@ class Encoding:
 
     # --- workers
 
-    def add_worker(self, name: str, modalities: frozenset[str]) -> Worker:
+    def add_worker(self, name: str, modalities: frozenset[str], num_losses: int = 0) -> Worker:
         """A worker that is about to start, in place of one of the same name."""
         staging = self._storage.open(f"staging {name}", self._config.staging_bytes)
-        self.workers[name] = Worker(name, modalities, staging)
+        self.workers[name] = Worker(name, modalities, staging, num_losses)
         return self.workers[name]
 
     def fail_unserved(self) -> None:
@@ -180,11 +175,13 @@ class Encoding:
 
     # --- batches
 
-    def take(self, worker: Worker, most_cost: float | None = None) -> Taken:
-        """The next batch of a worker, if there is one and no other worker has less in hand."""
+    def take(self, worker: Worker, most_cost: float | None = None) -> Batch | float | None:
+        """The next batch of a worker, if there is one and no other worker has less in hand; else the seconds
+        after which to ask again, or None: once something has changed.
+        """
         config, waiting = self._config, self._holdings.to_encode
         if not waiting or not worker.is_free:
-            return Taken()
+            return None
         peers = [
             each
             for each in self.workers.values()
@@ -192,19 +189,19 @@ class Encoding:
         ]
         load = worker.load
         if any(each.is_free and each.load < load for each in peers):
-            return Taken()
+            return None
         if (rest := worker.rests_until - self._clock()) > 0:
-            return Taken(wait_s=rest)
+            return rest
         # So much that all workers of the same kind come to have the same in hand.
         share = (waiting.cost + sum(each.load for each in peers)) / len(peers) - load
         share = share if len(peers) > 1 else math.inf
         chosen = self._choose(worker, share, most_cost)
         if not chosen:
-            return Taken()
+            return None
         delay = min(entry.queued_at for entry in chosen) + config.flush_delay_s - self._clock()
         if delay > 0 and len(chosen) == len(waiting) and len(chosen) < config.max_batch_items:
-            return Taken(wait_s=delay)
-        return Taken(self._start(worker, chosen))
+            return delay
+        return self._start(worker, chosen)
 
     def _choose(self, worker: Worker, share: float, most_cost: float | None) -> list[Entry]:
         """The next entries for a worker, in the order in which they are due; none if the first has no room.
@@ -276,20 +273,17 @@ class Encoding:
         if batch.is_lost:
             return []
         batch.outputs = outputs
-        return [
-            self._arrival(entry, rows)
-            for entry, rows in zip(batch.entries, outputs, strict=True)
-            if not isinstance(rows, ConnectorError)
-        ]
-
-    def _arrival(self, entry: Entry, rows: Any) -> Arrival:
-        """Decide where rows will lie; until they are there, memory for another try stays reserved."""
-        assert entry.memory is not None
-        if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
-            entry.feature = feature = Feature(rows, Residence.DEVICE, memory)
-            return Arrival(entry, feature, rows, 0)
-        entry.feature = feature = Feature(None, Residence.HOST, None)
-        return Arrival(entry, feature, rows, entry.memory.num_bytes)
+        arrivals = []
+        for entry, rows in zip(batch.entries, outputs, strict=True):
+            if not isinstance(rows, ConnectorError):
+                assert entry.memory is not None  # until rows are there, for another try
+                if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
+                    entry.feature = Feature(rows, Residence.DEVICE, memory)
+                else:
+                    entry.feature = Feature(None, Residence.HOST, None)
+                capacity = 0 if memory is not None else entry.memory.num_bytes
+                arrivals.append(Arrival(entry, entry.feature, rows, capacity))
+        return arrivals
 
     def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
         """Take rows that will not arrive from their entry, and the buffer that they may be copied to."""

@@ -51,8 +51,8 @@ class Holdings:
         """Also items of which less is to be asked, which are hashed again."""
         self.to_prepare: FairQueue[Entry] = FairQueue()
         self.to_encode: FairQueue[Entry] = FairQueue()
-        self.to_admit: dict[Ticket, None] = {}
-        """Tickets that wait for memory, in order."""
+        self.to_admit: FairQueue[Ticket] = FairQueue()
+        """Tickets that wait for memory."""
         self.news: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
         """Tickets that have settled or ended, or whose token counts are new, since a step last told of them,
         by number. Weak: whoever awaits tickets and never asks for a step does not keep them alive."""
@@ -96,7 +96,7 @@ class Holdings:
             if not entry.holders:
                 self._abandon(entry)
         if not ticket.without_memory:
-            self.to_admit.pop(ticket, None)
+            self.to_admit.discard(ticket)
         self.touch(ticket)
 
     def _abandon(self, entry: Entry) -> None:
@@ -218,8 +218,13 @@ class Holdings:
         """One item less of a ticket is to be hashed before memory is reserved."""
         ticket.num_undigested -= 1
         if not ticket.num_undigested:
-            self.to_admit[ticket] = None
-            self.storage.was_freed = True
+            self.await_memory(ticket)
+
+    def await_memory(self, ticket: Ticket) -> None:
+        """A ticket waits until there is memory for all of its items that have none."""
+        if ticket not in self.to_admit:
+            self.to_admit.push(ticket, None, 1.0, ticket.request.tenant)
+        self.storage.was_freed = True
 
     def settle(self) -> None:
         """At the end of every change: tell what became of the tickets that it concerns."""
@@ -288,38 +293,25 @@ class Admission:
         self._storage = holdings.storage
         self._key_of = key_of
         self._max_overtakes = max_overtakes
-        self._turns: dict[str, int] = {}
-        """By tenant that waits for memory, when it last got some."""
 
     def run(self) -> None:
-        """Lets in whom memory suffices for, in order."""
+        """Lets in whom memory suffices for, tenants in turn."""
         while self._storage.was_freed:  # whom is let in may fail others, which frees memory
             self._storage.was_freed = False
             blocked: dict[str, list[Ticket]] = {}
-            for ticket in self._in_turn():
-                tenant = ticket.request.tenant
-                own = blocked.setdefault(tenant, [])
+            for ticket in list(self._holdings.to_admit):
+                own = blocked.setdefault(ticket.request.tenant, [])
                 if len(own) >= _MOST_LOOKED_AT:
                     continue
                 if not self.admit(ticket, ticket.without_memory):
                     own.append(ticket)
                 else:
-                    self._holdings.to_admit.pop(ticket, None)
-                    self._turns[tenant] = max(self._turns.values(), default=0) + 1
+                    if ticket in self._holdings.to_admit:  # else it has failed
+                        self._holdings.to_admit.take(ticket)
                     for earlier in itertools.chain(*blocked.values()):
                         earlier.num_overtaken += 1
                 if any(each.num_overtaken >= self._max_overtakes for each in own):
                     break  # nobody may overtake it any more
-
-    def _in_turn(self) -> list[Ticket]:
-        """Those that wait for memory: of each tenant the first, then the second, and so on."""
-        by_tenant: dict[str, list[Ticket]] = {}
-        for ticket in self._holdings.to_admit:
-            by_tenant.setdefault(ticket.request.tenant, []).append(ticket)
-        turns = self._turns = {name: self._turns.get(name, 0) for name in by_tenant}
-        order = sorted(by_tenant, key=turns.__getitem__)
-        rounds = itertools.zip_longest(*(by_tenant[name] for name in order))
-        return [ticket for each in rounds for ticket in each if ticket is not None]
 
     def admit(self, ticket: Ticket, items: Sequence[Occurrence]) -> bool:
         """Find, join or reserve memory for all of these items, or for none: then nothing changes."""

@@ -218,7 +218,7 @@ class Ticket:
         """When it was ready for the first time, on the monotonic clock."""
         self.is_released = False
         """Of a ticket without media: whether it was released."""
-        self.num_undigested = 0
+        self.num_undigested = len(self.items)
         """Items that are to be hashed before memory is reserved for all of them."""
         self.num_overtaken = 0
         """How many later tickets got memory before it."""

@@ -13,23 +13,21 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
 
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import MODALITIES, FeatureEncoder, PreparedItem
-from fxsplit_encoder.connector.processes.program import EncoderProgram
+from fxsplit_encoder.connector.processes.process_encoder import EncoderProgram
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
     Encoded,
-    Failed,
     SharedMemory,
     Start,
     Started,
     ToEncoder,
     to_wire,
 )
-from fxsplit_encoder.encode_queue.batch_thread import FATAL
+from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import InputError, TransportError
 from fxsplit_encoder.messages import shown
 
@@ -51,8 +49,8 @@ def serve(channel: Channel[ToEncoder]) -> None:
                 else:
                     data = channel.encode(Encoded(_encoded(encoder, asked.items)))
             except Exception as error:
-                channel.send(channel.encode(Failed(to_wire(error))))
-                if isinstance(asked, Start) or isinstance(error, FATAL):
+                channel.send(channel.encode(to_wire(error)))
+                if isinstance(asked, Start) or isinstance(error, BatchThread.FATAL):
                     return
             else:
                 channel.send(data)
@@ -80,15 +78,15 @@ def _encoded(encoder: FeatureEncoder | None, items: Sequence[PreparedItem]) -> l
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an encoder process, with the arguments of `program.launch`."""
+    """Run an encoder process, with the arguments of `process_encoder.launch`."""
     descriptor, memory_descriptor, parent_pid, max_bytes = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and decides
     try:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
-        _end()
+        return EXIT_PARENT_GONE
     if os.getppid() != parent_pid:
-        _end()
+        return EXIT_PARENT_GONE
     threading.Thread(target=_end_with, args=(parent,), name="fxsplit-parent", daemon=True).start()
     memory = SharedMemory(max_bytes, memory_descriptor)
     connection = socket.socket(fileno=descriptor)
@@ -101,10 +99,6 @@ def _end_with(process: int) -> None:
     poll = select.poll()
     poll.register(process, select.POLLIN)
     poll.poll()
-    _end()
-
-
-def _end() -> NoReturn:
     os._exit(EXIT_PARENT_GONE)
 
 

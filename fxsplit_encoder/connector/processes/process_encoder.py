@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from fxsplit_encoder.child_process import start_module
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.connector.processes import program as launching
-from fxsplit_encoder.connector.processes.program import EncoderProgram, ProcessOptions
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
     Encode,
@@ -27,12 +31,60 @@ from fxsplit_encoder.connector.processes.wire import (
     from_wire,
 )
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
-from fxsplit_encoder.messages import name_of, shown
+from fxsplit_encoder.messages import shown
 
 _NOT_STARTED = "no encoder process was started; call start"
 
 _END_SECONDS = 1.0
 """How long the end of a process is waited for that has closed its socket."""
+
+T = TypeVar("T", Started, Encoded)
+
+_MODULE = "fxsplit_encoder.connector.processes.child"
+
+
+@dataclass(frozen=True)
+class EncoderProgram:
+    """An encoder, by the name of the function that makes it: nothing of it is serialized.
+
+    ``factory`` is "package.module:function". The function is called in the process with ``arguments`` by name
+    and returns a `FeatureEncoder`. Arguments are numbers, strings, bytes, None, small tensors and arrays, and
+    lists and mappings of them; tuples arrive as lists.
+    """
+
+    factory: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+    def resolve(self) -> Callable[..., Any]:
+        """The function itself; InputError: there is none of this name."""
+        module, _, name = self.factory.partition(":")
+        if not module or not name.isidentifier():
+            raise InputError(f"factory: expected package.module:function; got {shown(self.factory)}")
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise InputError(f"factory: no module {error.name}, of {self.factory}") from error
+        if not callable(found):
+            raise InputError(f"factory: module {module} has no function {name}")
+        return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How encoder processes are started, bounded and ended."""
+
+    max_bytes: int = 1 << 30
+    """Of shared memory in each direction: inputs that wait for the encoder, features that wait to be read."""
+    start_timeout: float = 1800.0
+    """Seconds until the encoder is ready: it loads, compiles and captures."""
+    encode_timeout: float | None = None
+    """Seconds that one batch may take before the process is taken for hung, and killed. None: any."""
+    close_timeout: float = 10.0
+    """Seconds that the process has to end by itself before it is killed."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the process has besides this one's, such as CUDA_VISIBLE_DEVICES."""
 
 
 class ProcessEncoder(FeatureEncoder):
@@ -84,9 +136,7 @@ class ProcessEncoder(FeatureEncoder):
         with contextlib.ExitStack() as resources:
             self._launch(resources)
             message = Start(self.program.factory, dict(self.program.arguments))
-            started = self._ask(message, self.options.start_timeout)
-            if not isinstance(started, Started):
-                raise self._lose(f"the encoder process {self.pid} answered what was not asked")
+            started = self._ask(message, Started, self.options.start_timeout)
             if self._row_bytes != started.row_bytes:
                 expected = f"the encoder's {started.row_bytes}"
                 raise InputError(f"row_bytes: expected {expected}; got {self._row_bytes}")
@@ -98,7 +148,7 @@ class ProcessEncoder(FeatureEncoder):
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         resources.callback(connection.close)
         with theirs:
-            self._process = launching.launch(theirs.fileno(), memory.descriptor, self.options)
+            self._process = launch(theirs.fileno(), memory.descriptor, self.options)
         resources.callback(self._end)
         self.pid, self._reason, self._is_asked = self._process.pid, "", False
         self._pidfd = os.pidfd_open(self.pid)
@@ -146,16 +196,14 @@ class ProcessEncoder(FeatureEncoder):
         """
         if self._reason:
             raise EncoderLostError(self._reason)
-        _check_inputs(items)
         if self._is_asked:  # by a caller that was interrupted
             self._receive(self.options.encode_timeout)
-        reply = self._ask(Encode(list(items)), self.options.encode_timeout)
-        if not isinstance(reply, Encoded) or len(reply.features) != len(items):
-            asked = f"asked to encode {len(items)} items"
-            raise self._lose(f"the encoder process {self.pid} answered what was not asked: {asked}")
+        reply = self._ask(Encode(list(items)), Encoded, self.options.encode_timeout)
+        if len(reply.features) != len(items):
+            raise self._lose(f"the encoder process {self.pid} answered what was not asked")
         return [feature.clone() for feature in reply.features]
 
-    def _ask(self, message: Message, timeout: float | None) -> Started | Encoded:
+    def _ask(self, message: Message, kind: type[T], timeout: float | None) -> T:
         """Ask, and return the answer or raise the error of the process; InputError: no message may hold this;
         EncoderLostError: the process ended, or did not answer within so many seconds and was killed.
         """
@@ -164,13 +212,13 @@ class ProcessEncoder(FeatureEncoder):
         try:
             self._channel.send(data)
         except OSError as error:
-            if not self._has_ended(_END_SECONDS):
-                reason = f"the encoder process {self.pid} does not read what it is sent: {error}"
-                raise self._lose(reason) from error
-            raise self._lose() from error
+            reason = f"the encoder process {self.pid} does not read what it is sent: {error}"
+            raise self._lose("" if self._has_ended(_END_SECONDS) else reason) from error
         reply = self._receive(timeout)
         if isinstance(reply, Failed):
-            raise from_wire(reply.error, self._process.pid)
+            raise from_wire(reply, self._process.pid)
+        if not isinstance(reply, kind):
+            raise self._lose(f"the encoder process {self.pid} answered what was not asked")
         return reply
 
     def _receive(self, timeout: float | None) -> FromEncoder:
@@ -187,6 +235,16 @@ class ProcessEncoder(FeatureEncoder):
         return reply
 
 
+def launch(connection: int, memory: int, options: ProcessOptions) -> subprocess.Popen[str]:
+    """Start an encoder process, which inherits two descriptors; InputError: it cannot be started."""
+    arguments = [str(number) for number in (connection, memory, os.getpid(), options.max_bytes)]
+    given = {"pass_fds": (connection, memory), "stdin": subprocess.DEVNULL}
+    try:
+        return start_module(_MODULE, arguments, options.environment, **given)
+    except OSError as error:
+        raise InputError(f"{sys.executable} cannot be started: {error}") from error
+
+
 def _end_of(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
@@ -194,11 +252,3 @@ def _end_of(status: int) -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
         return f"was ended by signal {-status}"
-
-
-def _check_inputs(items: Sequence[PreparedItem]) -> None:
-    """Raise InputError where the inputs of an item are no tensors."""
-    for item in items:
-        for name, tensor in item.inputs.items():
-            if not isinstance(tensor, Tensor):
-                raise InputError(f"inputs.{name_of(name)}: expected a tensor; got {shown(tensor)}")

@@ -2,9 +2,9 @@
 
     parent                            encoder process
     Start(factory, arguments)   ->    makes the encoder and starts it
-                                <-    Started(row_bytes), or Failed(error)
+                                <-    Started(row_bytes), or Failed
     Encode(items)               ->    encodes them as one batch
-                                <-    Encoded(features), or Failed(error)
+                                <-    Encoded(features), or Failed
 
 One side asks, the other answers. A message is its length and MessagePack of a declared type: nothing that is
 decoded names code to run. Its tensors lie in the sender's half of the file, which the sender uses again once
@@ -144,19 +144,13 @@ class Encoded(Message, frozen=True):
     features: list[Tensor]
 
 
-class WireError(Message, frozen=True):
-    """An error as plain values."""
+class Failed(Message, frozen=True):
+    """The encoder was not started, or a batch failed as a whole: an error as plain values."""
 
     kind: str
     arguments: list[bool | int | float | str]
     text: str
     traceback: str
-
-
-class Failed(Message, frozen=True):
-    """The encoder was not started, or a batch failed as a whole."""
-
-    error: WireError
 
 
 ToEncoder = Start | Encode
@@ -331,14 +325,14 @@ KNOWN: dict[str, type[Exception]] = {
 """By name, the classes that come back as themselves."""
 
 
-def to_wire(error: BaseException) -> WireError:
+def to_wire(error: BaseException) -> Failed:
     """An error as plain values, with where it was raised."""
     kind = next(cls for cls in type(error).__mro__ if KNOWN.get(cls.__name__) is cls or cls is BaseException)
     is_itself = kind is type(error)
     text = str(error) if is_itself else f"{type(error).__name__}: {error}"
     plain = [_cut(value) for value in error.args if isinstance(value, bool | int | float | str)]
     arguments = plain if is_itself and len(plain) == len(error.args) else [_cut(text)]
-    return WireError(kind.__name__, arguments, _cut(text), _cut("".join(traceback.format_exception(error))))
+    return Failed(kind.__name__, arguments, _cut(text), _cut("".join(traceback.format_exception(error))))
 
 
 def _cut(value: Any) -> Any:
@@ -347,7 +341,7 @@ def _cut(value: Any) -> Any:
     return value[:_MOST_CHARACTERS] if isinstance(value, str) else value
 
 
-def from_wire(wire: WireError, pid: int) -> Exception:
+def from_wire(wire: Failed, pid: int) -> Exception:
     """The error that `to_wire` was given, with a note of what happened in the other process."""
     try:
         error = KNOWN[wire.kind](*wire.arguments)

@@ -34,9 +34,7 @@ class Core:
         """Of rows, by modality, once some were encoded."""
         self.on_hang: Callable[[Worker, bool], None] = lambda worker, is_running: None
         """Called with a worker that hangs and still runs, to give it up."""
-        self.clock = Clock(
-            threading.Condition(lock), self.books.next_deadline, self._expire, self.now, "connector-clock"
-        )
+        self.clock = Clock(lock, self.books.next_deadline, self._expire, self.now, "connector-clock")
         self.warden = threading.Thread(target=self._watch_devices, name="connector-warden", daemon=True)
 
     @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import ConnectorError, EncoderLostError, InputError
 from fxsplit_encoder.messages import names_of, shown
 
-logger = logging.getLogger(__name__)
-
 EncoderFactory = Callable[[], FeatureEncoder]
 
 MOST_RESTARTS = 3
@@ -39,16 +36,15 @@ class Pool:
         encoders: Sequence[FeatureEncoder],
         copies: Copies,
     ) -> None:
-        self._core = core
-        self._copies = copies
-        self._factories: dict[str, EncoderFactory] = {}
+        self.core, self.copies = core, copies
+        core.on_hang = self.lost
         self._threads: dict[str, _WorkerThread] = {}
         self._started: list[threading.Thread] = []
         """Threads that may still run, also those whose places others have taken."""
         for number, (factory, encoder) in enumerate(zip(factories, encoders, strict=True)):
-            worker = core.books.encoding.add_worker(f"worker {number}", modalities_of(encoder))
-            self._factories[worker.name] = factory
-            self._threads[worker.name] = _WorkerThread(core, worker, encoder, copies, self.lost)
+            modalities = frozenset(each for each in MODALITIES if encoder.row_bytes(each) is not None)
+            worker = core.books.encoding.add_worker(f"worker {number}", modalities)
+            self._threads[worker.name] = _WorkerThread(self, worker, factory, encoder)
         self._workers = core.books.encoding.workers
 
     def start(self) -> None:
@@ -69,23 +65,21 @@ class Pool:
 
     def drain(self, name: str) -> None:
         """See `Connector.drain_worker`; InputError: no worker has this name."""
-        with self._core.change():
+        with self.core.change():
             worker = self._worker(name)
             if worker.status in LIVE:
                 worker.status = WorkerStatus.DRAINING
-            self._core.wake_all()
+            self.core.wake_all()
 
     def restart(self, name: str) -> None:
         """See `Connector.restart_worker`; InputError: no worker has this name, or the connector is closed."""
-        with self._core.change() as books:
+        with self.core.change() as books:
             worker = self._worker(name)
             if books.is_closed:
                 raise InputError(f"{name}: expected an open connector; it is closed")
             if self._threads[name].thread.is_alive():
                 books.encoding.lose_worker(worker, is_running=True)
-            successor = self._succeed(worker)
-            self._core.wake_all()
-        self._start(successor)
+            self._succeed(worker)
 
     def _worker(self, name: str) -> Worker:
         if name not in self._workers:
@@ -94,47 +88,31 @@ class Pool:
 
     def lost(self, worker: Worker, is_running: bool) -> None:
         """Start another worker in its place, after the thread has ended, or while it runs and hangs."""
-        with self._core.change() as books:
+        with self.core.change() as books:
             was_serving = worker.status in LIVE
             books.encoding.lose_worker(worker, is_running=is_running)
-            successor = None
             is_current = self._workers[worker.name] is worker
             if is_current and was_serving and not books.is_closed and worker.num_losses < MOST_RESTARTS:
-                successor = self._succeed(worker)
-                successor.num_losses = worker.num_losses + 1
-            self._core.wake_all()
-        if successor is not None:
-            self._start(successor)
+                self._succeed(worker, worker.num_losses + 1)
+            self.core.wake_all()
 
-    def _succeed(self, worker: Worker) -> Worker:
-        """The record of a worker in place of another; called with the lock."""
-        self._core.books.holdings.stats.worker_restarts += 1
-        return self._core.books.encoding.add_worker(worker.name, worker.modalities)
-
-    def _start(self, worker: Worker) -> None:
-        try:
-            encoder = self._factories[worker.name]()
-        except Exception:
-            logger.warning("%s: no encoder could be made", worker.name, exc_info=True)
-            self.lost(worker, False)
-            return
-        with self._core.lock:  # so that whoever waits for all threads sees none that has not begun
-            started = _WorkerThread(self._core, worker, encoder, self._copies, self.lost)
-            self._threads[worker.name] = started
-            started.thread.start()
-            self._started = [*filter(threading.Thread.is_alive, self._started), started.thread]
+    def _succeed(self, worker: Worker, num_losses: int = 0) -> None:
+        """Start a worker in place of another; called with the lock, so that every thread has begun."""
+        self.core.books.holdings.stats.worker_restarts += 1
+        successor = self.core.books.encoding.add_worker(worker.name, worker.modalities, num_losses)
+        before = self._threads[worker.name]
+        started = _WorkerThread(self, successor, before.make, before.encoder, is_made=False)
+        self._threads[worker.name] = started
+        started.thread.start()
+        self._started = [*filter(threading.Thread.is_alive, self._started), started.thread]
+        self.core.wake_all()
 
     # --- the end
 
     def threads(self) -> list[threading.Thread]:
         """All that may still run. One that ends by a fault may add another before it has ended."""
-        with self._core.lock:
+        with self.core.lock:
             return list(self._started)
-
-
-def modalities_of(encoder: FeatureEncoder) -> frozenset[str]:
-    """Modalities of an encoder."""
-    return frozenset(modality for modality in MODALITIES if encoder.row_bytes(modality) is not None)
 
 
 def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
@@ -168,25 +146,23 @@ _QUEUED = 2
 
 
 class _WorkerThread(BatchThread[Batch]):
-    """Starts, calls and closes the encoder of one worker; `on_lost` is called when a fault ends it."""
+    """Makes, starts, calls and closes the encoder of one worker."""
 
     def __init__(
-        self,
-        core: Core,
-        worker: Worker,
-        encoder: FeatureEncoder,
-        copies: Copies,
-        on_lost: Callable[[Worker, bool], None],
+        self, pool: Pool, worker: Worker, make: EncoderFactory, encoder: FeatureEncoder, is_made: bool = True
     ) -> None:
-        super().__init__(f"connector-{worker.name}", core.encode_work)
-        self._core = core
-        self.worker = worker
+        super().__init__(f"connector-{worker.name}", pool.core.encode_work)
+        self._core, self._copies, self._on_lost = pool.core, pool.copies, pool.lost
+        self.worker, self.make = worker, make
         self.encoder = encoder
-        self._copies = copies
-        self._on_lost = on_lost
+        """Until this thread has made its own, its predecessor's, which stages items."""
+        self._is_made = is_made
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
+        if not self._is_made:
+            self.encoder = self.make()
+            self._is_made = True
         self.encoder.start()
         device = self.encoder.device
         device = torch.device(device) if device is not None else None
@@ -199,7 +175,8 @@ class _WorkerThread(BatchThread[Batch]):
         self._on_lost(self.worker, False)
 
     def close(self) -> None:
-        self.encoder.close()
+        if self._is_made:
+            self.encoder.close()
 
     def _set_status(self, before: WorkerStatus, after: WorkerStatus) -> None:
         with self._core.change():
@@ -214,13 +191,13 @@ class _WorkerThread(BatchThread[Batch]):
             while True:
                 self.check()
                 taken = self._core.books.encoding.take(self.worker)
-                if taken.batch is not None:
+                if isinstance(taken, Batch):
                     self._core.clock.look()
                     self.work.notify_all()  # others may take the rest
-                    return taken.batch
+                    return taken
                 if self.worker.status is not WorkerStatus.RUNNING:
                     return None
-                self.work.wait(taken.wait_s)
+                self.work.wait(taken)
 
     def launch(self, batch: Batch) -> None:
         batch.outputs = self._outputs(batch)
@@ -338,8 +315,8 @@ class _WorkerThread(BatchThread[Batch]):
                 self._rest(batch, begin)
             batch.progressed_at = self._core.now()
             with self._core.lock:
-                other = self._core.books.encoding.take(self.worker, config.max_slice_cost).batch
-            if other is not None:
+                other = self._core.books.encoding.take(self.worker, config.max_slice_cost)
+            if isinstance(other, Batch):
                 self.run(other)
         except RuntimeError as error:  # of the device: no item is to blame
             raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error

@@ -7,9 +7,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
-
-import torch
+from typing import TypeVar
 
 from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, Problem
 from fxsplit_encoder.connector.books.tickets import Entry, Ticket, capacity_of
@@ -124,7 +122,8 @@ class Preparers:
     def _prepare(self, entry: Entry) -> None:
         started = time.monotonic()
         assert entry.media is not None
-        result, cost = _attempt("media", self._prepared, entry.media), 0.0
+        prepare, cost = self._processor.prepare, 0.0
+        result = _attempt("media", lambda media: _checked_item(prepare(media)), entry.media)
         if not isinstance(result, ConnectorError):
             staged = _attempt("encoder", self._staged, result)
             result, cost = (staged, 0.0) if isinstance(staged, ConnectorError) else staged
@@ -132,22 +131,18 @@ class Preparers:
             books.holdings.stats.prepare.add(time.monotonic() - started)
             books.preparation.prepared(entry, result, cost)
 
-    def _prepared(self, media: MediaItem) -> PreparedItem:
-        return _checked_item(self._processor.prepare(media))
-
     def _staged(self, item: PreparedItem) -> tuple[PreparedItem, float]:
         item, cost = self._stage(item)
         return _checked_item(item), _checked_cost(cost)
 
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _attempt(kind: str, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | ConnectorError:
+def _attempt(kind: str, work: Callable[..., R], *given: object) -> R | ConnectorError:
     """The result of work on one item, or its failure: what ends a thread elsewhere must not end this one."""
     try:
-        return work(*args, **kwargs)
+        return work(*given)
     except BaseException as error:
         return failure_of(error, kind)
 
@@ -174,9 +169,6 @@ def _checked_item(item: object) -> PreparedItem:
     """An item whose bytes can be counted: the books do so under their lock, where nothing may fail."""
     if not isinstance(item, PreparedItem):
         raise TypeError(f"prepare: expected a PreparedItem; got {shown(item)}")
-    for name, tensor in item.inputs.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"prepare: expected a tensor as {name}; got {shown(tensor)}")
     return item
 
 

@@ -16,7 +16,7 @@ from ray import exceptions
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.encode_queue.batch_thread import FATAL
+from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from fxsplit_encoder.service.encoder import start_download
 
@@ -133,8 +133,7 @@ class RayEncoder(FeatureEncoder):
         if self._actor is None:
             raise EncoderLostError("no actor was started; call start")
         sent = [_with_inputs(item, HostTensor.of) for item in items]
-        features: list[HostTensor] = self._ask("encode", self.options.encode_timeout, sent)
-        return [feature.copy() for feature in features]
+        return [each.copy() for each in self._ask("encode", self.options.encode_timeout, sent)]
 
     def close(self) -> None:
         """End the actor; idempotent, and `start` may follow."""
@@ -154,7 +153,7 @@ class RayEncoder(FeatureEncoder):
             raise self._lost(f"is lost: {error}") from None
         except exceptions.RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, FATAL):
+            if isinstance(cause, BatchThread.FATAL):
                 raise self._lost(f"can encode no more: {cause}") from cause
             if not isinstance(cause, Exception):
                 raise

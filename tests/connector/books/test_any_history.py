@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -50,11 +51,7 @@ class ManualEvent(Event):
         assert self.passed
 
 
-@dataclass(eq=False)
-class Inputs:
-    """What stands for preprocessed pixels."""
-
-    nbytes: int = 100
+PIXELS = torch.empty(100, dtype=torch.uint8)
 
 
 @dataclass
@@ -305,7 +302,7 @@ class AnyHistory(RuleBasedStateMachine):
         if outcome != "broken":
             digest = entry.digest if outcome != "digest" else b"?"
             tokens = entry.num_tokens + (outcome == "count")
-            result = PreparedItem("image", digest, {"pixels": Inputs()}, tokens)  # type: ignore[dict-item]
+            result = PreparedItem("image", digest, {"pixels": PIXELS}, tokens)
         self.books.preparation.prepared(entry, result, cost=float(entry.num_tokens))
 
     # --- workers
@@ -313,8 +310,8 @@ class AnyHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.books.holdings.to_encode)
     @rule(worker=st.integers(0, 1))
     def take_batch(self, worker: int) -> None:
-        batch = self.books.encoding.take(self.bench.workers[worker]).batch
-        if batch is not None:
+        batch = self.books.encoding.take(self.bench.workers[worker])
+        if isinstance(batch, Batch):
             assert 1 <= len(batch.entries) <= 3
             self.encoding.append(batch)
 

@@ -11,7 +11,9 @@ from fxsplit_encoder.connector.books.encoding import Batch
 from fxsplit_encoder.connector.books.tickets import Account, capacity_of
 from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.states import State
 
+from ..scenes import image, request
 from .test_any_history import MEDIA, AnyHistory, Bench
 
 
@@ -63,6 +65,44 @@ def launched(bench: Bench, name: str) -> Batch:
     (batch,) = machine.encoding
     machine.encoded(0, [None], False)
     return batch
+
+
+def test_what_is_held_again_waits_for_memory_unless_its_ticket_has_some() -> None:
+    bench = Bench.make(2, host_bytes=2 * PAGE)
+    books, machine = bench.books, AnyHistory.of(bench)
+    tickets = []
+    for names in ("a", "ab"):
+        tickets.append(bench.submit(request(*map(image, names)), [4] * len(names)))
+        machine.work("ready")
+        books.release(tickets[-1], 0)
+        books.settle()
+    whole, part = tickets
+    other = bench.submit(request(image("c")), [4])
+    machine.work("ready")
+    books.settle()
+    assert (whole.state, part.state, other.state) == (State.RELEASED, State.READY, State.READY)
+    assert (books.hold(whole), books.hold(part, 0)) == ("deferred", "unavailable")
+    machine.work("ready")
+    assert whole.state is State.NEW
+    books.release(other)
+    machine.work("ready")
+    books.settle()
+    assert (whole.state, audit(books)) == (State.READY, [])
+
+
+def test_a_request_that_needs_more_memory_than_is_free_is_passed_a_bounded_number_of_times() -> None:
+    bench = Bench.make(2, host_bytes=3 * PAGE, max_overtakes=1)
+    books, machine = bench.books, AnyHistory.of(bench)
+    tickets = []
+    for names in ("ab", "cd", "e", "f"):
+        tickets.append(bench.submit(request(*map(image, names)), [4] * len(names)))
+        machine.work("ready")
+        if names == "e":
+            books.release(tickets[-1])
+    assert [ticket.state for ticket in tickets] == [State.READY, State.NEW, State.RELEASED, State.NEW]
+    books.release(tickets[0])
+    machine.work("ready")
+    assert State.NEW not in [ticket.state for ticket in tickets]
 
 
 def ready(bench: Bench) -> list[str]:

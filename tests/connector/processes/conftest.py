@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
-from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions, child, program
+from fxsplit_encoder.connector.processes import (
+    EncoderProgram,
+    ProcessEncoder,
+    ProcessOptions,
+    child,
+    process_encoder,
+)
 from tests.connector.resources import nothing_left
 
 
@@ -47,7 +53,7 @@ def fork(
     options: ProcessOptions,
     main: Callable[[Sequence[str]], int] = child.main,
 ) -> ForkedProcess:
-    """Takes the place of `program.launch`."""
+    """Takes the place of `process_encoder.launch`."""
     arguments = [str(number) for number in (connection, memory, os.getpid(), options.max_bytes)]
     pid = quiet_fork()
     if pid == 0:
@@ -99,7 +105,7 @@ def make_encoder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., ProcessEncoder]]:
     """Makes encoders in forked processes, started or not; closes them, and asserts that nothing is left."""
-    monkeypatch.setattr(program, "launch", fork)
+    monkeypatch.setattr(process_encoder, "launch", fork)
     made: list[ProcessEncoder] = []
 
     def make(start: bool = True, of: EncoderProgram = DOUBLING, **options: Any) -> ProcessEncoder:

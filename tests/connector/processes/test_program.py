@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fxsplit_encoder.connector.processes.program import EncoderProgram, ProcessOptions, launch
+from fxsplit_encoder.connector.processes.process_encoder import EncoderProgram, ProcessOptions, launch
 from fxsplit_encoder.errors import InputError
 
 

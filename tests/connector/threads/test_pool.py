@@ -130,17 +130,3 @@ def test_a_batch_that_comes_while_another_is_computed_is_given_to_the_device_at_
         wait_until(lambda: len(copies.marks) == 3)
         copies.marks[2].come_to_pass()
         assert wait(third) == "ready"
-
-
-def test_a_fault_that_shows_while_a_batch_is_waited_for_loses_the_worker() -> None:
-    copies = SlowCopies()
-    copies.marks_wait = True
-    with connector(copies=copies) as each:
-        ticket = each.submit(request("a"))
-        wait_until(lambda: len(copies.marks) == 1)
-        copies.marks[0].fail(RuntimeError("an illegal memory access was encountered"))
-        wait_until(lambda: len(copies.marks) == 2)
-        assert each.stats().lost_workers == 1
-        for mark in copies.marks:
-            mark.come_to_pass()
-        assert wait(ticket) == "ready"
