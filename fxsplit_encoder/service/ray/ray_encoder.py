@@ -132,7 +132,13 @@ class RayEncoder(FeatureEncoder):
         """
         if self._actor is None:
             raise EncoderLostError("no actor was started; call start")
-        sent = [_with_inputs(item, HostTensor.of) for item in items]
+        sent = [
+            (
+                replace(item, inputs={}, metadata=dict(item.metadata)),
+                {name: HostTensor.of(tensor) for name, tensor in item.inputs.items()},
+            )
+            for item in items
+        ]
         return [each.copy() for each in self._ask("encode", self.options.encode_timeout, sent)]
 
     def close(self) -> None:
@@ -198,20 +204,17 @@ class _Actor:
             raise InputError(f"row_bytes: expected the encoder's {found}; got {dict(self._row_bytes)}")
         return os.getpid()
 
-    def encode(self, sent: Sequence[PreparedItem]) -> list[HostTensor]:
+    def encode(self, sent: Sequence[tuple[PreparedItem, Mapping[str, HostTensor]]]) -> list[HostTensor]:
         assert self._encoder is not None
-        items = [_with_inputs(item, HostTensor.copy) for item in sent]
+        items = [
+            replace(item, inputs={name: tensor.copy() for name, tensor in inputs.items()})
+            for item, inputs in sent
+        ]
         return [HostTensor.of(feature) for feature in _on_host(self._encoder.encode(items))]
 
     def close(self) -> None:
         if self._encoder is not None:
             self._encoder.close()
-
-
-def _with_inputs(item: PreparedItem, change: Callable[[Any], Any]) -> PreparedItem:
-    """The item with each of its inputs changed, to what the store holds or back to a tensor."""
-    inputs = {name: change(tensor) for name, tensor in item.inputs.items()}
-    return replace(item, inputs=inputs, metadata=dict(item.metadata))
 
 
 def _on_host(features: Sequence[Tensor]) -> Sequence[Tensor]:
