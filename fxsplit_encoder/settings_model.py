@@ -37,7 +37,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(*_problems(error, list(type(self).model_fields))) from None
+            raise ConfigError(*problems_of(error, list(type(self).model_fields))) from None
 
     def __hash__(self) -> int:
         values = (getattr(self, name) for name in type(self).model_fields)
@@ -83,7 +83,7 @@ def unknown_option(name: object, allowed: Sequence[str]) -> str:
     return f"{text}: unknown option; {nearest(text, allowed)}allowed: {', '.join(allowed)}"
 
 
-def _problems(error: ValidationError, allowed: Sequence[str]) -> Iterator[str]:
+def problems_of(error: ValidationError, allowed: Sequence[str]) -> Iterator[str]:
     """One line for each wrong field, a nested model's own lines under the name of the field it is in."""
     count = error.error_count()
     for detail in itertools.islice(error.errors(include_url=False), MOST_PROBLEMS):

@@ -27,7 +27,7 @@ from models import make_checkpoint, photographs
 from storage import Result, new_result, store
 from timing import timed
 
-from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, upload
+from fxsplit_encoder.service.encoder import ImageEncoder, Preparer, upload
 from fxsplit_encoder.service.ray import EncodeImages, prepare_images
 from fxsplit_encoder.service.ray.encode_images import PREPARING, pool
 from fxsplit_encoder.service.settings import ImageEncoderSettings
@@ -74,7 +74,7 @@ def alone_rate(encoder: ImageEncoder, batch: int, seconds: float) -> float:
     """Images a second through `manager.execute`, their pixels on the device; the median of calls."""
     files = itertools.islice(itertools.cycle(photographs((SIDE, SIDE))), batch)
     images = [encoder.preparer.load(data) for data in files]
-    inputs = upload(images, encoder._values, encoder.device)
+    inputs = upload(images, encoder.values, encoder.device)
     times: list[float] = []
     while sum(times) < seconds or len(times) < 5:
         times.append(timed(lambda: encoder.manager.execute(inputs))[0] / 1e3)
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> Result:
 
 def prepare_row(settings: dict[str, Any], cpus: int) -> Row:
     """CPU time of an image, and the CPUs that are there."""
-    preparer = ImagePreparer(ImageEncoderSettings(**settings))
+    preparer = Preparer(ImageEncoderSettings(**settings))
     files = photographs((SIDE, SIDE))
     times = []
     for _ in range(7):

@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fxsplit_encoder.cli.options import DtypeName
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.load import device_of
 
 Update = Callable[[int, int], None]
 """Takes what is done, and how much there is in total."""
@@ -37,33 +36,13 @@ def progress_bars() -> Iterator[Callable[[str], Update]]:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a name means; "auto": CUDA where there is a GPU, else the CPU. A GPU that is named by
-    its number becomes the current one.
-
-    Raises:
-        InputError: torch knows no such device, or it is not there.
+    """The device that an option means, see `device_of`. A GPU that is named by its number becomes the current
+    one.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    device = device_of(name, "--device")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # of streams and events that are made without saying where
     return device
-
-
-def choose_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The dtype that a name means; "auto": bfloat16 on CUDA, float32 on a CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -430,10 +430,11 @@ def report(
 
 
 def _placed(place: Place) -> tuple[torch.device, torch.dtype]:
-    from fxsplit_encoder.cli.console import choose_device, choose_dtype
+    from fxsplit_encoder.cli.console import choose_device
+    from fxsplit_encoder.models.load import dtype_of
 
     device = choose_device(place.device)
-    return device, choose_dtype(place.dtype, device)
+    return device, dtype_of(place.dtype, device)
 
 
 if __name__ == "__main__":

@@ -224,6 +224,18 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         future.add_done_callback(lambda done: self._forget(entry) if done.cancelled() else None)
         return future
 
+    def submit_batch(self, items: Sequence[ItemT]) -> list[Future[ResultT]]:
+        """Add a batch that is launched as it is, ahead of items that wait; it cannot be cancelled."""
+        batch = _Batch([_Item(item, 0.0, 0, "", Future()) for item in items])
+        for entry in batch.items:
+            entry.future.set_running_or_notify_cancel()
+        with self.lock:
+            self._check_open("")
+            self._again.append(batch)
+            self._counts.batches += 1
+            self.work.notify_all()
+        return [entry.future for entry in batch.items]
+
     def _check_open(self, tenant: str) -> None:
         if self._is_closed:
             raise QueueClosedError("the queue is closed")

@@ -19,9 +19,8 @@ from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, 
 from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
-from fxsplit_encoder.messages import shown
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.load import load_tower, read_family
+from fxsplit_encoder.models.load import dtype_of, load_tower, read_family
 from fxsplit_encoder.models.media import media_processor
 
 _AUTO = "auto"
@@ -49,7 +48,7 @@ def checkpoint_encoder(
     checkpoint = Checkpoint.locate(model)
     family, _ = read_family(checkpoint)
     place = torch.device(device)
-    tower = load_tower(checkpoint, _dtype_of(dtype, place), place)
+    tower = load_tower(checkpoint, dtype_of(dtype, place), place)
     return ManagerEncoder(EncoderCudaGraphManager(family.wrap(tower), config_for(config, place)))
 
 
@@ -99,7 +98,7 @@ def weightless_tower(model: str | Path | Checkpoint) -> Any:
 def row_bytes_of(checkpoint: Checkpoint, device: str, dtype: str = _AUTO) -> Mapping[Modality, int]:
     """Bytes of a row of a checkpoint's features by modality; no weights are read."""
     declared = weightless_tower(checkpoint).get_encoder_cudagraph_config()
-    size = _dtype_of(dtype, torch.device(device)).itemsize
+    size = dtype_of(dtype, torch.device(device)).itemsize
     return {modality: declared.out_hidden_size * size for modality in declared.modalities}
 
 
@@ -112,17 +111,6 @@ def config_for(config: str | Path | EncoderConfig | None, device: torch.device) 
     # Captures pay off over many calls on a GPU, but one that is made while requests come holds them up. On a
     # CPU they only cost.
     return EncoderConfig(capture_recurring=False) if device.type == "cuda" else EncoderConfig(mode="none")
-
-
-def _dtype_of(name: str, device: torch.device) -> torch.dtype:
-    if name == _AUTO:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InputError(
-            f"dtype: expected auto or a floating-point dtype of torch, such as bfloat16; got {shown(name)}"
-        )
-    return dtype
 
 
 def checkpoint_connector(

@@ -1,4 +1,4 @@
-"""Vision towers out of a checkpoint."""
+"""Vision towers out of a checkpoint, and the devices and dtypes that they are loaded to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,44 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import shown
 from fxsplit_encoder.models.checkpoint import Checkpoint, rename, split_fused
 from fxsplit_encoder.models.family import Family, Settings, vision_settings
 from fxsplit_encoder.models.registry import FAMILIES
+
+
+def device_of(name: str, setting: str = "device") -> torch.device:
+    """The device that a name means; "auto": CUDA where there is a GPU, else the CPU. InputError: torch knows
+    no such device, or it is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"{setting} {name}: expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"{setting} {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a tower that a name means; "auto": bfloat16 on CUDA, float32 on a CPU. InputError: it is
+    no floating-point dtype.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(
+            f"dtype: expected auto or a floating-point dtype of torch, such as bfloat16; got {shown(name)}"
+        )
+    return dtype
+
+
+# --- weights
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -11,8 +11,9 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,17 +23,8 @@ from starlette.routing import Route
 
 from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
 from fxsplit_encoder.integrations.prometheus import ServiceMetrics
-from fxsplit_encoder.service.encoder import (
-    Array,
-    ImagePreparer,
-    Item,
-    PreparedText,
-    QueuedEncoder,
-    resolved_form,
-    tokenizer_of,
-)
+from fxsplit_encoder.service.encoder import Array, Item, Preparer, QueuedEncoder, Result, thread_pool
 from fxsplit_encoder.service.protocol import (
-    EmbeddingRequest,
     RequestError,
     Source,
     embeddings_response,
@@ -42,10 +34,6 @@ from fxsplit_encoder.service.protocol import (
 from fxsplit_encoder.service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Outcome = Array | Exception
-"""An embedding, or why an item has none."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -62,7 +50,7 @@ _GONE = 499
 class Backend(Protocol):
     """Encoders of the application."""
 
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
         """Encode a request's items; return embeddings, in order, and output tokens before pooling.
         FxSplitError: nothing can be encoded now, and it is retryable.
         """
@@ -76,19 +64,17 @@ class Backend(Protocol):
 class LocalBackend:
     """Encoders in this process."""
 
-    def __init__(self, encoder: QueuedEncoder, timeout_s: float, threads: ThreadPoolExecutor) -> None:
-        self._encoder = encoder
-        self._timeout_s = timeout_s
-        self._threads = threads
+    def __init__(self, encoder: QueuedEncoder, timeout_s: float) -> None:
+        self._encoder, self._timeout_s = encoder, timeout_s
 
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
         """As of `Backend`; cancelling it cancels the items that wait."""
-        submitted = self._threads.submit(self._encoder.submit, items, tenant, self._timeout_s)
+        submitted = thread_pool().submit(self._encoder.submit, items, tenant, self._timeout_s)
         try:
             futures, tokens = await asyncio.wrap_future(submitted)
             waiting = map(asyncio.wrap_future, futures)
             landed: list[Any] = await asyncio.gather(*waiting, return_exceptions=True)
-            return [each[0] if isinstance(each, list) else each for each in landed], tokens
+            return landed, tokens
         except BaseException:
             submitted.add_done_callback(_cancel_items)
             raise
@@ -102,35 +88,27 @@ class LocalBackend:
             "is_ready": self._encoder.is_ready,
             "devices": [str(encoder.device) for encoder in self._encoder.encoders],
             "dtype": str(first.dtype).removeprefix("torch."),
-            "pooling": first.pooling,
+            "pooling": self._encoder.preparer.pooling,
             "max_batch_tokens": self._encoder.max_batch_tokens,
             "items": self._encoder.queue.stats().encoded,
         }
 
 
-def _cancel_items(submitted: Future[tuple[list[Future[list[Array]]], int]]) -> None:
+def _cancel_items(submitted: Future[tuple[list[Future[Array]], int]]) -> None:
     if not submitted.cancelled() and submitted.exception() is None:
         for future in submitted.result()[0]:
             future.cancel()
 
 
 class Application:
-    """Answers `POST /v1/embeddings`, and `GET` of /v1/models, /health, /ready and /metrics; `threads` parse,
-    decode and write.
-    """
+    """Answers `POST /v1/embeddings`, and `GET` of /v1/models, /health, /ready and /metrics."""
 
     def __init__(
-        self,
-        settings: ServiceSettings,
-        preparer: ImagePreparer,
-        backend: Backend,
-        metrics: ServiceMetrics,
-        threads: ThreadPoolExecutor,
+        self, settings: ServiceSettings, preparer: Preparer, backend: Backend, metrics: ServiceMetrics
     ) -> None:
         self.settings = settings
-        self._preparer, self._backend, self._metrics, self._threads = preparer, backend, metrics, threads
-        self._is_normalized = resolved_form(settings)[1]
-        self._tokenizer = tokenizer_of(settings)
+        self._preparer, self._backend, self._metrics = preparer, backend, metrics
+        self._tokenizer = preparer.tokenizer  # loaded before the first request
         self.num_requests = self.pending_bytes = 0
         self.is_draining = False
         """Whether it is about to end, which /ready tells."""
@@ -280,10 +258,11 @@ class Application:
     # --- items
 
     async def _embed_body(self, request: Request, body: bytes) -> Response:
+        on_thread = partial(asyncio.get_running_loop().run_in_executor, thread_pool())
         headers, query = dict(request.headers), request.url.query
-        asked = await self._on_thread(lambda: parse_request(headers, query, body, self.settings))
-        await self._on_thread(lambda: self._check_pixels(asked))
-        prepared = (self._on_thread(self._preparing(*numbered)) for numbered in enumerate(asked.items))
+        asked = await on_thread(parse_request, headers, query, body, self.settings)
+        await on_thread(self._check_pixels, asked.input)
+        prepared = (on_thread(self._prepare, *numbered) for numbered in enumerate(asked.input))
         items = list(await asyncio.gather(*prepared))
         tenant = asked.user or (request.client.host if request.client else "")
         try:
@@ -296,36 +275,27 @@ class Application:
                 self._metrics.add_refused()
                 raise _answer_to(outcome, index) from outcome
             embeddings.append(outcome)
-        name, is_normalized = self.settings.name, self._is_normalized
-        return await self._on_thread(
-            lambda: embeddings_response(asked, name, items, embeddings, tokens, is_normalized)
-        )
+        form = self.settings.name, self._preparer.normalizes
+        return await on_thread(embeddings_response, asked, items, embeddings, tokens, *form)
 
-    async def _on_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
-
-    def _check_pixels(self, asked: EmbeddingRequest) -> None:
-        pixels = 0
-        for index, source in enumerate(asked.items):
+    def _check_pixels(self, sources: Sequence[Source]) -> None:
+        pixels, most = 0, self.settings.max_request_pixels
+        for index, source in enumerate(sources):
             if isinstance(source, bytes):
                 with _refusing(index):
                     pixels += self._preparer.measure(source)
-            if pixels > self.settings.max_request_pixels:
-                most = self.settings.max_request_pixels
+            if pixels > most:
                 limit = f"expected at most {most} pixels together, the limit max_request_pixels"
                 raise RequestError(413, "too_large", f"images: {limit}; got {pixels} or more", index)
 
-    def _preparing(self, index: int, source: Source) -> Callable[[], Item]:
-        def prepare() -> Item:
-            if isinstance(source, bytes):
-                with _refusing(index):
-                    return self._preparer.load(source)
-            if self._tokenizer is None:
-                message = f"input: {self.settings.name} takes images alone; got a text"
-                raise RequestError(400, "invalid_request", message, index)
-            return PreparedText(self._tokenizer(source))
-
-        return prepare
+    def _prepare(self, index: int, source: Source) -> Item:
+        if isinstance(source, bytes):
+            with _refusing(index):
+                return self._preparer.load(source)
+        if self._tokenizer is None:
+            message = f"input: {self.settings.name} takes images alone; got a text"
+            raise RequestError(400, "invalid_request", message, index)
+        return self._tokenizer(source)
 
 
 def _busy(message: str) -> RequestError:

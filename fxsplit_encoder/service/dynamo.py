@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.service.encoder import MANY_BUDGETS, ImagePreparer, PreparedImage, QueuedEncoder, decoded
+from fxsplit_encoder.service.encoder import MANY_BUDGETS, PreparedImage, Preparer, QueuedEncoder, decoded
 from fxsplit_encoder.service.settings import ServingSettings
 
 _GRID = "image_grid_thw"
@@ -64,7 +64,7 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         served = Checkpoint.locate(model_id).read_json("config.json") or {}
         self._takes_grids = bool(_TAKE_GRIDS.intersection(served.get("architectures") or ()))
         self._resolved = self._settings_for(model_id)
-        probe = ImagePreparer(self._resolved).prepare(Image.new("RGB", (448, 448)))
+        probe = Preparer(self._resolved).prepare(Image.new("RGB", (448, 448)))
         if self._takes_grids and _GRID not in probe.inputs:
             raise InputError(
                 f"model: expected a tower with grids, as {model_id} has; got {self._resolved.model}"
@@ -102,7 +102,9 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         for item, result in zip(items, encoder.encode(items), strict=True):
             if isinstance(result, InputError):  # a ValueError would blame the senders of all the others too
                 raise RuntimeError(f"an image of the batch was not encoded: {result}") from result
-            artifacts.append(self._artifact(item, torch.from_numpy(result).to(encoder.first.dtype)))
+            rows = torch.from_numpy(result).to(encoder.first.dtype)
+            grid = tuple(item.inputs[_GRID][0].tolist()) if self._takes_grids else None
+            artifacts.append(rows if grid is None else Qwen3VLImageEncoding(embeddings=rows, grid_thw=grid))
         return artifacts
 
     def close(self) -> None:
@@ -110,11 +112,6 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
         if self._encoder is not None:
             self._encoder.close()
             self._encoder = None
-
-    def _artifact(self, item: PreparedImage, rows: Tensor) -> Tensor | Qwen3VLImageEncoding:
-        if not self._takes_grids:
-            return rows
-        return Qwen3VLImageEncoding(embeddings=rows, grid_thw=tuple(item.inputs[_GRID][0].tolist()))
 
     def _built(self) -> QueuedEncoder:
         if self._encoder is None:

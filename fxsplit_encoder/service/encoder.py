@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,12 @@ from torch.nn.functional import normalize
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
-from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
+from fxsplit_encoder.errors import FxSplitError, InputError, MediaError
 from fxsplit_encoder.media import MediaSettings, load_image, measure_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.load import load_tower, read_family
-from fxsplit_encoder.models.media import normalization_of, pixel_table
-from fxsplit_encoder.models.prepare import Prepared
-from fxsplit_encoder.models.text import TextEncoder, Tokenizer
+from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
+from fxsplit_encoder.models.media import pixel_table
+from fxsplit_encoder.models.text import TextEncoder, Tokenizer, Tokens
 from fxsplit_encoder.service.settings import ImageEncoderSettings, Pooling
 from fxsplit_encoder.towers.inputs import PixelValues
 
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 
-Result = Array | InputError
+Result = Array | Exception
 """An embedding, (rows, width), or why an item has none."""
 
 MANY_BUDGETS = 4
@@ -52,42 +51,47 @@ class PreparedImage:
     """One image as the tower takes it, on the host."""
 
     inputs: Mapping[str, Array]
-    """The tower's arguments: pixels of uint8, which `ImagePreparer.values` normalizes, or of floats, which
-    are normalized already; grids and counts as integers."""
+    """The tower's arguments: pixels of uint8, which `Preparer.values` normalizes, or of floats, which are
+    normalized already; grids and counts as integers."""
     layout: Mapping[str, Any]
     """How the image was cut: "grid", "tiles" or "crops"."""
 
 
-@dataclass(frozen=True)
-class PreparedText:
-    """The token ids of one text."""
-
-    tokens: tuple[int, ...]
-
-
-Item = PreparedImage | PreparedText
-Group = Sequence[Item]
-"""Items that are encoded in one batch: those of a request are groups of one."""
+Item = PreparedImage | Tokens
 Observe = Callable[[Sequence[Array], float], None]
 
 
-class ImagePreparer:
-    """Prepares images for a checkpoint's tower, whose weights it does not read; InputError: it has none that
-    is known.
+class Preparer:
+    """Prepares images and texts for a checkpoint's towers, whose weights it does not read; InputError: it has
+    none that is known, or not the vector that the settings ask for.
     """
 
     def __init__(self, settings: ImageEncoderSettings) -> None:
         self._limits = MediaSettings(max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels)
-        checkpoint = Checkpoint.locate(settings.model)
-        family, config = read_family(checkpoint)
-        processors = checkpoint.processors()
-        self._whole = family.prepare(config, processors)
-        self._later = family.prepare(config, processors.normalizing_later())
-        self.normalizes_later = pixel_table(self._whole, self._later, "image") is not None
-        """Whether pixels are uint8. Else this checkpoint's are not what `values` makes of them."""
+        self.checkpoint = Checkpoint.locate(settings.model)
+        self.family, config = read_family(self.checkpoint)
+        if settings.pooling == "model" and self.family.pooled is None:
+            raise InputError(f"pooling: {settings.model} has no vector of its own; use mean or none")
+        default: Pooling = "mean" if self.family.pooled is None else "model"
+        self.pooling = settings.pooling or (default if settings.pools_by_default else "none")
+        unit = settings.pools_by_default and self.pooling != "none"
+        self.normalizes = unit if settings.normalize is None else settings.normalize
+        """Whether embeddings have length 1."""
 
-        self.values: NDArray[np.float32] = normalization_of(self._whole).values()
-        """(channels, 256): what the encoder makes of each value of each channel."""
+        processors = self.checkpoint.processors()
+        whole = self.family.prepare(config, processors)
+        later = self.family.prepare(config, processors.normalizing_later())
+        self.values = pixel_table(whole, later, "image")
+        """(channels, 256): what the encoder makes of each value of each channel of uint8; None: that is not
+        what the model's processor does, whose floats are prepared."""
+        self._preparation = whole if self.values is None else later
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None: it has none, no text tower, or another pooling than its own."""
+        files = (self.checkpoint.find(name) for name in ("tokenizer.json", "tokenizer_config.json"))
+        takes_text = self.family.text is not None and self.pooling == "model"
+        return Tokenizer(self.checkpoint) if takes_text and any(files) else None
 
     def measure(self, media: bytes) -> int:
         """The pixels of an encoded image, by its header; MediaError: it has none, or is beyond a limit."""
@@ -103,18 +107,18 @@ class ImagePreparer:
     def prepare(self, image: Image.Image) -> PreparedImage:
         """An upright RGB image; MediaError: it cannot be prepared, such as one that is too elongated."""
         try:
-            if not self.normalizes_later:
-                return _as_arrays(self._whole.image(image))
-            made = _as_arrays(self._later.image(image))
+            made = self._preparation.image(image)
         except (InputError, ValueError) as error:  # transformers' processors raise the latter
             raise MediaError(str(error)) from None
-        # Some processors lay whole numbers out as floats.
-        inputs = {name: a.astype(np.uint8) if a.dtype.kind == "f" else a for name, a in made.inputs.items()}
+        inputs = {name: tensor.numpy() for name, tensor in made.tensors.items()}
+        if self.values is not None:  # some processors lay whole numbers out as floats
+            inputs = {name: a.astype(np.uint8) if a.dtype.kind == "f" else a for name, a in inputs.items()}
         return PreparedImage(inputs, made.layout)
 
 
+@cache
 def thread_pool() -> ThreadPoolExecutor:
-    """Threads for parsing, decoding and writing: one a CPU."""
+    """Threads of this process for parsing, decoding and writing: one a CPU."""
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoder")
 
 
@@ -128,111 +132,83 @@ def decoded(text: object) -> bytes:
     raise MediaError("image: expected base64, or a data URL of it; fetch what a URL names, and send it")
 
 
-def _as_arrays(prepared: Prepared) -> PreparedImage:
-    return PreparedImage({name: t.numpy() for name, t in prepared.tensors.items()}, prepared.layout)
-
-
-def upload(images: Sequence[PreparedImage], values: PixelValues, device: torch.device) -> dict[str, Any]:
+def upload(
+    images: Sequence[PreparedImage], values: PixelValues | None, device: torch.device
+) -> dict[str, Tensor]:
     """The tower's `mm_kwargs` of some images: pixels on the device, grids and counts on the host."""
-    return {
-        name: _upload([image.inputs[name] for image in images], values, device) for name in images[0].inputs
-    }
+    made = {}
+    for name, first in images[0].inputs.items():
+        arrays = [image.inputs[name] for image in images]
+        if first.dtype.kind == "i":
+            made[name] = torch.from_numpy(np.concatenate(arrays))
+            continue
+        shape = sum(map(len, arrays)), *first.shape[1:]
+        dtype = torch.float32 if values is None else torch.uint8
+        host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+        np.concatenate(arrays, out=host.numpy())
+        pixels = host.to(device, non_blocking=True)
+        made[name] = pixels if values is None else values(pixels)
+    return made
 
 
-def _upload(arrays: Sequence[Array], values: PixelValues, device: torch.device) -> Tensor:
-    kind = arrays[0].dtype.kind
-    if kind not in "fu":
-        return torch.from_numpy(np.concatenate(arrays))
-    shape = sum(len(array) for array in arrays), *arrays[0].shape[1:]
-    dtype = torch.uint8 if kind == "u" else torch.float32
-    host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    np.concatenate(arrays, out=host.numpy())
-    pixels = host.to(device, non_blocking=True)
-    return values(pixels) if kind == "u" else pixels
+Download = Callable[[], Sequence[Tensor]]
+"""Waits for embeddings that are being copied to the host, and returns that of every item, (rows, width)."""
 
 
-@dataclass(frozen=True)
-class Download:
-    """Embeddings that are being copied to the host."""
-
-    rows: Tensor  # (rows of all images, width), on the host
-    counts: Sequence[int]  # rows of every image
-    done: torch.cuda.Event | None  # None: they are there
-
-    @classmethod
-    def start(cls, joined: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Download:
-        """Begin to copy embeddings, (rows of all, width)."""
-        joined = joined.to(dtype)
-        if not joined.is_cuda:
-            return cls(joined, counts, None)
+def start_download(joined: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Download:
+    """Begin to copy the embeddings of items that have so many rows, (rows of all, width), in a dtype."""
+    host = joined = joined.to(dtype)
+    done: torch.cuda.Event | None = None
+    if joined.is_cuda:
         host = torch.empty(joined.shape, dtype=dtype, device="cpu", pin_memory=True)
         host.copy_(joined, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(joined.device))
-        return cls(host, counts, done)
 
-    def wait(self) -> None:
-        """Return once they are there."""
-        if self.done is not None:
-            self.done.synchronize()
+    def wait() -> Sequence[Tensor]:
+        if done is not None:
+            done.synchronize()
+        return torch.split(host, list(counts))
 
-    def embeddings(self) -> list[Array]:
-        """The embedding of every image, (rows, width), once all of them are there."""
-        self.wait()
-        return np.split(self.rows.numpy(), np.cumsum(self.counts)[:-1])
+    return wait
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A batch that the device works on: places of items in it, their embeddings, and sizes of groups."""
+    """A batch that the device works on."""
 
-    parts: Sequence[tuple[Sequence[int], Download]]
-    sizes: Sequence[int]
+    download: Download
     observe: Observe
-    begin: float = field(default_factory=time.perf_counter)
+    begin: float
 
-    def wait(self) -> list[list[Array]]:
-        """The embeddings of every group, in order."""
-        found: dict[int, Array] = {}
-        for places, download in self.parts:
-            found.update(zip(places, download.embeddings(), strict=True))
-        embeddings = [found[place] for place in sorted(found)]
+    def wait(self) -> list[Array]:
+        """The embedding of every item, in order."""
+        embeddings = [rows.numpy() for rows in self.download()]
         self.observe(embeddings, time.perf_counter() - self.begin)
-        rest = iter(embeddings)
-        return [list(itertools.islice(rest, size)) for size in self.sizes]
+        return embeddings
 
 
 class ImageEncoder:
     """Loads a tower; then captures and encodes, on one thread; calls `observe` with the embeddings of each
-    batch and its seconds. InputError: checkpoint or device is not usable, or the model has no vector.
+    batch and its seconds. InputError: checkpoint or device is not usable.
     """
 
-    def __init__(
-        self,
-        settings: ImageEncoderSettings,
-        preparer: ImagePreparer | None = None,
-        observe: Observe = lambda embeddings, seconds: None,
-    ) -> None:
-        self.settings = settings
-        self.device = settings.resolved_device()
-        self.dtype = settings.resolved_dtype(self.device)
-        self.preparer = preparer or ImagePreparer(settings)
-        self._observe = observe
-        checkpoint = Checkpoint.locate(settings.model)
-        family = read_family(checkpoint)[0]
-        self.pooling, self.normalizes = resolved_form(settings)
-        own = family.pooled if self.pooling == "model" else family
+    def __init__(self, settings: ImageEncoderSettings, preparer: Preparer, observe: Observe) -> None:
+        self.settings, self.preparer, self._observe = settings, preparer, observe
+        self.device = device_of(settings.device)
+        self.dtype = dtype_of(settings.dtype, self.device)
+        own = preparer.family.pooled if preparer.pooling == "model" else preparer.family
         assert own is not None
         self._trims = own.pads_rows
-        self._values = PixelValues(self.preparer.values, self.dtype, self.device)
-        probe = self.preparer.prepare(Image.new("RGB", _PROBE))
+        values = preparer.values
+        self.values = None if values is None else PixelValues(values, self.dtype, self.device)
+        probe = preparer.prepare(Image.new("RGB", _PROBE))
         side = None if own.spec is None else probe.inputs["pixel_values"].shape[-1]
-        tower = own.wrap(load_tower(checkpoint, self.dtype, self.device, own), side)
+        tower = own.wrap(load_tower(preparer.checkpoint, self.dtype, self.device, own), side)
         self.manager = fx.EncoderCudaGraphManager(tower, settings.resolved_config(self.device))
-        tokenizer = tokenizer_of(settings)
         self.texts: TextEncoder | None = None
-        if tokenizer is not None:
-            self.texts = TextEncoder(checkpoint, self.dtype, self.device, tokenizer.padding_id)
+        if (tokenizer := preparer.tokenizer) is not None:
+            self.texts = TextEncoder(preparer.checkpoint, self.dtype, self.device, tokenizer.padding_id)
         all_planned = self.manager.planned_captures().captures
         planned = [each.key.budget for each in all_planned if each.pruned is None]
         self.max_batch_tokens = max(planned, default=_IMAGES_WITHOUT_BUDGET * self.count_tokens(probe))
@@ -249,89 +225,58 @@ class ImageEncoder:
         """Rows of an item's output before pooling, by its inputs' shapes; from any thread. InputError: the
         tower does not take these.
         """
-        if isinstance(item, PreparedText):
+        if not isinstance(item, PreparedImage):
             return max(1, self.max_batch_tokens // _MOST_TEXTS)
         specs = self.manager.tower.get_encoder_cudagraph_item_specs(_host_inputs(item))
         return sum(spec.output_tokens for spec in specs)
 
-    def launch(self, groups: Sequence[Group]) -> Launched:
+    def launch(self, items: Sequence[Item]) -> Launched:
         """Begin to encode a batch; on a GPU it returns before the device is done, which so has the next batch
         before the last one is fetched.
 
         Raises:
             InputError: an item is refused; of a single one, that it does not fit in memory too.
             OutOfMemoryError: several items do not fit in memory together.
-            EncoderLostError: the device can be used no more.
         """
-        items = [item for group in groups for item in group]
-        images = [(place, item) for place, item in enumerate(items) if isinstance(item, PreparedImage)]
-        texts = [(place, item) for place, item in enumerate(items) if isinstance(item, PreparedText)]
+        images = [item for item in items if isinstance(item, PreparedImage)]
+        texts = [item for item in items if not isinstance(item, PreparedImage)]
+        begin = time.perf_counter()
         try:
-            parts = []
-            if images:
-                parts.append(([place for place, _ in images], self._launch([image for _, image in images])))
-            if texts:
-                tokens = [text.tokens for _, text in texts]
-                parts.append(([place for place, _ in texts], self._launch_texts(tokens)))
-            return Launched(parts, [*map(len, groups)], self._observe)
+            of_images, of_texts = iter(self._encode_images(images)), iter(self._encode_texts(texts))
+            rows = [next(of_images if isinstance(item, PreparedImage) else of_texts) for item in items]
+            joined = torch.cat(rows)
+            if self.preparer.normalizes:
+                joined = normalize(joined.float(), dim=-1)
+            dtype = getattr(torch, self.settings.output_dtype)
+            return Launched(start_download(joined, [*map(len, rows)], dtype), self._observe, begin)
         except torch.OutOfMemoryError as error:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # so that halves of the batch have the memory that it had
             if len(items) > 1:
                 raise
             raise InputError(f"out of memory: {error}") from error
-        except RuntimeError as error:
-            self._check_device(error)
-            raise
 
     def close(self) -> None:
         """Release the captures, on the thread that made them."""
         self.manager.clear()
 
-    def _launch(self, images: Sequence[PreparedImage]) -> Download:
-        rows = self.manager.execute(upload(images, self._values, self.device))
+    def _encode_images(self, images: Sequence[PreparedImage]) -> Sequence[Tensor]:
+        if not images:
+            return []
+        rows = self.manager.execute(upload(images, self.values, self.device))
         assert len(rows) == len(images)
         if self._trims:
             rows = [each[: int(np.prod(i.layout["grid"]))] for each, i in zip(rows, images, strict=True)]
-        if self.pooling == "mean":
+        if self.preparer.pooling == "mean":
             rows = [each.mean(dim=0, keepdim=True, dtype=torch.float32) for each in rows]
-        return self._download(torch.cat(rows), [len(each) for each in rows])
+        return rows
 
-    def _launch_texts(self, tokens: Sequence[tuple[int, ...]]) -> Download:
+    def _encode_texts(self, texts: Sequence[Tokens]) -> Sequence[Tensor]:
+        if not texts:
+            return []
         if self.texts is None:
             raise InputError(f"text: {self.settings.model} has no text tower, or is not pooled by it")
-        return self._download(self.texts(tokens), [1] * len(tokens))
-
-    def _download(self, joined: Tensor, counts: Sequence[int]) -> Download:
-        if self.normalizes:
-            joined = normalize(joined.float(), dim=-1)
-        return Download.start(joined, counts, getattr(torch, self.settings.output_dtype))
-
-    def _check_device(self, error: RuntimeError) -> None:
-        if self.device.type == "cuda":
-            try:
-                torch.cuda.synchronize(self.device)
-            except RuntimeError:
-                raise EncoderLostError(f"{self.device}: {error}") from error
-
-
-def resolved_form(settings: ImageEncoderSettings) -> tuple[Pooling, bool]:
-    """Resolve pooling, and whether embeddings are normalized; InputError: the model has no vector."""
-    family, _ = read_family(Checkpoint.locate(settings.model))
-    if settings.pooling == "model" and family.pooled is None:
-        raise InputError(f"pooling: {settings.model} has no vector of its own; use mean or none")
-    default: Pooling = "mean" if family.pooled is None else "model"
-    pooling = settings.pooling or (default if settings.pools_by_default else "none")
-    normalizes = settings.normalize
-    return pooling, settings.pools_by_default and pooling != "none" if normalizes is None else normalizes
-
-
-def tokenizer_of(settings: ImageEncoderSettings) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; None: it has none, no text tower, or another pooling than its own."""
-    checkpoint = Checkpoint.locate(settings.model)
-    files = (checkpoint.find(name) for name in ("tokenizer.json", "tokenizer_config.json"))
-    takes_text = read_family(checkpoint)[0].text is not None and resolved_form(settings)[0] == "model"
-    return Tokenizer(checkpoint) if takes_text and any(files) else None
+        return torch.split(self.texts(texts), 1)
 
 
 def _host_inputs(image: PreparedImage) -> dict[str, Any]:
@@ -357,15 +302,14 @@ class QueuedEncoder:
         budgets_per_batch: int = 1,
         observe: Observe = lambda embeddings, seconds: None,
     ) -> None:
-        self.encoders: list[ImageEncoder] = []
-        for device in devices or [settings.device]:
-            own = settings.model_copy(update={"device": device})
-            preparer = self.encoders[0].preparer if self.encoders else None
-            self.encoders.append(ImageEncoder(own, preparer, observe))
+        self.preparer = Preparer(settings)
+        self.encoders = [
+            ImageEncoder(settings.model_copy(update={"device": device}), self.preparer, observe)
+            for device in devices or [settings.device]
+        ]
         self.first = self.encoders[0]
-        self.preparer = self.first.preparer
         self.max_batch_tokens = budgets_per_batch * self.first.max_batch_tokens
-        self.queue: EncodeQueue[Group, list[Array]] = EncodeQueue(self.max_batch_tokens)
+        self.queue: EncodeQueue[Item, Array] = EncodeQueue(self.max_batch_tokens)
         self.started = [self.queue.add_worker(each.launch, each.start, each.close) for each in self.encoders]
 
     def wait_started(self) -> None:
@@ -380,16 +324,15 @@ class QueuedEncoder:
 
     def submit(
         self, items: Sequence[Item], tenant: str = "", timeout_s: float | None = None
-    ) -> tuple[list[Future[list[Array]]], int]:
+    ) -> tuple[list[Future[Array]], int]:
         """The future embedding of each item, and the output tokens of all before pooling. InputError: the
         tower does not take one of them; other errors as of `EncodeQueue.submit`. None is in the queue then.
         """
         counts = [self.first.count_tokens(item) for item in items]
-        futures = []
+        futures: list[Future[Array]] = []
         try:
             for item, tokens in zip(items, counts, strict=True):
-                cost = min(tokens, self.max_batch_tokens)
-                futures.append(self.queue.submit([item], cost, tenant=tenant, timeout_s=timeout_s))
+                futures.append(self.queue.submit(item, tokens, tenant=tenant, timeout_s=timeout_s))
         except FxSplitError:
             for future in futures:
                 future.cancel()
@@ -400,29 +343,20 @@ class QueuedEncoder:
         """Encode items in batches that depend on them alone, and so do their last bits; an InputError takes
         the place of an embedding.
         """
-        groups: list[list[Item]] = []
+        batches: list[list[Item]] = []
         room = 0
         for item in items:
             tokens = self.first.count_tokens(item)
-            if not groups or tokens > room:
-                groups.append([])
+            if not batches or tokens > room:
+                batches.append([])
                 room = self.max_batch_tokens
-            groups[-1].append(item)
+            batches[-1].append(item)
             room -= tokens
-        # A group costs as much as a batch may, whatever its tokens: it is alone in its batch.
-        futures = [self.queue.submit(group, self.max_batch_tokens) for group in groups]
-        landed = map(self._landed, groups, futures)
-        return list(itertools.chain.from_iterable(landed))
-
-    def _landed(self, group: Group, future: Future[list[Array]]) -> Sequence[Result]:
-        try:
-            return future.result()
-        except (InputError, torch.OutOfMemoryError) as error:
-            if len(group) > 1:
-                half = len(group) // 2
-                return self.encode(group[:half]) + self.encode(group[half:])
-            assert isinstance(error, InputError)
-            return [error]
+        futures = [future for batch in batches for future in self.queue.submit_batch(batch)]
+        return [
+            error if isinstance(error := future.exception(), InputError) else future.result()
+            for future in futures
+        ]
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the encoders once all that was submitted is encoded."""

@@ -5,24 +5,24 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from python_multipart.multipart import Field, File, FormParser, parse_options_header
+from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic_core import from_json
+from python_multipart import multipart
 from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import names_of, shown
 from fxsplit_encoder.service.encoder import Array, Item, PreparedImage, decoded
 from fxsplit_encoder.service.settings import ServiceSettings
+from fxsplit_encoder.settings_model import problems_of
 
-Encoding = Literal["float", "base64"]
 Source = bytes | str
 """An encoded image, or a text."""
-
-_OPTIONS = ("dimensions", "encoding_format", "modality", "model", "user")
 
 # Of one JSON body: a value takes up to a hundred times its bytes.
 _MOST_VALUES = 1 << 20
@@ -31,7 +31,7 @@ _MOST_FIELD_BYTES = 1 << 10
 MOST_CHARACTERS = 1 << 15
 
 
-class RequestError(Exception):
+class RequestError(HTTPException):
     """A request that is answered by an error."""
 
     def __init__(
@@ -42,30 +42,40 @@ class RequestError(Exception):
         index: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, kind, message, index, headers)
-        self.status, self.kind, self.message, self.index = status, kind, message, index
-        self.headers = headers or {}
+        super().__init__(status, message, headers)
+        self.kind, self.index = kind, index
 
     def response(self) -> Response:
         """The error as JSON."""
-        content: dict[str, Any] = {"type": self.kind, "message": self.message}
-        if self.index is not None:
-            content["index"] = self.index
-        return json_response({"error": {**content, "code": self.status}}, self.status, self.headers)
+        index = {} if self.index is None else {"index": self.index}
+        error = {"type": self.kind, "message": self.detail, **index, "code": self.status_code}
+        return json_response({"error": error}, self.status_code, self.headers)
 
 
 def _invalid(message: str, index: int | None = None) -> RequestError:
     return RequestError(400, "invalid_request", message, index)
 
 
-@dataclass(frozen=True)
-class EmbeddingRequest:
+class EmbeddingRequest(BaseModel, frozen=True):
     """Items to encode, and the form of the answer."""
 
-    items: list[Source]
-    encoding: Encoding = "float"
-    dimensions: int | None = None
+    input: list[Source]
+    modality: Literal["text", "image"] = "text"
+    """Of what is neither an object nor a data URL."""
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    model: str | None = None
     user: str = ""
+
+    @field_validator("dimensions", mode="before")
+    @classmethod
+    def _check_kind(cls, given: object) -> object:
+        if isinstance(given, bool | float):  # of a form or the query it is a text
+            raise ValueError("allowed: integers of at least 1")
+        return given
+
+
+_FIELDS = EmbeddingRequest.model_fields.keys()
 
 
 def parse_request(
@@ -79,51 +89,35 @@ def parse_request(
     Raises:
         RequestError: it is malformed, or has more items than allowed.
     """
-    kind, parameters = parse_options_header(headers.get("content-type", ""))
-    fields: dict[str, Any] = dict(QueryParams(query))
-    _check_names(fields, _OPTIONS)
+    kind, parameters = multipart.parse_options_header(headers.get("content-type", ""))
+    given: Any
     if kind == b"multipart/form-data":
-        files, own = _read_form(body, parameters.get(b"boundary", b""), settings)
-        items: list[Source] = [*files]
-        _check_names(own, _OPTIONS)
-        fields |= own
+        given, fields = _read_form(body, parameters.get(b"boundary", b""), settings)
     elif kind == b"application/json":
-        own = _read_json(body)
-        _check_names(own, ("input", *_OPTIONS))
-        items = _items_of(own, settings)
-        fields |= own
+        fields = _read_json(body)
+        given = fields.pop("input", [])
     elif kind.startswith(b"image/") or kind == b"application/octet-stream":
-        items = [body]
+        given, fields = body, {}
     else:
         expected = "multipart/form-data, application/json, image/* or application/octet-stream"
-        given = kind.decode("latin-1")
-        raise RequestError(415, "unsupported_media_type", f"expected {expected}; got {given or 'nothing'}")
-    if not 1 <= len(items) <= settings.max_items_per_request:
-        raise _wrong_number(len(items), settings)
-    model, user = fields.get("model"), fields.get("user", "")
-    if model is not None and model != settings.name:
-        message = f"model: expected {settings.name}; got {shown(model)}"
+        got = kind.decode("latin-1") or "nothing"
+        raise RequestError(415, "unsupported_media_type", f"expected {expected}; got {got}")
+    fields = {**QueryParams(query), **fields}
+    if unknown := sorted(fields.keys() - (_FIELDS - {"input"})):
+        raise _invalid(f"expected {', '.join(sorted(_FIELDS))}; got {names_of(unknown)}")
+    values = given if isinstance(given, list) else [given]
+    if not 1 <= len(values) <= settings.max_items_per_request:  # before any is decoded
+        limit = f"expected 1 to {settings.max_items_per_request} of them"
+        raise _invalid(f"items: {limit}; got {len(values)}")
+    items = [_item_of(index, value, fields.get("modality")) for index, value in enumerate(values)]
+    try:
+        asked = EmbeddingRequest(input=items, **fields)
+    except ValidationError as error:
+        raise _invalid("; ".join(problems_of(error, [*_FIELDS]))) from None
+    if asked.model not in (None, settings.name):
+        message = f"model: expected {settings.name}; got {shown(asked.model)}"
         raise RequestError(404, "model_not_found", message)
-    if not isinstance(user, str):
-        raise _invalid(f"user: expected a text; got {shown(user)}")
-    encoding: Any = fields.get("encoding_format") or "float"
-    if encoding not in get_args(Encoding):
-        expected = " or ".join(get_args(Encoding))
-        raise _invalid(f"encoding_format: expected {expected}; got {shown(encoding)}")
-    return EmbeddingRequest(items, encoding, _dimensions_of(fields.get("dimensions")), user)
-
-
-def _check_names(fields: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    if unknown := sorted(fields.keys() - {*allowed}):
-        raise _invalid(f"expected {', '.join(sorted(allowed))}; got {names_of(unknown)}")
-
-
-def _dimensions_of(given: object) -> int | None:
-    if isinstance(given, str) and given.isdecimal() and len(given) < 10:  # of a form or the query
-        given = int(given)
-    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
-        return given
-    raise _invalid(f"dimensions: expected an integer of at least 1; got {shown(given)}")
+    return asked
 
 
 # --- JSON
@@ -133,40 +127,24 @@ def _read_json(body: bytes) -> dict[str, Any]:
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:
         raise _invalid(f"body: expected at most {_MOST_VALUES} values")
     try:
-        fields = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:  # integers of too many digits raise the former
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
         raise _invalid(f"body: not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise _invalid(f"body: expected a JSON object; got {shown(fields)}")
     return fields
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _items_of(fields: Mapping[str, Any], settings: ServiceSettings) -> list[Source]:
-    modality, given = fields.get("modality", "text"), fields.get("input", [])
-    if modality not in ("text", "image"):
-        raise _invalid(f"modality: expected text or image; got {shown(modality)}")
-    values = given if isinstance(given, list) else [given]
-    if len(values) > settings.max_items_per_request:  # before any is decoded
-        raise _wrong_number(len(values), settings)
-    return [_item_of(index, each, modality) for index, each in enumerate(values)]
-
-
-def _wrong_number(count: int, settings: ServiceSettings) -> RequestError:
-    return _invalid(f"items: expected 1 to {settings.max_items_per_request} of them; got {count}")
-
-
-def _item_of(index: int, value: object, modality: str) -> Source:
+def _item_of(index: int, value: object, modality: object) -> Source:
     if isinstance(value, dict):
-        names = sorted(map(str, value))
+        names = sorted(value)
         if names not in (["image"], ["text"]):
             raise _invalid(f"input: expected an object with image or text; got {names_of(names)}", index)
         modality, value = names[0], value[names[0]]
     elif isinstance(value, str) and value.startswith("data:image/"):
         modality = "image"
+    if isinstance(value, bytes):
+        return value
     if modality == "image":
         try:
             return decoded(value)
@@ -176,10 +154,6 @@ def _item_of(index: int, value: object, modality: str) -> Source:
         raise _invalid(f"input: expected a text, a data URL or an object; got {shown(value)}", index)
     if len(value) > MOST_CHARACTERS:
         raise _invalid(f"input: expected at most {MOST_CHARACTERS} characters; got {len(value)}", index)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _invalid("input: expected a text of Unicode; got half a surrogate pair", index) from None
     return value
 
 
@@ -192,15 +166,15 @@ def _read_form(body: bytes, boundary: bytes, settings: ServiceSettings) -> tuple
     fields: dict[str, str] = {}
     ends: list[None] = []  # the parser does not mind a form that is cut off
 
-    def add_file(file: File) -> None:
+    def add_file(file: multipart.File) -> None:
         if len(files) >= settings.max_items_per_request:
             raise _invalid(f"multipart: Too many files; expected at most {settings.max_items_per_request}")
         file.file_object.seek(0)
         files.append(file.file_object.read())
 
-    def add_field(field: Field) -> None:
+    def add_field(field: multipart.Field) -> None:
         value = field.value or b""
-        if len(value) > _MOST_FIELD_BYTES or len(fields) > len(_OPTIONS):
+        if len(value) > _MOST_FIELD_BYTES or len(fields) > len(_FIELDS):
             raise _invalid("multipart: expected few and short fields beside the files")
         fields[(field.field_name or b"").decode("utf-8", "replace")] = value.decode("utf-8", "replace")
 
@@ -208,7 +182,7 @@ def _read_form(body: bytes, boundary: bytes, settings: ServiceSettings) -> tuple
         raise _invalid("multipart: Content-Type: expected a boundary")
     in_memory = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
     try:
-        parser = FormParser(
+        parser = multipart.FormParser(
             "multipart/form-data", add_field, add_file, lambda: ends.append(None), boundary, config=in_memory
         )
         parser.write(body)
@@ -232,10 +206,10 @@ def json_response(
 
 def embeddings_response(
     asked: EmbeddingRequest,
-    model: str,
     items: Sequence[Item],
     embeddings: Sequence[Array],
     tokens: int,
+    model: str,
     is_normalized: bool,
 ) -> Response:
     """Write the embeddings of all items of a request, (rows, width), row by row; base64 is little-endian.
@@ -252,7 +226,7 @@ def embeddings_response(
         {
             "object": "embedding",
             "index": index,
-            "embedding": _encoded(embedding, asked.encoding),
+            "embedding": _encoded(embedding, asked.encoding_format == "base64"),
             "shape": list(embedding.shape),
             "dtype": str(embedding.dtype),
             **({"layout": item.layout} if isinstance(item, PreparedImage) else {}),
@@ -278,8 +252,8 @@ def _shortened(embedding: Array, dimensions: int | None, is_normalized: bool) ->
     return cut
 
 
-def _encoded(embedding: Array, encoding: Encoding) -> object:
-    if encoding == "float":
+def _encoded(embedding: Array, is_base64: bool) -> object:
+    if not is_base64:
         return embedding.reshape(-1).tolist()
     little = embedding.astype(embedding.dtype.newbyteorder("<"), copy=False)
     return base64.b64encode(little.tobytes()).decode("ascii")

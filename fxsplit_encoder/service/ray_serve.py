@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -18,8 +17,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import RayMetrics
-from fxsplit_encoder.service.application import Application, LocalBackend, Outcome
-from fxsplit_encoder.service.encoder import ImagePreparer, Item, QueuedEncoder, thread_pool
+from fxsplit_encoder.service.application import Application, LocalBackend
+from fxsplit_encoder.service.encoder import Item, Preparer, QueuedEncoder, Result
 from fxsplit_encoder.service.settings import ServiceSettings
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -40,20 +39,14 @@ def app(args: dict[str, Any]) -> serve.Application:
         "max_ongoing_requests": _UNLIMITED,
         "graceful_shutdown_timeout_s": settings.request_timeout_s,
     }
-    resources = {"num_cpus": 1, "num_gpus": _num_gpus(settings)}
+    if not ray.is_initialized():  # `serve run` calls this before it connects, and then uses this connection
+        ray.init(namespace="serve")
+    num_gpus = float(settings.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0)
+    resources = {"num_cpus": 1, "num_gpus": num_gpus}
     encoder = serve.deployment(EncoderReplica, name="Encoder", ray_actor_options=resources, **options)
     frontend = serve.deployment(Frontend, name="Frontend", **options)
     application: serve.Application = frontend.bind(settings, encoder.bind(settings))
     return application
-
-
-def _num_gpus(settings: ServiceSettings) -> float:
-    """Of an encoder: one, if the cluster has any and `device` is not cpu."""
-    if settings.device == "cpu":
-        return 0.0
-    if not ray.is_initialized():  # `serve run` calls `app` before it connects, and then uses this connection
-        ray.init(namespace="serve")
-    return float(ray.cluster_resources().get("GPU", 0) > 0)
 
 
 @serve.ingress()
@@ -66,9 +59,8 @@ class Frontend:
 
     def __serve_build_asgi_app__(self) -> Any:
         """The Starlette application; Ray calls it."""
-        threads = thread_pool()
-        metrics, backend = _ClusterMetrics(threads), _RemoteBackend(self._encoder)
-        return Application(self._settings, ImagePreparer(self._settings), backend, metrics, threads).app
+        backend = _RemoteBackend(self._encoder)
+        return Application(self._settings, Preparer(self._settings), backend, _ClusterMetrics()).app
 
 
 class _RemoteBackend:
@@ -77,11 +69,11 @@ class _RemoteBackend:
     def __init__(self, encoder: Any) -> None:
         self._encoder = encoder
 
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Outcome], int]:
+    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
         """As of `Backend`."""
         for _ in range(_TRIES):
             try:
-                found: tuple[list[Outcome], int] = await self._encoder.encode.remote(items, tenant)
+                found: tuple[list[Result], int] = await self._encoder.encode.remote(items, tenant)
                 return found
             except (BackPressureError, DeploymentUnavailableError, RayActorError) as error:
                 lost = error
@@ -104,7 +96,7 @@ class EncoderReplica(LocalBackend):
         self._metrics = RayMetrics()
         encoder = QueuedEncoder(settings, observe=self._observe)
         encoder.wait_started()
-        super().__init__(encoder, settings.request_timeout_s, thread_pool())
+        super().__init__(encoder, settings.request_timeout_s)
 
     def check_health(self) -> None:
         """Raise if the encoder is lost; Serve calls it, and replaces the replica."""
@@ -120,37 +112,28 @@ class EncoderReplica(LocalBackend):
 
 
 class _ClusterMetrics(RayMetrics):
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        super().__init__()
-        self._threads = threads
-
     async def exposition(self) -> str:
         """Counts of all nodes, where they arrive some seconds after they were made."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         urls = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
-        loop = asyncio.get_running_loop()
-        texts = await asyncio.gather(*(loop.run_in_executor(self._threads, _fetched, url) for url in urls))
+        texts = await asyncio.gather(*(asyncio.to_thread(_fetched, url) for url in urls))
         return joined(dict(zip(urls, texts, strict=True)))
 
 
 def joined(texts: Mapping[str, str | None]) -> str:
     """Several nodes' texts as one, each metric's lines together."""
     lines = [f"# {url} did not answer" for url, text in texts.items() if text is None]
-    heads: dict[str, dict[str, None]] = {}
-    samples: dict[str, list[str]] = {}
+    families: dict[str, list[str]] = {}
     for text in texts.values():
         family = ""
         for line in (text or "").splitlines():
             if line.startswith("# HELP "):
                 family = line.split()[2]
-            if not family.startswith(PREFIXES):
-                continue
-            if line.startswith("#"):
-                heads.setdefault(family, {})[line] = None
-            else:
-                samples.setdefault(family, []).append(line)
-    for family in sorted(heads):
-        lines += [*heads[family], *samples.get(family, [])]
+            own = families.setdefault(family, [])
+            if not line.startswith("#") or line not in own:  # what it is was said by another
+                own.append(line)
+    for family in sorted(families):
+        lines += families[family] if family.startswith(PREFIXES) else []
     return "\n".join(lines) + "\n"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import LocalMetrics
 from fxsplit_encoder.service.application import Application, LocalBackend
-from fxsplit_encoder.service.encoder import QueuedEncoder, thread_pool
+from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.settings import ServiceSettings
 
 HEADER_TIMEOUT_S = 10.0
@@ -25,25 +24,20 @@ _MOST_CONNECTIONS = 1024
 _LAST_REQUESTS_S = 1.0
 
 
-def devices_of(settings: ServiceSettings) -> list[str]:
-    """Where encoders run: every GPU of this process, unless the settings name a device."""
-    count = torch.cuda.device_count() if settings.device == "auto" else 0
-    return [f"cuda:{index}" for index in range(count)] or [settings.device]
-
-
 class Service:
-    """Encoders, one a device (None: every GPU, or the CPU), and the application that they answer; InputError:
+    """Encoders, one a GPU or on the device of the settings, and the application that they answer; InputError:
     the checkpoint or a device is not usable.
     """
 
-    def __init__(self, settings: ServiceSettings, devices: Sequence[str] | None = None) -> None:
+    def __init__(self, settings: ServiceSettings) -> None:
         self.settings = settings
-        threads = thread_pool()
         metrics = LocalMetrics()
-        self.encoder = QueuedEncoder(settings, devices or devices_of(settings), observe=metrics.add_batch)
+        devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        own = devices if settings.device == "auto" else None
+        self.encoder = QueuedEncoder(settings, own, observe=metrics.add_batch)
         metrics.watch(self.encoder.queue, [encoder.manager for encoder in self.encoder.encoders])
-        backend = LocalBackend(self.encoder, settings.request_timeout_s, threads)
-        self.application = Application(settings, self.encoder.first.preparer, backend, metrics, threads)
+        backend = LocalBackend(self.encoder, settings.request_timeout_s)
+        self.application = Application(settings, self.encoder.preparer, backend, metrics)
 
     def server(self, host: str = "127.0.0.1", port: int = 8000) -> uvicorn.Server:
         """A server of the application; its `run` returns after a signal and the end of requests in flight."""

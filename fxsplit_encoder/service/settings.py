@@ -8,7 +8,6 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.settings_model import Bytes, Settings, parse_bytes
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -54,28 +53,6 @@ class ImageEncoderSettings(Settings):
     def max_image_bytes(self) -> int:
         """The most that an encoded image may have: pixels as they are, and room for metadata."""
         return 4 * self.max_pixels + (1 << 20)
-
-    def resolved_device(self) -> torch.device:
-        """Resolve the device on this machine; InputError: torch knows no such device, or it is not there."""
-        cuda = torch.cuda.is_available()
-        if self.device == "auto":
-            return torch.device("cuda" if cuda else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            device = torch.device("meta")
-        if device.type not in ("cpu", "cuda"):
-            raise InputError(f"device: expected auto, cpu, cuda or cuda:N; got {self.device}")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise InputError(f"device: {self.device}, and this worker sees {torch.cuda.device_count()} GPUs")
-        return device
-
-    def resolved_dtype(self, device: torch.device) -> torch.dtype:
-        """The tower's dtype on a device."""
-        if self.dtype == "auto":
-            return torch.bfloat16 if device.type == "cuda" else torch.float32
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
     def resolved_config(self, device: torch.device) -> EncoderConfig:
         """The captures on a device."""

@@ -210,7 +210,7 @@ def _refuse(value: Any, name: str, expected: str) -> NoReturn:
 
 class PixelValues:
     """Normalizes uint8 pixels on a device to the values of the processor on the host: (channels, 256)
-    `values`, see `ImagePreparer.values`.
+    `values`, see `Preparer.values`.
     """
 
     def __init__(self, values: NDArray[np.float32], dtype: torch.dtype, device: torch.device) -> None:

@@ -110,6 +110,21 @@ def test_what_waits_is_encoded_together_as_far_as_cost_and_number_allow() -> Non
     assert (stats.batches, stats.encoded, stats.waiting, stats.running) == (6, 9, 0, 0)
 
 
+def test_a_batch_may_be_submitted_whole_and_goes_before_what_waits() -> None:
+    worker = Worker(is_open=False)
+    worker.faults = {4: InputError("4")}
+    queue = queue_of(worker)
+    first, waiting, futures = behind(queue, worker), queue.submit(1), queue.submit_batch([2, 3, 4])
+    assert not futures[0].cancel()
+    worker.gate.set()
+    assert [str(each) for each in results([first, waiting, *futures])] == ["0", "2", "4", "6", "4"]
+    assert worker.batches == [[0], [2, 3, 4], [2], [3, 4], [3], [4], [1]]
+    assert (queue.stats().batches, queue.stats().bisections) == (3, 2)
+    queue.close()
+    with pytest.raises(QueueClosedError):
+        queue.submit_batch([5])
+
+
 def test_urgent_items_go_first_and_tenants_in_turn() -> None:
     worker = Worker(is_open=False)
     queue = queue_of(worker, max_batch_items=1)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +29,17 @@ from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.errors import EncoderLostError, InputError
 from fxsplit_encoder.models.text import TextEncoder
 from fxsplit_encoder.service import application, server
-from fxsplit_encoder.service.encoder import ImageEncoder, ImagePreparer, QueuedEncoder
+from fxsplit_encoder.service.encoder import Preparer, QueuedEncoder
 
 from ..models.checkpoints import save
-from ..models.embedding_models import image_vector, save_model, text_vectors
+from ..models.embedding_models import WORDS, image_vector, save_model, text_vectors
 from ..waiting import wait_until
-from .photographs import b64, blank, data_url, encoded, photograph, settings_of
+from .photographs import EXAMPLES, b64, blank, data_url, encoded, photograph, settings_of
 from .serving import HOST, Running, free_port, serving
 
 TEXTS = ["a photo of a cat", "two cups of coffee", "rocket"]
 PNG = {"content-type": "image/png"}
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +56,20 @@ def running(siglip: tuple[Any, Path]) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture
+def change(running: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Running]:
+    """The service with other settings of requests."""
+
+    def changed(**settings: Any) -> Running:
+        app = running.service.application
+        monkeypatch.setattr(app, "settings", app.settings.model_copy(update=settings))
+        return running
+
+    return changed
+
+
 def expected_vectors(model: Any, directory: Path, images: list[bytes]) -> np.ndarray:
-    preparer = ImagePreparer(settings_of(directory))
+    preparer = Preparer(settings_of(directory))
     values = torch.from_numpy(preparer.values)
     rows = []
     for data in images:
@@ -126,7 +143,7 @@ def test_other_towers_have_the_mean_of_their_rows(tmp_path: Path) -> None:
         (entry,) = running.embed(content=data, headers=PNG).json()["data"]
         np.testing.assert_allclose(np.reshape(entry["embedding"], entry["shape"]), rows, atol=1e-5)
     with pytest.raises(InputError, match="has no vector of its own"):
-        ImageEncoder(settings_of(directory, pooling="model"))
+        Preparer(settings_of(directory, pooling="model"))
 
 
 def test_health_readiness_metrics_and_other_paths(running: Running) -> None:
@@ -157,14 +174,14 @@ def test_health_readiness_metrics_and_other_paths(running: Running) -> None:
         )
 
 
-def test_a_key_is_asked_for(siglip: tuple[Any, Path]) -> None:
-    with serving(siglip[1], api_key="secret") as running:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-            for method, path in (("POST", "/v1/embeddings"), ("GET", "/v1/models")):
-                assert httpx.request(method, running.url + path, headers=headers).status_code == 401
-        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret") as client:
-            assert len(client.embeddings.create(model="tiny", input="a").data) == 1
-        assert running.status_of("/health") == 200
+def test_a_key_is_asked_for(change: Callable[..., Running]) -> None:
+    running = change(api_key="secret")
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        for method, path in (("POST", "/v1/embeddings"), ("GET", "/v1/models")):
+            assert httpx.request(method, running.url + path, headers=headers).status_code == 401
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret") as client:
+        assert len(client.embeddings.create(model="tiny", input="a").data) == 1
+    assert running.status_of("/health") == 200
 
 
 # --- limits
@@ -207,13 +224,12 @@ def test_headers_without_an_end_are_cut_off(running: Running) -> None:
 
 
 def test_too_many_pixels_are_refused_by_their_headers(
-    siglip: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+    running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Little data of many pixels, of which nothing is decoded."""
-    files = [("image", (f"{n}.png", blank(8192))) for n in range(32)]
     monkeypatch.setattr("fxsplit_encoder.service.encoder.load_image", None)
-    with serving(siglip[1]) as running:
-        answer = running.embed(files=files)
+    data = blank(1024)
+    answer = running.embed(files=[("image", (f"{n}.png", data)) for n in range(32)])
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["index"]) == (413, "too_large", 1)
     assert "max_request_pixels" in error["message"]
@@ -238,18 +254,18 @@ def test_a_bad_image_is_refused_with_its_place(running: Running) -> None:
 
 
 class Held:
-    """Keeps the encoders of a service in their first batch until it is told."""
+    """Keeps the encoders of texts in their first batch until it is told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on, self.entered = threading.Event(), threading.Event()
-        launch = ImageEncoder.launch
+        encode = TextEncoder.__call__
 
-        def held(encoder: ImageEncoder, items: Any) -> Any:
+        def held(encoder: TextEncoder, texts: Any) -> Any:
             self.entered.set()
             assert self.go_on.wait(60)
-            return launch(encoder, items)
+            return encode(encoder, texts)
 
-        monkeypatch.setattr(ImageEncoder, "launch", held)
+        monkeypatch.setattr(TextEncoder, "__call__", held)
 
 
 @pytest.fixture
@@ -257,58 +273,56 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     return Held(monkeypatch)
 
 
-def in_thread(function: Any) -> tuple[threading.Thread, list[Any]]:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    return thread, results
+def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
+    """The result of a call on a thread of its own."""
+    return ThreadPoolExecutor(1).submit(function, *arguments, **named)
 
 
-def test_what_is_too_much_is_refused_and_may_come_again(held: Held, siglip: tuple[Any, Path]) -> None:
-    with serving(siglip[1], max_requests=2) as running:
-        asked = [in_thread(lambda: running.embed(json={"input": "a"})) for _ in range(2)]
-        wait_until(lambda: running.service.application.num_requests == 2)
-        refused = running.embed(json={"input": "a"})
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert refused.json()["error"]["type"] == "overloaded"
-        assert running.status_of("/health") == 200
-        held.go_on.set()
-        for thread, results in asked:
-            thread.join()
-            assert results[0].status_code == 200
-        assert running.embed(json={"input": "a"}).status_code == 200
+def statuses(asked: Sequence[Future[httpx.Response]]) -> list[int]:
+    return [each.result().status_code for each in asked]
+
+
+def test_what_is_too_much_is_refused_and_may_come_again(held: Held, change: Callable[..., Running]) -> None:
+    running = change(max_requests=2)
+    asked = [in_thread(running.embed, json={"input": "a"}) for _ in range(2)]
+    wait_until(lambda: running.service.application.num_requests == 2)
+    refused = running.embed(json={"input": "a"})
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["type"] == "overloaded"
+    assert running.status_of("/health") == 200
+    held.go_on.set()
+    assert statuses(asked) == [200, 200]
+    assert running.embed(json={"input": "a"}).status_code == 200
 
 
 def test_what_no_encoder_takes_in_time_is_refused(held: Held, siglip: tuple[Any, Path]) -> None:
     with serving(siglip[1], request_timeout_s=0.2) as running:
-        first = in_thread(lambda: running.embed(json={"input": "a"}))
+        first = in_thread(running.embed, json={"input": "a"})
         held.entered.wait()
         late = running.embed(json={"input": "b"})
         assert (late.status_code, late.headers["retry-after"]) == (503, "1")
         held.go_on.set()
-        first[0].join()
-        assert first[1][0].status_code == 200
+        assert statuses([first]) == [200]
 
 
-def test_a_client_that_goes_is_not_encoded(held: Held, siglip: tuple[Any, Path]) -> None:
-    with serving(siglip[1]) as running:
-        first = in_thread(lambda: running.embed(json={"input": "a"}))
-        held.entered.wait()
-        body = json.dumps({"input": ["b"] * 3}).encode()
-        head = HEAD.replace(b"image/png", b"application/json").replace(b"1000", str(len(body)).encode())
-        connection = running.connect(head + body)
-        queue = running.service.encoder.queue
-        wait_until(lambda: queue.stats().waiting == 3)
-        connection.close()
-        wait_until(lambda: queue.stats().waiting == 0)
-        assert queue.stats().cancelled == 3
-        held.go_on.set()
-        first[0].join()
-        assert first[1][0].status_code == 200
+def test_a_client_that_goes_is_not_encoded(held: Held, running: Running) -> None:
+    first = in_thread(running.embed, json={"input": "a"})
+    held.entered.wait()
+    body = json.dumps({"input": ["b"] * 3}).encode()
+    head = HEAD.replace(b"image/png", b"application/json").replace(b"1000", str(len(body)).encode())
+    connection = running.connect(head + body)
+    queue = running.service.encoder.queue
+    before = queue.stats().cancelled
+    wait_until(lambda: queue.stats().waiting == 3)
+    connection.close()
+    wait_until(lambda: queue.stats().waiting == 0)
+    assert queue.stats().cancelled == before + 3
+    held.go_on.set()
+    assert statuses([first]) == [200]
 
 
 def test_one_item_that_fails_fails_its_request_alone(
-    siglip: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+    running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute = fx.EncoderCudaGraphManager.execute
     bad = encoded(Image.new("RGB", (28, 28), (255, 0, 0)))
@@ -319,16 +333,11 @@ def test_one_item_that_fails_fails_its_request_alone(
             raise RuntimeError("of the test") if len(pixels) > 1 else InputError("of the test")
         return execute(self, inputs)
 
-    with serving(siglip[1]) as running:
-        monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", refusing)
-        images = [encoded(photograph(size=(30 + n, 30))) for n in range(6)]
-        asked = [
-            in_thread(lambda data=data: running.embed(content=data, headers=PNG))
-            for data in (*images[:3], bad, *images[3:])
-        ]
-        for thread, _ in asked:
-            thread.join()
-        assert [results[0].status_code for _, results in asked] == [200] * 3 + [422] + [200] * 3
+    monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", refusing)
+    images = [encoded(photograph(size=(30 + n, 30))) for n in range(6)]
+    sent = (*images[:3], bad, *images[3:])
+    asked = [in_thread(running.embed, content=data, headers=PNG) for data in sent]
+    assert statuses(asked) == [200] * 3 + [422] + [200] * 3
 
 
 def test_a_service_whose_encoder_is_lost_says_so(
@@ -351,14 +360,12 @@ def test_a_service_whose_encoder_is_lost_says_so(
 
 def test_requests_in_flight_are_answered_at_the_end(held: Held, siglip: tuple[Any, Path]) -> None:
     with serving(siglip[1]) as running:
-        asked = [in_thread(lambda: running.embed(json={"input": "a"})) for _ in range(3)]
+        asked = [in_thread(running.embed, json={"input": "a"}) for _ in range(3)]
         wait_until(lambda: running.service.application.num_requests == 3)
         running.server.should_exit = True
         wait_until(lambda: running.service.application.is_draining)
         held.go_on.set()
-        for thread, results in asked:
-            thread.join()
-            assert results[0].status_code == 200
+        assert statuses(asked) == [200] * 3
 
 
 def test_the_command_binds_this_machine_alone_and_warns_where_others_reach_it(
@@ -381,22 +388,37 @@ def test_the_command_binds_this_machine_alone_and_warns_where_others_reach_it(
         assert (bound.pop(), warning in done.stderr) == (host, is_warned), done.output
 
 
-@pytest.mark.slow
-def test_the_command_serves_and_drains_at_sigterm(siglip: tuple[Any, Path], tmp_path: Path) -> None:
-    port = free_port()
-    settings = tmp_path / "settings.yaml"
-    settings.write_text("config:\n  enabled: false\nmax_requests: 100\n", encoding="utf-8")
-    command = [sys.executable, "-m", "fxsplit_encoder.cli.main", "serve", str(siglip[1])]
-    command += ["--port", str(port), "--settings", str(settings), "--device", "cpu"]
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, "ENCODER_CG_API_KEY": "secret"}
-        )
+def first_page() -> tuple[list[str], str]:
+    """The commands of docs/serve.md that come first, and its code."""
+    page = (ROOT / "docs" / "serve.md").read_text("utf-8")
+    (commands, *_), (code, *_) = (
+        re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("sh", "python")
+    )
+    return commands.splitlines(), code
+
+
+def test_a_first_search_takes_ten_lines() -> None:
+    commands, code = first_page()
+    assert len([line for line in (*commands, *code.splitlines()) if line]) <= 10
+
+
+@contextlib.contextmanager
+def command_of_first_page(directory: Path, place: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Its command with another checkpoint and a key, once it is ready, and its URL."""
+    (install, command), _ = first_page()
+    assert install.startswith("pip install '.[serve")
+    _, *words, name = shlex.split(command)
+    port, settings, log = free_port(), place / "settings.yaml", place / "log"
+    settings.write_text(f"served_name: {name}\nconfig:\n  enabled: false\n", encoding="utf-8")
+    program = [sys.executable, "-m", "fxsplit_encoder.cli.main", *words, str(directory), "--port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ENCODER_CG_API_KEY": "none"}  # the page's key
+    with log.open("w") as file:
+        options = ["--settings", str(settings), "--device", "cpu"]
+        server = subprocess.Popen([*program, *options], stdout=file, stderr=file, env=environment)
     url = f"http://{HOST}:{port}"
-    key = {"authorization": "Bearer secret"}
 
     def is_ready() -> bool:
-        assert server.poll() is None, (tmp_path / "log").read_text()
+        assert server.poll() is None, log.read_text()
         try:
             return httpx.get(f"{url}/ready").status_code == 200
         except httpx.HTTPError:
@@ -404,35 +426,46 @@ def test_the_command_serves_and_drains_at_sigterm(siglip: tuple[Any, Path], tmp_
 
     try:
         wait_until(is_ready)
+        yield server, url
+        assert server.wait(60) in (0, -signal.SIGTERM), log.read_text()
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.slow
+def test_the_command_serves_the_first_page_and_drains_at_sigterm(
+    siglip: tuple[Any, Path], tmp_path: Path
+) -> None:
+    images = [data_url(encoded(photograph(size=(400 + n, 400)))) for n in range(20)]
+    key, ending = {"authorization": "Bearer none"}, threading.Event()
+
+    def ask_until_the_end() -> list[int]:
+        found = []
+        while not ending.is_set():
+            with httpx.Client(timeout=60) as client:  # a connection each, none of them reset
+                answer = client.post(f"{url}/v1/embeddings", json={"input": images}, headers=key)
+            found.append(answer.status_code)
+        return found
+
+    def requests() -> int:
+        return int(httpx.get(f"{url}/health").json()["requests"])
+
+    with command_of_first_page(siglip[1], tmp_path) as (server, url):
         assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 401
-        images = [data_url(encoded(photograph(size=(400 + n, 400)))) for n in range(20)]
-
-        ending = threading.Event()
-
-        def ask_until_the_end() -> list[int]:
-            statuses = []
-            while not ending.is_set():
-                with httpx.Client(timeout=60) as client:  # a connection each, none of them reset
-                    answer = client.post(f"{url}/v1/embeddings", json={"input": images}, headers=key)
-                statuses.append(answer.status_code)
-            return statuses
-
-        def requests() -> int:
-            return int(httpx.get(f"{url}/health").json()["requests"])
+        script = tmp_path / "search.py"
+        script.write_text(first_page()[1].replace("http://127.0.0.1:8000", url), encoding="utf-8")
+        found = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert "coffee" in WORDS  # else all texts are the same to the model
+        assert Path(found.stdout.strip()).name in {path.name for path in EXAMPLES.iterdir()}
 
         asked = [in_thread(ask_until_the_end) for _ in range(4)]
         wait_until(requests)
         ending.set()
         # A connection that the server has not accepted yet may be reset: each of these is accepted.
-        wait_until(lambda: requests() == sum(thread.is_alive() for thread, _ in asked))
+        wait_until(lambda: requests() == sum(not each.done() for each in asked))
         server.send_signal(signal.SIGTERM)
-        for thread, results in asked:
-            thread.join()
-            assert set(results[0]) == {200}
-        assert server.wait(60) in (0, -signal.SIGTERM), (tmp_path / "log").read_text()
-    finally:
-        server.kill()
-        server.wait()
+        assert {status for each in asked for status in each.result()} == {200}
 
 
 def test_several_devices_share_a_queue(siglip: tuple[Any, Path]) -> None:

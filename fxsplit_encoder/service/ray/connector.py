@@ -1,4 +1,8 @@
-"""A checkpoint behind the connector, its workers actors of a Ray cluster."""
+"""A checkpoint behind the connector, its workers actors of a Ray cluster.
+
+Media are prepared where the connector runs, and each actor loads the checkpoint's tower: inputs and features
+cross Ray's object store as bytes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,8 @@ def ray_connector(
     if workers < 1:
         raise InputError(f"workers: expected at least one; got {workers}")
     options = options if options is not None else RayOptions()
-    name, device = str(Path(model).resolve() if Path(model).is_dir() else model), _device_of(options)
+    name = str(Path(model).resolve() if Path(model).is_dir() else model)
+    device = "cuda" if options.num_gpus else "cpu"  # of an actor, which sees the GPUs that Ray has given it
     checkpoint = Checkpoint.locate(name)
     chosen = config_for(config, torch.device(device))
     rows = row_bytes_of(checkpoint, device, dtype)
@@ -53,8 +58,3 @@ def ray_connector(
     return Connector(
         processor, [partial(RayEncoder, make, rows, options)] * workers, settings, identity=identity
     )
-
-
-def _device_of(options: RayOptions) -> str:
-    """Of an actor, which sees the GPUs that Ray has given it."""
-    return "cuda" if options.num_gpus else "cpu"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,8 @@ from fxsplit_encoder.messages import names_of, shown
 from fxsplit_encoder.service.encoder import (
     MANY_BUDGETS,
     Array,
-    ImagePreparer,
     PreparedImage,
+    Preparer,
     QueuedEncoder,
     Result,
     thread_pool,
@@ -41,12 +40,15 @@ _SOURCES = ("bytes", "image", "path")
 _DTYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64, "I32": np.int32}
 
 
+def place_of(path: str) -> tuple[fs.FileSystem, str]:
+    """The file system of a path or a URI, and its path there."""
+    return fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
+
+
 def read_file(path: str) -> bytes:
     """The contents of a file, or of a URI; raises MediaError where it cannot be read."""
     try:
-        if "://" not in path:
-            return Path(path).read_bytes()
-        filesystem, inside = fs.FileSystem.from_uri(path)
+        filesystem, inside = place_of(path)
         with filesystem.open_input_stream(inside) as stream:
             data: bytes = stream.read()
         return data
@@ -54,11 +56,16 @@ def read_file(path: str) -> bytes:
         raise MediaError(f"cannot be read: {error}") from None
 
 
-def _check_table(batch: object) -> None:
-    if not isinstance(batch, pa.Table):
+def _source_of(table: object, expected: Sequence[str]) -> str:
+    """The column that holds the images."""
+    if not isinstance(table, pa.Table):
         raise InputError(
-            f'batch_format: expected "pyarrow", whose batches are tables; got {shown(type(batch))}'
+            f'batch_format: expected "pyarrow", whose batches are tables; got {shown(type(table))}'
         )
+    if (name := next((name for name in expected if name in table.column_names), None)) is None:
+        columns = f"one of the columns {', '.join(_SOURCES)}"
+        raise InputError(f"images: expected {columns}; got {names_of(table.column_names)}")
+    return name
 
 
 def errors_of(table: pa.Table) -> list[str | None]:
@@ -71,9 +78,8 @@ def errors_of(table: pa.Table) -> list[str | None]:
 
 def with_inputs(table: pa.Table, prepared: Sequence[PreparedImage | str]) -> pa.Table:
     """The table with prepared images, or their errors, in place of encoded or decoded ones."""
-    images = [None if isinstance(each, str) else each for each in prepared]
-    inputs = [None if image is None else save(dict(image.inputs)) for image in images]
-    layouts = [None if image is None else json.dumps(image.layout) for image in images]
+    inputs = [None if isinstance(each, str) else save(dict(each.inputs)) for each in prepared]
+    layouts = [None if isinstance(each, str) else json.dumps(each.layout) for each in prepared]
     errors = [each if isinstance(each, str) else None for each in prepared]
     return _replaced(
         table,
@@ -88,10 +94,11 @@ def with_inputs(table: pa.Table, prepared: Sequence[PreparedImage | str]) -> pa.
 
 def inputs_of(table: pa.Table) -> list[PreparedImage | str]:
     """The prepared images, views of the table's memory, or their errors."""
-    rows = zip(_values(table["inputs"]), table["layout"].to_pylist(), errors_of(table), strict=True)
+    packed = (data for chunk in table["inputs"].chunks for data in buffers(chunk))
+    rows = zip(packed, table["layout"].to_pylist(), errors_of(table), strict=True)
     return [
-        error or PreparedImage(_unpacked(memoryview(inputs)), json.loads(layout))
-        for inputs, layout, error in rows
+        error or PreparedImage(_unpacked(memoryview(data)), json.loads(layout))
+        for data, layout, error in rows
     ]
 
 
@@ -127,18 +134,8 @@ def _lists(arrays: Sequence[Array | None], dtype: np.dtype[Any]) -> pa.Array:
     return pa.LargeListArray.from_arrays(offsets, values, mask=mask)
 
 
-def _values(column: pa.ChunkedArray) -> Iterator[Any]:
-    for chunk in column.chunks:
-        if pa.types.is_binary(chunk.type) or pa.types.is_large_binary(chunk.type):
-            yield from buffers(chunk)
-        elif isinstance(chunk.type, pa.ExtensionType):
-            yield from chunk.to_numpy(zero_copy_only=False)
-        else:
-            yield from chunk.to_pylist()
-
-
-def buffers(chunk: pa.Array) -> Iterator[pa.Buffer | None]:
-    """The values of a binary array where they lie; Arrow's own scalars are copies."""
+def buffers(chunk: pa.Array) -> Iterator[Any]:
+    """The values of a binary array where they lie, or None; Arrow's own scalars are copies."""
     _, ends, data = chunk.buffers()
     size = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
     offsets = np.frombuffer(ends, size)[chunk.offset :].tolist() if len(chunk) else []
@@ -160,11 +157,6 @@ def _unpacked(data: memoryview) -> dict[str, Array]:
     }
 
 
-Row = tuple[str | None, Any]
-"""The error of a row, and what its image is made of."""
-Map = Callable[[Callable[[Row], PreparedImage | str], Iterable[Row]], Iterable[PreparedImage | str]]
-
-
 def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
     """Prepare the images of a table, for `Dataset.map_batches` with `batch_format="pyarrow"`.
 
@@ -176,36 +168,28 @@ def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
     Returns:
         The rows, in order, with `inputs` and `layout` in place of `bytes` or `image`; or with an `error`.
     """
-    _check_table(table)
-    return prepare_table(table, preparer_of(ImageEncoderSettings(**settings)))
+    return _prepared(table, preparer_of(ImageEncoderSettings(**settings)), map)
 
 
-def prepare_table(table: pa.Table, preparer: ImagePreparer, each: Map = map) -> pa.Table:
-    """As `prepare_images`; `each` may be the `map` of an executor."""
-    name = next((name for name in _SOURCES if name in table.column_names), None)
-    if name is None:
-        columns = f"one of the columns {', '.join(_SOURCES)}"
-        raise InputError(f"images: expected {columns}; got {names_of(table.column_names)}")
+def _prepared(table: pa.Table, preparer: Preparer, each: Callable[..., Iterable[Any]]) -> pa.Table:
+    """As `prepare_images`; `each` is `map`, or that of an executor."""
+    name = _source_of(table, _SOURCES)
 
-    def prepare(row: Row) -> PreparedImage | str:
-        error, source = row
+    def prepare(error: str | None, source: Any) -> PreparedImage | str:
         if error is not None or source is None:
             return error or f"no {name}"
         try:
-            if name == "path":
-                return preparer.load(read_file(source))
-            return preparer.load(memoryview(source) if name == "bytes" else np.asarray(source))
+            return preparer.load(read_file(source) if name == "path" else source)
         except MediaError as refused:
             return str(refused)
 
-    rows = zip(errors_of(table), _values(table[name]), strict=True)
-    return with_inputs(table, list(each(prepare, rows)))
+    return with_inputs(table, list(each(prepare, errors_of(table), table[name].to_pylist())))
 
 
 @functools.lru_cache(maxsize=4)
-def preparer_of(settings: ImageEncoderSettings) -> ImagePreparer:
+def preparer_of(settings: ImageEncoderSettings) -> Preparer:
     """One for all tasks of a worker's process."""
-    return ImagePreparer(settings)
+    return Preparer(settings)
 
 
 # What a process needs that prepares a batch. Asking for it also keeps Ray from running these tasks inside the
@@ -220,7 +204,6 @@ class EncodeImages:
 
     def __init__(self, **settings: Any) -> None:
         self._settings = ImageEncoderSettings(**settings)
-        self._decoders = thread_pool()
         self.encoder = QueuedEncoder(self._settings, budgets_per_batch=MANY_BUDGETS)
         self.encoder.wait_started()
 
@@ -228,9 +211,8 @@ class EncodeImages:
         """Encode what `prepare_images` returns, or takes: it is then prepared here. The rows, in order, have
         `embedding`, `tokens`, `width` and `error`.
         """
-        _check_table(table)
-        if "inputs" not in table.column_names:
-            table = prepare_table(table, self.encoder.preparer, self._decoders.map)
+        if _source_of(table, ("inputs", *_SOURCES)) != "inputs":
+            table = _prepared(table, self.encoder.preparer, thread_pool().map)
         rows = inputs_of(table)
         embeddings = iter(self.encoder.encode([row for row in rows if isinstance(row, PreparedImage)]))
         results = [next(embeddings) if isinstance(row, PreparedImage) else row for row in rows]
@@ -289,7 +271,7 @@ def encode_batches(
     """A dataset of images as `encoder` encodes them, in batches; None: each block is one."""
     return dataset.map_batches(
         encoder,
-        fn_constructor_kwargs={name: getattr(settings, name) for name in settings.model_fields_set},
+        fn_constructor_kwargs=dict(settings),
         compute=pool(workers),
         batch_size=batch_size,
         batch_format="pyarrow",

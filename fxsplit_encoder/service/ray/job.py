@@ -1,11 +1,10 @@
 """Encoding image files on a Ray cluster: ordered, resumable, one Parquet file at the end.
 
-    OUTPUT.parts/run.json          what is encoded, how, and in shards of how many images
     OUTPUT.parts/00000017.parquet  a shard; it gets this name once it is whole
     OUTPUT                         all rows in order, a row group a shard
 
 A shard is always encoded as a whole, so it does not matter in which run that happens. OUTPUT may also be a
-directory, in which the parts stay.
+directory, in which the parts stay. Every file's metadata says what is encoded, how, and in which shards.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ from pyarrow import fs
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels.store import write_atomic
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.service.encoder import resolved_form
 from fxsplit_encoder.service.ray.encode_images import (
     PREPARING,
     EncodeImages,
     encode_batches,
-    errors_of,
     gpus_of,
+    place_of,
     prepare_images,
     preparer_of,
 )
@@ -55,7 +53,7 @@ def list_files(paths: Sequence[str]) -> list[str]:
     for path in paths:
         scheme, mark, _ = path.rpartition("://")
         try:
-            filesystem, inside = fs.FileSystem.from_uri(path) if mark else (fs.LocalFileSystem(), path)
+            filesystem, inside = place_of(path)
             (info,) = filesystem.get_file_info([inside])
             if info.type == fs.FileType.File:
                 found.append(path)
@@ -95,7 +93,6 @@ def checkpoint_digest(model: str) -> str:
 Run = Mapping[str, Any]
 """What tells runs apart, of numbers, texts, and lists and mappings of them; of equal ones the parts fit."""
 
-_DESCRIPTION = "run.json"
 _KEY = b"fxsplit_encoder.run"
 
 
@@ -105,23 +102,15 @@ class Parts:
     def __init__(self, output: Path, run: Run, num_shards: int) -> None:
         self.output = output
         self.num_shards = num_shards
-        self._run = json.loads(json.dumps(run))
+        self._metadata = {_KEY: json.dumps(run, sort_keys=True)}
         self._is_dataset = output.is_dir() or not output.suffix
         self.directory = output if self._is_dataset else output.with_name(f"{output.name}.parts")
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the output is there; InputError: that of another run is."""
-        if self._is_dataset:
-            return self._is_described() and not self.missing()
-        if not self.output.exists():
-            return False
-        self._check(_run_in(self.output), self.output)
-        return True
-
     @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Make the directory of parts, or take up this run's; InputError: another run or process has it."""
+    def opened(self) -> Iterator[list[int]]:
+        """Make the directory of parts, or take it up, and give what is missing; InputError: another process
+        writes it, and as of `missing`.
+        """
         if not self.output.parent.is_dir():
             raise InputError(f"{self.output}: no such directory: {self.output.parent}")
         self.directory.mkdir(exist_ok=True)
@@ -131,15 +120,29 @@ class Parts:
             except OSError:
                 raise InputError(f"{self.directory}: another process is writing this output") from None
             try:
-                self._describe()
-                yield
+                for left_over in self.directory.glob(".*.parquet"):
+                    left_over.unlink(missing_ok=True)
+                yield self.missing()
             finally:
                 (self.directory / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # unless there are parts
+                    self.directory.rmdir()
 
     def missing(self) -> list[int]:
-        """The shards that are not written yet."""
-        written = {int(path.stem) for path in self.directory.glob("*.parquet") if path.stem.isdecimal()}
-        return [shard for shard in range(self.num_shards) if shard not in written]
+        """The shards that are not written yet; InputError: those of another run are, or its output."""
+        if not self._is_dataset and self.output.exists():
+            self._check(self.output)
+            return []
+        written = {path.stem: path for path in sorted(self.directory.glob("[!.]*.parquet"))}
+        for name in {*[*written][:1], *[*written][-1:]}:  # who wrote those between has looked here too
+            self._check(written[name])
+        return [shard for shard in range(self.num_shards) if self._path(shard).stem not in written]
+
+    def write(self, shard: int, table: pa.Table) -> None:
+        """Write a shard at once; two processes may write the same."""
+        whole = pa.BufferOutputStream()
+        pq.write_table(table.replace_schema_metadata(self._metadata), whole, **_FORMAT)
+        write_atomic(self._path(shard), whole.getvalue())
 
     def finish(self) -> None:
         """Joins the parts in order, and removes them. The output appears as a whole."""
@@ -147,60 +150,26 @@ class Parts:
             return
         if not self.output.exists():
             partial = self.directory / f"output.partial-{os.getpid()}"
-            self._join(partial)
+            paths = [self._path(shard) for shard in range(self.num_shards)]
+            with pq.ParquetWriter(partial, pq.read_table(paths[0]).schema, **_FORMAT) as writer:
+                for path in paths:
+                    writer.write_table(pq.read_table(path))
             partial.replace(self.output)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _join(self, path: Path) -> None:
-        paths = [part_path(self.directory, shard) for shard in range(self.num_shards)]
-        schema = pq.read_schema(paths[0])
-        metadata = {_KEY: json.dumps(self._run, sort_keys=True)}
-        with pq.ParquetWriter(path, schema.with_metadata(metadata), **_FORMAT) as writer:
-            for part in paths:
-                writer.write_table(pq.read_table(part).replace_schema_metadata(metadata))
+    def _path(self, shard: int) -> Path:
+        return self.directory / f"{shard:08}.parquet"
 
-    def _describe(self) -> None:
-        if not self._is_described():
-            if any(self.directory.glob("*.parquet")):
-                raise InputError(f"{self.directory}: holds Parquet files that no run describes")
-            write_atomic(self.directory / _DESCRIPTION, json.dumps(self._run, indent=1).encode())
-        for left_over in self.directory.glob(".*.parquet"):
-            left_over.unlink(missing_ok=True)
-
-    def _is_described(self) -> bool:
-        description = self.directory / _DESCRIPTION
-        if not description.exists():
-            return False
-        self._check(json.loads(description.read_text(encoding="utf-8")), self.directory)
-        return True
-
-    def _check(self, stored: Run, where: Path) -> None:
-        names = {*stored, *self._run}
-        differing = sorted(name for name in names if stored.get(name) != self._run.get(name))
+    def _check(self, path: Path) -> None:
+        try:
+            metadata = pq.read_schema(path).metadata or {}
+        except (OSError, pa.ArrowInvalid) as error:
+            raise InputError(f"{path}: exists and is no Parquet file: {error}") from None
+        stored, own = (json.loads(each.get(_KEY, b"{}")) for each in (metadata, self._metadata))
+        differing = sorted(name for name in {*stored, *own} if stored.get(name) != own.get(name))
         if differing:
             what = f"is of another run, which differs in {', '.join(differing)}"
-            raise InputError(f"{where}: {what}; delete it, or give another output")
-
-
-def part_path(directory: Path, shard: int) -> Path:
-    """The file of a shard."""
-    return directory / f"{shard:08}.parquet"
-
-
-def write_part(directory: Path, shard: int, table: pa.Table) -> None:
-    """Write a shard at once; two processes may write the same."""
-    whole = pa.BufferOutputStream()
-    pq.write_table(table, whole, **_FORMAT)
-    write_atomic(part_path(directory, shard), whole.getvalue())
-
-
-def _run_in(path: Path) -> Run:
-    try:
-        metadata = pq.read_schema(path).metadata or {}
-    except (OSError, pa.ArrowInvalid) as error:
-        raise InputError(f"{path}: exists and is no Parquet file: {error}") from None
-    run: Run = json.loads(metadata.get(_KEY, b"{}"))
-    return run
+            raise InputError(f"{path}: {what}; delete it, or give another output")
 
 
 # Half of each value of a bfloat16 tower is zeros, which compress if bytes of one place are put together.
@@ -241,13 +210,13 @@ class EncodeShard(EncodeImages):
             return _timed(encoded, "encode", begin, self._last)
 
 
-def write_shard(shard: pa.Table, directory: str) -> pa.Table:
+def write_shard(shard: pa.Table, parts: Parts) -> pa.Table:
     """Write embeddings to a file; return counts of the shard's images and of those without an embedding."""
     begin = time.time()
     (number,) = shard["shard"].unique().to_pylist()
     *passed, last = STAGES
-    write_part(Path(directory), number, shard.drop_columns(["shard", *passed]))
-    failed = sum(error is not None for error in errors_of(shard))
+    parts.write(number, shard.drop_columns(["shard", *passed]))
+    failed = shard.num_rows - shard["error"].null_count
     counts = {"shard": [number], "images": [shard.num_rows], "failed": [failed]}
     return pa.table({**counts, **{stage: shard[stage][:1] for stage in passed}, last: [[begin, time.time()]]})
 
@@ -331,11 +300,11 @@ class EncodeJob:
         self.settings = settings
         self.files = list_files(paths)
         self._shard_size = shard_size
-        self._workers = workers
+        self.workers, self._num_gpus = _resources(settings, workers)
         if not self.files:
             raise InputError("images: expected at least one path")
-        preparer_of(settings)  # raises here what it would raise in every task
-        form = dict(zip(("pooling", "normalize"), resolved_form(settings), strict=True))
+        preparer = preparer_of(settings)  # raises here what it would raise in every task
+        form = {"pooling": preparer.pooling, "normalize": preparer.normalizes}
         digest = hashlib.sha256("\0".join(self.files).encode("utf-8", "surrogateescape"))
         run = {
             "images": {"count": len(self.files), "sha256": digest.hexdigest()},
@@ -343,7 +312,7 @@ class EncodeJob:
             "settings": {**settings.model_dump(mode="json", exclude={"model"}), **form},
             "shard_size": shard_size,
         }
-        self.parts = Parts(output, run, math.ceil(len(self.files) / shard_size))
+        self.parts = Parts(output.absolute(), run, math.ceil(len(self.files) / shard_size))
 
     def run(self, progress: Progress = lambda done, total: None) -> Outcome:
         """Encodes what is not written yet, and makes the output.
@@ -351,14 +320,9 @@ class EncodeJob:
         Raises:
             InputError: the output is of other images, settings or another checkpoint, or is being written.
         """
-        total, workers = len(self.files), self._resources()[0]
+        total = len(self.files)
         shards: list[Mapping[str, Any]] = []
-        if self.parts.is_complete:
-            self.parts.finish()
-            progress(total, total)
-            return Outcome(total, total, (), workers)
-        with self.parts.opened():
-            missing = self.parts.missing()
+        with self.parts.opened() as missing:
             before = total - sum(len(self._paths(shard)) for shard in missing)
             progress(before, total)
             for row in self._dataset(missing).iter_rows() if missing else ():
@@ -369,34 +333,32 @@ class EncodeJob:
                     f"{self.parts.directory}: shards {left[:8]} are not there; is it on every node?"
                 )
             self.parts.finish()
-        return Outcome(total, before, tuple(shards), workers)
+        return Outcome(total, before, tuple(shards), self.workers)
 
     def _dataset(self, shards: Sequence[int]) -> ray.data.Dataset:
-        settings = {name: getattr(self.settings, name) for name in self.settings.model_fields_set}
         stage = {"batch_size": None, "batch_format": "pyarrow"}
         tables = [{"shard": [each] * len(self._paths(each)), "path": self._paths(each)} for each in shards]
         prepared = ray.data.from_arrow([*map(pa.table, tables)]).map_batches(
-            prepare_shard, fn_kwargs={"root": os.getcwd(), **settings}, **PREPARING, **stage
+            prepare_shard, fn_kwargs={"root": os.getcwd(), **dict(self.settings)}, **PREPARING, **stage
         )
-        encoded = encode_batches(prepared, EncodeShard, self.settings, *self._resources(), None)
-        directory = str(self.parts.directory.resolve())
-        written = encoded.map_batches(write_shard, fn_kwargs={"directory": directory}, **stage)
+        encoded = encode_batches(prepared, EncodeShard, self.settings, self.workers, self._num_gpus, None)
+        written = encoded.map_batches(write_shard, fn_kwargs={"parts": self.parts}, **stage)
         written.context.target_max_block_size = None  # a block is a shard, however large
         return written
 
     def _paths(self, shard: int) -> list[str]:
         return self.files[shard * self._shard_size : (shard + 1) * self._shard_size]
 
-    def _resources(self) -> tuple[int, float]:
-        has: dict[str, float] = ray.cluster_resources()
-        gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 0))
-        num_gpus = gpus_of(self.settings)
-        workers = self._workers or (gpus if num_gpus else max(1, cpus // 2))
-        if num_gpus and workers > gpus:
-            raise InputError(f"workers: {workers}, and the cluster has {gpus} GPUs")
-        if workers >= cpus:
-            have = f"{cpus} CPUs"
-            raise InputError(
-                f"workers: {workers} take a CPU each, one more prepares, and the cluster has {have}"
-            )
-        return workers, num_gpus
+
+def _resources(settings: ImageEncoderSettings, workers: int | None) -> tuple[int, float]:
+    """Actors, and GPUs of each; InputError: the cluster has too few."""
+    has: dict[str, float] = ray.cluster_resources()
+    gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 0))
+    num_gpus = gpus_of(settings)
+    workers = workers or (gpus if num_gpus else max(1, cpus // 2))
+    if num_gpus and workers > gpus:
+        raise InputError(f"workers: {workers}, and the cluster has {gpus} GPUs")
+    if workers >= cpus:
+        have = f"{cpus} CPUs"
+        raise InputError(f"workers: {workers} take a CPU each, one more prepares, and the cluster has {have}")
+    return workers, num_gpus

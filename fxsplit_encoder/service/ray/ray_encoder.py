@@ -6,32 +6,22 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
-from ray.exceptions import (
-    ActorUnschedulableError,
-    GetTimeoutError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray import exceptions
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import EncoderLostError, InputError
-from fxsplit_encoder.service.encoder import Download
+from fxsplit_encoder.service.encoder import start_download
 
 
-@dataclass(frozen=True, eq=False)
-class HostTensor:
+class HostTensor(NamedTuple):
     """A tensor's dtype, shape and bytes. Out of the object store they are read-only, and held there."""
 
     dtype: torch.dtype
@@ -47,22 +37,19 @@ class HostTensor:
     def copy(self) -> Tensor:
         """The tensor in memory of its own, which keeps nothing in the store."""
         made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        np.copyto(made.reshape(-1).view(torch.uint8).numpy(), self.data)
+        np.copyto(made.view(-1).view(torch.uint8).numpy(), self.data)
         return made
 
 
 # What the end of a process or a node looks like, to who waits for its results.
 _LOST = (
-    ActorUnschedulableError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    WorkerCrashedError,
+    exceptions.ActorUnschedulableError,
+    exceptions.NodeDiedError,
+    exceptions.ObjectLostError,
+    exceptions.OutOfMemoryError,
+    exceptions.RayActorError,
+    exceptions.WorkerCrashedError,
 )
-
-Sent = tuple[PreparedItem, Mapping[str, HostTensor]]
-"""An item without its inputs, and these as Ray stores them."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +112,11 @@ class RayEncoder(FeatureEncoder):
         check_connection()
         options = self.options
         remote = ray.remote(max_restarts=0, num_gpus=options.num_gpus, num_cpus=options.num_cpus)(_Actor)
-        self._actor = actor = remote.options(**options.more).remote(self._make, self._row_bytes)
+        self._actor = remote.options(**options.more).remote(self._make, self._row_bytes)
         try:
-            self.pid = self._ask(actor, "start", options.start_timeout)
+            self.pid = self._ask("start", options.start_timeout)
         except BaseException:
-            self._end(actor)
+            self._end()
             raise
 
     def row_bytes(self, modality: Modality) -> int | None:
@@ -143,51 +130,49 @@ class RayEncoder(FeatureEncoder):
             EncoderLostError: the actor is gone, or hung.
             Exception: what the encoder raised, of its own class.
         """
-        if (actor := self._actor) is None:
+        if self._actor is None:
             raise EncoderLostError("no actor was started; call start")
-        sent: list[Sent] = [
+        sent = [
             (
                 replace(item, inputs={}, metadata=dict(item.metadata)),
                 {name: HostTensor.of(tensor) for name, tensor in item.inputs.items()},
             )
             for item in items
         ]
-        return [each.copy() for each in self._ask(actor, "encode", self.options.encode_timeout, sent)]
+        return [each.copy() for each in self._ask("encode", self.options.encode_timeout, sent)]
 
     def close(self) -> None:
         """End the actor; idempotent, and `start` may follow."""
-        actor, self._actor = self._actor, None
-        if actor is None:
-            return
-        with contextlib.suppress(Exception):  # it is ended anyway
-            ray.get(actor.close.remote(), timeout=self.options.close_timeout)
-        self._end(actor)
+        if self._actor is not None:
+            with contextlib.suppress(Exception):  # it is ended anyway
+                ray.get(self._actor.close.remote(), timeout=self.options.close_timeout)
+            self._end()
 
     # --- the actor
 
-    def _ask(self, actor: Any, method: str, timeout: float | None, *arguments: object) -> Any:
+    def _ask(self, method: str, timeout: float | None, *arguments: object) -> Any:
         try:
-            return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout)
-        except GetTimeoutError:
-            raise self._lost(actor, f"did not {method} within {timeout:g} s; {self._resources()}") from None
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
+        except exceptions.GetTimeoutError:
+            raise self._lost(f"did not {method} within {timeout:g} s; {self._resources()}") from None
         except _LOST as error:
-            raise self._lost(actor, f"is lost: {error}") from None
-        except RayTaskError as error:
+            raise self._lost(f"is lost: {error}") from None
+        except exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, BatchThread.FATAL):
-                raise self._lost(actor, f"can encode no more: {cause}") from cause
+                raise self._lost(f"can encode no more: {cause}") from cause
             if not isinstance(cause, Exception):
                 raise
             cause.add_note(str(error))
             raise cause from None
 
-    def _lost(self, actor: Any, reason: str) -> EncoderLostError:
+    def _lost(self, reason: str) -> EncoderLostError:
         name = "the actor" if self.pid is None else f"the actor {self.pid}"
-        self._end(actor)
+        self._end()
         return EncoderLostError(f"{name} {reason}")
 
-    def _end(self, actor: Any) -> None:
-        self._actor = None
+    def _end(self) -> None:
+        actor, self._actor = self._actor, None
         with contextlib.suppress(Exception):  # the cluster may be gone too
             ray.kill(actor)
 
@@ -219,7 +204,7 @@ class _Actor:
             raise InputError(f"row_bytes: expected the encoder's {found}; got {dict(self._row_bytes)}")
         return os.getpid()
 
-    def encode(self, sent: Sequence[Sent]) -> list[HostTensor]:
+    def encode(self, sent: Sequence[tuple[PreparedItem, Mapping[str, HostTensor]]]) -> list[HostTensor]:
         assert self._encoder is not None
         items = [
             replace(item, inputs={name: tensor.copy() for name, tensor in inputs.items()})
@@ -237,6 +222,4 @@ def _on_host(features: Sequence[Tensor]) -> Sequence[Tensor]:
     if not features or not features[0].is_cuda or len({(f.shape[1:], f.dtype) for f in features}) > 1:
         return features
     counts = [len(feature) for feature in features]
-    download = Download.start(torch.cat(list(features)), counts, features[0].dtype)
-    download.wait()
-    return torch.split(download.rows, counts)
+    return start_download(torch.cat(list(features)), counts, features[0].dtype)()

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return checkpoints.save(tmp_path_factory.mktemp("checkpoint"), "siglip")[1]
 
 
-@pytest.fixture(scope="package")  # the service starts one of its own, and a process has one at a time
+@pytest.fixture(scope="module")  # the service starts one of its own, and a process has one at a time
 def cluster() -> Iterator[Any]:
     import ray
 

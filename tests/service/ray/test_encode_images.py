@@ -12,7 +12,7 @@ import pytest
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.service.encoder import ImagePreparer, PreparedImage, QueuedEncoder
+from fxsplit_encoder.service.encoder import PreparedImage, Preparer, QueuedEncoder
 from fxsplit_encoder.service.ray import EncodeImages, encode_images
 from fxsplit_encoder.service.ray.encode_images import (
     buffers,
@@ -22,7 +22,7 @@ from fxsplit_encoder.service.ray.encode_images import (
     with_embeddings,
     with_inputs,
 )
-from fxsplit_encoder.service.ray.job import prepare_shard, write_shard
+from fxsplit_encoder.service.ray.job import Parts, prepare_shard, write_shard
 
 from ...models.checkpoints import save
 from ..photographs import EXAMPLES, encoded, photograph, settings_of
@@ -33,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("checkpoint"), "qwen2_5_vl")[1]
 
 
-def test_inputs_come_back_as_they_were(model: Path) -> None:
-    preparer = ImagePreparer(settings_of(model))
+def test_inputs_come_back_as_they_were_read_where_they_lie(model: Path) -> None:
+    preparer = Preparer(settings_of(model))
     images = [preparer.prepare(photograph(size=(60 + 30 * n, 80))) for n in range(3)]
     table = pa.table({"bytes": [b"a", b"b", b"c", b"d"], "name": list("abcd")})
     table = with_inputs(table, [*images[:2], "no image", images[2]])
@@ -48,22 +48,14 @@ def test_inputs_come_back_as_they_were(model: Path) -> None:
         for name, array in row.inputs.items():
             assert array.dtype == image.inputs[name].dtype
             np.testing.assert_array_equal(array, image.inputs[name])
-
-
-def test_inputs_are_read_where_they_lie(model: Path) -> None:
-    image = ImagePreparer(settings_of(model)).prepare(photograph())
-    table = with_inputs(pa.table({"bytes": [b"a"]}), [image])
-    (found,) = inputs_of(table)
-    assert isinstance(found, PreparedImage)
-    address = found.inputs["pixel_values"].ctypes.data
-    memory = table["inputs"].chunk(0).buffers()[2]
-    assert memory.address <= address < memory.address + memory.size
+        address, memory = row.inputs["pixel_values"].ctypes.data, table["inputs"].chunk(0).buffers()[2]
+        assert memory.address <= address < memory.address + memory.size
 
 
 def test_two_shards_are_not_written_as_one(tmp_path: Path) -> None:
     shard = pa.table({"shard": [1, 2], "path": ["a", "b"]})
     with pytest.raises(ValueError, match="too many values"):
-        write_shard(shard, str(tmp_path))
+        write_shard(shard, Parts(tmp_path, {}, 2))
 
 
 def test_a_shards_paths_stay_as_they_were_given(model: Path, tmp_path: Path) -> None:
@@ -94,7 +86,7 @@ def test_images_come_from_bytes_pixels_or_paths(model: Path, tmp_path: Path) -> 
     for path, image in zip(paths, images, strict=True):
         path.write_bytes(encoded(image))
     settings = {"model": str(model)}
-    preparer = ImagePreparer(settings_of(model))
+    preparer = Preparer(settings_of(model))
     expected = [preparer.prepare(image).inputs["pixel_values"] for image in images]
     names = [str(path) for path in paths]
     missing = str(tmp_path / "missing.png")
@@ -103,6 +95,7 @@ def test_images_come_from_bytes_pixels_or_paths(model: Path, tmp_path: Path) -> 
         pa.table({"path": [*names, missing]}),
         pa.table({"path": ["file://" + name for name in names] + ["file://" + missing]}),
         pa.table({"bytes": [*map(encoded, images), None], "path": ["not read"] * 3}),
+        pa.table({"bytes": [*map(encoded, images), b""], "error": [None, None, "of before"]}),
     ):
         made = prepare_images(table, **settings)
         rows = inputs_of(made)
@@ -111,12 +104,6 @@ def test_images_come_from_bytes_pixels_or_paths(model: Path, tmp_path: Path) -> 
         for row, pixels in zip(rows[:2], expected, strict=True):
             assert isinstance(row, PreparedImage)
             np.testing.assert_array_equal(row.inputs["pixel_values"], pixels)
-
-
-def test_what_went_wrong_before_stays(model: Path) -> None:
-    table = pa.table({"bytes": [encoded(photograph()), encoded(photograph())], "error": ["lost", None]})
-    made = prepare_images(table, model=str(model))
-    assert errors_of(made) == ["lost", None]
 
 
 def test_other_formats_and_tables_are_refused(model: Path) -> None:

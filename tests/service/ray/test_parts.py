@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import shutil
 import tempfile
@@ -22,7 +21,6 @@ from fxsplit_encoder.service.ray.job import (
     Parts,
     checkpoint_digest,
     list_files,
-    write_part,
 )
 
 from ...models.checkpoints import save
@@ -43,13 +41,13 @@ def table(shard: int) -> pa.Table:
 
 def write(parts: Parts, *shards: int) -> None:
     for shard in shards:
-        write_part(parts.directory, shard, table(shard))
+        parts.write(shard, table(shard))
 
 
 def test_parts_become_one_file_in_order(tmp_path: Path) -> None:
     parts = Parts(tmp_path / "x.parquet", RUN, 3)
-    with parts.opened():
-        assert parts.missing() == [0, 1, 2]
+    with parts.opened() as missing:
+        assert missing == [0, 1, 2]
         write(parts, 2, 0)
         assert parts.missing() == [1]
         write(parts, 1)
@@ -57,7 +55,7 @@ def test_parts_become_one_file_in_order(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "x.parquet")["path"].to_pylist() == ["0a", "0b", "1a", "1b", "2a", "2b"]
     assert pq.read_metadata(tmp_path / "x.parquet").num_row_groups == 3
     assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
-    assert Parts(tmp_path / "x.parquet", RUN, 3).is_complete
+    assert Parts(tmp_path / "x.parquet", RUN, 3).missing() == []
 
 
 @settings(max_examples=20)
@@ -97,7 +95,7 @@ def test_a_process_killed_between_the_file_and_its_parts_leaves_no_trouble(
         write(parts, 0)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         parts.finish()
-    assert parts.is_complete and parts.directory.exists()
+    assert parts.missing() == [] and parts.directory.exists()
     parts.finish()
     assert not parts.directory.exists()
 
@@ -114,14 +112,15 @@ def test_parts_of_another_run_are_not_taken(tmp_path: Path) -> None:
         pass
     with parts.opened():
         parts.finish()
-    with pytest.raises(InputError, match="of another run"):
-        assert other.is_complete
+    with pytest.raises(InputError, match="of another run"), other.opened():
+        pass
+    assert not other.directory.exists()
     (tmp_path / "y.parquet").write_bytes(b"something else")
     with pytest.raises(InputError, match="no Parquet file"):
-        assert Parts(tmp_path / "y.parquet", RUN, 1).is_complete
+        Parts(tmp_path / "y.parquet", RUN, 1).missing()
     pq.write_table(table(0), tmp_path / "z.parquet")
     with pytest.raises(InputError, match="differs in images, settings"):
-        assert Parts(tmp_path / "z.parquet", RUN, 1).is_complete
+        assert Parts(tmp_path / "z.parquet", RUN, 1).missing() == []
 
 
 def test_a_directory_keeps_its_parts(tmp_path: Path) -> None:
@@ -129,17 +128,14 @@ def test_a_directory_keeps_its_parts(tmp_path: Path) -> None:
     with parts.opened():
         write(parts, 0, 1)
         parts.finish()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "00000000.parquet",
-        "00000001.parquet",
-        "run.json",
-    ]
-    assert json.loads((tmp_path / "out" / "run.json").read_text()) == RUN
-    assert Parts(tmp_path / "out", RUN, 2).is_complete
-    (tmp_path / "foreign").mkdir()
-    pq.write_table(table(0), tmp_path / "foreign" / "00000000.parquet")
-    with pytest.raises(InputError, match="no run describes"), Parts(tmp_path / "foreign", RUN, 1).opened():
-        pass
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["00000000.parquet", "00000001.parquet"]
+    assert Parts(tmp_path / "out", RUN, 2).missing() == []
+    for name in ("00000000", "foreign"):
+        (tmp_path / name).mkdir()
+        pq.write_table(table(0), tmp_path / name / f"{name}.parquet")
+        with pytest.raises(InputError, match="of another run"), Parts(tmp_path / name, RUN, 1).opened():
+            pass
 
 
 def hold(output: Path, entered: object, leave: object) -> None:
@@ -173,11 +169,8 @@ def test_workers_that_wait_are_seen() -> None:
     assert outcome.seconds == {"prepare": 20, "encode": 6, "write": 1.5}
     assert outcome.encoding_share == pytest.approx(6 / (10 * 2))
     assert outcome.cpus_per_worker == pytest.approx(21.5 / 6)
-
-
-def test_a_run_with_nothing_left_to_do_has_no_limit() -> None:
-    outcome = Outcome(40, 40, (), workers=2)
-    assert (outcome.failed, outcome.encoding_share, outcome.cpus_per_worker) == (0, 0.0, 0.0)
+    nothing = Outcome(40, 40, (), workers=2)
+    assert (nothing.failed, nothing.encoding_share, nothing.cpus_per_worker) == (0, 0.0, 0.0)
 
 
 @pytest.fixture
