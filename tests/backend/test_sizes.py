@@ -50,18 +50,52 @@ class Attention(nn.Module):
         return (x + self.out(y.transpose(1, 2).flatten(2))).mean(1)
 
 
+def vit(attention: str) -> nn.Module:
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = ViTConfig(image_size=32, patch_size=8, attn_implementation=attention, **sizes)
+    return ViTModel(config, add_pooling_layer=False)
+
+
+def convnext() -> nn.Module:
+    from transformers import ConvNextConfig, ConvNextModel
+
+    return ConvNextModel(ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, image_size=32))
+
+
+def resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetModel
+
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1]}
+    return ResNetModel(ResNetConfig(layer_type="basic", **sizes))
+
+
+def swin() -> nn.Module:
+    from transformers import SwinConfig, SwinModel
+
+    sizes = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
+    return SwinModel(SwinConfig(image_size=32, patch_size=4, **sizes))
+
+
 SMALL: dict[str, Callable[[], nn.Module]] = {
     "convolutions": ConvNet,
     "eager attention": lambda: Attention(eager=True),
     "SDPA": lambda: Attention(eager=False),
 }
-each_small = pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=pytest.mark.exhaustive if "eager" in name else ())
-        for name, make in SMALL.items()
-    ],
-)
+OF_TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
+    "ViT with SDPA": lambda: vit("sdpa"),
+    "ViT with eager attention": lambda: vit("eager"),
+    "ConvNeXt": convnext,
+    "ResNet": resnet,
+    "Swin": swin,
+}
+
+
+def params(zoo: dict[str, Callable[[], nn.Module]]) -> list[Any]:
+    few = {"convolutions", "SDPA"}
+    marks = {name: pytest.mark.exhaustive for name in zoo.keys() - few}
+    return [pytest.param(make, id=name, marks=marks.get(name, ())) for name, make in zoo.items()]
 
 
 def made_of(make: Callable[[], nn.Module]) -> nn.Module:
@@ -100,7 +134,7 @@ def counts(made: Made) -> tuple[int, int, int]:
 
 
 @torch.no_grad()
-@each_small
+@pytest.mark.parametrize("make", params({**SMALL, **OF_TRANSFORMERS}))
 def test_batches_that_recur_are_captured_and_weights_followed(
     make: Callable[[], nn.Module], made: Made
 ) -> None:
@@ -132,7 +166,7 @@ def served_batches(compiled: Any, module: nn.Module) -> list[list[Tensor]]:
 
 
 @torch.no_grad()
-@each_small
+@pytest.mark.parametrize("make", params(SMALL))
 def test_inputs_of_other_strides(make: Callable[[], nn.Module]) -> None:
     module = made_of(make)
     compiled = compile_it(module, exact_min_hits=1)
