@@ -315,7 +315,7 @@ def towers(result: Result) -> str:
 
 
 def connector(result: Result, *parts: str) -> str:
-    """A table of each of these parts of the case: "mix", "beside", "batch"."""
+    """A table of each of these parts of the case, "mix", "beside", "batch"; without any, of all."""
     rows = _grouped(result["rows"], "part")
     first = {"p50": "first token p50", "p99": "first token p99"}
     media = {"media p50": "with media p50", "media p99": "with media p99"}
@@ -325,7 +325,7 @@ def connector(result: Result, *parts: str) -> str:
         "beside": {"text, beside": "beside", "videos": "videos", **first, **text, "step p50": "step p50"},
         "batch": {name: name for name in ("side", "one by one", "at once", "ratio", "a batch alone")},
     }
-    made = "\n\n".join(by_columns(columns[part], rows[part]) for part in parts)
+    made = "\n\n".join(by_columns(columns[part], rows[part]) for part in parts or rows)
     settings = result["settings"]
     of = (settings["tower"], f"{settings['rate']:g} requests a second")
     return _told(result, made, "Milliseconds.", *of, rows=result["rows"])

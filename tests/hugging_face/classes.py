@@ -74,14 +74,20 @@ class Row(NamedTuple):
 
 
 def difference(got: Any, expected: Any) -> float:
-    """The largest one; the outputs have to be of one class, with equal fields, shapes and dtypes."""
+    """The largest one of a value, in multiples of the tensor's largest value if that is above 1, as depths
+    in meters are; the outputs have to be of one class, with equal fields, shapes and dtypes.
+    """
     found, wanted = dict(tensors(got)), dict(tensors(expected))
     assert isinstance(got, type(expected))
     assert [(n, v.shape, v.dtype) for n, v in found.items()] == [
         (n, v.shape, v.dtype) for n, v in wanted.items()
     ]
     assert all(value.isfinite().all() for value in wanted.values())
-    return max(float((found[n].double() - v.double()).abs().max()) for n, v in wanted.items() if v.numel())
+    exact = {name: value.double() for name, value in wanted.items() if value.numel()}
+    return max(
+        float((found[name].double() - value).abs().max()) / max(1.0, float(value.abs().max()))
+        for name, value in exact.items()
+    )
 
 
 def inputs_of(found: Any) -> Iterator[dict[str, Any]]:
