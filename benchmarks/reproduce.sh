@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measures what the documents' tables are made of, on one otherwise idle GPU.
 #
-#   reproduce.sh readme OUT   what the README's table needs: some minutes
-#   reproduce.sh all OUT      every table, in hours; readme takes three GPUs if it finds them, data_parallel needs four, connector_own_gpu two, vllm vLLM
+#   reproduce.sh readme OUT   what the README's table needs, three starts of each way, on as many GPUs if there are
+#   reproduce.sh all OUT      every table, in hours; data_parallel needs four GPUs, connector_own_gpu two, vllm vLLM
 #
 # Results and logs are written to OUT. What is done there does not run again, so a run that was cut off goes on
 # where it ended. `python benchmarks/bench.py tables OUT/*.json` then takes the results in.

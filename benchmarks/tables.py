@@ -315,7 +315,7 @@ def towers(result: Result) -> str:
 
 
 def connector(result: Result, *parts: str) -> str:
-    """A table of each of these parts of the case, "mix", "beside", "batch"; without any, of all."""
+    """A table for each part of the case that is named ("mix", "beside", "batch"), by default for all."""
     rows = _grouped(result["rows"], "part")
     first = {"p50": "first token p50", "p99": "first token p99"}
     media = {"media p50": "with media p50", "media p99": "with media p99"}

@@ -128,18 +128,20 @@ def measure(starts: Sequence[Sequence[Job]], timeout: float, result: Result, pat
             if failure is not None:
                 keep({"tower": job.tower, "variant": job.variant, "workload": "all", "failure": failure})
 
-    gpus = visible_gpus()[: len(starts)] or [None]
-    shares = [itertools.chain.from_iterable(starts[index :: len(gpus)]) for index in range(len(gpus))]
-    if len(gpus) == 1:  # in this thread, whose exit ends the process that it waits for
-        measure_jobs(shares[0], gpus[0])
+    gpus = visible_gpus()[: len(starts)]
+    if len(gpus) < 2:  # in this thread, whose exit ends the process that it waits for
+        measure_jobs(itertools.chain.from_iterable(starts), None)
     else:
+        shares = [itertools.chain.from_iterable(starts[index :: len(gpus)]) for index in range(len(gpus))]
         with ThreadPoolExecutor(len(gpus)) as pool:
             list(pool.map(measure_jobs, shares, gpus))
     store(path, result)
 
 
 def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of rows that only their start tells apart, a failed one, or that of the median p50 with every p50."""
+    """Merges the rows of several starts: keeps the row of the median p50, with all of them as "starts"; a
+    failed row where one failed.
+    """
     same: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
         same.setdefault((row["tower"], row["variant"], row["workload"]), []).append(row)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def memory_pool(device: torch.device) -> torch.cuda.MemPool:
-    """Creates a memory pool on a GPU; its constructor takes the current one, on which alone it is held."""
+    """Creates a memory pool on a GPU. `MemPool` takes the current one, and holds it there alone."""
     with torch.cuda.device(device):
         return torch.cuda.MemPool()
 

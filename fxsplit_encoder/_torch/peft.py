@@ -21,7 +21,7 @@ _UNREAD = frozenset(("kwargs",))
 """Where a layer keeps arguments of its constructor, with its own name, which its forward does not read."""
 
 _UNREAD_OF_LORA = _UNREAD | {"r", "lora_alpha", "use_dora", "use_rslora", "lora_bias"}
-"""Those of LoRA, unless a variant as DoRA computes the layer: its scale is computed when it is set."""
+"""The same for LoRA without a variant such as DoRA: rank and alpha are read only when `scaling` is set."""
 
 
 def is_adapter_layer(module: object) -> bool:

@@ -276,10 +276,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             dropped = [] if drain and self._workers else list(self._waiting)
             for entry in dropped:
                 self._drop(entry)
-            self._counts.cancelled += len(dropped)
+            unserved = [] if self._workers else [entry for batch in self._again for entry in batch.items]
+            self._again = self._again if self._workers else deque()
+            self._counts.cancelled += len(dropped) + len(unserved)
             self.work.notify_all()
         for entry in dropped:
             entry.future.cancel()
+        for entry in unserved:
+            entry.future.set_exception(QueueClosedError("the queue was closed before it had a worker"))
         join([worker.thread for worker in list(self._workers)], deadline)
         with self.lock:
             self._clock.stop()

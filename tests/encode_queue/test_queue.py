@@ -125,6 +125,14 @@ def test_a_batch_may_be_submitted_whole_and_goes_before_what_waits() -> None:
         queue.submit_batch([5])
 
 
+def test_a_whole_batch_that_no_worker_came_for_fails_at_the_end() -> None:
+    queue = queue_of()
+    (future,) = queue.submit_batch([1])
+    queue.close()
+    assert isinstance(future.exception(PATIENCE_S), QueueClosedError)
+    assert (queue.stats().cancelled, queue.stats().waiting) == (1, 0)
+
+
 def test_urgent_items_go_first_and_tenants_in_turn() -> None:
     worker = Worker(is_open=False)
     queue = queue_of(worker, max_batch_items=1)
