@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import sympy
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxsplit_encoder._torch import inductor
-from fxsplit_encoder._torch.inductor import LONGEST_ROW, persistent_rows
+from fxsplit_encoder._torch.inductor import LONGEST_ROW, is_faster_channels_last, persistent_rows
 
 TOKENS = sympy.Symbol("s0", integer=True, positive=True)
 
@@ -99,6 +102,34 @@ def test_choices_of_the_caller_stay() -> None:
         assert config.inductor_choices_class is None
     with config.patch(inductor_choices_class=Own), persistent_rows():
         assert config.inductor_choices_class is Own
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "groups", "last"),
+    [
+        ("cuda", (4, 7), (1, 8), True),  # ConvNeXt: patches, then depthwise between linear layers
+        ("cuda", (4, 7), (1, 2), False),  # several channels a group
+        ("cuda", (4, 7, 1), (1, 8, 1), False),  # convolutions of one pixel are the linear layers
+        ("cuda", (4,), (1,), False),  # a patch embedding
+        ("cuda", (), (), False),
+        ("cpu", (4, 7), (1, 8), False),
+    ],
+)
+def test_depthwise_convolutions_between_linear_layers_have_channels_last(
+    device: str, kernels: tuple[int, ...], groups: tuple[int, ...], last: bool
+) -> None:
+    def convolve(rows: Tensor, weights: list[Tensor]) -> Tensor:
+        for weight, count in zip(weights, groups, strict=True):
+            rows = torch.nn.functional.conv2d(rows, weight, groups=count)
+        return rows
+
+    with FakeTensorMode():  # tensors of a GPU that is not there
+        rows = torch.empty(2, 8, 20, 20, device=device)
+        weights = [
+            torch.empty(8, 8 // count, side, side, device=device)
+            for side, count in zip(kernels, groups, strict=True)
+        ]
+        assert is_faster_channels_last(make_fx(convolve)(rows, weights)) == last
 
 
 @pytest.mark.parametrize("pools", [0, 1])
