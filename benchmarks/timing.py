@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +67,18 @@ def measure(calls: Sequence[Callable[[], Any]], samples: int, warmups: int = 1) 
     wall, host = zip(*(timed(call) for call in rounds), strict=True)
     device = statistics.median(map(between_events, rounds)) if torch.cuda.is_available() else None
     return {**summarize(wall), "host": statistics.median(host), "device": device}
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], Any]], samples: int, warmups: int
+) -> dict[str, list[tuple[float, float]]]:
+    """What `timed` gives for each of several calls, each once a round: what changes over time meets all."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for turn in range(-warmups, samples):
+        for name, call in calls.items():
+            times = timed(call)
+            taken[name] += [times] if turn >= 0 else []
+    return taken
 
 
 def wall_ms(call: Callable[[], Any], samples: int = 30, warmups: int = 5) -> float:

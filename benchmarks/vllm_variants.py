@@ -40,9 +40,9 @@ class VllmEager(Variant):
     needs_cuda = True
 
     @classmethod
-    def unavailable(cls, kind: str, device: str) -> str | None:
+    def unavailable(cls, device: str) -> str | None:
         missing = None if vllm_or_none() else "vLLM is not installed"
-        return super().unavailable(kind, device) or missing
+        return super().unavailable(device) or missing
 
     def why_not(self, workload: Workload) -> str | None:
         if self.model.name not in CLASSES:
