@@ -86,16 +86,8 @@ class Model(ABC):
 
     def forward(self, prepared: Prepared) -> list[Tensor]:
         """The tower's eager forward on prepared tensors."""
-        return self.items(
-            {
-                path: self.adapter.encoder_cudagraph_forward(dict(values), path=path)
-                for path, values in prepared.inputs.items()
-            },
-            prepared,
-        )
-
-    def items(self, outputs: dict[str, Tensor], prepared: Prepared) -> list[Tensor]:
-        """One tensor an item; where the adapter can, views of the paths' outputs."""
+        forward = self.adapter.encoder_cudagraph_forward
+        outputs = {path: forward(dict(values), path=path) for path, values in prepared.inputs.items()}
         return cut_items(self.adapter, outputs, prepared)
 
     def _random(self, *shape: int) -> Tensor:

@@ -88,8 +88,10 @@ def wall_ms(call: Callable[[], Any], samples: int = 30, warmups: int = 5) -> flo
     return statistics.median(timed(call)[0] for _ in range(samples))
 
 
-def host_us(call: Callable[[], Any], samples: int = 300) -> float:
+def host_us(call: Callable[[], Any], samples: int, warmups: int = 0) -> float:
     """Median microseconds that a call keeps the CPU."""
+    for _ in range(min(warmups, samples)):
+        call()
     return 1e3 * statistics.median(timed(call)[1] for _ in range(samples))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from workloads import Workload
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward
+from fxsplit_encoder.cli.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward, cut_items
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.choice import choosing
 
@@ -54,8 +54,8 @@ class Variant(ABC):
         """What was done before the first request, and how long it took."""
 
     @classmethod
-    def unavailable(cls, device: str) -> str | None:
-        """Why this variant cannot run here; None if it can."""
+    def unavailable(cls, tower: str, device: str) -> str | None:
+        """Why this variant cannot run here, or not such a tower; None if it can."""
         return "needs CUDA graphs" if cls.needs_cuda and device != "cuda" else None
 
     def why_not(self, workload: Workload) -> str | None:
@@ -123,7 +123,7 @@ class _OnPrepared(Variant):
         prepared = self._prepared[batch]
         with choosing(self._kernels):
             outputs = {path: self.run_path(path, values) for path, values in prepared.inputs.items()}
-        return self.model.items(outputs, prepared)
+        return cut_items(self.model.adapter, outputs, prepared)
 
     @abstractmethod
     def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
@@ -229,10 +229,10 @@ class Invariant(Managed):
         super().__init__(model, {**config, "invariant": True})
 
     @classmethod
-    def unavailable(cls, device: str) -> str | None:
+    def unavailable(cls, tower: str, device: str) -> str | None:
         if device == "cpu" and torch.get_num_threads() > 1:
             return "needs a single thread on a CPU"
-        return super().unavailable(device)
+        return super().unavailable(tower, device)
 
 
 # The most telling ones first: device time may end before the last.

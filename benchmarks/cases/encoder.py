@@ -34,8 +34,8 @@ from variants import MODES
 from vllm_classes import vllm_or_none
 from vllm_variants import CONTENDERS
 from worker import FLOOR, Job, known_workloads, run_job, start_method
+from workloads import README
 
-README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
 README_VARIANTS = ("eager", "ours-auto", "graph-exact", "compile", "vllm-eager", "vllm")
 MAIN_VARIANTS = (
     *(FLOOR, "eager", "ours-auto", "graph-exact", "compile-reduce-overhead"),
@@ -102,7 +102,7 @@ def measure(starts: Sequence[Sequence[Job]], timeout: float, record: Record) -> 
     def measure_jobs(jobs: Iterable[Job], gpu: str | None) -> None:
         for job in jobs:
             variant = CONTENDERS.get(job.variant)
-            reason = variant and variant.unavailable(job.device)
+            reason = variant and variant.unavailable(job.tower, job.device)
             if reason:
                 print(f"{job.tower}, {job.variant}: not run: {reason}", flush=True)
                 continue

@@ -56,10 +56,10 @@ def executes(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
         )
         manager.capture()
         call = functools.partial(manager.execute, inputs)
-        yield name, _steady(call, samples)
+        yield name, host_us(call, samples, _WARMUPS)
         if mode == "full":
             (graph,) = (path.captured[LIMITS["token_budgets"][0]].capture for path in manager.paths.values())
-            yield "launch", _steady(graph.replay, samples)
+            yield "launch", host_us(graph.replay, samples, _WARMUPS)
             yield "execute, new sizes", new_sizes(manager, tower)
             yield from plans(manager, samples)
         manager.clear()
@@ -110,17 +110,11 @@ def compiled(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
         calls[name] = functools.partial(module, inputs["pixel_values"], inputs["image_grid_thw"])
     # In turns: what the host does besides changes over seconds, by more than they differ.
     times = [
-        {name: _steady(call, max(1, samples // _ROUNDS)) for name, call in calls.items()}
+        {name: host_us(call, max(1, samples // _ROUNDS), _WARMUPS) for name, call in calls.items()}
         for _ in range(_ROUNDS)
     ]
     for name in calls:
         yield f"torch.compile{name}", statistics.median(turn[name] for turn in times)
-
-
-def _steady(call: Any, samples: int) -> float:
-    for _ in range(min(_WARMUPS, samples)):
-        call()
-    return host_us(call, samples)
 
 
 @torch.no_grad()

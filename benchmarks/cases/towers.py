@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import time
 from collections.abc import Iterator
@@ -133,11 +134,9 @@ class Bench:
         }
         del ours, eager
         samples, warmups = (1, 0) if self.tiny else (_SAMPLES, _WARMUPS)
-        forward, module = self.family.eager, self.tower
-        if forward is None:
-            eager_ms = wall_ms(lambda: self.eager(inputs), samples, warmups)
-        else:
-            eager_ms = wall_ms(lambda: forward(module, inputs), samples, warmups)
+        own = self.family.eager
+        forward = self.eager if own is None else functools.partial(own, self.tower)
+        eager_ms = wall_ms(lambda: forward(inputs), samples, warmups)
         ours_ms = wall_ms(lambda: manager.execute(inputs), samples, warmups)
         row = {"sizes": its_sizes, "eager": eager_ms, "ours": ours_ms, "samples": samples, **errors}
         if not errors["rms error"] <= ALLOWED_ERROR:  # so written that NaN fails too

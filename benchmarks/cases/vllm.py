@@ -39,11 +39,9 @@ from vllm_classes import (
     prepare_environment,
     start_vllm,
 )
-from workloads import QUICK_WORKLOADS, WORKLOADS, Workload
+from workloads import QUICK_WORKLOADS, README, WORKLOADS, Workload
 
 VARIANTS = ("eager", "vllm", "ours", "ours-compiled")
-PACKED = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
-"""Of the workloads of packed towers; those of the others are all run, but for clips."""
 _TINY = "qwen3-vl-8b"
 _WARMUPS = 3
 _MOST_REPORTS = 3
@@ -261,7 +259,7 @@ def _workloads(tower: str, options: argparse.Namespace) -> list[Workload]:
     if options.tiny:
         return list(QUICK_WORKLOADS[kind].values())
     known = WORKLOADS[kind]
-    names = PACKED if kind == "packed" else [name for name in known if not known[name].requests[0].clips]
+    names = README if kind == "packed" else [name for name in known if not known[name].requests[0].clips]
     return [known[name] for name in names if not options.workloads or name in options.workloads]
 
 

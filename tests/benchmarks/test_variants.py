@@ -89,9 +89,9 @@ def test_a_graph_of_a_layout_keeps_all_that_it_reads(
 
 
 def test_what_cannot_run_says_why(make_model: MakeModel) -> None:
-    assert ExactGraph.unavailable("cpu") == "needs CUDA graphs"
-    assert ExactGraph.unavailable("cuda") is None
-    assert Compile.unavailable("cuda") is None
+    assert ExactGraph.unavailable("qwen3-vl-8b", "cpu") == "needs CUDA graphs"
+    assert ExactGraph.unavailable("qwen3-vl-8b", "cuda") is None
+    assert Compile.unavailable("qwen3-vl-8b", "cuda") is None
     static = VARIANTS["compile-reduce-overhead"](make_model(), {})
     assert "12 requests" in str(static.why_not(WORKLOADS["packed"]["photos"]))
     assert static.why_not(WORKLOADS["packed"]["mixed8"]) is None
@@ -100,10 +100,10 @@ def test_what_cannot_run_says_why(make_model: MakeModel) -> None:
 @pytest.mark.parametrize("variant", [VllmEager, VllmManager])
 def test_where_they_cannot_run(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_variants, "vllm_or_none", lambda: None)
-    assert variant.unavailable("cpu") == "needs CUDA graphs"
-    assert variant.unavailable("cuda") == "vLLM is not installed"
+    assert variant.unavailable("qwen3-vl-8b", "cpu") == "needs CUDA graphs"
+    assert variant.unavailable("qwen3-vl-8b", "cuda") == "vLLM is not installed"
     monkeypatch.setattr(vllm_variants, "vllm_or_none", lambda: "0.33.0")
-    assert variant.unavailable("cuda") is None
+    assert variant.unavailable("qwen3-vl-8b", "cuda") is None
 
 
 def test_towers_and_workloads_that_are_left_out() -> None:
@@ -111,9 +111,7 @@ def test_towers_and_workloads_that_are_left_out() -> None:
     known = VllmEager(SimpleNamespace(name="qwen3-vl-8b"), {})  # type: ignore[arg-type]
     assert known.why_not(packed["1x448"]) is None
     assert known.why_not(packed["clip16"]) == "videos are left out"
-    other = VllmEager(SimpleNamespace(name="glm-4.1v-9b"), {})  # type: ignore[arg-type]
-    assert "those of qwen3-vl-8b" in str(other.why_not(packed["1x448"]))
-    other.start()  # has nothing to start
+    assert "those of qwen3-vl-8b" in str(VllmEager.unavailable("glm-4.1v-9b", "cuda"))
 
 
 def test_inputs_have_the_names_that_vllm_gives_them() -> None:

@@ -22,7 +22,7 @@ GRAPHS = ("graph-exact", "compile-reduce-overhead")
 @pytest.mark.parametrize("variant", ["eager", "compile", *GRAPHS, *OURS])
 @torch.no_grad()
 def test_a_variant_is_right_and_timed(variant: str) -> None:
-    assert VARIANTS[variant].unavailable("cuda") is None
+    assert VARIANTS[variant].unavailable(JOB.tower, "cuda") is None
     start, *rows = worker.contest(dataclasses.replace(JOB, variant=variant))
     assert start["seconds"]["start"] >= 0
     assert [row["workload"] for row in rows] == list(JOB.workloads)
