@@ -1,16 +1,16 @@
 """One side of `bench.py ab`: a process that times whatever `fxsplit_encoder` its PYTHONPATH finds.
 
-It reads commands from stdin, a JSON object a line, and answers through the file descriptor that it is
-given. It must run against older versions of the package too, so it uses names that do not change: `wrap`,
-`EncoderConfig`, `EncoderCudaGraphManager` with `compile`, `capture` and `execute`.
+It answers commands through the connection whose file descriptor it is given. It must run against older
+versions of the package too, so it uses names that do not change: `wrap`, `EncoderConfig`,
+`EncoderCudaGraphManager` with `compile`, `capture` and `execute`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
-import os
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -98,14 +98,13 @@ class Side:
 
 @torch.no_grad()
 def main() -> None:
-    answers = os.fdopen(int(sys.argv[1]), "w")
-    side = Side(json.loads(sys.stdin.readline()))
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    with watching_replays():
-        for line in sys.stdin:
-            command = json.loads(line)
-            called = {"start": side.start, "measure": side.measure}[command.pop("do")]
-            print(json.dumps(called(**command)), file=answers, flush=True)
+    asked: Any = Connection(int(sys.argv[1]))
+    side = Side(asked.recv())
+    asked.send("ready")
+    with watching_replays(), contextlib.suppress(EOFError):  # nobody asks any more
+        while True:
+            command, *arguments = asked.recv()
+            asked.send(getattr(side, command)(*arguments))
 
 
 if __name__ == "__main__":

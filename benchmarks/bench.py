@@ -14,6 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from storage import Record
+from timing import device_for
+
 CASES: Mapping[str, str] = {
     "encoder": "towers by every way to run them, side by side",
     "requests": "requests of mixed images through one tower",
@@ -36,6 +39,7 @@ CASES: Mapping[str, str] = {
 }
 """By name, which is also that of its module in `cases`: what it measures."""
 
+_WITHOUT_TINY = ("encoder", "attention", "kernels")
 _TABLES = "writes the tables of README.md and docs/ from benchmarks/results"
 
 
@@ -54,6 +58,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         case = cases.add_parser(name, description=module.__doc__, formatter_class=formatter)
         if name in CASES:
             case.add_argument("--output", type=Path, metavar="JSON", help="file for the results")
+        if name in CASES and name not in _WITHOUT_TINY:
+            case.add_argument("--tiny", action="store_true", help="small sizes, on a CPU too")
         module.add_arguments(case)
         case.set_defaults(run=module.run if name == "tables" else functools.partial(_run, name))
     return parser.parse_args(given)
@@ -61,11 +67,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     """Runs a case and prints its table; 1 if a row failed, but one of a kernel, whose failure is a result."""
-    result = importlib.import_module(f"cases.{name}").run(arguments)
-    if not isinstance(result, dict):
-        return int(result or 0)
-    print(getattr(importlib.import_module("tables"), name)(result))
-    return int(name not in ("attention", "products") and any("failure" in row for row in result["rows"]))
+    if name != "encoder":  # which has a floor, and something to compare, without a GPU too
+        arguments.device = device_for(name, getattr(arguments, "tiny", False))
+    record = Record(name, arguments.output)
+    importlib.import_module(f"cases.{name}").run(arguments, record)
+    print(getattr(importlib.import_module("tables"), name)(record.result))
+    failures = [row for row in record.rows if "failure" in row]
+    for row in failures:
+        print("failed:", *(f"{name}={value}" for name, value in row.items()), file=sys.stderr)
+    return int(name not in ("attention", "products") and bool(failures))
 
 
 def main() -> int:

@@ -53,8 +53,6 @@ class Fleet:
     store_bytes: float = 200e9
     """Of a node's shared memory, half of which Ray fills with what is prepared, will be, or is being encoded.
     This is the most that Ray takes by itself."""
-    ready_s: float = 0.0
-    """When GPUs begin; until then they load and capture."""
 
     def most_under_way(self, in_bytes: float) -> int:
         """Shards between the beginning of their preparation and the end of their encoding, at most."""
@@ -112,8 +110,6 @@ class _Run:
         node = min(self.nodes, key=lambda each: each.load / each.gpus.capacity)
         node.load += 1
         yield from self.send(node, node.arriving, shard.in_bytes)
-        if self.env.now < self.fleet.ready_s:
-            yield self.env.timeout(self.fleet.ready_s - self.env.now)
         with node.gpus.request() as gpu:
             yield gpu
             self.first = min(self.first, self.env.now)
@@ -179,17 +175,11 @@ def main() -> None:
     parser.add_argument("--driver-ms", type=float, default=0.0, help="of the driver, for a shard")
     parser.add_argument("--shard-size", type=int, default=128)
     given = parser.parse_args()
-    images, fleet = (
-        given.shard_size,
-        Fleet(
-            given.gpus,
-            max(1, round(given.gpus * given.cpus_per_gpu)),
-            link_bytes_s=given.link_gbit * 1e9 / 8,
-            driver_s=given.driver_ms / 1e3,
-        ),
-    )
-    one = Shard(*(ms * images / 1e3 for ms in (given.prepare_ms, given.encode_ms, given.write_ms)))
-    shard = Shard(one.prepare_s, one.encode_s, one.write_s, in_bytes=given.image_kb * 1e3 * images)
+    images, cpus = given.shard_size, max(1, round(given.gpus * given.cpus_per_gpu))
+    link_bytes_s, driver_s = given.link_gbit * 1e9 / 8, given.driver_ms / 1e3
+    fleet = Fleet(given.gpus, cpus, link_bytes_s=link_bytes_s, driver_s=driver_s)
+    seconds = (ms * images / 1e3 for ms in (given.prepare_ms, given.encode_ms, given.write_ms))
+    shard = Shard(*seconds, in_bytes=given.image_kb * 1e3 * images)
     count = 40 * given.gpus
     outcome = run_fleet(varied(shard, count), fleet)
     print(f"{count * images / outcome.seconds:.0f} images a second; limit: {outcome.limit}")

@@ -27,6 +27,15 @@ from fxsplit_encoder.models.registry import ARCHITECTURES, FAMILIES, architectur
 
 DEFAULT_TOWERS = ("qwen3-vl-8b", "qwen2.5-vl-7b", "internvl3-8b", "deepseek-ocr")
 TINY = "tiny"
+TINY_SETTINGS: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 120,  # no multiple of 128, as in the real tower
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+}
+"""Of Qwen3-VL's vision tower in narrow blocks, for machines without a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,26 +80,14 @@ class Model(ABC):
         """The tower behind the manager's protocol."""
         return fx.wrap(self.module)
 
-    def wrapped(self, adapter: Any, batch: Batch) -> Any:
-        """A wrapped (and perhaps compiled) module, called as a model would; grids stay on the CPU."""
-        raise NotImplementedError(f"{self.name} is more than one call of a module")
-
     def prepare(self, batch: Batch) -> Prepared:
         """The host metadata of a batch, computed and moved to the device."""
         return prepare(self.adapter, batch.mm_kwargs)
 
     def forward(self, prepared: Prepared) -> list[Tensor]:
         """The tower's eager forward on prepared tensors."""
-        return self.items(
-            {
-                path: self.adapter.encoder_cudagraph_forward(dict(values), path=path)
-                for path, values in prepared.inputs.items()
-            },
-            prepared,
-        )
-
-    def items(self, outputs: dict[str, Tensor], prepared: Prepared) -> list[Tensor]:
-        """One tensor an item; where the adapter can, views of the paths' outputs."""
+        forward = self.adapter.encoder_cudagraph_forward
+        outputs = {path: forward(dict(values), path=path) for path, values in prepared.inputs.items()}
         return cut_items(self.adapter, outputs, prepared)
 
     def _random(self, *shape: int) -> Tensor:
@@ -136,11 +133,6 @@ class PackedModel(Model):
     def eager(self, batch: Batch) -> Any:
         return [self.module(*arguments) for arguments in batch.calls]
 
-    def wrapped(self, adapter: Any, batch: Batch) -> Any:
-        kwargs = batch.mm_kwargs
-        keys = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
-        return [adapter(kwargs[pixels], kwargs[grid]) for pixels, grid in keys if pixels in kwargs]
-
 
 class TilesModel(Model):
     """InternVL: an image is so many tiles, a clip so many frames, all of one size."""
@@ -157,10 +149,6 @@ class TilesModel(Model):
     def eager(self, batch: Batch) -> Any:
         (arguments,) = batch.calls
         return self.module.get_image_features(*arguments, return_dict=True)
-
-    def wrapped(self, adapter: Any, batch: Batch) -> Any:
-        (arguments,) = batch.calls
-        return adapter(*arguments, return_dict=True)
 
 
 class PagesModel(Model):
@@ -212,19 +200,9 @@ def make_model(name: str, blocks: int | None, device: torch.device, dtype: torch
 
 
 def tiny_tower(blocks: int = 2) -> Any:
-    """Narrow blocks of Qwen3-VL's vision tower, with the same random weights in every process.
-
-    For machines without a GPU: benchmarks show there that they run, and no more.
-    """
+    """A tower of `TINY_SETTINGS`, with the same random weights in every process."""
     torch.manual_seed(0)
-    config = Qwen3VLVisionConfig(
-        depth=blocks,
-        hidden_size=32,
-        intermediate_size=120,  # no multiple of 128, as in the real tower
-        num_heads=2,
-        out_hidden_size=32,
-        deepstack_visual_indexes=[0],
-    )
+    config = Qwen3VLVisionConfig(**{**TINY_SETTINGS, "depth": blocks})
     return Qwen3VLVisionModel(config).requires_grad_(False).eval()
 
 
@@ -240,18 +218,15 @@ def photographs(size: tuple[int, int]) -> list[bytes]:
     return files
 
 
-def make_checkpoint(
-    directory: Path, model: str, settings: Mapping[str, Any] | None = None, blocks: int | None = None
-) -> Path:
+def make_checkpoint(directory: Path, model: str, blocks: int | None = None) -> Path:
     """A checkpoint of a model's vision tower with random weights, in bf16 where there is a GPU.
 
     Args:
         directory: to make.
         model: a name of `ARCHITECTURES`.
-        settings: a config.json in place of that model's.
         blocks: its depth; None: the model's own.
     """
-    settings = settings or architecture(model).settings(blocks)
+    settings = architecture(model).settings(blocks)
     family = FAMILIES[settings["model_type"]]
     tower = family.empty_tower(settings, torch.device("cpu"))
     draw_weights(tower, 0)

@@ -15,13 +15,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from storage import one_line
+from storage import Row, one_line
 
 _SECONDS_TO_END = 30
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _environment = threading.Lock()
-
-Row = dict[str, Any]
 
 
 def run_process(

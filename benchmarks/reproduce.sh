@@ -33,7 +33,7 @@ jobs=("readme encoder --readme")
     "towers towers"
     "requests requests"
     "connector connector"
-    "products_activations products --in-turns"
+    "products_activations products"
     "passes passes"
     "passes_deepseek_ocr passes --tower deepseek-ocr --sizes 1 4 --only default decomposed_bias dense_attention"
     "passes_internvl passes --tower internvl3-8b --sizes 1 4 12 $shown"

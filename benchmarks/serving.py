@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from decoder import Decoder
@@ -132,23 +132,32 @@ class Served:
         return {"prepare": ready - sum(waited.values()), **waited, "then": prefill}
 
 
-class Source(Protocol):
-    """Where features come from."""
+class Source:
+    """Where features come from. These lie ready: what the same requests cost without any encoding."""
 
     def submit(self, request: Served) -> None:
-        """A request has come; called on a thread of its own. Sets its counts."""
+        """A request has come; called on a thread of its own. Sets its counts and its handle."""
+        medium = request.arrival.medium
+        if medium is not None:
+            request.counts, request.handle = [len(medium.rows)], medium.rows
 
     def ready(self, waiting: Sequence[Served]) -> list[Served]:
         """Which of them can be prefilled; called in every step of the engine, on its stream."""
+        return list(waiting)
 
     def merge(self, request: Served, start: int, stop: int, out: Tensor) -> None:
         """Writes features to their places among the embeddings of some positions of the prompt."""
+        medium = request.arrival.medium
+        assert medium is not None
+        places = request.prompt.runs(request.counts, start, stop)
+        merge_rows([request.handle], places, out, start, medium.levels)
 
     def release(self, request: Served) -> None:
         """The prompt is prefilled."""
+        request.handle = None
 
 
-class Beside:
+class Beside(Source):
     """The connector."""
 
     def __init__(self, connector: Connector) -> None:
@@ -174,7 +183,7 @@ class Beside:
         self.connector.release(request.handle)
 
 
-class Inline:
+class Inline(Source):
     """The engine's own thread encodes, one request with media in a step, while everything else waits.
 
     Args:
@@ -206,31 +215,6 @@ class Inline:
                 found.append(request)
         return found
 
-    def merge(self, request: Served, start: int, stop: int, out: Tensor) -> None:
-        _merge(request, request.handle, start, stop, out)
-
-    def release(self, request: Served) -> None:
-        request.handle = None
-
-
-class Ready:
-    """Features lie ready: what the same requests cost without any encoding."""
-
-    def submit(self, request: Served) -> None:
-        medium = request.arrival.medium
-        request.counts = [len(medium.rows)] if medium else []
-
-    def ready(self, waiting: Sequence[Served]) -> list[Served]:
-        return list(waiting)
-
-    def merge(self, request: Served, start: int, stop: int, out: Tensor) -> None:
-        medium = request.arrival.medium
-        if medium is not None:
-            _merge(request, medium.rows, start, stop, out)
-
-    def release(self, request: Served) -> None:
-        """Nothing was held."""
-
 
 def _prepared(handle: Any) -> PreparedItem | None:
     """What is prepared; None: not yet."""
@@ -238,12 +222,6 @@ def _prepared(handle: Any) -> PreparedItem | None:
         return handle.result() if handle.done() else None
     made: PreparedItem = handle()
     return made
-
-
-def _merge(request: Served, rows: Any, start: int, stop: int, out: Tensor) -> None:
-    medium = request.arrival.medium
-    if medium is not None:
-        merge_rows([rows], request.prompt.runs(request.counts, start, stop), out, start, medium.levels)
 
 
 @dataclass

@@ -8,7 +8,9 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ RESULTS = Path(__file__).with_name("results")
 """What the documents' tables are made from."""
 
 Result = dict[str, Any]
+Row = dict[str, Any]
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "encoder": ("tower", "workload", "variant"),
@@ -38,7 +41,7 @@ _FASTER_ATTENTION = "flash-attn-4"
 _DIGITS = 5
 
 
-def new_result(case: str, **settings: Any) -> Result:
+def new_result(case: str) -> Result:
     """A result without rows: GPU, driver, versions and commit of this run.
 
     A host may have the files without the repository; there FXSPLIT_COMMIT names the commit.
@@ -58,9 +61,37 @@ def new_result(case: str, **settings: Any) -> Result:
         "attention packages": _attention_packages(),
         "python": platform.python_version(),
         "commit": os.environ.get("FXSPLIT_COMMIT") or commit_of(ROOT),
-        "settings": settings,
+        "settings": {},
         "rows": [],
     }
+
+
+class Record:
+    """The result of a run, whose file is written after every row.
+
+    Args:
+        case: by its name in `bench.CASES`.
+        path: of the file; None: nothing is written.
+    """
+
+    def __init__(self, case: str, path: Path | None) -> None:
+        self.result = new_result(case)
+        self.settings: dict[str, Any] = self.result["settings"]
+        self.rows: list[Row] = self.result["rows"]
+        self.merge: Callable[[list[Row]], list[Row]] = list
+        """From the rows that came to those that are stored."""
+        self._path, self._came, self._writing = path, list[Row](), threading.Lock()
+
+    def __call__(self, row: Row) -> None:
+        """Adds a row; from any thread."""
+        with self._writing:
+            self._came.append(row)
+            self.rows[:] = self.merge(self._came)
+            self.store()
+
+    def store(self) -> None:
+        """Writes the file again, after a change of what it has."""
+        store(self._path, self.result)
 
 
 def commit_of(root: Path) -> str | None:
@@ -135,6 +166,16 @@ def one_line(error: Exception) -> str:
     """The kind of an error and the first line of its message: how a failure is stored."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def failing(row: Row) -> Iterator[None]:
+    """An error inside is printed and becomes the "failure" of a row: what comes after goes on."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        row["failure"] = one_line(error)
 
 
 def _without_commit(row: Mapping[str, Any]) -> dict[str, Any]:

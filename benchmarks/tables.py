@@ -27,12 +27,11 @@ Row = Mapping[str, Any]
 
 OURS = "ours-auto"
 _INVARIANT = "ours-invariant"
-_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "compile-max-autotune", "graph-exact")
+_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "graph-exact")
 _TITLES = {
     "eager": "Hugging Face eager (sdpa)",
     "compile": "torch.compile",
     "compile-reduce-overhead": 'torch.compile, mode="reduce-overhead"',
-    "compile-max-autotune": 'torch.compile, mode="max-autotune"',
     "graph-exact": "eager model in one CUDA graph",
     OURS: "ours",
     "powers of two": "our compiled program, one full graph per power of two, greedy packing",
@@ -265,19 +264,20 @@ def modes(result: Result) -> str:
     return _told(result, formatted(headers, lines), _MEDIANS, result["settings"]["dtype"], "random weights")
 
 
-def encoder_rows(result: Result, tower: str) -> str:
-    """Every figure of a tower, for the terminal."""
+def encoder(result: Result) -> str:
+    """Every figure of every tower, for the terminal."""
     lines = []
-    for workload, rows in _by_variant(result, tower).items():
-        eager, floor = map(_times(rows).get, ("eager", "floor"))
-        for name, row in rows.items():
-            numbers = [row.get(column) for column in ("p50", "p10", "p90", "host", "device")]
-            ratios = [_ratio(row.get("p50"), floor), _ratio(eager, row.get("p50"))]
-            more = [_ratio(row.get("bytes"), _MIB), row.get("first s"), row.get("padding"), row.get("error")]
-            note = row.get("failure") or row.get("skipped") or row.get("note")
-            lines.append([workload, name, *numbers, *ratios, *more, note])
-    headers = ["workload", "variant", "p50", "p10", "p90", "host", "device", "x floor", "eager /"]
-    return formatted([*headers, "MiB", "first s", "padding", "error", "note"], lines)
+    numbers = ("p50", "p10", "p90", "host", "device", "first s", "padding", "error")
+    for tower in dict.fromkeys(row["tower"] for row in result["rows"]):
+        for workload, rows in _by_variant(result, tower).items():
+            eager, floor = map(_times(rows).get, ("eager", "floor"))
+            for name, row in rows.items():
+                ratios = [_ratio(row.get("p50"), floor), _ratio(eager, row.get("p50"))]
+                note = row.get("failure") or row.get("skipped") or row.get("note")
+                measured = [*ratios, _ratio(row.get("bytes"), _MIB), *map(row.get, numbers), note]
+                lines.append([tower, workload, name, *measured])
+    headers = ["tower", "workload", "variant", "x floor", "eager /", "MiB", *numbers, "note"]
+    return formatted(headers, lines)
 
 
 # --- the other cases
@@ -509,18 +509,14 @@ def _made(result: Result, what: str) -> list[dict[str, int]]:
     return [each for name, each in result["settings"].items() if name.startswith(what)]
 
 
-def starts(result: Result) -> str:
+def start(result: Result) -> str:
     rows = {row["start"]: row for row in result["rows"]}
     loads = ("load",) if "from file" in rows else ()
     columns = ("import", *loads, "compile", "capture", "first embedding", "total")
-    names = [name for name in ("cold", "second", "from file") if name in rows]
+    names = [name for name in ("cold", "from file") if name in rows]
     notes = ["Seconds."]
     if not result["settings"].get("bytecode"):
         notes.append("Python's packages had no bytecode.")
-    if "largest alone" in rows:
-        one = rows["second" if "second" in rows else names[0]]
-        ratio = one["bytes"] / rows["largest alone"]["bytes"]
-        notes.append(f"{one['captured']} budgets take {ratio:.2f} times the memory of the largest alone.")
     if "ready at once" in rows:
         row = rows["ready at once"]
         first = row["capture"] + row["first embedding"]
@@ -540,20 +536,16 @@ def data_parallel(result: Result) -> str:
 
 
 def vllm(result: Result) -> str:
-    """vLLM's classes eagerly, by its manager and by ours, milliseconds; a sentence where ours was not run."""
+    """vLLM's classes eagerly, by its manager and by ours, milliseconds."""
     lines: list[list[Any]] = []
     errors: list[float] = []
     for tower in dict.fromkeys(row["tower"] for row in result["rows"]):
         for workload, rows in _by_variant(result, tower).items():
             times = _times(rows)
-            theirs = [time for name in ("eager", "vllm") if (time := times.get(name)) is not None]
-            if not theirs or not times.keys() & {"ours", "ours-compiled"}:
-                continue
-            best = [_ratio(min(theirs), times.get(name)) for name in ("ours", "ours-compiled")]
+            theirs = min((time for name in ("eager", "vllm") if (time := times.get(name))), default=None)
+            best = [_ratio(theirs, times.get(name)) for name in ("ours", "ours-compiled")]
             errors += [row["error"] for row in rows.values() if "error" in row]
             lines.append([tower, workload, *map(times.get, _IN_VLLM), *best])
-    if not lines:
-        return _NOT_MEASURED
     headers = ["encoder", "workload", "vLLM eager", "vLLM's manager", "ours, its kernels"]
     headers += ["ours, `compile: true`", "vLLM's best / ours", "/ compiled"]
     caption = f"Milliseconds, medians; root mean square difference from eager: up to {max(errors):.1e}."
@@ -582,16 +574,19 @@ def vllm_serving(result: Result) -> str:
 
 def ab(result: Result) -> str:
     """Milliseconds of the baseline and of this commit, and their ratio; a column for each time."""
-    times = list(dict.fromkeys(row["time"] for row in result["rows"]))
+    compared = [row for row in result["rows"] if "time" in row]
+    times = list(dict.fromkeys(row["time"] for row in compared))
     lines = []
-    for workload, rows in _grouped(result["rows"], "workload").items():
+    for workload, rows in _grouped(compared, "workload").items():
         cells = {
             row["time"]: f"{shown(row['baseline']['p50'])}, {shown(row['this']['p50'])} ({row['ratio']:.3f})"
             for row in rows
         }
         lines.append([workload, *map(cells.get, times)])
+    theirs, ours = result["seconds"]["baseline"], result["seconds"]["this"]
+    starts = [f"{what} {seconds:.2f} s and {ours[what]:.2f} s" for what, seconds in theirs.items()]
     caption = f"Milliseconds at {result['settings']['baseline']} and here, medians; in brackets their ratio."
-    return _told(result, formatted(["images", *times], lines), caption)
+    return _told(result, formatted(["images", *times], lines), f"{caption} {'; '.join(starts)}.")
 
 
 # --- features
@@ -631,7 +626,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "passes": passes,
     "host": host,
     **dict.fromkeys(("accelerate", "accelerate_adapters"), accelerate),
-    **dict.fromkeys(("start", "start_slow_host"), starts),
+    **dict.fromkeys(("start", "start_slow_host"), start),
     **dict.fromkeys(("connector", "connector_slices", "connector_own_gpu"), connector),
     "invariant": invariant,
     "data_parallel": data_parallel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,18 @@ def measure(calls: Sequence[Callable[[], Any]], samples: int, warmups: int = 1) 
     return {**summarize(wall), "host": statistics.median(host), "device": device}
 
 
+def in_turns(
+    calls: Mapping[str, Callable[[], Any]], samples: int, warmups: int
+) -> dict[str, list[tuple[float, float]]]:
+    """What `timed` gives for each of several calls, each once a round: what changes over time meets all."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for turn in range(-warmups, samples):
+        for name, call in calls.items():
+            times = timed(call)
+            taken[name] += [times] if turn >= 0 else []
+    return taken
+
+
 def wall_ms(call: Callable[[], Any], samples: int = 30, warmups: int = 5) -> float:
     """Median milliseconds of a call to the end of its device work."""
     for _ in range(warmups):
@@ -76,8 +88,10 @@ def wall_ms(call: Callable[[], Any], samples: int = 30, warmups: int = 5) -> flo
     return statistics.median(timed(call)[0] for _ in range(samples))
 
 
-def host_us(call: Callable[[], Any], samples: int = 300) -> float:
+def host_us(call: Callable[[], Any], samples: int, warmups: int = 0) -> float:
     """Median microseconds that a call keeps the CPU."""
+    for _ in range(min(warmups, samples)):
+        call()
     return 1e3 * statistics.median(timed(call)[1] for _ in range(samples))
 
 

@@ -11,7 +11,6 @@ time.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -24,7 +23,7 @@ from torch import Tensor
 from workloads import Workload
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward
+from fxsplit_encoder.cli.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward, cut_items
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.choice import choosing
 
@@ -33,8 +32,6 @@ MODES = ("auto", "full", "piecewise", "breakable", "exact", "none")
 # Each of torch.compile's static variants compiles one graph per size.
 _RECOMPILE_LIMIT = 256
 _WARMUPS = 3
-# Settings that do not apply behind torch.compile, where a call is one batch.
-_OF_MANAGERS = ("packing", "paths", "data_parallel", "max_frames_per_batch")
 
 
 class Variant(ABC):
@@ -47,7 +44,6 @@ class Variant(ABC):
 
     name: ClassVar[str]
     needs_cuda: ClassVar[bool] = False
-    needs_compiler: ClassVar[bool] = False
     seconds_to_settle: ClassVar[float] = 0.0
     """How long a workload is repeated before it is timed: the variant changes how it runs what recurs."""
 
@@ -58,13 +54,9 @@ class Variant(ABC):
         """What was done before the first request, and how long it took."""
 
     @classmethod
-    def unavailable(cls, kind: str, device: str) -> str | None:
-        """Why this variant cannot run here, or not for such towers; None if it can."""
-        if cls.needs_cuda and device != "cuda":
-            return "needs CUDA graphs"
-        if cls.needs_compiler and device == "cpu" and shutil.which("g++") is None:
-            return "needs a C++ compiler"
-        return None
+    def unavailable(cls, tower: str, device: str) -> str | None:
+        """Why this variant cannot run here, or not such a tower; None if it can."""
+        return "needs CUDA graphs" if cls.needs_cuda and device != "cuda" else None
 
     def why_not(self, workload: Workload) -> str | None:
         """Why it does not run a workload; None if it does."""
@@ -131,7 +123,7 @@ class _OnPrepared(Variant):
         prepared = self._prepared[batch]
         with choosing(self._kernels):
             outputs = {path: self.run_path(path, values) for path, values in prepared.inputs.items()}
-        return self.model.items(outputs, prepared)
+        return cut_items(self.model.adapter, outputs, prepared)
 
     @abstractmethod
     def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
@@ -142,7 +134,6 @@ class Compile(_OnPrepared):
     """One trace for all sizes, as far as Dynamo keeps them symbolic."""
 
     name = "compile"
-    needs_compiler = True
     settings: ClassVar[Mapping[str, Any]] = {}
 
     def start(self) -> None:
@@ -177,13 +168,6 @@ class CompileReduceOverhead(Compile):
     def run(self, batch: Batch) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         return super().run(batch)
-
-
-class CompileMaxAutotune(CompileReduceOverhead):
-    """The same, with kernels of products chosen by measurement."""
-
-    name = "compile-max-autotune"
-    settings: ClassVar[Mapping[str, Any]] = {**REDUCE_OVERHEAD, "mode": "max-autotune"}
 
 
 class ExactGraph(_OnPrepared):
@@ -227,27 +211,6 @@ class Managed(Variant):
         return ", ".join(f"{count} x {way}" if count > 1 else way for way, count in ways.items())
 
 
-class Backend(Variant):
-    name = "ours-backend"
-
-    @classmethod
-    def unavailable(cls, kind: str, device: str) -> str | None:
-        if kind == "pages":
-            return "a page is several calls of the module, which a manager puts together"
-        return super().unavailable(kind, device)
-
-    def start(self) -> None:
-        options = {name: value for name, value in self.config.items() if name not in _OF_MANAGERS}
-        with self.timed("compile and capture"):
-            self._compiled: Any = torch.compile(
-                self.model.adapter, backend="encoder_cg", fullgraph=True, options=options
-            )
-            fx.warmup(self._compiled)
-
-    def run(self, batch: Batch) -> Any:
-        return self.model.wrapped(self._compiled, batch)
-
-
 def _ours(selected: str) -> type[Managed]:
     class Ours(Managed):
         name: ClassVar[str] = f"ours-{selected}"
@@ -266,10 +229,10 @@ class Invariant(Managed):
         super().__init__(model, {**config, "invariant": True})
 
     @classmethod
-    def unavailable(cls, kind: str, device: str) -> str | None:
+    def unavailable(cls, tower: str, device: str) -> str | None:
         if device == "cpu" and torch.get_num_threads() > 1:
             return "needs a single thread on a CPU"
-        return super().unavailable(kind, device)
+        return super().unavailable(tower, device)
 
 
 # The most telling ones first: device time may end before the last.
@@ -281,8 +244,6 @@ VARIANTS: Mapping[str, type[Variant]] = {
         ExactGraph,
         Compile,
         CompileReduceOverhead,
-        CompileMaxAutotune,
-        Backend,
         Invariant,
     )
 }

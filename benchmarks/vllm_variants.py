@@ -5,7 +5,6 @@ It has random weights of its own, so its manager is compared with its own eager 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,18 +39,16 @@ class VllmEager(Variant):
     needs_cuda = True
 
     @classmethod
-    def unavailable(cls, kind: str, device: str) -> str | None:
+    def unavailable(cls, tower: str, device: str) -> str | None:
+        if tower not in CLASSES:
+            return f"vLLM's classes here are those of {', '.join(CLASSES)}"
         missing = None if vllm_or_none() else "vLLM is not installed"
-        return super().unavailable(kind, device) or missing
+        return super().unavailable(tower, device) or missing
 
     def why_not(self, workload: Workload) -> str | None:
-        if self.model.name not in CLASSES:
-            return f"vLLM's classes here are those of {', '.join(CLASSES)}"
         return "videos are left out" if any(request.clips for request in workload.requests) else None
 
     def start(self) -> None:
-        if self.model.name not in CLASSES:
-            return
         prepare_environment()
         start_vllm(self.model.device)
         described = CLASSES[self.model.name]
@@ -77,19 +74,15 @@ class VllmEager(Variant):
 class VllmManager(VllmEager):
     name = "vllm"
 
-    @functools.cached_property
-    def _manager(self) -> Any:
-        from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-
-        with self.timed("capture"):
-            return captured_manager(
-                EncoderCudaGraphManager, self._config, self.model.device, self.model.dtype, self._tower
-            )
-
     def start(self) -> None:
         super().start()
-        if self.model.name in CLASSES:
-            _ = self._manager
+        from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+        device, dtype = self.model.device, self.model.dtype
+        with self.timed("capture"):
+            self._manager: Any = captured_manager(
+                EncoderCudaGraphManager, self._config, device, dtype, self._tower
+            )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Any:

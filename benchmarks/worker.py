@@ -8,7 +8,6 @@ import os
 import statistics
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -18,7 +17,7 @@ import torch
 from arithmetic import count_flops, gemm_flops_per_second
 from models import Batch, Model, kind_of, make_model, rows_of
 from processes import run_process
-from storage import one_line
+from storage import Row, failing
 from timing import measure, synchronize
 from torch import Tensor
 from variants import Variant
@@ -36,8 +35,6 @@ START = "start"
 ERROR_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
 
 _MOST_SAMPLES = 200
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -129,19 +126,15 @@ def contest(job: Job) -> Iterator[Row]:
     seconds = {"start": time.perf_counter() - start, **variant.seconds}
     yield {"workload": START, "seconds": seconds, "bytes": _owned_bytes(before, model)}
     for workload in _workloads(job):
-        row = {"workload": workload.name, "patches": _patches(batches[workload.name])}
+        row: Row = {"workload": workload.name, "patches": _patches(batches[workload.name])}
         if reason := variant.why_not(workload):
             yield {**row, "skipped": reason}
             continue
-        try:
-            measured = _measure(job, variant, batches[workload.name], expected[workload.name])
-        except Exception as error:
-            traceback.print_exc()
-            yield {**row, "failure": one_line(error)}
-            if model.device.type == "cuda":
-                torch.cuda.synchronize()  # raises if the device is lost to this process, which then ends
-        else:
-            yield {**row, **measured, "bytes": _owned_bytes(before, model)}
+        with failing(row):
+            row |= _measure(job, variant, batches[workload.name], expected[workload.name])
+            row["bytes"] = _owned_bytes(before, model)
+        yield row
+        synchronize()  # raises if the device is lost to this process, which then ends
 
 
 def _measure(job: Job, variant: Variant, batches: Sequence[Batch], expected: Tensor) -> Row:

@@ -93,6 +93,9 @@ WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
 }
 """By what a tower takes (patches, tiles, whole pages with crops) and by name."""
 
+README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
+"""Of packed towers: those of the README's table."""
+
 QUICK_WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
     "packed": _by_name(
         _images("1x64", (64, 64)),

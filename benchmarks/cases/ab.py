@@ -7,7 +7,7 @@ Each side is a process with the package of its checkout. Outputs are compared wi
 few calls of a workload are timed in turns: "execute" to the end of its device work, "host" on the CPU,
 "replay" between events around the CUDA graphs. "ratio" is the median of this checkout's over the baseline's;
 "lowest" and "highest" are of a single turn. "full graph" is one image of 64 output tokens in a manager of
-three budgets in mode `full`. Caches are empty unless `--caches` names a folder where they are kept.
+three budgets in mode `full`. Caches are empty.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from storage import ROOT, commit_of, new_result, store
+from models import TINY_SETTINGS
+from storage import ROOT, Record, Row, commit_of
 from timing import summarize
 from worker import ERROR_LIMITS
 from workloads import WORKLOADS
@@ -36,14 +38,6 @@ IMAGES = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "20x336")
 _PIXELS_PER_TOKEN = 32
 _FULL = {"mode": "full", "token_budgets": [64, 128, 256], "max_items_per_batch": 16}
 _TOWER: dict[str, Any] = {"depth": 27, "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]}
-_TINY_TOWER: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 120,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "deepstack_visual_indexes": [0],
-}
 _TINY_CONFIG = {"token_budgets": [8, 16], "max_items_per_batch": 4, "max_frames_per_batch": 0}
 
 Samples = dict[str, dict[str, list[list[float]]]]
@@ -56,8 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=10, help="turns of each side")
     parser.add_argument("--samples", type=int, default=10, help="timed calls of a workload in a turn")
     parser.add_argument("--config", type=json.loads, default={}, metavar="JSON", help="settings of managers")
-    parser.add_argument("--caches", type=Path, metavar="DIR", help="keeps what each side compiles")
-    parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too: shows that it runs")
 
 
 def settings_of(*, tiny: bool, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +64,7 @@ def settings_of(*, tiny: bool, config: Mapping[str, Any]) -> dict[str, Any]:
     workloads["full graph"] = {"manager": "full", "grids": [[1, side, side]]}
     full = {**_TINY_CONFIG, "mode": "full"} if tiny else {**_FULL, "max_frames_per_batch": 0}
     managers = {"default": {**(_TINY_CONFIG if tiny else {}), **config}, "full": {**full, **config}}
-    tower = _TINY_TOWER if tiny else _TOWER
+    tower = TINY_SETTINGS if tiny else _TOWER
     return {"tower": tower, "workloads": workloads, "managers": managers, "warmups": 2 if tiny else 20}
 
 
@@ -92,49 +84,35 @@ class Side:
         own = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
         environment = {**os.environ, **{name: str(caches / folder) for name, folder in own.items()}}
         environment["PYTHONPATH"] = os.pathsep.join([str(self.root), *_python_path()])
-        receiver, sender = os.pipe()
-        self._process: Any = subprocess.Popen(
-            [sys.executable, SIDE, str(sender)],
-            env=environment,
-            cwd=self.root,
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr,  # what libraries print
-            text=True,
-            pass_fds=(sender,),
-        )
-        os.close(sender)
-        self._answers = os.fdopen(receiver)
-        self._send(settings)
+        self._connection, theirs = multiprocessing.Pipe()
+        command = [sys.executable, SIDE, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, env=environment, cwd=self.root, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._connection.send(settings)
 
     def start(self) -> dict[str, Any]:
         """Compiles and captures; raises SystemExit where another package was imported."""
-        started = self.ask(do="start")
+        started = self.ask("start")
         if not Path(started["package"]).is_relative_to(self.root):
             raise SystemExit(
                 f"expected the package of {self.root}; the process imported {started['package']}"
             )
         return started
 
-    def ask(self, **command: Any) -> dict[str, Any]:
-        self._send(command)
+    def ask(self, *command: Any) -> Any:
+        self._connection.send(command)
         return self.answer()
 
-    def answer(self) -> dict[str, Any]:
-        line = self._answers.readline()
-        if not line:
-            raise SystemExit(f"{self.root}: the process ended with exit code {self._process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+    def answer(self) -> Any:
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            ended = f"{self.root}: the process ended with exit code {self._process.wait()}"
+            raise SystemExit(ended) from error
 
     def stop(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._connection.close()
         self._process.wait()
-        self._answers.close()
-
-    def _send(self, values: Mapping[str, Any]) -> None:
-        self._process.stdin.write(json.dumps(values) + "\n")
-        self._process.stdin.flush()
 
 
 def _python_path() -> list[str]:
@@ -144,34 +122,18 @@ def _python_path() -> list[str]:
     return [path for path in listed if path and Path(path).resolve() not in own]
 
 
-@contextlib.contextmanager
-def both_sides(
-    roots: Mapping[str, Path], caches: Path | None, settings: Mapping[str, Any]
-) -> Iterator[dict[str, Side]]:
-    """Both processes, their towers made; ended afterwards."""
-    with contextlib.ExitStack() as stack:
-        folder = caches or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ab_")))
-        sides = {}
-        for name, root in roots.items():
-            sides[name] = Side(root, folder.resolve() / name, settings)
-            stack.callback(sides[name].stop)
-        for side in sides.values():
-            side.answer()
-        yield sides
-
-
 def measure(sides: Mapping[str, Side], workloads: Mapping[str, Any], rounds: int, samples: int) -> Any:
     """Samples by side, in turns."""
     found: dict[str, Samples] = {name: {workload: {} for workload in workloads} for name in sides}
     for _ in range(rounds):
         for workload in workloads:
             for name, side in sides.items():
-                for what, times in side.ask(do="measure", name=workload, samples=samples).items():
+                for what, times in side.ask("measure", workload, samples).items():
                     found[name][workload].setdefault(what, []).append(times)
     return found
 
 
-def compare(samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
+def compare(samples: Mapping[str, Samples]) -> list[Row]:
     """A row for each workload and each of its times, in milliseconds, over the turns in which both sides have
     some: a manager that chooses the exact shape in a turn replays nothing there.
     """
@@ -200,30 +162,27 @@ def compare(samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
     return rows
 
 
-def run(arguments: argparse.Namespace) -> int:
-    roots = dict(zip(SIDES, (arguments.baseline, ROOT), strict=True))
+def run(arguments: argparse.Namespace, record: Record) -> None:
     settings = settings_of(tiny=arguments.tiny, config=arguments.config)
-    with both_sides(roots, arguments.caches, settings) as sides:
+    with contextlib.ExitStack() as stack:
+        caches = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ab_")))
+        sides = {}
+        for name, root in zip(SIDES, (arguments.baseline, ROOT), strict=True):
+            sides[name] = Side(root, caches / name, settings)
+            stack.callback(sides[name].stop)
+        for side in sides.values():
+            side.answer()  # its tower is made
         started = {name: side.start() for name, side in sides.items()}
         samples = measure(sides, settings["workloads"], arguments.rounds, arguments.samples)
-    commit = arguments.baseline_commit or commit_of(arguments.baseline)
-    result = new_result("ab", **settings, rounds=arguments.rounds, baseline=commit)
-    limit = ERROR_LIMITS["float32" if result["gpu"] is None else "bfloat16"]
-    result["wrong"] = [
-        f"{name}, {workload}: differs from eager by {error:.2g} of its root mean square"
-        for name, start in started.items()
-        for workload, error in start["errors"].items()
-        if not error <= limit  # so written that NaN fails too
-    ]
+    baseline = arguments.baseline_commit or commit_of(arguments.baseline)
+    record.settings.update(**settings, rounds=arguments.rounds, baseline=baseline)
     for what in ("seconds", "errors"):
-        result[what] = {name: start[what] for name, start in started.items()}
-    result["rows"] = compare(samples)
-    store(arguments.output, result)
-    import tables
-
-    print(tables.ab(result))
-    for what, seconds in result["seconds"]["baseline"].items():
-        print(f"{what}: {seconds:.2f} s and {result['seconds']['this'][what]:.2f} s")
-    for sentence in result["wrong"]:
-        print(f"wrong: {sentence}", file=sys.stderr)
-    return 1 if result["wrong"] else 0
+        record.result[what] = {name: start[what] for name, start in started.items()}
+    for row in compare(samples):
+        record(row)
+    limit = ERROR_LIMITS["float32" if record.result["gpu"] is None else "bfloat16"]
+    for name, start in started.items():
+        for workload, error in start["errors"].items():
+            if not error <= limit:  # so written that NaN fails too
+                failure = f"{name} differs from eager by {error:.2g} of its root mean square"
+                record({"workload": workload, "failure": failure})

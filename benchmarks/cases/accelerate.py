@@ -14,8 +14,6 @@ Then `generate`, once warm: what a second request still compiled, traced and cap
 With `--adapters` instead two of PEFT's, "a" and "b", of rank 16 in all linear layers of the blocks: "peft" is
 eager with "a"; "accelerate, a" and "accelerate, b and a", a call and `set_adapter` of each, with and without
 the pass `folded_adapters`. "captured" tells what the calls after both were seen captured.
-
-`--tiny` takes a tiny tower, on a CPU too.
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ from typing import Any
 
 import torch
 import transformers
-from storage import Result, new_result, store
+from models import TINY_SETTINGS
+from storage import Record
 from timing import measure
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -41,26 +40,17 @@ from fxsplit_encoder.models.registry import architecture
 SIZES = {"1x224": [(14, 14)], "1x448": [(28, 28)], "20x336": [(20, 20)] * 20}
 """Rows and columns of patches of each image, by workload."""
 TINY_SIZES = {"1x64": [(4, 4)], "2x96": [(6, 6)] * 2}
-TINY = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "intermediate_size": 48,
-    "deepstack_visual_indexes": [0],
-}
 IMAGE, START, END = 60, 62, 63
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
     parser.add_argument("--adapters", action="store_true", help="PEFT's adapters in the tower instead")
     parser.add_argument("--samples", type=int, default=100, help="timed calls of a row")
 
 
 def make_model(tiny: bool, device: str) -> Any:
-    vision = architecture("qwen3-vl-8b").settings(None)["vision_config"]
-    width = 32 if tiny else vision["out_hidden_size"]
-    vision = {**vision, **(TINY if tiny else {}), "out_hidden_size": width}
+    vision = architecture("qwen3-vl-8b").settings(None)["vision_config"] | (TINY_SETTINGS if tiny else {})
+    width = vision["out_hidden_size"]
     text = {
         "hidden_size": width,
         "intermediate_size": width,
@@ -118,21 +108,18 @@ def made_so_far(model: nn.Module) -> dict[str, int]:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> Result:
-    tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
-    if not tiny and device == "cpu":
-        raise SystemExit("accelerate: needs a CUDA device, or --tiny: there is nothing to replay without one")
-    model = make_model(tiny, device)
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    tiny = arguments.tiny
+    model = make_model(tiny, arguments.device)
     width = model.config.text_config.hidden_size
     inputs = {name: make_inputs(model, sizes) for name, sizes in (TINY_SIZES if tiny else SIZES).items()}
-    result = new_result("accelerate", tower="tiny" if tiny else "qwen3-vl-8b")
+    record.settings["tower"] = "tiny" if tiny else "qwen3-vl-8b"
     expected = {name: features(model, each) for name, each in inputs.items()}
 
     def add(way: str, call: Callable[[dict[str, Tensor]], Tensor]) -> None:
         for name, each in inputs.items():
             row = {"workload": name, "way": way, "error": relative_error(call(each), expected[name])}
-            result["rows"].append({**row, **measure([functools.partial(call, each)], arguments.samples, 3)})
-            store(arguments.output, result)
+            record(row | measure([functools.partial(call, each)], arguments.samples, 3))
 
     settings: dict[str, Any] = {"token_budgets": [4, 32], "passes": ["folded_adapters"]} if tiny else {}
 
@@ -152,21 +139,19 @@ def run(arguments: argparse.Namespace) -> Result:
         for suffix, further in (("", {}), (" without folded_adapters", {"passes": kept})):
             accelerated(f"accelerate, a{suffix}", **further)
             captured = take_turns(model, functools.partial(add, f"accelerate, b and a{suffix}"))
-            result["settings"][f"captured, b and a{suffix}"] = captured
-        store(arguments.output, result)
-        return result
+            record.settings[f"captured, b and a{suffix}"] = captured
+        record.store()
+        return
     for compile in (False, True):
         way = "accelerate, compile" if compile else "accelerate"
         accelerated(way, compile)
-        result["settings"][f"generate, {way}"] = generate_again(model, inputs)
+        record.settings[f"generate, {way}"] = generate_again(model, inputs)
         fx.restore(model)
     manager = fx.EncoderCudaGraphManager(
         fx.wrap(model.model.visual), fx.EncoderConfig(**settings), log_interval=0
     )
     manager.capture()
     add("execute", functools.partial(execute, manager, width))
-    store(arguments.output, result)
-    return result
 
 
 def take_turns(model: Any, add: Callable[[Callable[[dict[str, Tensor]], Tensor]], None]) -> dict[str, int]:

@@ -8,7 +8,7 @@ Microseconds of the device inside of a CUDA graph, medians: "known" with the tru
 is what a call keeps the CPU, "first ms" what the first call of a shape takes, where kernels are compiled or
 planned. What the chooser picks for either is marked, for equal segments what it picks for a batch in a
 graph, and for one segment what it picks for a graph of one; it measures for itself, on random values of the
-shape's class. The file is written after each list of segments; `--segments` takes some of them.
+shape's class. `--segments` takes some of the lists.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from storage import Result, new_result, one_line, store
-from timing import device_for, host_us, timed
+from storage import Record, failing
+from timing import host_us, timed
 
 from fxsplit_encoder.kernels.attention import KERNELS, AttentionKernel, KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import Measurements, shape_of
@@ -68,13 +68,11 @@ def measure(name: str, lengths: list[int], head_dim: int, chooser: KernelChooser
         call = _call(kernel, values, lengths, longest)
         padded = _call(kernel, values, lengths + [0] * EMPTY_SEGMENTS, tokens)
         row: dict[str, Any] = {"segments": name, "kernel": kernel.name}
-        try:
+        with failing(row):  # one kernel's failure is a result too
             row["first ms"] = timed(call)[0]
             row["known"] = microseconds(call, captured)
             row["host"] = host_us(call, 30)
             row["captured"] = microseconds(padded, captured) if works(kernel, captured) else None
-        except Exception as error:  # one kernel's failure is a result too
-            row["failure"] = one_line(error)
         row["chosen"] = ", ".join(what for what in shapes if chosen[what] is kernel)
         rows.append(row)
     return rows
@@ -87,13 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> Result:
-    device = torch.device(device_for("attention"), torch.cuda.current_device())
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
     unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
     chooser = KernelChooser(measurements=Measurements())
-    result = new_result("attention", heads=HEADS, head_dim=arguments.head_dim, unavailable=unavailable)
+    record.settings.update(heads=HEADS, head_dim=arguments.head_dim, unavailable=unavailable)
     for name in arguments.segments:
         with measuring():
-            result["rows"] += measure(name, SEGMENTS[name], arguments.head_dim, chooser)
-        store(arguments.output, result)
-    return result
+            rows = measure(name, SEGMENTS[name], arguments.head_dim, chooser)
+        for row in rows:
+            record(row)

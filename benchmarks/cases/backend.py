@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 import transformers
-from processes import Row, run_process, visible_gpus
-from storage import Result, new_result, one_line, store
-from timing import timed
+from processes import run_process, visible_gpus
+from storage import Record, Row, failing
+from timing import in_turns
 from torch import Tensor, nn
 from worker import relative_error
 
@@ -66,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=6, help="models that compile at once on a GPU")
     parser.add_argument("--compile-seconds", type=float, default=1200)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a model")
-    parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too")
 
 
 def make(name: str, tiny: bool) -> tuple[nn.Module, int]:
@@ -97,7 +96,7 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
     """Compiles each way of a model, waits for the others of the GPU, then times them in turn."""
     end = time.monotonic() + options.compile_seconds
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = _RECOMPILATIONS
-    device = "cpu" if options.tiny and not torch.cuda.is_available() else "cuda"
+    device = options.device
     calls: dict[tuple[str, int], Callable[[], Tensor]] = {}
     rows: dict[tuple[str, int], Row] = {}
     with torch.no_grad():  # parameters made in inference mode have no versions
@@ -117,28 +116,22 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
             if begin > end:
                 break
             row: Row = {"model": name, "batch": n, "way": way}
-            try:
+            with failing(row):  # which the other ways need not share
                 call = functools.partial(output_of, ways[way](), pixels[n])
                 for _ in range(_WARMUPS):
                     made = call()
                 error = relative_error(made.float(), expected[n])
-            except Exception as failure:  # of one way, which the others need not share
-                yield {**row, "failure": one_line(failure)}
-                continue
-            rows[way, n] = {**row, "warm-up s": time.monotonic() - begin, "error": error}
-            calls[way, n] = call
+                rows[way, n] = {**row, "warm-up s": time.monotonic() - begin, "error": error}
+                calls[way, n] = call
+            if "failure" in row:
+                yield row
     ready.set()
     go.wait(options.timeout)
     with turn, torch.no_grad():  # as before: graphs are compiled anew in another mode
         for n in options.batches:
-            calls_n = {way: call for (way, batch), call in calls.items() if batch == n}
-            times: dict[str, list[float]] = {way: [] for way in calls_n}
-            for sample in range(-3, 2 if options.tiny else _SAMPLES):
-                for way, timed_call in calls_n.items():
-                    ms = timed(timed_call)[0]
-                    times[way] += [ms] if sample >= 0 else []
-            for way, samples in times.items():
-                yield {**rows[way, n], "p50": statistics.median(samples)}
+            of_batch = {way: call for (way, batch), call in calls.items() if batch == n}
+            for way, times in in_turns(of_batch, 2 if options.tiny else _SAMPLES, 3).items():
+                yield {**rows[way, n], "p50": statistics.median(wall for wall, _ in times)}
 
 
 def compiled_for_a_size(model: nn.Module, mode: str) -> Any:
@@ -146,19 +139,12 @@ def compiled_for_a_size(model: nn.Module, mode: str) -> Any:
     return torch.compile(copy.deepcopy(model), mode=mode, dynamic=False)
 
 
-def run(arguments: argparse.Namespace) -> Result:
-    gpus: list[str | None] = [*visible_gpus()]
-    if not arguments.tiny and not gpus:
-        raise SystemExit("backend: needs a CUDA device, or --tiny: there is nothing to replay without one")
+def run(arguments: argparse.Namespace, record: Record) -> None:
     if arguments.tiny:
         arguments.models, arguments.batches = [f"transformers/{name}" for name in TINY], [1, 2]
-    gpus = gpus or [None]
-    result = new_result("backend", batches=arguments.batches)
+    gpus: list[str | None] = [*visible_gpus()] or [None]
+    record.settings["batches"] = arguments.batches
     context = multiprocessing.get_context("spawn")
-
-    def add(row: Row) -> None:
-        result["rows"].append(row)
-        store(arguments.output, result)
 
     def measure(gpu: str | None, names: list[str]) -> None:
         while names:
@@ -166,24 +152,18 @@ def run(arguments: argparse.Namespace) -> Result:
             readies, go, turn = [context.Event() for _ in now], context.Event(), context.Lock()
 
             def one(name: str, ready: Any, go: Any = go, turn: Any = turn) -> None:
-                options = (name, arguments_of(arguments), ready, go, turn)
-                failure = run_process(rows_of, options, arguments.timeout, add, "spawn", gpu)
+                options = (name, arguments, ready, go, turn)
+                failure = run_process(rows_of, options, arguments.timeout, record, "spawn", gpu)
                 if failure is not None:
-                    add({"model": name, "failure": failure})
+                    record({"model": name, "failure": failure})
                 ready.set()
 
             with ThreadPoolExecutor(len(now)) as each:
                 ended = each.map(one, now, readies)
-                [ready.wait() for ready in readies]
+                for ready in readies:
+                    ready.wait()
                 go.set()
                 list(ended)
 
     with ThreadPoolExecutor(len(gpus)) as pool:
         list(pool.map(measure, gpus, [arguments.models[index :: len(gpus)] for index in range(len(gpus))]))
-    return result
-
-
-def arguments_of(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The options that a process of a model needs, all of which can be sent to it."""
-    names = ("modes", "batches", "tiny", "timeout", "compile_seconds")
-    return argparse.Namespace(**{name: getattr(arguments, name) for name in names})

@@ -40,9 +40,9 @@ import numpy as np
 import torch
 from decoder import TINY, Decoder, Shape
 from models import photographs, tiny_tower
-from serving import Arrival, Beside, Engine, Inline, Medium, Ready, Run, Source, arrivals
-from storage import ROOT, Result, new_result, store
-from timing import device_for, percentile, synchronize, wall_ms
+from serving import Arrival, Beside, Engine, Inline, Medium, Run, Source, arrivals
+from storage import ROOT, Record
+from timing import percentile, synchronize, wall_ms
 from workloads import random_grid
 
 import fxsplit_encoder as fx
@@ -126,7 +126,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=json.loads, default={"capture_recurring": False}, metavar="JSON", help="of managers"
     )
-    parser.add_argument("--tiny", action="store_true", help="tiny tower and decoder, on a CPU too")
 
 
 class _Kept(ManagerEncoder):
@@ -147,7 +146,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         self.arguments, self.say = arguments, say
         self.scale = SMALL if arguments.tiny else FULL
-        self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
         self.encoder_device = torch.device(arguments.encoder_device or self.device)
         self.beside, self.model_processor, self.processor = self._manager(self.encoder_device)
         say(f"captured on {self.encoder_device}")
@@ -330,7 +329,7 @@ class Bench:
 
     def _source(self, variant: str, workers: ThreadPoolExecutor) -> Source:
         if variant == NO_ENCODING:
-            return Ready()
+            return Source()
         processor = self.model_processor if variant == SYNCHRONOUS else self.processor
         return Inline(processor, ManagerEncoder(self.manager), workers if variant == PREPARED else None)
 
@@ -394,21 +393,15 @@ def _stages(run: Run) -> dict[str, float | None]:
     return {f"{name} p50": 1e3 * statistics.median(stages[name] for stages in known) for name in names}
 
 
-def run(arguments: argparse.Namespace) -> Result:
-    device_for("connector", arguments.tiny)
+@torch.no_grad()
+def run(arguments: argparse.Namespace, record: Record) -> None:
     begin = time.perf_counter()
 
     def say(what: str) -> None:
         print(f"{time.perf_counter() - begin:.0f} s: {what}", flush=True)
 
-    with torch.no_grad():
-        result = measure(Bench(arguments, say), arguments, say)
-    return result
-
-
-def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], None]) -> Result:
-    """The rows of every part, written as they come."""
-    settings = {
+    bench = Bench(arguments, say)
+    record.settings |= {
         "tower": "tiny" if arguments.tiny else "qwen3-vl-8b",
         "rate": arguments.rate,
         "seconds": arguments.seconds,
@@ -418,14 +411,11 @@ def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], No
         "slices ms": SLICE_MS,
         "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
     }
-    result = new_result("connector", **settings)
     parts = {"batch": bench.batch, "beside": bench.beside_videos, "mix": bench.mixes}
     if {"beside", "mix"} & {*arguments.parts}:
         bench.warm_up()
         say("warm")
     for part in arguments.parts:
         for row in parts[part]():
-            result["rows"].append({"part": part, **row})
-            store(arguments.output, result)
+            record({"part": part, **row})
             say(f"{part}: {row}")
-    return result

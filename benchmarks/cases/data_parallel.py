@@ -21,37 +21,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import tiny_tower
-from storage import Result, new_result, store
+from storage import Record
 from timing import summarize, timed
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from worker import relative_error
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.models.random import demo_tower
+from fxsplit_encoder.models.random import demo_tower, random_inputs
 
-PIXELS = 336
+PIXELS, PATCHES = 336, 400
 LIMITS = {"token_budgets": (128, 256, 512, 1024, 2048), "max_items_per_batch": 32, "max_frames_per_batch": 0}
-# What the processor of Qwen3-VL allows one image, in pixels.
-MIN_PIXELS, MAX_PIXELS = 65536, 16777216
 WARMUP = 5
-
-
-def make_tower(tiny: bool, device: torch.device) -> Any:
-    """The same weights on every rank."""
-    return tiny_tower() if tiny else demo_tower(27, device, torch.bfloat16)
-
-
-def make_inputs(tower: Any, num_images: int) -> dict[str, torch.Tensor]:
-    """The same patches on every rank, in the tower's memory and dtype."""
-    factor = tower.config.patch_size * tower.merge_size
-    height, width = smart_resize(PIXELS, PIXELS, factor, MIN_PIXELS, MAX_PIXELS)
-    grid = torch.tensor([[1, height // tower.config.patch_size, width // tower.config.patch_size]])
-    rows = num_images * int(grid.prod())
-    pixels = torch.randn(rows, tower.patch_features, generator=torch.Generator().manual_seed(1))
-    return {
-        "pixel_values": pixels.to(tower.device, tower.dtype),
-        "image_grid_thw": grid.expand(num_images, 3).contiguous(),
-    }
 
 
 def run_rank(rank: int, num_ranks: int, folder: str, arguments: argparse.Namespace) -> None:
@@ -68,12 +47,13 @@ def run_rank(rank: int, num_ranks: int, folder: str, arguments: argparse.Namespa
         world_size=num_ranks,
         device_id=None if arguments.tiny else device,
     )
-    tower = fx.wrap(make_tower(arguments.tiny, device))
+    # The same weights and patches on every rank.
+    tower = fx.wrap(tiny_tower() if arguments.tiny else demo_tower(27, device, torch.bfloat16))
     manager = fx.EncoderCudaGraphManager(
         tower, fx.EncoderConfig(**LIMITS, data_parallel=True), log_interval=0
     )
     manager.capture()
-    inputs = make_inputs(tower, arguments.images)
+    inputs = random_inputs(tower, [PATCHES] * arguments.images)
     times = []
     items: list[torch.Tensor] = []
 
@@ -102,23 +82,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs")
     parser.add_argument("--images", type=int, default=20, help="images per request")
     parser.add_argument("--repeats", type=int, default=30, help="timed requests")
-    parser.add_argument("--tiny", action="store_true", help="a small tower on the CPU")
 
 
-def run(arguments: argparse.Namespace) -> Result:
+def run(arguments: argparse.Namespace, record: Record) -> None:
     ranks = sorted({1, *arguments.ranks})
     if not arguments.tiny and torch.cuda.device_count() < ranks[-1]:
         raise SystemExit(f"{ranks[-1]} ranks need as many GPUs; there are {torch.cuda.device_count()}")
     settings = {"tower": "tiny" if arguments.tiny else "qwen3-vl-8b", "images": arguments.images}
-    result = new_result("data_parallel", **settings, pixels=PIXELS, **LIMITS)
+    record.settings.update(**settings, pixels=PIXELS, **LIMITS)
     alone: Any = None
     for num_ranks in ranks:
         measured = measure(num_ranks, arguments)
         times = summarize(measured["times"])
         alone = alone or {**measured, **times}
         error = relative_error(measured["items"], alone["items"])
-        result["rows"].append(
-            {"ranks": num_ranks, **times, "speed-up": alone["p50"] / times["p50"], "error": error}
-        )
-        store(arguments.output, result)
-    return result
+        record({"ranks": num_ranks, **times, "speed-up": alone["p50"] / times["p50"], "error": error})

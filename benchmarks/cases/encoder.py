@@ -22,29 +22,26 @@ import json
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import torch
-from models import DEFAULT_TOWERS, TINY, kind_of, tower_names
+from models import DEFAULT_TOWERS, TINY, tower_names
 from processes import visible_gpus
-from storage import Result, new_result, store
+from storage import Record, Row
 from variants import MODES
 from vllm_classes import vllm_or_none
 from vllm_variants import CONTENDERS
 from worker import FLOOR, Job, known_workloads, run_job, start_method
+from workloads import README
 
-README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
 README_VARIANTS = ("eager", "ours-auto", "graph-exact", "compile", "vllm-eager", "vllm")
 MAIN_VARIANTS = (
     *(FLOOR, "eager", "ours-auto", "graph-exact", "compile-reduce-overhead"),
     *("vllm-eager", "vllm"),
 )
-QUICK_VARIANTS = (FLOOR, "eager", "ours-auto", "ours-backend", "graph-exact")
+QUICK_VARIANTS = (FLOOR, "eager", "ours-auto", "graph-exact")
 MODE_VARIANTS = ("eager", *(f"ours-{mode}" for mode in MODES))
 _QUICK_CONFIG = {"token_budgets": [4, 16], "max_items_per_batch": 4, "max_frames_per_batch": 0}
 
@@ -59,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
     add("--variants", nargs="+", choices=[FLOOR, *CONTENDERS], metavar="NAME", help=", ".join(CONTENDERS))
     add("--blocks", type=int, help="the most blocks of a tower")
-    add(
-        "--starts", type=int, help="processes of each variant, of which the median is kept; 1, for --readme 3"
-    )
+    add("--starts", type=int, help="processes of each variant; the median is kept; 1, for --readme 3")
     add("--samples", type=int, default=30, help="the fewest timed calls of a row")
     add("--seconds", type=float, default=1.0, help="how long a row's calls are timed at least, of up to 200")
     add("--timeout", type=float, default=900, help="the most seconds of a variant of a tower")
@@ -79,54 +74,44 @@ def make_jobs(options: argparse.Namespace, device: str) -> list[Job]:
         towers, variants = DEFAULT_TOWERS[:1], MODE_VARIANTS
     elif options.quick:
         towers, variants, config = (TINY,), QUICK_VARIANTS, {**_QUICK_CONFIG, **config}
+    bf16, samples = device == "cuda", options.samples
+    each = {
+        "quick": options.quick,
+        "device": device,
+        "dtype": "bfloat16" if bf16 else "float32",
+        "blocks": options.blocks,
+        "samples": min(samples, 3) if options.quick and not bf16 else samples,
+        "config": config,
+        "shared_cache": options.shared_cache,
+        "seconds": options.seconds,
+    }
     jobs = []
     for tower in options.towers or towers:
         known = known_workloads(tower, options.quick)
         chosen = tuple(name for name in workloads or known if name in known)
-        for variant in (options.variants or variants) if chosen else ():
-            jobs.append(
-                Job(
-                    tower,
-                    variant,
-                    chosen,
-                    options.quick,
-                    device,
-                    "bfloat16" if device == "cuda" else "float32",
-                    options.blocks,
-                    min(options.samples, 3) if options.quick and device == "cpu" else options.samples,
-                    config,
-                    options.shared_cache,
-                    options.seconds,
-                )
-            )
+        if chosen:
+            jobs += [Job(tower, variant, chosen, **each) for variant in options.variants or variants]
     return jobs
 
 
-def measure(starts: Sequence[Sequence[Job]], timeout: float, result: Result, path: Path | None) -> None:
+def measure(starts: Sequence[Sequence[Job]], timeout: float, record: Record) -> None:
     """Measures each start job by job, starts on other GPUs at once, and writes the medians after each row."""
     method = start_method()
-    measured: list[dict[str, Any]] = []
-    writing = threading.Lock()
-
-    def keep(row: dict[str, Any]) -> None:
-        with writing:
-            measured.append(row)
-            result["rows"][:] = medians(measured)
-            store(path, result)
+    record.merge = medians
 
     def measure_jobs(jobs: Iterable[Job], gpu: str | None) -> None:
         for job in jobs:
             variant = CONTENDERS.get(job.variant)
-            reason = variant and variant.unavailable(kind_of(job.tower), job.device)
+            reason = variant and variant.unavailable(job.tower, job.device)
             if reason:
                 print(f"{job.tower}, {job.variant}: not run: {reason}", flush=True)
                 continue
             start = time.monotonic()
-            failure = run_job(job, timeout, keep, method, gpu)
+            failure = run_job(job, timeout, record, method, gpu)
             taken = time.monotonic() - start
             print(f"{job.tower}, {job.variant}: {failure or 'done'} ({taken:.0f} s)", flush=True)
             if failure is not None:
-                keep({"tower": job.tower, "variant": job.variant, "workload": "all", "failure": failure})
+                record({"tower": job.tower, "variant": job.variant, "workload": "all", "failure": failure})
 
     gpus = visible_gpus()[: len(starts)]
     if len(gpus) < 2:  # in this thread, whose exit ends the process that it waits for
@@ -135,14 +120,14 @@ def measure(starts: Sequence[Sequence[Job]], timeout: float, result: Result, pat
         shares = [itertools.chain.from_iterable(starts[index :: len(gpus)]) for index in range(len(gpus))]
         with ThreadPoolExecutor(len(gpus)) as pool:
             list(pool.map(measure_jobs, shares, gpus))
-    store(path, result)
+    record.store()
 
 
-def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def medians(rows: Iterable[Row]) -> list[Row]:
     """Merges the rows of several starts: keeps the row of the median p50, with all of them as "starts"; a
     failed row where one failed.
     """
-    same: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    same: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         same.setdefault((row["tower"], row["variant"], row["workload"]), []).append(row)
     found = []
@@ -157,28 +142,15 @@ def medians(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, record: Record) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the process in hand is ended too
     jobs = make_jobs(options, "cuda" if torch.cuda.is_available() else "cpu")
     if not jobs:
-        print("no tower takes any of these workloads", file=sys.stderr)
-        return 2
+        raise SystemExit("encoder: no tower takes any of these workloads")
     first = jobs[0]
     names = ("quick", "dtype", "blocks", "samples", "shared_cache", "seconds")
-    result = new_result(
-        "encoder", **{name: getattr(first, name) for name in names}, config=dict(first.config)
-    )
-    result["vllm"] = vllm_or_none()
-    starts = options.starts or (3 if options.readme else 1)
-    measure([jobs] * starts, options.timeout, result, options.output)
-    import tables
-
-    for tower in dict.fromkeys(job.tower for job in jobs):
-        print(f"\n{tables.encoder_rows(result, tower)}\n")
-    if result["gpu"] is None:
+    record.settings.update({name: getattr(first, name) for name in names}, config=dict(first.config))
+    record.result["vllm"] = vllm_or_none()
+    measure([jobs] * (options.starts or (3 if options.readme else 1)), options.timeout, record)
+    if record.result["gpu"] is None:
         print("Without CUDA nothing is captured: these times say that everything runs, and no more.")
-    failures = [row for row in result["rows"] if "failure" in row]
-    for row in failures:
-        names = " ".join(row[name] for name in ("tower", "variant", "workload"))
-        print(f"failed: {names}: {row['failure']}", file=sys.stderr)
-    return 1 if failures else 0

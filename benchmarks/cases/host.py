@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from models import tiny_tower
-from storage import Result, new_result, store
-from timing import device_for, host_us, timed
+from storage import Record
+from timing import host_us, timed
 from torch.compiler import skip_guard_on_all_nn_modules_unsafe
 from workloads import random_grid
 
@@ -39,7 +39,6 @@ _ROUNDS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
     parser.add_argument("--samples", type=int, default=300, help="timed calls of a row")
 
 
@@ -57,10 +56,10 @@ def executes(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
         )
         manager.capture()
         call = functools.partial(manager.execute, inputs)
-        yield name, _steady(call, samples)
+        yield name, host_us(call, samples, _WARMUPS)
         if mode == "full":
             (graph,) = (path.captured[LIMITS["token_budgets"][0]].capture for path in manager.paths.values())
-            yield "launch", _steady(graph.replay, samples)
+            yield "launch", host_us(graph.replay, samples, _WARMUPS)
             yield "execute, new sizes", new_sizes(manager, tower)
             yield from plans(manager, samples)
         manager.clear()
@@ -111,28 +110,20 @@ def compiled(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
         calls[name] = functools.partial(module, inputs["pixel_values"], inputs["image_grid_thw"])
     # In turns: what the host does besides changes over seconds, by more than they differ.
     times = [
-        {name: _steady(call, max(1, samples // _ROUNDS)) for name, call in calls.items()}
+        {name: host_us(call, max(1, samples // _ROUNDS), _WARMUPS) for name, call in calls.items()}
         for _ in range(_ROUNDS)
     ]
     for name in calls:
         yield f"torch.compile{name}", statistics.median(turn[name] for turn in times)
 
 
-def _steady(call: Any, samples: int) -> float:
-    for _ in range(min(_WARMUPS, samples)):
-        call()
-    return host_us(call, samples)
-
-
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> Result:
-    tiny, device = arguments.tiny, device_for("host", arguments.tiny)
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    tiny, device = arguments.tiny, arguments.device
     tower = fx.wrap(tiny_tower().to(device) if tiny else demo_tower(27, device, torch.bfloat16))
-    result = new_result("host", tower="tiny" if tiny else "qwen3-vl-8b", **LIMITS)
+    record.settings.update(tower="tiny" if tiny else "qwen3-vl-8b", **LIMITS)
     measured = [executes(tower, arguments.samples), compiled(tower, arguments.samples)]
     if device == "cuda":
         measured.append(iter([("attention op", attention_op(device, arguments.samples))]))
     for what, microseconds in itertools.chain(*measured):
-        result["rows"].append({"what": what, "us": microseconds})
-        store(arguments.output, result)
-    return result
+        record({"what": what, "us": microseconds})

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import json
 import re
 import statistics
@@ -23,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from models import DEFAULT_TOWERS, make_model, tower_names
-from storage import Result, new_result, one_line, store
-from timing import device_for, synchronize, wall_ms
+from storage import Record, Row, failing
+from timing import synchronize, wall_ms
 from vllm_variants import CONTENDERS
 from worker import known_workloads, settle
 
@@ -131,22 +132,16 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
 
 
 @torch.no_grad()
-def run(options: argparse.Namespace) -> Result:
-    device_for("kernels")
-    result = new_result("kernels", config=options.config, dtype="bfloat16", samples=_SAMPLES)
-    for tower in options.towers:
-        for variant in options.variants:
-            try:
-                for row in measure(tower, variant, options):
-                    result["rows"].append(row)
-                    store(options.output, result)
-                    print(*(f"{name}={value}" for name, value in row.items()), flush=True)
-            except Exception as error:
-                row = {"tower": tower, "variant": variant, "workload": "all", "failure": one_line(error)}
-                result["rows"].append(row)
-                print(row, flush=True)
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-    store(options.output, result)
-    return result
+def run(options: argparse.Namespace, record: Record) -> None:
+    record.settings.update(config=options.config, dtype="bfloat16", samples=_SAMPLES)
+    for tower, variant in itertools.product(options.towers, options.variants):
+        whole: Row = {"tower": tower, "variant": variant, "workload": "all"}
+        with failing(whole):
+            for row in measure(tower, variant, options):
+                record(row)
+                print(*(f"{name}={value}" for name, value in row.items()), flush=True)
+        if "failure" in whole:
+            record(whole)
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ actor first times `manager.execute` alone, on pixels that lie on its GPU, all ac
 through the pipeline of `encode_images`, once from JPEG files and once prepared before. Rates are of the
 second half of the images, when what was prepared while actors started is used up.
 
-`--tiny` runs a small tower in two actors on the CPU: it shows that the script works, and no rate of a GPU.
+`--tiny` runs one block of SigLIP in two actors on the CPU: it shows that the script works, and no rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 from models import make_checkpoint, photographs
-from storage import Result, new_result, store
+from storage import Record, Row
 from timing import timed
 
 from fxsplit_encoder.service.encoder import ImageEncoder, Preparer, upload
@@ -32,27 +32,12 @@ from fxsplit_encoder.service.ray import EncodeImages, prepare_images
 from fxsplit_encoder.service.ray.encode_images import PREPARING, pool
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
-Row = dict[str, Any]
-
 SIDE = 448
 BATCH, TINY_BATCH = 128, 8
 STORE_BYTES = 4 << 30
 """Of Ray's shared memory, for each actor: some batches ahead, and far less than half of a run."""
 _PREPARED = 32
 """Images of a task, as in `encode_images`."""
-
-_TINY_MODEL = {
-    "model_type": "siglip",
-    "vision_config": {
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "intermediate_size": 128,
-        "num_attention_heads": 2,
-        "image_size": 224,
-        "patch_size": 14,
-    },
-}
-"""Of `--tiny`."""
 
 
 class Measured(EncodeImages):
@@ -85,10 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="actors, each with a GPU")
     parser.add_argument("--images", type=int, default=None, help="images of each run; 50 batches a GPU")
     parser.add_argument("--model", default="qwen3-vl-8b", help="a published model's tower")
-    parser.add_argument("--tiny", action="store_true", help="a small tower in two actors on the CPU")
 
 
-def run(arguments: argparse.Namespace) -> Result:
+def run(arguments: argparse.Namespace, record: Record) -> None:
     import ray
 
     tiny: bool = arguments.tiny
@@ -97,9 +81,8 @@ def run(arguments: argparse.Namespace) -> Result:
         raise SystemExit(f"{actors} actors need as many GPUs; there are {torch.cuda.device_count()}")
     batch = TINY_BATCH if tiny else BATCH
     images = arguments.images or 50 * batch * (1 if tiny else actors)
-    result = new_result(
-        "map_batches", tower=arguments.model, side=SIDE, images=images, batch=batch, tiny=tiny, pooling="mean"
-    )
+    record.settings.update(tower=arguments.model, side=SIDE, images=images, batch=batch)
+    record.settings.update(tiny=tiny, pooling="mean")
     ray.init(
         num_cpus=4 if tiny else None,
         object_store_memory=actors * STORE_BYTES,
@@ -110,20 +93,18 @@ def run(arguments: argparse.Namespace) -> Result:
     ray.data.DataContext.get_current().enable_progress_bars = False
     try:
         with tempfile.TemporaryDirectory() as temporary:
-            settings_of = _TINY_MODEL if tiny else None
-            model = make_checkpoint(Path(temporary) / "model", arguments.model, settings_of)
+            name, blocks = ("siglip-so400m-384", 1) if tiny else (arguments.model, None)
+            model = make_checkpoint(Path(temporary) / "model", name, blocks)
             settings: dict[str, Any] = {"model": str(model), "pooling": "mean"}
             settings |= {"config": {"enabled": False}} if tiny else {}
-            result["rows"].append(prepare_row(settings, int(ray.cluster_resources()["CPU"])))
+            record(prepare_row(settings, int(ray.cluster_resources()["CPU"])))
             for way in ("files", "prepared"):
-                result["rows"].append(run_row(way, actors, images, batch, settings))
-                store(arguments.output, result)
+                record(run_row(way, actors, images, batch, settings))
     finally:
         ray.shutdown()
-    first, *runs = result["rows"]
+    first, *runs = record.rows
     first["CPUs needed"] = max(row["execute alone"] for row in runs) / first["images/s"]
-    store(arguments.output, result)
-    return result
+    record.store()
 
 
 def prepare_row(settings: dict[str, Any], cpus: int) -> Row:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from models import rows_of, tiny_tower
-from storage import Result, new_result, one_line, store
+from storage import Record, Row, failing
 from timing import replays_ms, wall_ms, watching_replays
 from worker import relative_error
 
@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", nargs="+", type=int, help="patches of an image, or tiles where it has tiles"
     )
-    parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
 
 
 def candidates() -> dict[str, dict[str, Any]]:
@@ -60,14 +59,14 @@ Batches = Mapping[int, tuple[dict[str, Any], int]]
 """Inputs of one image by its size, and how many tokens they make."""
 
 
-def measure(settings: dict[str, Any], tower: Any, batches: Batches, exact: Any) -> dict[str, Any]:
+def measure(settings: dict[str, Any], tower: Any, batches: Batches, exact: Any) -> Row:
     """Milliseconds at every size, and the error at the smallest."""
     # By cost the exact shape may win, where what is timed is the replay.
     items = 1 if isinstance(exact.adapter, fx.PackedTower) else max(batches)
     limits = {"max_items_per_batch": items, "max_frames_per_batch": 1, "mode": "full", "packing": "greedy"}
     budgets = tuple(tokens for _, tokens in batches.values())
     config = fx.EncoderConfig(token_budgets=budgets, **limits, **settings)
-    row: dict[str, Any] = {}
+    row: Row = {}
     with watching_replays():
         manager = fx.EncoderCudaGraphManager(fx.wrap(copy.deepcopy(tower)), config, log_interval=0)
         manager.capture()
@@ -99,10 +98,8 @@ def batches_of(wrapped: Any, sizes: Sequence[int]) -> Batches:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> Result:
-    tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
-    if not tiny and device == "cpu":
-        raise SystemExit("passes: needs a CUDA device, or --tiny")
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    tiny, device = arguments.tiny, arguments.device
     tower = tiny_tower() if tiny else demo_tower(None, device, torch.bfloat16, model=arguments.tower)
     tower = tower.to(device, torch.bfloat16)
     family = architecture(arguments.tower).family
@@ -110,15 +107,11 @@ def run(arguments: argparse.Namespace) -> Result:
     sizes = arguments.sizes or (TINY_PATCHES if tiny else PATCHES)
     batches = batches_of(family.wrap(copy.deepcopy(tower)), sizes)
     unit = "patches" if isinstance(exact.adapter, fx.PackedTower) else "tiles"
-    name = "tiny" if tiny else arguments.tower
-    result = new_result("passes", tower=name, patches=list(sizes), unit=unit)
+    record.settings.update(tower="tiny" if tiny else arguments.tower, patches=list(sizes), unit=unit)
     for name, settings in candidates().items():
         if any(part in name for part in arguments.only):
-            try:
-                row = measure(settings, tower, batches, exact)
-            except Exception as error:
-                row = {"failure": one_line(error)}
-            result["rows"].append({"candidate": name, **row})
+            row: Row = {"candidate": name}
+            with failing(row):
+                row |= measure(settings, tower, batches, exact)
+            record(row)
             torch._dynamo.reset()
-            store(arguments.output, result)
-    return result

@@ -6,8 +6,8 @@ Qwen3-VL-8B, InternVL3-8B and Qwen2.5-VL-7B.
 The layers of a block as the default passes leave them; bf16. Microseconds of the device in a CUDA graph of a
 call for each of 27 weights, so that they come from memory; medians. Errors are relative root mean squares
 against float64; "first ms" is the first call of a kernel for a layer. What the chooser picks is marked. A
-kernel that fails leaves its error. `--in-turns` replays the kernels in turn, so that a change of the clock
-meets all. On a CPU (`--tiny`) times are those of the wall.
+kernel that fails leaves its error. The kernels are replayed in turn, so that a change of the clock meets
+all. On a CPU (`--tiny`) times are those of the wall.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from storage import Result, new_result, one_line, store
-from timing import between_events, device_for, timed, wall_ms
+from storage import Record, Row, failing
+from timing import between_events, timed, wall_ms
 from torch import Tensor
 from worker import relative_error
 
@@ -92,34 +91,23 @@ class Call:
         return activate(values, self.layer.activation)
 
 
-def measure(call: Call, kernels: Sequence[ProductKernel], in_turns: bool) -> list[dict[str, Any]]:
+def measure(call: Call, kernels: Sequence[ProductKernel]) -> list[Row]:
     """A row for each kernel that computes the layer."""
-    rows: dict[ProductKernel, dict[str, Any]] = {}
+    rows: dict[ProductKernel, Row] = {}
     replays: dict[ProductKernel, Callable[[], float]] = {}
     expected = call.expected()
     for kernel in kernels:
         if not works(kernel, call.shape):
             continue
         row = rows[kernel] = {"layer": call.layer.name, "rows": len(call.rows), "kernel": kernel.name}
-        try:
+        with failing(row):  # one kernel's failure is a result too
             row["first ms"] = timed(lambda kernel=kernel: call.run(kernel, call.weights[0]))[0]
             row["error"] = relative_error(call.run(kernel, call.weights[0]), expected)
             replays[kernel] = _recorded(call, kernel)
-        except Exception as error:  # one kernel's failure is a result too
-            row["failure"] = one_line(error)
-    for kernel, times in _times(replays, in_turns).items():
-        rows[kernel]["us"] = median(times)
+    turns = [{kernel: replay() for kernel, replay in replays.items()} for _ in range(ROUNDS)]
+    for kernel in replays:
+        rows[kernel]["us"] = median(turn[kernel] for turn in turns)
     return list(rows.values())
-
-
-def _times(
-    replays: dict[ProductKernel, Callable[[], float]], in_turns: bool
-) -> dict[ProductKernel, list[float]]:
-    times: dict[ProductKernel, list[float]] = {kernel: [] for kernel in replays}
-    order = [*replays] * ROUNDS if in_turns else [kernel for kernel in replays for _ in range(ROUNDS)]
-    for kernel in order:
-        times[kernel].append(replays[kernel]())
-    return times
 
 
 def _recorded(call: Call, kernel: ProductKernel) -> Callable[[], float]:
@@ -142,26 +130,20 @@ def calls(arguments: argparse.Namespace, device: torch.device) -> Iterator[Call]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--rows", nargs="+", type=int, default=PATCHES, help="patches")
-    add("--in-turns", action="store_true", help="replay the kernels of a layer in turn")
-    add("--tiny", action="store_true", help="tiny layers, on a CPU too")
+    parser.add_argument("--rows", nargs="+", type=int, default=PATCHES, help="patches")
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> Result:
-    device = torch.device(device_for("products", arguments.tiny))
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    device = torch.device(arguments.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
     chooser = ProductChooser(measurements=KernelMeasurements(ProductShape, KERNELS, ProductMeter()))
-    result = new_result(
-        "products", weights=WEIGHTS, in_turns=arguments.in_turns, tiny=arguments.tiny, unavailable=unavailable
-    )
+    record.settings.update(weights=WEIGHTS, tiny=arguments.tiny, unavailable=unavailable)
     for call in calls(arguments, device):
-        rows = measure(call, KERNELS, arguments.in_turns)
+        rows = measure(call, KERNELS)
         with measuring():
             chosen = chooser.ranking(call.shape)[0].name
-        result["rows"] += [{**row, "chosen": row["kernel"] == chosen} for row in rows]
-        store(arguments.output, result)
-    return result
+        for row in rows:
+            record({**row, "chosen": row["kernel"] == chosen})

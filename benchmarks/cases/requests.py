@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from models import rows_of, tiny_tower
-from storage import Result, new_result, store
-from timing import device_for, percentile, wall_ms
+from storage import Record
+from timing import percentile, wall_ms
 from worker import ERROR_LIMITS, relative_error
 from workloads import MOST_IMAGES, random_grid
 
@@ -34,7 +34,6 @@ _TINY_LIMITS = {"token_budgets": [64, 512], "max_items_per_batch": 2}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true", help="a tiny tower and two requests")
 
 
 def make_requests(
@@ -83,8 +82,8 @@ def summary(times: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> Result:
-    tiny, device = arguments.tiny, device_for("requests", arguments.tiny)
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    tiny, device = arguments.tiny, arguments.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hf = tiny_tower().to(device, dtype) if tiny else demo_tower(27, device, dtype)
     tower = fx.wrap(share_weights(hf))
@@ -112,11 +111,9 @@ def run(arguments: argparse.Namespace) -> Result:
     errors = {name: relative_error(rows_of(call(requests[0])), expected) for name, call in calls.items()}
     if wrong := {name: error for name, error in errors.items() if not error <= limit}:
         raise SystemExit(f"requests: differ from eager by more than {limit} of its root mean square: {wrong}")
-    result = new_result("requests", tower="tiny" if tiny else "qwen3-vl-8b", managers=configs)
-    result["rows"] = summary(time_requests(requests, calls, arguments.repeats))
-    for row in result["rows"]:
+    record.settings.update(tower="tiny" if tiny else "qwen3-vl-8b", managers=configs)
+    for row in summary(time_requests(requests, calls, arguments.repeats)):
         row["error"] = errors[row["variant"]]
         if row["variant"] in managers:
             row["padding"] = managers[row["variant"]].stats().padding_fraction
-    store(arguments.output, result)
-    return result
+        record(row)

@@ -27,9 +27,10 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from storage import Record, Row
+from timing import percentile
 
 SERVERS = OURS, PLAIN, VLLM = ("encoder-cg serve", "Starlette, torch.compile", "vLLM, pooling runner")
 MODELS = {"siglip-so400m-384": 384, "qwen3-vl-8b": 448}
@@ -45,19 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--seconds", type=float, default=3.0, help="to warm up, and as long for the capacity")
     parser.add_argument("--requests", type=int, default=200, help="at each rate")
-    parser.add_argument("--tiny", action="store_true", help="towers of one block, a CPU, and two rates")
 
 
-def run(arguments: argparse.Namespace) -> Any:
+def run(arguments: argparse.Namespace, record: Record) -> None:
     from models import photographs
-    from storage import new_result, store
-    from timing import device_for
 
     tiny: bool = arguments.tiny
-    device_for("serve", tiny)
     seconds, requests = (0.2, 3) if tiny else (arguments.seconds, arguments.requests)
-    settings = {"seconds": seconds, "requests": requests, "clients": CLIENTS, "sides": MODELS, "tiny": tiny}
-    result = new_result("serve", **settings)
+    record.settings.update(seconds=seconds, requests=requests, clients=CLIENTS, sides=MODELS, tiny=tiny)
     with tempfile.TemporaryDirectory() as temporary:
         for model in arguments.models:
             directory = make_model(Path(temporary) / model, model, tiny)
@@ -66,14 +62,13 @@ def run(arguments: argparse.Namespace) -> Any:
             for server in arguments.servers:
                 rows = measure(Server(server, model, directory, tiny), images, capacity, seconds, requests)
                 capacity = capacity or rows[0].get("images/s")
-                result["rows"] += [{"model": model, "server": server, **row} for row in rows]
-                store(arguments.output, result)
-    return result
+                for row in rows:
+                    record({"model": model, "server": server, **row})
 
 
 def measure(
     server: Server, images: Sequence[bytes], capacity: float | None, seconds: float, requests: int
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """The capacity of a server, and latencies at shares of a capacity, its own where None is given; or the
     reason why there are none."""
     bodies = [server.body(image) for image in images]
@@ -81,7 +76,7 @@ def measure(
         with server:
             clients = 4 if server.tiny else CLIENTS
             own = asyncio.run(measure_capacity(server, bodies, seconds, clients))
-            rows: list[dict[str, Any]] = [{"share": 1.0, "images/s": own}]
+            rows: list[Row] = [{"share": 1.0, "images/s": own}]
             for share in SHARES[4::4] if server.tiny else SHARES:
                 if (rate := share * (capacity or own)) < own:
                     found = asyncio.run(measure_rate(server, bodies, rate, requests))
@@ -258,10 +253,8 @@ async def measure_capacity(server: Server, bodies: Sequence[bytes], seconds: flo
     return rates[-1]
 
 
-async def measure_rate(server: Server, bodies: Sequence[bytes], rate: float, count: int) -> dict[str, Any]:
+async def measure_rate(server: Server, bodies: Sequence[bytes], rate: float, count: int) -> Row:
     """Latency where requests come at random times, the same for the same rate."""
-    from timing import percentile
-
     draw, idle, times = random.Random(0), [Connection(server.port)], []
     start = time.perf_counter()
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import time
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from poison import poison
-from storage import ROOT, Result, new_result, one_line, store
-from timing import device_for, timed, wall_ms
+from storage import ROOT, Record, Row, failing
+from timing import timed, wall_ms
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.eager import as_tensors, max_error, rms_error, share_weights
@@ -58,7 +57,6 @@ _TILED = ("deepseek-ocr", "step3-vl", "step3p7")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
-    parser.add_argument("--tiny", action="store_true", help="one block and tiny inputs, on the CPU")
 
 
 def sizes(wrapped: Any, name: str, tiny: bool) -> dict[str, list[int]]:
@@ -136,11 +134,9 @@ class Bench:
         }
         del ours, eager
         samples, warmups = (1, 0) if self.tiny else (_SAMPLES, _WARMUPS)
-        forward, module = self.family.eager, self.tower
-        if forward is None:
-            eager_ms = wall_ms(lambda: self.eager(inputs), samples, warmups)
-        else:
-            eager_ms = wall_ms(lambda: forward(module, inputs), samples, warmups)
+        own = self.family.eager
+        forward = self.eager if own is None else functools.partial(own, self.tower)
+        eager_ms = wall_ms(lambda: forward(inputs), samples, warmups)
         ours_ms = wall_ms(lambda: manager.execute(inputs), samples, warmups)
         row = {"sizes": its_sizes, "eager": eager_ms, "ours": ours_ms, "samples": samples, **errors}
         if not errors["rms error"] <= ALLOWED_ERROR:  # so written that NaN fails too
@@ -157,26 +153,19 @@ def release() -> None:
 
 
 @torch.no_grad()
-def measure(names: list[str], output: Path | None, tiny: bool) -> dict[str, Any]:
-    """The rows of every tower."""
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    tiny = arguments.tiny
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
-    result = new_result("towers", dtype="float32" if tiny else "bfloat16", blocks=1 if tiny else None)
-    for name in names:
+    record.settings.update(dtype="float32" if tiny else "bfloat16", blocks=1 if tiny else None)
+    for name in arguments.models:
         begin = time.perf_counter()
-        try:
+        whole: Row = {"tower": name, "workload": "all"}
+        with failing(whole):
             for row in Bench(name, tiny).rows():
-                result["rows"].append({"tower": name, **row})
-        except Exception as error:
-            traceback.print_exc()
-            result["rows"].append({"tower": name, "workload": "all", "failure": one_line(error)})
-        store(output, result)
+                record({"tower": name, **row})
+        if "failure" in whole:
+            record(whole)
         release()
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
-    return result
-
-
-def run(arguments: argparse.Namespace) -> Result:
-    device_for("towers", arguments.tiny)
-    return measure(arguments.models, arguments.output, arguments.tiny)

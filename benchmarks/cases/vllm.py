@@ -16,16 +16,16 @@ import argparse
 import contextlib
 import gc
 import logging
+import statistics
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from processes import run_process
-from storage import Result, new_result, one_line, store
-from timing import device_for, summarize, synchronize, timed
+from storage import Record, Row, failing
+from timing import in_turns, summarize, synchronize
 from torch import Tensor
 from vllm_classes import (
     CLASSES,
@@ -39,13 +39,9 @@ from vllm_classes import (
     prepare_environment,
     start_vllm,
 )
-from workloads import QUICK_WORKLOADS, WORKLOADS, Workload
-
-Row = dict[str, Any]
+from workloads import QUICK_WORKLOADS, README, WORKLOADS, Workload
 
 VARIANTS = ("eager", "vllm", "ours", "ours-compiled")
-PACKED = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
-"""Of the workloads of packed towers; those of the others are all run, but for clips."""
 _TINY = "qwen3-vl-8b"
 _WARMUPS = 3
 _MOST_REPORTS = 3
@@ -59,32 +55,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
     add("--samples", type=int, default=15, help="timed calls of each variant of a row")
     add("--timeout", type=float, default=240, help="the most seconds of a tower")
-    add("--tiny", action="store_true", help="two narrow blocks of Qwen3-VL's class, on a CPU")
 
 
-def run(options: argparse.Namespace) -> Result:
-    device_for("vllm", options.tiny)
-    result = new_result(
-        "vllm",
-        dtype="float32" if options.tiny else "bfloat16",
-        samples=options.samples,
-        max_items=MAX_ITEMS,
-        max_tokens=MAX_TOKENS,
-    )
-    result["vllm"] = installed_version()
+def run(options: argparse.Namespace, record: Record) -> None:
+    dtype = "float32" if options.tiny else "bfloat16"
+    record.settings.update(dtype=dtype, samples=options.samples, max_items=MAX_ITEMS, max_tokens=MAX_TOKENS)
+    record.result["vllm"] = installed_version()
     for tower in [_TINY] if options.tiny else options.towers:
         start = time.monotonic()
 
         def keep(row: Row, tower: str = tower) -> None:
-            result["rows"].append({"tower": tower, **row})
-            store(options.output, result)
+            record({"tower": tower, **row})
             print(tower, *(f"{name}={value}" for name, value in row.items()), flush=True)
 
         failure = run_process(contest, (tower, options), options.timeout, keep, "spawn")
         if failure is not None:
             keep({"variant": "all", "workload": "all", "failure": failure})
         print(f"{tower}: {failure or 'done'} ({time.monotonic() - start:.0f} s)", flush=True)
-    return result
 
 
 # --- in the process of a tower
@@ -136,16 +123,13 @@ class _Contest:
                 continue
             if variant == "ours-compiled":
                 model = self._split_model()
-            start = time.perf_counter()
-            try:
+            row: Row = {"variant": variant, "workload": "start"}
+            begin = time.perf_counter()
+            with failing(row):
                 runs[variant] = self._manager(variant, model)
-            except Exception as error:
-                traceback.print_exc()
-                yield {"variant": variant, "workload": "start", "failure": one_line(error)}
-                continue
-            synchronize()
-            seconds = time.perf_counter() - start
-            yield {"variant": variant, "workload": "start", "seconds": seconds, **_start(runs[variant])}
+                synchronize()
+                row |= {"seconds": time.perf_counter() - begin, **_start(runs[variant])}
+            yield row
         for name, (values, patches) in self.batches.items():
             for row in self._measure(runs, values, expected[name]):
                 yield {"workload": name, "patches": patches, **row}
@@ -190,21 +174,20 @@ class _Contest:
             row: Row = {"variant": variant}
             rows[variant] = row
             call = _call(run_it, values)
-            try:
+            with failing(row):
                 before = _counts(run_it)
                 error = relative_error(_rows(call()), expected)
                 hits, misses = (after - one for after, one in zip(_counts(run_it), before, strict=True))
-            except Exception as failure:
-                traceback.print_exc()
-                row["failure"] = one_line(failure)
+            if "failure" in row:
                 continue
             if not error <= ERROR_LIMITS[str(self.dtype).removeprefix("torch.")]:  # so that NaN fails too
                 row["failure"] = f"wrong: differs from eager by {error:.2g} of its root mean square"
                 continue
             row |= {"error": error} | ({} if variant == "eager" else {"hits": hits, "misses": misses})
             calls[variant] = call
-        for variant, times in _in_turns(calls, self.samples).items():
-            rows[variant] |= times
+        for variant, times in in_turns(calls, self.samples, _WARMUPS).items():
+            wall, host = zip(*times, strict=True)
+            rows[variant] |= {**summarize(wall), "host": statistics.median(host)}
         yield from rows.values()
 
 
@@ -247,24 +230,6 @@ def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
     return make_adapter(vllm_class, PluginSettings(EncoderConfig(compile=True, **pieces)))
 
 
-def _in_turns(calls: Mapping[str, Callable[[], Any]], samples: int) -> dict[str, Row]:
-    """Wall milliseconds to the end of the device's work, and the host's, each variant once a round."""
-    for _ in range(_WARMUPS):
-        for call in calls.values():
-            call()
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for _ in range(samples):
-        for name, call in calls.items():
-            taken[name].append(timed(call))
-    return {
-        name: {
-            **summarize([wall for wall, _ in times]),
-            "host": summarize([host for _, host in times])["p50"],
-        }
-        for name, times in taken.items()
-    }
-
-
 def _counts(run_it: Any) -> tuple[int, int]:
     """Items that captures have served, and others."""
     if isinstance(run_it, _Eager):
@@ -294,7 +259,7 @@ def _workloads(tower: str, options: argparse.Namespace) -> list[Workload]:
     if options.tiny:
         return list(QUICK_WORKLOADS[kind].values())
     known = WORKLOADS[kind]
-    names = PACKED if kind == "packed" else [name for name in known if not known[name].requests[0].clips]
+    names = README if kind == "packed" else [name for name in known if not known[name].requests[0].clips]
     return [known[name] for name in names if not options.workloads or name in options.workloads]
 
 

@@ -32,11 +32,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from storage import Result, new_result, one_line, store
-from timing import device_for, percentile
+from storage import Record, Row, one_line
+from timing import percentile
 from vllm_classes import CLASSES, MAX_ITEMS, MAX_TOKENS, TINY, installed_version, prepare_environment
-
-Row = dict[str, Any]
 
 
 class Engine(NamedTuple):
@@ -73,25 +71,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engines", type=int, default=1, help="processes of each variant, every other time in reverse")
     add("--language-model", choices=("compiled", "eager"), default="compiled", help="how it runs")
     add("--timeout", type=float, default=480, help="the most seconds until every engine has started")
-    add("--tiny", action="store_true", help="narrow models, on a CPU")
 
 
-def run(options: argparse.Namespace) -> Result:
-    device_for("vllm_serving", options.tiny)
+def run(options: argparse.Namespace, record: Record) -> None:
     dtype = "float32" if options.tiny else "bfloat16"
-    settings = dict(seconds=options.seconds, rounds=options.rounds, rates=RATES, tokens=_TOKENS)
-    settings |= dict(engines=options.engines)
-    settings |= {"language model": "eager" if options.tiny else options.language_model}
-    result = new_result("vllm_serving", dtype=dtype, **settings)
-    result["vllm"] = installed_version()
+    record.settings.update(dtype=dtype, seconds=options.seconds, rounds=options.rounds, rates=RATES)
+    record.settings.update(tokens=_TOKENS, engines=options.engines)
+    record.settings["language model"] = "eager" if options.tiny else options.language_model
+    record.result["vllm"] = installed_version()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options.tiny)
-        _run_all(options, folder, result)
-    store(options.output, result)
-    return result
+        _run_all(options, folder, record)
 
 
-def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
+def _run_all(options: argparse.Namespace, folder: str, record: Record) -> None:
     """Starts every engine, then asks them in turn."""
     context = multiprocessing.get_context("spawn")
     processes: list[Any] = []
@@ -104,14 +97,14 @@ def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
         process.start()
         theirs.close()
         row = _next(pipes[engine], deadline)
-        _keep(engine.variant, row, options, result)
+        _keep(engine.variant, row, record)
         if "failure" in row:
             log = Path(folder) / f"{engine.name}.log"
             print(log.read_text(encoding="utf-8", errors="replace"), flush=True)
             del pipes[engine]
     for requests in (*(f"{images} images" for images in RATES), AT_ONCE):
         for row in _measured(requests, pipes, options):
-            _keep(row.pop("variant"), row, options, result)
+            _keep(row.pop("variant"), row, record)
     for pipe in pipes.values():
         pipe.close()  # an engine that nobody can ask any more ends itself and its own processes
     for process in processes:
@@ -176,9 +169,8 @@ def _joined(rounds: Sequence[Row], name: str) -> list[Any]:
     return [value for each in rounds for value in each.get(name, ())]
 
 
-def _keep(variant: str, row: Row, options: argparse.Namespace, result: Result) -> None:
-    result["rows"].append({"variant": variant, **row})
-    store(options.output, result)
+def _keep(variant: str, row: Row, record: Record) -> None:
+    record({"variant": variant, **row})
     print(variant, *(f"{name}={value}" for name, value in row.items()), flush=True)
 
 
