@@ -27,11 +27,12 @@ Row = Mapping[str, Any]
 
 OURS = "ours-auto"
 _INVARIANT = "ours-invariant"
-_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "graph-exact")
+_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "compile-max-autotune", "graph-exact")
 _TITLES = {
     "eager": "Hugging Face eager (sdpa)",
     "compile": "torch.compile",
     "compile-reduce-overhead": 'torch.compile, mode="reduce-overhead"',
+    "compile-max-autotune": 'torch.compile, mode="max-autotune"',
     "graph-exact": "eager model in one CUDA graph",
     OURS: "ours",
     "powers of two": "our compiled program, one full graph per power of two, greedy packing",

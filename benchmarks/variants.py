@@ -170,6 +170,13 @@ class CompileReduceOverhead(Compile):
         return super().run(batch)
 
 
+class CompileMaxAutotune(CompileReduceOverhead):
+    """The same, products and convolutions timed beforehand."""
+
+    name = "compile-max-autotune"
+    settings: ClassVar[Mapping[str, Any]] = {**REDUCE_OVERHEAD, "mode": "max-autotune"}
+
+
 class ExactGraph(_OnPrepared):
     """One CUDA graph of the eager model for every layout of segments, as SGLang's runner keys them."""
 
@@ -244,6 +251,7 @@ VARIANTS: Mapping[str, type[Variant]] = {
         ExactGraph,
         Compile,
         CompileReduceOverhead,
+        CompileMaxAutotune,
         Invariant,
     )
 }

@@ -11,8 +11,9 @@ images of random pixels. Milliseconds, medians of calls in turn, wall time to th
 * "error" of a way: relative root mean square against the model in float32.
 
 A process for each model, which sees one GPU. They compile side by side, `--jobs` on each GPU, and are timed
-one after another. What a process has not begun to compile after `--compile-seconds` is left out, max-autotune
-first. `--tiny` takes three small models of transformers without torch's modes, on a CPU too.
+one after another, on all GPUs at once, when none compiles any more. What a process has not begun to compile
+after `--compile-seconds` is left out, max-autotune first. `--tiny` takes three small models of transformers
+without torch's modes, on a CPU too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import functools
 import itertools
 import multiprocessing
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -146,24 +148,29 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     record.settings["batches"] = arguments.batches
     context = multiprocessing.get_context("spawn")
 
-    def measure(gpu: str | None, names: list[str]) -> None:
-        while names:
-            now, names = names[: arguments.jobs], names[arguments.jobs :]
+    compiled = threading.Barrier(len(gpus))
+    at_once = len(gpus) * arguments.jobs
+    rounds = [arguments.models[begin : begin + at_once] for begin in range(0, len(arguments.models), at_once)]
+
+    def measure(number: int) -> None:
+        for models in rounds:
+            now = models[number :: len(gpus)]
             readies, go, turn = [context.Event() for _ in now], context.Event(), context.Lock()
 
             def one(name: str, ready: Any, go: Any = go, turn: Any = turn) -> None:
                 options = (name, arguments, ready, go, turn)
-                failure = run_process(rows_of, options, arguments.timeout, record, "spawn", gpu)
+                failure = run_process(rows_of, options, arguments.timeout, record, "spawn", gpus[number])
                 if failure is not None:
                     record({"model": name, "failure": failure})
                 ready.set()
 
-            with ThreadPoolExecutor(len(now)) as each:
+            with ThreadPoolExecutor(arguments.jobs) as each:
                 ended = each.map(one, now, readies)
                 for ready in readies:
                     ready.wait()
+                compiled.wait()
                 go.set()
                 list(ended)
 
     with ThreadPoolExecutor(len(gpus)) as pool:
-        list(pool.map(measure, gpus, [arguments.models[index :: len(gpus)] for index in range(len(gpus))]))
+        list(pool.map(measure, range(len(gpus))))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import gc
 import importlib
 import itertools
 import json
@@ -72,6 +73,8 @@ def measure(
     """The capacity of a server, and latencies at shares of a capacity, its own where None is given; or the
     reason why there are none."""
     bodies = [server.body(image) for image in images]
+    gc.collect()
+    gc.freeze()  # else the client stops for a third of a second in the middle of a rate
     try:
         with server:
             clients = 4 if server.tiny else CLIENTS

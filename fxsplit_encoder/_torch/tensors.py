@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -20,6 +20,16 @@ __all__ = ["FakeTensorMode", "StorageWeakRef", "as_plain_tensors"]
 
 version_of = attrgetter("_version")
 """Returns how often a tensor was written in place; an inference tensor raises RuntimeError."""
+
+
+def lie_at(tensors: list[Tensor], addresses: list[int]) -> bool:
+    """Whether as many tensors begin at these addresses; hundreds in microseconds, which torch does with CUDA."""
+    if len(tensors) != len(addresses):
+        return False
+    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if compare is None:
+        return all(map(eq, map(Tensor.data_ptr, tensors), addresses))
+    return compare(tensors, addresses, list(range(len(tensors))))  # type: ignore[no-any-return]
 
 
 def wrapped(tensor: object) -> Sequence[str] | None:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain
 from operator import eq, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.tensors import lie_at
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer, gibibytes, memory_of
 from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.inputs import StaticInputs, example_values, full_cu_seqlens, segment_capacity
@@ -270,10 +270,11 @@ class CallParameters:
         if weights is not self._weights:
             return False
         # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor its
-        # version. Without lists of hundreds of numbers more of the processor's cache is left for others.
-        addresses = map(torch.Tensor.data_ptr, chain(given, weights))
+        # version.
+        if not lie_at([*given], self._addresses[: len(given)]):
+            return False
         try:
-            if not all(map(eq, addresses, self._addresses)):
+            if not all(map(eq, map(torch.Tensor.data_ptr, weights), self._addresses[len(given) :])):
                 return False
             return self._orders.are_those_of(self._permutable_of([*given, *weights]))
         except TypeError:  # one was removed
