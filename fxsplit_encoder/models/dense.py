@@ -18,6 +18,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import Inputs
 from fxsplit_encoder.models.family import (
+    WHOLE_MODEL,
     Architecture,
     Build,
     Family,
@@ -108,8 +109,7 @@ class SizedPatches(Preparation):
         places = places_of(shape[0], shape[1], self.patches)
         columns = made["pixel_values"][0], places, made["pixel_attention_mask"][0][:, None]
         tile = torch.cat([column.float() for column in columns], dim=-1)
-        sizes = self._sizes(shape[0], shape[1])
-        return replace(sizes, tensors={"pixel_values": tile[None, None], **sizes.tensors})
+        return self._sizes(shape[0], shape[1]).with_pixels(pixel_values=tile[None, None])
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """One tile, and the grid of its patches."""
@@ -181,8 +181,7 @@ def _pooled(
     """The same tower with the head that makes one vector."""
     eager = functools.partial(_eager, read=functools.partial(_row, output=output))
     spec = functools.partial(_pooled_spec, output=output)
-    is_apart = prefixes != ("",)
-    return Family(build, prepare, "tiles", eager, prefixes, is_apart, renames, spec)
+    return Family(build, prepare, "tiles", eager, prefixes, renames, spec)
 
 
 def _projected(tower: str, config: str, part: str) -> Build:
@@ -216,8 +215,7 @@ def _siglip2(pooled_alone: bool, pooled: Family | None = None, text: TextTower |
 
 
 def _text(build: Build, prefixes: tuple[str, ...], output: str, padding: str) -> TextTower:
-    tower = Family(build, _no_images, "tokens", prefixes=prefixes, is_apart=prefixes != ("",))
-    return TextTower(tower, output, padding)
+    return TextTower(Family(build, _no_images, "tokens", prefixes=prefixes), output, padding)
 
 
 def _no_images(settings: Settings, processor: ProcessorSettings) -> NoReturn:
@@ -253,12 +251,12 @@ _CLIP_PROJECTED = replace(
     pooled=_pooled(
         _projected("CLIPVisionModelWithProjection", "CLIPVisionConfig", _VISION),
         _CROPPING,
-        ("",),
+        WHOLE_MODEL,
         "image_embeds",
     ),
 )
 _CLIP_TEXT = _text(
-    _projected("CLIPTextModelWithProjection", "CLIPTextConfig", _TEXT), ("",), "text_embeds", "longest"
+    _projected("CLIPTextModelWithProjection", "CLIPTextConfig", _TEXT), WHOLE_MODEL, "text_embeds", "longest"
 )
 _DINOV2 = _family(
     hugging_face("dinov2", "Dinov2Model", "Dinov2Config"), _cropping(IMAGENET), "dinov2.", 1, _DINOV2_NAMES

@@ -28,7 +28,7 @@ VISUAL = ("model.visual.", "visual.", "")
 """Prefixes of the Qwen line and GLM, whose tower is the model's `visual`."""
 
 WHOLE_MODEL = ("model.", "")
-"""Prefixes of families whose connector belongs to the model."""
+"""Prefixes of towers whose connector belongs to the model; tensors of its other modules are left out."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,6 @@ class Family:
     """How it runs without this library; None: the model is ours, and it runs by its adapter."""
     prefixes: tuple[str, ...] = ("",)
     """What may come before the names of the tower's tensors in a checkpoint; the first that any name fits."""
-    is_apart: bool = True
-    """Whether only the tower's tensors begin with the prefix; else those of other modules are left out."""
     renames: Renames = ()
     """From a published checkpoint's names; see `checkpoint`."""
     spec: Callable[[Any, int | None], DenseTowerSpec] | None = None

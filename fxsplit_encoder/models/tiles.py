@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,8 +38,7 @@ def cut(image: Image.Image, width: int, height: int) -> Iterator[Image.Image]:
 
 def of_tiles(tiles: Tensor) -> Prepared:
     """An image of equal tiles, (tiles, 3, side, side)."""
-    sizes = tile_sizes(tiles.shape[0])
-    return replace(sizes, tensors={"pixel_values": tiles, **sizes.tensors})
+    return tile_sizes(tiles.shape[0]).with_pixels(pixel_values=tiles)
 
 
 def tile_sizes(count: int) -> Prepared:
@@ -49,8 +48,7 @@ def tile_sizes(count: int) -> Prepared:
 
 def of_frames(tiles: Tensor) -> Prepared:
     """A clip of a tile per frame, (frames, 3, side, side)."""
-    sizes = frame_sizes(tiles.shape[0])
-    return replace(sizes, tensors={VIDEOS: tiles, **sizes.tensors})
+    return frame_sizes(tiles.shape[0]).with_pixels(**{VIDEOS: tiles})
 
 
 def frame_sizes(count: int) -> Prepared:

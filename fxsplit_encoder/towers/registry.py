@@ -117,7 +117,7 @@ _ADAPTERS = {
     "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
     **dict.fromkeys(_QWEN25, ("qwen_vl", "Qwen25VLTower")),
     **dict.fromkeys(_QWEN3, ("qwen_vl", "Qwen3VLTower")),
-    "Step3VisionModel": ("step3_vl", "Step3VLTower"),
+    "Step3VisionModel": ("step3p7", "Step3VLTower"),
     **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ("step3p7", "Step3p7Tower")),
 }
 
