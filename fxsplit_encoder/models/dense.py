@@ -196,20 +196,17 @@ def _projected(tower: str, config: str, part: str) -> Build:
     return with_width
 
 
-def _siglip2_tower(tower: nn.Module, pooled_alone: bool) -> Siglip2Tower:
-    config: Any = tower.config
-    return Siglip2Tower(tower, config.num_patches, pooled_alone=pooled_alone)
+def _siglip2(pooled_alone: bool, pooled: Family | None = None) -> Family:
+    def adapter(tower: Any) -> Siglip2Tower:
+        return Siglip2Tower(tower, tower.config.num_patches, pooled_alone=pooled_alone)
 
-
-def _siglip2(pooled_alone: bool, pooled: Family | None = None, text: TextTower | None = None) -> Family:
     return Family(
         hugging_face("siglip2", "Siglip2VisionModel", "Siglip2VisionConfig"),
         SizedPatches.read,
         "tiles",
         prefixes=("vision_model.", ""),
-        adapter=functools.partial(_siglip2_tower, pooled_alone=pooled_alone),
+        adapter=adapter,
         pooled=pooled,
-        text=text,
         pads_rows=not pooled_alone,
     )
 
