@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
-from fxsplit_encoder.models.eager import Inputs
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
     Architecture,
@@ -126,21 +125,14 @@ class SizedPatches(Preparation):
         return replace(tile_sizes(1), layout=layout, size=str(rows * columns))
 
 
-def _eager(tower: Any, mm_kwargs: Inputs, read: Callable[[Any], Tensor]) -> Tensor:
-    return read(tower(mm_kwargs["pixel_values"])).flatten(0, 1)
-
-
 def _spec(tower: Any, side: int | None, skipped: int) -> DenseTowerSpec:
     """Declares the last hidden state, without class and register tokens."""
     config = tower.config
     side = side or config.image_size
     shape = (config.num_channels, side, side)
     tokens = (side // config.patch_size) ** 2
-    return DenseTowerSpec(shape, tokens, config.hidden_size, rows=_after(tower, skipped))
-
-
-def _after(tower: Any, skipped: int) -> slice:
-    return slice(skipped + getattr(tower.config, "num_register_tokens", 0), None)
+    rows = slice(skipped + getattr(config, "num_register_tokens", 0), None)
+    return DenseTowerSpec(shape, tokens, config.hidden_size, rows=rows)
 
 
 def _pooled_spec(tower: Any, side: int | None, output: str) -> DenseTowerSpec:
@@ -162,13 +154,9 @@ def _row(result: Any, output: str) -> Tensor:
 
 def _family(build: Build, prepare: Prepare, prefix: str, skipped: int = 0, renames: Renames = ()) -> Family:
     """A family; `skipped`: rows of a tile's output before those of patches, without registers."""
-
-    def eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
-        return _eager(tower, mm_kwargs, lambda result: result.last_hidden_state[:, _after(tower, skipped)])
-
     spec = functools.partial(_spec, skipped=skipped)
     pooled = _pooled(build, prepare, (prefix, ""), renames=renames)
-    return Family(build, prepare, "tiles", eager, (prefix, ""), renames=renames, spec=spec, pooled=pooled)
+    return Family(build, prepare, "tiles", None, (prefix, ""), renames, spec, pooled=pooled)
 
 
 def _pooled(
@@ -179,9 +167,8 @@ def _pooled(
     renames: Renames = (),
 ) -> Family:
     """The same tower with the head that makes one vector."""
-    eager = functools.partial(_eager, read=functools.partial(_row, output=output))
     spec = functools.partial(_pooled_spec, output=output)
-    return Family(build, prepare, "tiles", eager, prefixes, renames, spec)
+    return Family(build, prepare, "tiles", None, prefixes, renames, spec)
 
 
 def _projected(tower: str, config: str, part: str) -> Build:

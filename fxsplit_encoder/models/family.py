@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import no_init_weights
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
-from fxsplit_encoder.models.eager import EagerForward, EagerTower
+from fxsplit_encoder.models.eager import EagerForward, EagerTower, Inputs
 from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
 from fxsplit_encoder.models.preprocess import FeatureExtractor
 from fxsplit_encoder.towers import DenseTowerSpec, wrap
@@ -42,7 +42,7 @@ class Family:
     unit: str
     """What an item's size counts: patches or tiles."""
     eager: EagerForward | None = None
-    """How it runs without this library; None: the model is ours, and it runs by its adapter."""
+    """How it runs without this library; None: as `spec` declares, or by the adapter: the model is ours."""
     prefixes: tuple[str, ...] = ("",)
     """What may come before the names of the tower's tensors in a checkpoint; the first that any name fits."""
     renames: Renames = ()
@@ -70,7 +70,13 @@ class Family:
 
     def eager_tower(self, module: nn.Module) -> EagerTower:
         """A tower that is not wrapped, to compare with."""
-        return EagerTower(module, self.eager, self.wrap)
+        by_spec = None if self.spec is None else self._run_by_spec
+        return EagerTower(module, self.eager or by_spec, self.wrap)
+
+    def _run_by_spec(self, module: Any, mm_kwargs: Inputs) -> Tensor:
+        assert self.spec is not None
+        spec = self.spec(module, None)
+        return spec.features(module(mm_kwargs[spec.input_name], **spec.options)).flatten(0, 1)
 
     def wrap(self, module: nn.Module, tile_side: int | None = None) -> Any:
         """The tower behind the manager's protocol.

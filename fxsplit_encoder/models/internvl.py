@@ -36,11 +36,11 @@ from fxsplit_encoder.models.tiles import (
     MOST_TILES,
     ProcessedTiles,
     frame_sizes,
-    of_frames,
     of_tiles,
     tile_side,
     tile_sizes,
 )
+from fxsplit_encoder.towers.base import VIDEOS
 
 
 def _build(settings: Settings) -> nn.Module:
@@ -102,7 +102,8 @@ class InternVLTiles(ProcessedTiles):
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """A tile per frame."""
-        return [of_frames(self.normalization(resized(frames, (self.side, self.side))))]
+        tiles = self.normalization(resized(frames, (self.side, self.side)))
+        return [frame_sizes(len(frames)).with_pixels(**{VIDEOS: tiles})]
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
         """A tile per frame."""

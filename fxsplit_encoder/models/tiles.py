@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fxsplit_encoder.models.family import Settings, vision_settings
 from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared, processed
-from fxsplit_encoder.towers.base import VIDEOS
 from fxsplit_encoder.towers.tiles import VIDEO_COUNTS
 
 Grid = tuple[int, int]
@@ -44,11 +43,6 @@ def of_tiles(tiles: Tensor) -> Prepared:
 def tile_sizes(count: int) -> Prepared:
     """An image of that many tiles, without their pixels."""
     return Prepared({"num_patches": torch.tensor([count], device="cpu")}, {"tiles": count}, str(count))
-
-
-def of_frames(tiles: Tensor) -> Prepared:
-    """A clip of a tile per frame, (frames, 3, side, side)."""
-    return frame_sizes(tiles.shape[0]).with_pixels(**{VIDEOS: tiles})
 
 
 def frame_sizes(count: int) -> Prepared:
