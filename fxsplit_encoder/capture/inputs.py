@@ -43,11 +43,6 @@ class StaticInputs:
         """The captured tensors by name."""
         return {name: buffer.tensor for name, buffer in self.buffers.items()}
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the buffers, of their own or shared."""
-        return sum(buffer.num_bytes for buffer in self.buffers.values())
-
     def check(
         self, values: Mapping[str, StaticValue | None], held: Collection[str] = ()
     ) -> list[tuple[StaticBuffer, StaticValue]]:
