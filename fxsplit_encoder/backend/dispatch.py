@@ -102,7 +102,7 @@ class BudgetDispatcher:
         self._refusal = self._why_never_captured()
         # There is a graph to break at its splitting ops already, and no untouched module any more.
         self._mode = "piecewise" if config.mode == "breakable" else config.mode
-        self._captures = CaptureSet(config, self.pool)
+        self._captures = CaptureSet(CaptureScope(config, self.pool))
         self._captures.programs = self.programs
         slots = {entry.slot: f"input {entry.slot}" for entry in program.region_inputs}
         self._region = NamedRegion(program, slots)  # whose inputs have no names but those of their slots

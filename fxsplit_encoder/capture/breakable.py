@@ -479,10 +479,6 @@ class LiveSegments:
         """By the addresses of cumulative lengths."""
         self.set(rows, segments)
 
-    def clear(self) -> None:
-        """Forgets the batch: all captured rows count as real."""
-        self.set(None, ())
-
     def set(self, rows: int | None, segments: Iterable[KnownSegments]) -> None:
         """Sets the real rows (None: all captured ones) and the segments of the batch."""
         self.rows = rows

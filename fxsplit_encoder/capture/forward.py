@@ -336,7 +336,7 @@ class CapturedForward:
 
     def _set_live(self, rows: int | None) -> None:
         if len(self._boundaries) < len(self.segment_inputs):
-            self.live.clear()
+            self.live.set(None, ())
             return
         known = []
         for name, (_, lengths) in self._boundaries.items():

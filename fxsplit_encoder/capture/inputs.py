@@ -43,11 +43,6 @@ class StaticInputs:
         """The captured tensors by name."""
         return {name: buffer.tensor for name, buffer in self.buffers.items()}
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the buffers, of their own or shared."""
-        return sum(buffer.num_bytes for buffer in self.buffers.values())
-
     def check(
         self, values: Mapping[str, StaticValue | None], held: Collection[str] = ()
     ) -> list[tuple[StaticBuffer, StaticValue]]:
@@ -213,12 +208,7 @@ def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
 
 def fill_cu_seqlens(buffer: Tensor, value: Tensor) -> None:
     """Copies cumulative lengths into a buffer of as many or more, extended by empty segments."""
-    entries = value.shape[0]
-    if entries == buffer.shape[0]:
-        buffer.copy_(value)
-        return
-    buffer[:entries].copy_(value)
-    buffer[entries:].copy_(value[-1:].expand(buffer.shape[0] - entries))
+    buffer.copy_(pad_cu_seqlens_on_device(value, buffer.shape[0]))
 
 
 def is_cumulative(tensor: Tensor) -> bool:

@@ -86,10 +86,8 @@ class StaticParameters:
         self._places = [*self._addresses, *self._orders.baked]
 
     @classmethod
-    def of_module(cls, module: object) -> StaticParameters:
-        """Returns every parameter and buffer of a module; none of anything else."""
-        if not isinstance(module, nn.Module):
-            return cls(())
+    def of_module(cls, module: nn.Module) -> StaticParameters:
+        """Returns every parameter and buffer of a module."""
         return cls([*module.parameters(), *module.buffers()], module)
 
     def with_those_at(self, addresses: Collection[int]) -> StaticParameters:

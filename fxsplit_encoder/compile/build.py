@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import sympy
@@ -128,9 +129,7 @@ def _assemble(
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
-    value: Any = module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
+    value = attrgetter(str(node.target))(module)
     if not isinstance(value, torch.Tensor):
         raise CompileError(f"the graph holds {node.target}, a {type(value).__name__}; expected a tensor")
     return value

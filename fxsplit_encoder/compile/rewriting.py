@@ -108,11 +108,8 @@ def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx
     assert all(is_parameter(source) for source in sources)
     inputs = graph.find_nodes(op="placeholder")
     before = [n for n in inputs if derivation(n) is not None]
-    names, number = {n.target for n in inputs}, len(before)
-    while (name := f"derived_{number}") in names:  # others were removed
-        number += 1
     with graph.inserting_after(inputs[-1]):
-        node = graph.placeholder(name)
+        node = graph.placeholder(f"derived_{len(before)}")
     node.meta["derived"] = (make, sources)
     values = [source.meta["val"] for source in sources]
     recipe = _recipe(node)

@@ -176,7 +176,8 @@ def _trace(
         if own is not None:
             raise own from None
         cause = inner_error(error) or error.__cause__ or error
-        raise UntraceableError(f"the forward does not trace as one graph: {_first_line(cause)}") from error
+        why = f"{type(cause).__name__}: {str(cause).strip()}".splitlines()[0]
+        raise UntraceableError(f"the forward does not trace as one graph: {why}") from error
     if len(found) != 1 or not isinstance(result, torch.Tensor):
         raise CompileError(
             f"the forward became {len(found)} graphs and returned {type(result).__name__}; "
@@ -233,7 +234,3 @@ def _own_error(error: BaseException | None, handled: BaseException | None) -> Fx
             return error
         error = inner_error(error) or error.__cause__ or error.__context__
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

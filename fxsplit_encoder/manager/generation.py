@@ -26,7 +26,7 @@ from fxsplit_encoder.manager.tower import TowerSpec
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig
-from fxsplit_encoder.runtime import CaptureSet, WeightChecks
+from fxsplit_encoder.runtime import CaptureScope, CaptureSet, WeightChecks
 from fxsplit_encoder.runtime.statistics import Statistics
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Generation:
         self.structure: Structure | None = None
         """Of the tower, as it was when it was first compiled or captured."""
         self.weight_checks = WeightChecks(config.weight_check_seconds)
-        self.captures = CaptureSet(
+        scope = CaptureScope(
             config,
             pool,
             agree=agree,
@@ -122,6 +122,7 @@ class Generation:
             compares_kernels=compares_kernels,
             weight_checks=self.weight_checks,
         )
+        self.captures = CaptureSet(scope)
         self.scope = self.captures.scope
         self.paths_by_key = {
             (name, keys): EncoderPath(name, spec, self.scope, keys)

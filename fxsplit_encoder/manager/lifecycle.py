@@ -78,8 +78,7 @@ class Lifecycle:
     def compile(self, progress: Progress | None = None) -> None:
         """As `EncoderCudaGraphManager.compile`."""
         self.wait()
-        on_its_device = on_device(self.own.pool.device)
-        with self.turns, on_its_device, without_autograd():
+        with self.turns, on_device(self.own.pool.device), without_autograd():
             self.take_structure()
             self._read_start()
             self.own.compile(progress)

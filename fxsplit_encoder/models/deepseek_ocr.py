@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,18 +85,15 @@ class DeepseekOcrViews(Preparation):
     def image(self, image: Image.Image) -> Prepared:
         """Both views."""
         has_crops, size = self.crop != self.whole, (self.whole, self.whole)
-        crops = deepseek_crops(image, self.crop, self.max_crops)[1] if has_crops else []
+        crops = deepseek_crops(image, self.crop, self.max_crops) if has_crops else []
         if has_crops or self.whole > _SMALL:
             gray = tuple(int(255 * mean) for mean in self.normalization.mean)
             whole = ImageOps.pad(image, size, _BICUBIC, color=gray)
         else:
             whole = image.resize(size, _BICUBIC)
-        pixels = {
-            "pixel_values": self.normalization([whole]),
-            "images_crop": crop_pixels(crops, self.crop, self.normalization),
-        }
+        crop_values = crop_pixels(crops, self.crop, self.normalization)
         sizes = self.image_sizes(*image.size)
-        return replace(sizes, tensors={**pixels, **sizes.tensors})
+        return sizes.with_pixels(pixel_values=self.normalization([whole]), images_crop=crop_values)
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """Both views."""
@@ -121,15 +118,15 @@ def deepseek_grid(width: int, height: int, side: int, max_crops: int) -> Grid:
     return columns, rows
 
 
-def deepseek_crops(image: Image.Image, side: int, max_crops: int) -> tuple[Grid, list[Image.Image]]:
-    """The grid and its crops, of the image stretched over them."""
+def deepseek_crops(image: Image.Image, side: int, max_crops: int) -> list[Image.Image]:
+    """The crops of `deepseek_grid`, of the image stretched over them."""
     columns, rows = deepseek_grid(*image.size, side, max_crops)
     if columns * rows == 1:
-        return (1, 1), []
-    return (columns, rows), list(cut(image.resize((columns * side, rows * side), _BICUBIC), side, side))
+        return []
+    return list(cut(image.resize((columns * side, rows * side), _BICUBIC), side, side))
 
 
-_DEEPSEEK_OCR = Family(_build, DeepseekOcrViews.read, "tiles", prefixes=WHOLE_MODEL, is_apart=False)
+_DEEPSEEK_OCR = Family(_build, DeepseekOcrViews.read, "tiles", prefixes=WHOLE_MODEL)
 
 # Its model type, deepseek_vl_v2, is also that of another model.
 FAMILIES = {"DeepseekOCRForCausalLM": _DEEPSEEK_OCR}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
-from fxsplit_encoder.models.eager import Inputs
 from fxsplit_encoder.models.family import (
+    WHOLE_MODEL,
     Architecture,
     Build,
     Family,
@@ -108,8 +108,7 @@ class SizedPatches(Preparation):
         places = places_of(shape[0], shape[1], self.patches)
         columns = made["pixel_values"][0], places, made["pixel_attention_mask"][0][:, None]
         tile = torch.cat([column.float() for column in columns], dim=-1)
-        sizes = self._sizes(shape[0], shape[1])
-        return replace(sizes, tensors={"pixel_values": tile[None, None], **sizes.tensors})
+        return self._sizes(shape[0], shape[1]).with_pixels(pixel_values=tile[None, None])
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """One tile, and the grid of its patches."""
@@ -126,21 +125,14 @@ class SizedPatches(Preparation):
         return replace(tile_sizes(1), layout=layout, size=str(rows * columns))
 
 
-def _eager(tower: Any, mm_kwargs: Inputs, read: Callable[[Any], Tensor]) -> Tensor:
-    return read(tower(mm_kwargs["pixel_values"])).flatten(0, 1)
-
-
 def _spec(tower: Any, side: int | None, skipped: int) -> DenseTowerSpec:
     """Declares the last hidden state, without class and register tokens."""
     config = tower.config
     side = side or config.image_size
     shape = (config.num_channels, side, side)
     tokens = (side // config.patch_size) ** 2
-    return DenseTowerSpec(shape, tokens, config.hidden_size, rows=_after(tower, skipped))
-
-
-def _after(tower: Any, skipped: int) -> slice:
-    return slice(skipped + getattr(tower.config, "num_register_tokens", 0), None)
+    rows = slice(skipped + getattr(config, "num_register_tokens", 0), None)
+    return DenseTowerSpec(shape, tokens, config.hidden_size, rows=rows)
 
 
 def _pooled_spec(tower: Any, side: int | None, output: str) -> DenseTowerSpec:
@@ -162,13 +154,9 @@ def _row(result: Any, output: str) -> Tensor:
 
 def _family(build: Build, prepare: Prepare, prefix: str, skipped: int = 0, renames: Renames = ()) -> Family:
     """A family; `skipped`: rows of a tile's output before those of patches, without registers."""
-
-    def eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
-        return _eager(tower, mm_kwargs, lambda result: result.last_hidden_state[:, _after(tower, skipped)])
-
     spec = functools.partial(_spec, skipped=skipped)
     pooled = _pooled(build, prepare, (prefix, ""), renames=renames)
-    return Family(build, prepare, "tiles", eager, (prefix, ""), renames=renames, spec=spec, pooled=pooled)
+    return Family(build, prepare, "tiles", None, (prefix, ""), renames, spec, pooled=pooled)
 
 
 def _pooled(
@@ -179,10 +167,8 @@ def _pooled(
     renames: Renames = (),
 ) -> Family:
     """The same tower with the head that makes one vector."""
-    eager = functools.partial(_eager, read=functools.partial(_row, output=output))
     spec = functools.partial(_pooled_spec, output=output)
-    is_apart = prefixes != ("",)
-    return Family(build, prepare, "tiles", eager, prefixes, is_apart, renames, spec)
+    return Family(build, prepare, "tiles", None, prefixes, renames, spec)
 
 
 def _projected(tower: str, config: str, part: str) -> Build:
@@ -197,27 +183,23 @@ def _projected(tower: str, config: str, part: str) -> Build:
     return with_width
 
 
-def _siglip2_tower(tower: nn.Module, pooled_alone: bool) -> Siglip2Tower:
-    config: Any = tower.config
-    return Siglip2Tower(tower, config.num_patches, pooled_alone=pooled_alone)
+def _siglip2(pooled_alone: bool, pooled: Family | None = None) -> Family:
+    def adapter(tower: Any) -> Siglip2Tower:
+        return Siglip2Tower(tower, tower.config.num_patches, pooled_alone=pooled_alone)
 
-
-def _siglip2(pooled_alone: bool, pooled: Family | None = None, text: TextTower | None = None) -> Family:
     return Family(
         hugging_face("siglip2", "Siglip2VisionModel", "Siglip2VisionConfig"),
         SizedPatches.read,
         "tiles",
         prefixes=("vision_model.", ""),
-        adapter=functools.partial(_siglip2_tower, pooled_alone=pooled_alone),
+        adapter=adapter,
         pooled=pooled,
-        text=text,
         pads_rows=not pooled_alone,
     )
 
 
 def _text(build: Build, prefixes: tuple[str, ...], output: str, padding: str) -> TextTower:
-    tower = Family(build, _no_images, "tokens", prefixes=prefixes, is_apart=prefixes != ("",))
-    return TextTower(tower, output, padding)
+    return TextTower(Family(build, _no_images, "tokens", prefixes=prefixes), output, padding)
 
 
 def _no_images(settings: Settings, processor: ProcessorSettings) -> NoReturn:
@@ -253,12 +235,12 @@ _CLIP_PROJECTED = replace(
     pooled=_pooled(
         _projected("CLIPVisionModelWithProjection", "CLIPVisionConfig", _VISION),
         _CROPPING,
-        ("",),
+        WHOLE_MODEL,
         "image_embeds",
     ),
 )
 _CLIP_TEXT = _text(
-    _projected("CLIPTextModelWithProjection", "CLIPTextConfig", _TEXT), ("",), "text_embeds", "longest"
+    _projected("CLIPTextModelWithProjection", "CLIPTextConfig", _TEXT), WHOLE_MODEL, "text_embeds", "longest"
 )
 _DINOV2 = _family(
     hugging_face("dinov2", "Dinov2Model", "Dinov2Config"), _cropping(IMAGENET), "dinov2.", 1, _DINOV2_NAMES

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import no_init_weights
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
-from fxsplit_encoder.models.eager import EagerForward, EagerTower
+from fxsplit_encoder.models.eager import EagerForward, EagerTower, Inputs
 from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
 from fxsplit_encoder.models.preprocess import FeatureExtractor
 from fxsplit_encoder.towers import DenseTowerSpec, wrap
@@ -28,7 +28,7 @@ VISUAL = ("model.visual.", "visual.", "")
 """Prefixes of the Qwen line and GLM, whose tower is the model's `visual`."""
 
 WHOLE_MODEL = ("model.", "")
-"""Prefixes of families whose connector belongs to the model."""
+"""Prefixes of towers whose connector belongs to the model; tensors of its other modules are left out."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,9 @@ class Family:
     unit: str
     """What an item's size counts: patches or tiles."""
     eager: EagerForward | None = None
-    """How it runs without this library; None: the model is ours, and it runs by its adapter."""
+    """How it runs without this library; None: as `spec` declares, or by the adapter: the model is ours."""
     prefixes: tuple[str, ...] = ("",)
     """What may come before the names of the tower's tensors in a checkpoint; the first that any name fits."""
-    is_apart: bool = True
-    """Whether only the tower's tensors begin with the prefix; else those of other modules are left out."""
     renames: Renames = ()
     """From a published checkpoint's names; see `checkpoint`."""
     spec: Callable[[Any, int | None], DenseTowerSpec] | None = None
@@ -72,7 +70,13 @@ class Family:
 
     def eager_tower(self, module: nn.Module) -> EagerTower:
         """A tower that is not wrapped, to compare with."""
-        return EagerTower(module, self.eager, self.wrap)
+        by_spec = None if self.spec is None else self._run_by_spec
+        return EagerTower(module, self.eager or by_spec, self.wrap)
+
+    def _run_by_spec(self, module: Any, mm_kwargs: Inputs) -> Tensor:
+        assert self.spec is not None
+        spec = self.spec(module, None)
+        return spec.features(module(mm_kwargs[spec.input_name], **spec.options)).flatten(0, 1)
 
     def wrap(self, module: nn.Module, tile_side: int | None = None) -> Any:
         """The tower behind the manager's protocol.

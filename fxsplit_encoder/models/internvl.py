@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,11 +36,11 @@ from fxsplit_encoder.models.tiles import (
     MOST_TILES,
     ProcessedTiles,
     frame_sizes,
-    of_frames,
     of_tiles,
     tile_side,
     tile_sizes,
 )
+from fxsplit_encoder.towers.base import VIDEOS
 
 
 def _build(settings: Settings) -> nn.Module:
@@ -100,13 +100,10 @@ class InternVLTiles(ProcessedTiles):
         crops = {"crop_to_patches": True}
         return tile_sizes(self.processor.get_number_of_image_patches(height, width, crops))
 
-    def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
-        """By the rule of the model's video processor."""
-        return self.sampling(num_frames, fps)
-
     def clip(self, frames: Frames) -> list[Prepared]:
         """A tile per frame."""
-        return [of_frames(self.normalization(resized(frames, (self.side, self.side))))]
+        tiles = self.normalization(resized(frames, (self.side, self.side)))
+        return [frame_sizes(len(frames)).with_pixels(**{VIDEOS: tiles})]
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
         """A tile per frame."""
@@ -119,7 +116,7 @@ def _eager(model: Any, mm_kwargs: Inputs) -> Tensor:
     return features.flatten(0, 1)
 
 
-_INTERNVL = Family(_build, InternVLTiles.read, "tiles", _eager, WHOLE_MODEL, is_apart=False)
+_INTERNVL = Family(_build, InternVLTiles.read, "tiles", _eager, WHOLE_MODEL)
 
 FAMILIES = {"internvl": _INTERNVL}
 

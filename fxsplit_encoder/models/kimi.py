@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxsplit_encoder.media import Frames
 from fxsplit_encoder.models.checkpoint import Renames
@@ -120,10 +120,6 @@ class RasterPatches(Preparation):
             return of_patches(("pixel_values", "image_grid_hws"), patches, grid, grid[1:])
         return of_patches(IMAGE_KEYS, patches, grid, grid)
 
-    def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
-        """By the rule of processors that have none of their own."""
-        return self.sampling(num_frames, fps)
-
     def clip(self, frames: Frames) -> list[Prepared]:
         """Items of a few frames each."""
         if not self.takes_clips:
@@ -223,12 +219,12 @@ def _eager_k25(tower: Any, mm_kwargs: Inputs) -> Tensor:
     return torch.cat(rows)
 
 
-def _build_vl(settings: Settings) -> nn.Module:
-    """Ours, with the projector."""
-    return KimiVLVisionModel(KimiVLVisionConfig.from_checkpoint(settings))
-
-
-_KIMI_VL = Family(_build_vl, RasterPatches.of_kimi_vl, "patches", prefixes=WHOLE_MODEL, is_apart=False)
+_KIMI_VL = Family(
+    lambda settings: KimiVLVisionModel(KimiVLVisionConfig.from_checkpoint(settings)),
+    RasterPatches.of_kimi_vl,
+    "patches",
+    prefixes=WHOLE_MODEL,
+)
 _KIMI_K25 = Family(
     hugging_face("kimi_k25", "Kimi_K25VisionModel", "Kimi_K25VisionConfig"),
     RasterPatches.of_kimi_k25,

@@ -56,7 +56,7 @@ class Llama4Tiles(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """1 to 17 tiles."""
-        return of_tiles(self.normalization(llama4_tiles(image, self.side, self.max_tiles)[1]))
+        return of_tiles(self.normalization(llama4_tiles(image, self.side, self.max_tiles)))
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """1 to 17 tiles."""
@@ -80,13 +80,13 @@ def llama4_grid(width: int, height: int, tile: int, max_tiles: int) -> Grid:
     return min(equal, key=lambda grid: grid[0] * grid[1])
 
 
-def llama4_tiles(image: Image.Image, tile: int, max_tiles: int) -> tuple[Grid, list[Image.Image]]:
-    """The grid, and its tiles; after several the whole image as one more.
+def llama4_tiles(image: Image.Image, tile: int, max_tiles: int) -> list[Image.Image]:
+    """The tiles of `llama4_grid`; after several the whole image as one more.
 
     The image keeps its aspect ratio: it lies at the upper left of the canvas, on black. It is not enlarged
     beyond one tile.
     """
-    columns, rows = grid = llama4_grid(*image.size, tile, max_tiles)
+    columns, rows = llama4_grid(*image.size, tile, max_tiles)
     width = min(max(image.width, tile), columns * tile)
     height = min(max(image.height, tile), rows * tile)
     if width / image.width < height / image.height:
@@ -97,8 +97,8 @@ def llama4_tiles(image: Image.Image, tile: int, max_tiles: int) -> tuple[Grid, l
     canvas.paste(image.resize((max(width, 1), max(height, 1)), Image.Resampling.BILINEAR))
     tiles = list(cut(canvas, tile, tile))
     if len(tiles) == 1:
-        return grid, tiles
-    return grid, [*tiles, image.resize((tile, tile), Image.Resampling.BILINEAR)]
+        return tiles
+    return [*tiles, image.resize((tile, tile), Image.Resampling.BILINEAR)]
 
 
 def _eager(model: Any, mm_kwargs: Inputs) -> Tensor:
@@ -109,7 +109,7 @@ def _eager(model: Any, mm_kwargs: Inputs) -> Tensor:
     return (features if projector is None else projector(features)).flatten(0, 1)
 
 
-_LLAMA4 = Family(_build, Llama4Tiles.read, "tiles", _eager, WHOLE_MODEL, is_apart=False)
+_LLAMA4 = Family(_build, Llama4Tiles.read, "tiles", _eager, WHOLE_MODEL)
 _VISION_MODEL = Family(
     hugging_face("llama4", "Llama4VisionModel", "Llama4VisionConfig"), Llama4Tiles.read, "tiles", _eager
 )

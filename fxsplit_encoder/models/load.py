@@ -13,7 +13,7 @@ from torch import Tensor
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.models.checkpoint import Checkpoint, rename, split_fused
-from fxsplit_encoder.models.family import Family, Settings, vision_settings
+from fxsplit_encoder.models.family import WHOLE_MODEL, Family, Settings, vision_settings
 from fxsplit_encoder.models.registry import FAMILIES
 
 
@@ -127,7 +127,7 @@ def _vision_files(checkpoint: Checkpoint, family: Family, modules: Set[str]) -> 
             if not modules.isdisjoint(known.split(".")[0] for known in (short, rename(short, family.renames)))
         }
         if own:
-            if family.is_apart:
+            if family.prefixes != WHOLE_MODEL:  # only the tower's tensors begin so
                 own = names
             paths = {file: _require(checkpoint, file) for file in {where[name] for name in own.values()}}
             return {short: (name, paths[where[name]]) for short, name in own.items()}

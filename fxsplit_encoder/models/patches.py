@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -175,10 +175,6 @@ class BlockPatches(Preparation):
         else:
             rows, columns = image_size(height, width, form)
         return 1, rows // form.patch_size, columns // form.patch_size
-
-    def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
-        """By the rule of the model's video processor."""
-        return self.sampling(num_frames, fps)
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """One item of all frames."""

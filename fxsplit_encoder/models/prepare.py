@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings
 from fxsplit_encoder.media.images import bicubic, opened_image, upright
 from fxsplit_encoder.media.sources import attempt
+from fxsplit_encoder.models.sampling import Sampling
 
 # Of one's own files: Pillow's limit of pixels holds before this one.
 _LIMITS = MediaSettings(max_bytes=1 << 32, max_pixels=1 << 30)
@@ -59,6 +60,10 @@ class Prepared:
     frames: int = 0
     """Frames of a clip; 0: an image."""
 
+    def with_pixels(self, **pixels: Tensor) -> Prepared:
+        """The same with the tensors that hold its pixels."""
+        return replace(self, tensors={**pixels, **self.tensors})
+
 
 class Preparation(ABC):
     """Prepares images, and clips if the model takes any, as the model's own processor does."""
@@ -71,6 +76,8 @@ class Preparation(ABC):
     """The video processor's, without those of sampling."""
     frames_per_step = 1
     """Frames of a clip that become one along its grid."""
+    sampling: Sampling | None = None
+    """Which frames of a video the model sees, as its video processor samples them; None: all."""
 
     @abstractmethod
     def image(self, image: Image.Image) -> Prepared:
@@ -81,8 +88,8 @@ class Preparation(ABC):
         """Returns the sizes of `image`'s result for an image of this size."""
 
     def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
-        """Which frames of a video the model sees, rising; every one unless its processor says otherwise."""
-        return range(num_frames)
+        """Which frames of a video the model sees, rising."""
+        return range(num_frames) if self.sampling is None else self.sampling(num_frames, fps)
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """The inputs of a clip: one item, or several of a few frames each.

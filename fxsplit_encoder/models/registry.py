@@ -8,26 +8,15 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models import deepseek_ocr, dense, internvl, kimi, llama4, qwen_vl, step3, whisper
 from fxsplit_encoder.models.family import Architecture, Family
 
+_MODULES = (qwen_vl, kimi, internvl, llama4, deepseek_ocr, step3, dense)
+
 FAMILIES: Mapping[str, Family] = {
-    **qwen_vl.FAMILIES,
-    **kimi.FAMILIES,
-    **internvl.FAMILIES,
-    **llama4.FAMILIES,
-    **step3.FAMILIES,
-    **deepseek_ocr.FAMILIES,
-    **dense.FAMILIES,
-    **whisper.FAMILIES,
+    name: family for module in (*_MODULES, whisper) for name, family in module.FAMILIES.items()
 }
 """By a checkpoint's model type, of a whole model or of its vision tower; else by its architecture."""
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    **qwen_vl.ARCHITECTURES,
-    **kimi.ARCHITECTURES,
-    **internvl.ARCHITECTURES,
-    **llama4.ARCHITECTURES,
-    **deepseek_ocr.ARCHITECTURES,
-    **step3.ARCHITECTURES,
-    **dense.ARCHITECTURES,
+    name: architecture for module in _MODULES for name, architecture in module.ARCHITECTURES.items()
 }
 """Published models, built with random weights at their true sizes; by the name that `--model` takes."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,6 @@ import torch
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import VideoHeader
-
-OPTIONS = (
-    *("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames", "max_duration"),
-    "temporal_patch_size",
-)
 
 
 @dataclass(frozen=True)
@@ -37,8 +32,9 @@ class Sampling:
 
     def updated(self, settings: Mapping[str, Any]) -> Sampling:
         """A copy with what a processor's settings say."""
-        given = {name: settings[name] for name in OPTIONS if settings.get(name) is not None}
-        return replace(self, **given)
+        names = (each.name for each in fields(self))
+        given = {name: settings[name] for name in names if settings.get(name) is not None}
+        return replace(self, **{**given, "rule": self.rule})
 
     def __call__(self, num_frames: int, fps: float | None) -> Sequence[int]:
         """The frames of a video, rising; one may come twice.

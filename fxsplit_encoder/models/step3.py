@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,13 +100,9 @@ class Step3Views(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """Both views."""
-        _, whole, crops = step3_views(image, self.whole, self.crop)
-        pixels = {
-            "pixel_values": self.normalization([whole]),
-            self.names[0]: crop_pixels(crops, self.crop, self.normalization),
-        }
-        sizes = self.image_sizes(*image.size)
-        return replace(sizes, tensors={**pixels, **sizes.tensors})
+        whole, crops = step3_views(image, self.whole, self.crop)
+        pixels = {self.names[0]: crop_pixels(crops, self.crop, self.normalization)}
+        return self.image_sizes(*image.size).with_pixels(pixel_values=self.normalization([whole]), **pixels)
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """Both views."""
@@ -163,10 +159,8 @@ def step3_plan(width: int, height: int, image_size: int, crop_size: int) -> Step
     return Step3Plan(square, (width, height), (across, down), window)
 
 
-def step3_views(
-    image: Image.Image, image_size: int, crop_size: int
-) -> tuple[Grid, Image.Image, list[Image.Image]]:
-    """The grid of crops, the whole view, and the crops; (0, 0) without any."""
+def step3_views(image: Image.Image, image_size: int, crop_size: int) -> tuple[Image.Image, list[Image.Image]]:
+    """The whole view, and the crops."""
     plan = step3_plan(*image.size, image_size, crop_size)
     if plan.square:
         canvas = Image.new("RGB", (max(image.size),) * 2)
@@ -174,11 +168,11 @@ def step3_views(
         image = canvas
     whole = image.resize(plan.size, _BILINEAR).resize((image_size, image_size), _BILINEAR)
     if not plan.window:
-        return plan.grid, whole, []
+        return whole, []
     cropped = image.resize(plan.crop_size, _BILINEAR)
     width, height = (min(plan.window, side) for side in plan.crop_size)
     crops = [crop.resize((crop_size, crop_size), _BILINEAR) for crop in cut(cropped, width, height)]
-    return plan.grid, whole, crops
+    return whole, crops
 
 
 def _eager_step3p7(model: Any, mm_kwargs: Inputs) -> Tensor:
@@ -199,17 +193,10 @@ _STEP3 = Family(
     Step3Views.reader("patch_pixel_values", "num_patches"),
     "tiles",
     prefixes=WHOLE_MODEL,
-    is_apart=False,
 )
 _STEP3P7_VIEWS = Step3Views.reader("pixel_values_local", "num_local_patches")
 _STEP3P7 = Family(
-    _build_step3p7,
-    _STEP3P7_VIEWS,
-    "tiles",
-    _eager_step3p7,
-    WHOLE_MODEL,
-    is_apart=False,
-    renames=_STEP3P7_NAMES,
+    _build_step3p7, _STEP3P7_VIEWS, "tiles", _eager_step3p7, WHOLE_MODEL, renames=_STEP3P7_NAMES
 )
 _STEP3P7_VISION = Family(
     hugging_face("step3p7", "Step3p7VisionModel", "Step3p7VisionConfig"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fxsplit_encoder.models.family import Settings, vision_settings
 from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared, processed
-from fxsplit_encoder.towers.base import VIDEOS
 from fxsplit_encoder.towers.tiles import VIDEO_COUNTS
 
 Grid = tuple[int, int]
@@ -38,19 +37,12 @@ def cut(image: Image.Image, width: int, height: int) -> Iterator[Image.Image]:
 
 def of_tiles(tiles: Tensor) -> Prepared:
     """An image of equal tiles, (tiles, 3, side, side)."""
-    sizes = tile_sizes(tiles.shape[0])
-    return replace(sizes, tensors={"pixel_values": tiles, **sizes.tensors})
+    return tile_sizes(tiles.shape[0]).with_pixels(pixel_values=tiles)
 
 
 def tile_sizes(count: int) -> Prepared:
     """An image of that many tiles, without their pixels."""
     return Prepared({"num_patches": torch.tensor([count], device="cpu")}, {"tiles": count}, str(count))
-
-
-def of_frames(tiles: Tensor) -> Prepared:
-    """A clip of a tile per frame, (frames, 3, side, side)."""
-    sizes = frame_sizes(tiles.shape[0])
-    return replace(sizes, tensors={VIDEOS: tiles, **sizes.tensors})
 
 
 def frame_sizes(count: int) -> Prepared:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
-from torch import Tensor
-
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.eager import Inputs
 from fxsplit_encoder.models.family import Family, Settings, hugging_face
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.preprocess import FeatureExtractor
@@ -35,11 +32,6 @@ def whisper_extractor(processor: Mapping[str, Any]) -> FeatureExtractor:
     return cast("FeatureExtractor", made)
 
 
-def _eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
-    features: Tensor = tower(mm_kwargs[_INPUT]).last_hidden_state
-    return features.flatten(0, 1)
-
-
 def _no_images(settings: Settings, processor: ProcessorSettings) -> NoReturn:
     raise InputError("Whisper takes audio only; pass it to a connector (fxsplit_encoder.models.media)")
 
@@ -49,8 +41,7 @@ FAMILIES = {
         hugging_face("whisper", "WhisperEncoder", "WhisperConfig"),
         _no_images,
         "pieces",
-        _eager,
-        ("model.encoder.", "encoder.", ""),
+        prefixes=("model.encoder.", "encoder.", ""),
         spec=whisper_spec,
         extractor=whisper_extractor,
     )

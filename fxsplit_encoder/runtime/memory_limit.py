@@ -8,44 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
-from fxsplit_encoder.runtime.requests import CaptureScope, WeightChecks
+from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.statistics import Statistics
 
 
 class CaptureSet:
-    """The captures of several programs over one pool, whose memory `config.max_graph_bytes` limits; the other
-    arguments are those of `CaptureScope`.
-    """
+    """The captures of several programs over one pool, whose memory `max_graph_bytes` limits."""
 
-    def __init__(
-        self,
-        config: EncoderConfig,
-        pool: GraphPool,
-        *,
-        agree: Callable[[bool], bool] | None = None,
-        not_compiled: str = "",
-        compares_kernels: bool = True,
-        weight_checks: WeightChecks | None = None,
-    ) -> None:
+    def __init__(self, scope: CaptureScope) -> None:
         self.programs: Mapping[Any, CapturedProgram] = {}
         self.skippable: Collection[Hashable] = ()
         """Keys of the programs that a batch without tokens there skips."""
-        self.pool = pool
-        self.max_bytes = config.max_graph_bytes
-        self.scope = CaptureScope(
-            config,
-            pool,
-            lambda: self.remaining_bytes,
-            agree,
-            not_compiled,
-            compares_kernels,
-            weight_checks,
-        )
+        self.pool = scope.pool
+        self.max_bytes = scope.config.max_graph_bytes
+        self.scope = replace(scope, remaining_bytes=lambda: self.remaining_bytes)
         self.bytes_elsewhere: Callable[[], int] = lambda: 0
         """Returns bytes of other captures under the same limit."""
         self.spare: Callable[[], None] | None = None

@@ -46,7 +46,10 @@ class Glm4vTower(PackedTower):
         rotary = cosines_and_sines(
             tower.rotary_pos_emb, hidden, metadata["position_ids"], from_angles=self.from_angles
         )
-        hidden = hidden + self._positions(metadata["interp_indices"], metadata["interp_weights"])
+        table: Tensor = tower.embeddings.position_embedding.weight
+        # Resampled rows are summed in float32, as the tower itself does.
+        positions = resample(table, metadata["interp_indices"], metadata["interp_weights"])
+        hidden = hidden + positions.to(table.dtype)
         for block in tower.blocks:
             hidden = block(
                 hidden,
@@ -65,9 +68,3 @@ class Glm4vTower(PackedTower):
         groups = hidden.view(-1, self.rows_per_token * width).view(-1, self.rows_per_token, width)
         channels_first = groups.transpose(1, 2).flatten(1)
         return F.linear(channels_first, convolution.weight.flatten(1), convolution.bias)
-
-    def _positions(self, indices: Tensor, weights: Tensor) -> Tensor:
-        """(patches, width): the table's resampled rows, summed in float32 as the tower itself does."""
-        embeddings: Any = self.tower.embeddings
-        table: Tensor = embeddings.position_embedding.weight
-        return resample(table, indices, weights).to(table.dtype)

@@ -31,18 +31,13 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
     """
     rows = integer_rows(grid_thw, name, 3, "rows of three integers (frames, height, width) in patches")
     grids = [(t, h, w) for t, h, w in rows]
-    for grid in grids:
-        _check_grid(grid, merge_size, name)
+    for t, h, w in grids:
+        if t < 1 or h < 1 or w < 1 or h % merge_size or w % merge_size:
+            raise InputError(
+                f"{name}: expected at least 1 frame and a height and width that are positive multiples of "
+                f"the merge size {merge_size} in patches; got {(t, h, w)}"
+            )
     return grids
-
-
-def _check_grid(grid: Grid, merge_size: int, name: str) -> None:
-    t, h, w = grid
-    if t < 1 or h < 1 or w < 1 or h % merge_size or w % merge_size:
-        raise InputError(
-            f"{name}: expected at least 1 frame and a height and width that are positive multiples of "
-            f"the merge size {merge_size} in patches; got {grid}"
-        )
 
 
 def patch_sizes(config: Any) -> dict[str, int]:

@@ -124,6 +124,7 @@ class KimiK25Tower(RasterTower):
     }
     input_names: Sequence[str] = ("pixel_values", "grid_thw")
     assembles = True
+    items_are_segments = True
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
@@ -144,14 +145,6 @@ class KimiK25Tower(RasterTower):
                     f"{(frames, height, width)}; cut videos into such clips, as the video processor does"
                 )
         return result
-
-    def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
-        """The patches of every image or clip."""
-        return {"cu_seqlens": [t * h * w for t, h, w in grids]}
-
-    def num_segments(self, grid: Grid) -> dict[str, int]:
-        """One: the frames of a clip attend to one another."""
-        return {"cu_seqlens": 1}
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Adds each patch's row of the time table, which is zero for images."""

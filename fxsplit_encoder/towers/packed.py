@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.dispatch import define_op
 from fxsplit_encoder._torch.dynamo import Marks
 from fxsplit_encoder._torch.staging import mark_immutable, to_device
 from fxsplit_encoder.caching import read_once
@@ -69,6 +70,8 @@ class PackedTower(WrappedTower):
     """Grid frames of the longest video: 768 frames, which the processors merge in pairs."""
     frames_are_independent: bool = False
     """Whether a video's rows are those of its grid frames, each encoded alone, one after the other."""
+    items_are_segments: bool = False
+    """Whether the frames of a video attend to one another."""
     min_item_tokens: ClassVar[int] = 64
     """The smallest item worth a budget of its own: 256 x 256 pixels."""
     max_budget: ClassVar[int] = 4096
@@ -107,13 +110,15 @@ class PackedTower(WrappedTower):
         return grids_of.read_grids(grids, self.merge_size, name)
 
     def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
-        """The patches of every segment of a batch, for each of `segment_inputs`: its frames."""
+        """The patches of every segment of a batch, for each of `segment_inputs`: its frames, or its items."""
+        if self.items_are_segments:
+            return {"cu_seqlens": [t * h * w for t, h, w in grids]}
         return {"cu_seqlens": grids_of.frame_lengths(grids)}
 
     def num_segments(self, grid: Grid) -> dict[str, int]:
         """Segments of an item for each of `segment_inputs`; an override may compute it faster."""
         if type(self).segment_lengths is PackedTower.segment_lengths:
-            return {"cu_seqlens": grid[0]}
+            return {"cu_seqlens": 1 if self.items_are_segments else grid[0]}
         return {name: len(lengths) for name, lengths in self.segment_lengths([grid]).items()}
 
     def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
@@ -571,12 +576,11 @@ def _segment_factors(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) ->
     return [tower.segment_inputs.get(name, 1) for name in tower.metadata_names]
 
 
-_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("vision_metadata(Tensor pixel_values, Tensor grid_thw, str tower) -> Tensor[]")
-_library.impl("vision_metadata", _padded_metadata, "CompositeExplicitAutograd")
-torch.library.register_fake("fxsplit::vision_metadata", _fake, lib=_library)
-
-vision_metadata = torch.ops.fxsplit.vision_metadata.default
+vision_metadata = define_op(
+    "vision_metadata(Tensor pixel_values, Tensor grid_thw, str tower) -> Tensor[]",
+    {"CompositeExplicitAutograd": _padded_metadata},
+    _fake,
+)
 
 register_host_op(
     vision_metadata,

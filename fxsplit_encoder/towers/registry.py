@@ -50,6 +50,11 @@ class DenseTowerSpec:
     """Whether every block in a `ModuleList` takes tensors, numbers and names alone and returns one tensor.
     `torch.compile` then traces one of the equal ones for all."""
 
+    def features(self, result: Any) -> Tensor:
+        """Returns the features that the module's output has, (images, rows, hidden_size)."""
+        features: Tensor = self.output(result) if callable(self.output) else getattr(result, self.output)
+        return features[:, self.rows]
+
     def __post_init__(self) -> None:
         sizes = {
             "image_shape": self.image_shape,
@@ -98,10 +103,7 @@ class GenericTower(DenseTower):
 
     def features(self, tiles: Tensor) -> Tensor:
         """The features by the spec's `output`, `options` and `rows`."""
-        result = self.tower(tiles, **self.spec.options)
-        output = self.spec.output
-        features: Tensor = output(result) if callable(output) else getattr(result, output)
-        return features[:, self.spec.rows]
+        return self.spec.features(self.tower(tiles, **self.spec.options))
 
 
 # The file and the adapter of a tower's class, by name: a model family is imported when it is used.
@@ -117,7 +119,7 @@ _ADAPTERS = {
     "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
     **dict.fromkeys(_QWEN25, ("qwen_vl", "Qwen25VLTower")),
     **dict.fromkeys(_QWEN3, ("qwen_vl", "Qwen3VLTower")),
-    "Step3VisionModel": ("step3_vl", "Step3VLTower"),
+    "Step3VisionModel": ("step3p7", "Step3VLTower"),
     **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ("step3p7", "Step3p7Tower")),
 }
 

@@ -238,6 +238,7 @@ class GridTower(PackedTower):
         self.metadata_columns = look.columns
         self.input_names = look.input_names
         self.frames_are_independent = look.by_frame
+        self.items_are_segments = not look.by_frame
         super().__init__(
             tower,
             merge_size=look.merge_size,
@@ -256,16 +257,6 @@ class GridTower(PackedTower):
                     # A copy, also of one array: the cache keeps its own.
                     found[name] = torch.from_numpy(np.concatenate([part[name] for part in parts]))
         return found
-
-    def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
-        """The patches of every frame, or of every item."""
-        if self.look.by_frame:
-            return super().segment_lengths(grids)
-        return {_SEGMENTS: [t * h * w for t, h, w in grids]}
-
-    def num_segments(self, grid: Grid) -> dict[str, int]:
-        """The frames of an item, or one."""
-        return {_SEGMENTS: grid[0] if self.look.by_frame else 1}
 
     def viewed(self, patches: Tensor) -> Tensor:
         """Flattened patches in the shape that the tower takes."""

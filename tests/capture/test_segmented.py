@@ -114,7 +114,7 @@ def test_live_segments_are_those_of_one_batch() -> None:
     known = KnownSegments(captured[:2], [0, 3])
     live.set(4, [known])
     assert live.of(captured) is known
-    live.clear()
+    live.set(None, ())
     assert (live.of(captured), live.rows) == (None, None)
 
 

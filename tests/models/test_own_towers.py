@@ -16,7 +16,7 @@ from transformers.image_utils import SizeDict
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.checkpoint import rename, split_fused
-from fxsplit_encoder.models.deepseek_ocr import deepseek_crops
+from fxsplit_encoder.models.deepseek_ocr import deepseek_crops, deepseek_grid
 from fxsplit_encoder.models.eager import share_weights
 from fxsplit_encoder.models.kimi import K25_NAMES, padded_size, patchify_raster
 from fxsplit_encoder.models.llama4 import llama4_grid, llama4_tiles
@@ -43,8 +43,8 @@ from .processors import library, noise
     ],
 )
 def test_large_pages_are_cut(size: tuple[int, int], side: int, grid: tuple[int, int]) -> None:
-    found, crops = deepseek_crops(noise(*size), side, 9)
-    assert found == grid
+    assert deepseek_grid(*size, side, 9) == grid
+    crops = deepseek_crops(noise(*size), side, 9)
     assert len(crops) == (grid[0] * grid[1] if grid != (1, 1) else 0)
     assert {crop.size for crop in crops} <= {(side, side)}
 
@@ -121,8 +121,8 @@ def test_llama4_keeps_the_aspect_ratio_on_black(
     size: tuple[int, int], grid: tuple[int, int], count: int, inside: tuple[int, int]
 ) -> None:
     white = Image.new("RGB", size, (255, 255, 255))
-    found, tiles = llama4_tiles(white, 336, 16)
-    assert (found, len(tiles)) == (grid, count)
+    tiles = llama4_tiles(white, 336, 16)
+    assert (llama4_grid(*size, 336, 16), len(tiles)) == (grid, count)
     assert {tile.size for tile in tiles} == {(336, 336)}
     lit = sum((np.asarray(tile)[..., 0] > 127).sum() for tile in tiles[: grid[0] * grid[1]])
     assert lit == inside[0] * inside[1]
@@ -144,7 +144,8 @@ def test_step3_has_the_librarys_plan(width: int, height: int) -> None:
     plan = step3_plan(width, height, 728, 504)
     assert plan == Step3Plan(expected[5], expected[0], expected[1], expected[2])
     if max(plan.size) <= 1500:
-        grid, whole, crops = step3_views(Image.new("RGB", (width, height)), 728, 504)
+        grid = plan.grid
+        whole, crops = step3_views(Image.new("RGB", (width, height)), 728, 504)
         assert grid == (expected[3:5] if plan.window else (0, 0))
         assert whole.size == (728, 728)
         assert len(crops) == grid[0] * grid[1]

@@ -116,6 +116,6 @@ def run_passes(module: fx.GraphModule, due: Mapping[str, Pass]) -> dict[str, int
     for name, run in due.items():
         with keeping_layouts(module.graph):
             changed[name] = run(module)
-    if any(changed.values()):
-        module.graph.eliminate_dead_code()
+            if changed[name]:
+                module.graph.eliminate_dead_code()
     return changed

@@ -23,10 +23,7 @@ def folded_adapters(module: fx.GraphModule) -> int:
     small products are two more kernels a layer (times: docs/features.md).
     """
     nodes = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    changed = sum(_fold(module.graph, node) for node in nodes)  # in order: adapters may be added to others
-    if changed:  # once: it visits the whole graph
-        module.graph.eliminate_dead_code()
-    return changed
+    return sum(_fold(module.graph, node) for node in nodes)  # in order: adapters may be added to others
 
 
 def with_adapter(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:

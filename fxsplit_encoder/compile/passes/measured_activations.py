@@ -47,7 +47,6 @@ def _replace_epilogue(node: fx.Node) -> bool:
     if not is_parameter(matrix.args[0]) or not _has_choice(node):
         return False
     _replace(node, rows, matrix.args[0], bias, "gelu_tanh")
-    node.graph.erase_node(node)
     return True
 
 
@@ -57,7 +56,8 @@ def _replace_gelu(node: fx.Node) -> bool:
         return False
     activation = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
     _replace(layer.node, layer.rows, layer.weight, layer.bias, activation)
-    _drop(node, node.args[0], layer)
+    reshaped: Any = node.args[0]
+    node.replace_all_uses_with(reshaped)
     return True
 
 
@@ -69,8 +69,8 @@ def _replace_swiglu(node: fx.Node) -> bool:
     weight = _in_turn(gate.weight, up.weight)
     bias = None if gate.bias is None or up.bias is None else _in_turn(gate.bias, up.bias)
     _replace(gate.node, gate.rows, weight, bias, "swiglu")
-    gated = silu.args[0]  # through reshapes, what has taken the gate's place
-    _drop(node, gated, gate, up)
+    gated: Any = silu.args[0]  # through reshapes, what has taken the gate's place
+    node.replace_all_uses_with(gated)
     return True
 
 
@@ -117,17 +117,3 @@ def _replace(node: fx.Node, rows: Any, weight: Any, bias: Any, activation: str) 
     with node.graph.inserting_before(node):
         measured = call_function(node.graph, linear, rows, weight, bias, activation)
     node.replace_all_uses_with(measured)
-
-
-def _drop(node: fx.Node, result: Any, *layers: Linear) -> None:
-    """Replaces a node by `result`, and removes nodes that only it and these layers have read."""
-    graph = node.graph
-    node.replace_all_uses_with(result)
-    waiting = [node, *(layer.node for layer in layers)]
-    while waiting:
-        each = waiting.pop(0)
-        if each.users or (each.op == "placeholder" and derivation(each) is None):
-            continue
-        read = each.all_input_nodes
-        graph.erase_node(each)
-        waiting += [source for source in read if source not in waiting]

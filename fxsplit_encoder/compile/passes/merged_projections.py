@@ -55,8 +55,6 @@ def merged_projections(module: fx.GraphModule) -> int:
             in_order = [linear_of(each) for each in module.graph.nodes if each in found]
             layers = _of_same_rows(layer for layer in in_order if layer is not None)
             changed += sum(_merge(module.graph, each) for each in layers)
-    if changed:  # once: it visits the whole graph
-        module.graph.eliminate_dead_code()
     return changed
 
 

@@ -67,8 +67,6 @@ def pad_mlp_width(module: fx.GraphModule) -> int:
         if is_finite:
             _pad(module.graph, down, hidden, padded)
             changed += 1
-    if changed:  # views of the layers' results as they were
-        module.graph.eliminate_dead_code()
     return changed
 
 

@@ -75,8 +75,6 @@ def wide_heads(module: fx.GraphModule) -> int:
             if found is not None:
                 _widen(module.graph, found)
                 changed += 1
-    if changed:  # once: it visits the whole graph
-        module.graph.eliminate_dead_code()
     return changed
 
 

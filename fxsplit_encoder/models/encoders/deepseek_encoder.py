@@ -56,7 +56,8 @@ class SamVisionModel(nn.Module):
         super().__init__()
         side = config.image_size // config.patch_size
         sides = sides_of(sizes, config.patch_size)
-        self.patch_embed = _PatchEmbedding(config)
+        patches = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
+        self.patch_embed = nn.Sequential(OrderedDict(proj=patches))
         self.pos_embed = nn.Parameter(torch.zeros(1, side, side, config.hidden_size))
         self.positions = FoldedTable("pos_embed", _resized_positions, sides)
         self.blocks = nn.ModuleList(
@@ -76,7 +77,7 @@ class SamVisionModel(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """(images, 3, size, size) to (images, channels, side / 4, side / 4), `side` in patches."""
-        x_NHWC = self.patch_embed(pixel_values)
+        x_NHWC = self.patch_embed(pixel_values).permute(0, 2, 3, 1)
         x_NHWC = x_NHWC + self.positions(x_NHWC.shape[1])
         for block in self.blocks:
             x_NHWC = block(x_NHWC)
@@ -86,16 +87,6 @@ class SamVisionModel(nn.Module):
 
 def _resized_positions(table: Tensor, side: int) -> Tensor:
     return resized_grid(table[0], side, "bicubic", antialias=True)
-
-
-class _PatchEmbedding(nn.Module):
-    def __init__(self, config: SamConfig) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        x_NHWC: Tensor = self.proj(pixel_values).permute(0, 2, 3, 1)
-        return x_NHWC
 
 
 class _ChannelNorm(nn.LayerNorm):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.kernels.attention import varlen_attention
@@ -88,43 +87,30 @@ class _Block(nn.Module):
         return result
 
 
-class _Encoder(nn.Module):
-    def __init__(self, config: KimiVLVisionConfig) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers))
-        self.final_layernorm = nn.LayerNorm(config.hidden_size)
-
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor) -> Tensor:
-        for block in self.blocks:
-            hidden = block(hidden, rotary, cu_seqlens)
-        result: Tensor = self.final_layernorm(hidden)
-        return result
-
-
-class _Projector(nn.Module):
-    def __init__(self, config: KimiVLVisionConfig) -> None:
-        super().__init__()
-        height, width = config.merge_kernel_size
-        merged = height * width * config.hidden_size
-        self.pre_norm = nn.LayerNorm(config.hidden_size)
-        self.linear_1 = nn.Linear(merged, merged)
-        self.linear_2 = nn.Linear(merged, config.text_hidden_size)
-
-    def forward(self, merged: Tensor) -> Tensor:
-        result: Tensor = self.linear_2(F.gelu(self.linear_1(self.pre_norm(merged).flatten(1))))
-        return result
-
-
 class KimiVLVisionModel(nn.Module):
     """MoonViT and Kimi-VL's projector. The adapter computes the metadata that its forward takes."""
 
     def __init__(self, config: KimiVLVisionConfig) -> None:
         super().__init__()
         self.config = config
-        self.vision_tower = nn.ModuleDict(
-            {"patch_embed": _PatchEmbedding(config), "encoder": _Encoder(config)}
+        encoder = {
+            "blocks": nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers)),
+            "final_layernorm": nn.LayerNorm(config.hidden_size),
+        }
+        self.vision_tower: Any = nn.ModuleDict(
+            {"patch_embed": _PatchEmbedding(config), "encoder": nn.ModuleDict(encoder)}
         )
-        self.multi_modal_projector = _Projector(config)
+        height, width = config.merge_kernel_size
+        merged = height * width * config.hidden_size
+        self.multi_modal_projector = nn.Sequential(
+            OrderedDict(
+                pre_norm=nn.LayerNorm(config.hidden_size),
+                flatten=nn.Flatten(),
+                linear_1=nn.Linear(merged, merged),
+                gelu=nn.GELU(),
+                linear_2=nn.Linear(merged, config.text_hidden_size),
+            )
+        )
 
     def forward(
         self,
@@ -150,7 +136,10 @@ class KimiVLVisionModel(nn.Module):
         """
         hidden = self.vision_tower["patch_embed"](pixel_values, interp_indices, interp_weights)
         rotary = _rotary(position_ids, self.config.hidden_size // self.config.num_attention_heads)
-        hidden = self.vision_tower["encoder"](hidden, rotary, cu_seqlens)
+        encoder = self.vision_tower["encoder"]
+        for block in encoder["blocks"]:
+            hidden = block(hidden, rotary, cu_seqlens)
+        hidden = encoder["final_layernorm"](hidden)
         height, width = self.config.merge_kernel_size
         result: Tensor = self.multi_modal_projector(merge(hidden, merge_permutation, height * width))
         return result

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fxsplit_encoder.compile.layouts import keeping_layouts
+from fxsplit_encoder.compile.passes import run_passes
 from fxsplit_encoder.compile.rewriting import derivation, mark_parameters
 
 
@@ -29,9 +29,7 @@ class Graph:
         return len(self.module.graph.find_nodes(op="call_function", target=target))
 
     def apply(self, run: Callable[[fx.GraphModule], int]) -> int:
-        """Runs a pass as `run_passes` does."""
-        with keeping_layouts(self.module.graph):
-            return run(self.module)
+        return run_passes(self.module, {"it": run})["it"]
 
     @property
     def derived(self) -> list[fx.Node]:

@@ -259,8 +259,8 @@ class Block(Packed):
 def test_an_mlp_is_left_to_other_passes() -> None:
     module, x = Block(), torch.randn(9, WIDTH)
     graph = rewritten(pad_mlp_width, module, x, LENGTHS)
-    assert merged_projections(graph.module) == 1
-    assert measured_activations(graph.module) == 1
+    assert graph.apply(merged_projections) == 1
+    assert graph.apply(measured_activations) == 1
     assert graph.count(linear) == 1 and num_products(graph) == 3
     torch.testing.assert_close(graph.run(), module(x, LENGTHS))
 
