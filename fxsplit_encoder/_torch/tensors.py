@@ -23,7 +23,7 @@ version_of = attrgetter("_version")
 
 
 def lie_at(tensors: list[Tensor], addresses: list[int]) -> bool:
-    """Whether as many tensors begin at these addresses; hundreds in microseconds, which torch does with CUDA."""
+    """Whether tensors begin at these addresses, one each; torch with CUDA compares hundreds in microseconds."""
     if len(tensors) != len(addresses):
         return False
     compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)

@@ -208,7 +208,12 @@ def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
 
 def fill_cu_seqlens(buffer: Tensor, value: Tensor) -> None:
     """Copies cumulative lengths into a buffer of as many or more, extended by empty segments."""
-    buffer.copy_(pad_cu_seqlens_on_device(value, buffer.shape[0]))
+    entries = value.shape[0]
+    if entries == buffer.shape[0]:
+        buffer.copy_(value)
+        return
+    buffer[:entries].copy_(value)
+    buffer[entries:].copy_(value[-1:].expand(buffer.shape[0] - entries))
 
 
 def is_cumulative(tensor: Tensor) -> bool:
