@@ -222,18 +222,6 @@ def test_estimates_grow_with_the_pairs_that_attend_but_not_below_what_a_call_cos
     assert chooser.estimate(shape(2048), [2048]) is None
 
 
-def test_shapes_are_rounded_up_to_their_class() -> None:
-    assert shape(784, segments=9).rounded() == shape(1024, segments=12)
-    assert shape(3136).rounded() == shape(4096)
-    assert shape(3000).rounded() == shape(3072)
-    assert shape(3136).rounded(own_tokens=True) == shape(3136)
-    assert shape(3136, 1500, 9).rounded(own_tokens=True) == shape(3136, 1536, 12)
-    assert shape(3000, host_lengths=True).rounded() == shape(4096, host_lengths=True)
-    assert shape(6272, 64, 98).rounded() == shape(8192, 64, 128)
-    equal = shape(20 * 441, 441, 20, host_lengths=True, equal=True).rounded()
-    assert (equal.tokens, equal.longest, equal.segments) == (16384, 512, 32)
-
-
 @settings(max_examples=100)
 @given(shapes)
 def test_a_class_holds_its_shapes_and_is_its_own(of: AttentionShape) -> None:

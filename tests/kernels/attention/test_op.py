@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxsplit_encoder.kernels.attention import KernelChooser, dense_attention, op, varlen_attention
-from fxsplit_encoder.kernels.attention.op import attend, attend_out
+from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import choosing
 
 from .fakes import reference
@@ -42,16 +41,6 @@ def test_the_op_computes_what_its_kernel_does() -> None:
     torch.testing.assert_close(varlen_attention(q, k, v, CU, ROWS, 0.3), by_segment(q, k, v, CU, 0.3))
 
 
-def test_a_given_buffer_is_returned_and_keeps_its_later_rows() -> None:
-    q, k, v = qkv()
-    out = torch.full((ROWS + 3, 2, 8), 4.0)
-    result = attend_out(q, k, v, CU, ROWS, 0.3, out)
-    assert result.data_ptr() == out.data_ptr()
-    assert result.shape == out.shape
-    assert torch.equal(out[:ROWS], varlen_attention(q, k, v, CU, ROWS, 0.3))
-    assert (out[ROWS:] == 4.0).all()
-
-
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("strided", [False, True])
 def test_torch_finds_the_registration_sound(requires_grad: bool, strided: bool) -> None:
@@ -61,15 +50,6 @@ def test_torch_finds_the_registration_sound(requires_grad: bool, strided: bool) 
     torch.library.opcheck(varlen_attention, (q, k, v, CU, ROWS, 0.3))
     if not requires_grad and not strided:
         torch.library.opcheck(dense_attention, (*batch(3, 4), 0.5))
-
-
-def test_the_fake_implementation_promises_what_the_kernel_makes() -> None:
-    q, k, v = torch.randn(ROWS, 3, 2, 8, dtype=torch.bfloat16).unbind(1)
-    real = varlen_attention(q, k, v, CU, ROWS, 0.3)
-    with FakeTensorMode() as mode:
-        inputs = [mode.from_tensor(x) for x in (q, k, v, CU)]
-        fake = varlen_attention(*inputs, ROWS, 0.3)
-    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 def test_gradients_are_those_of_attention_a_segment_at_a_time() -> None:
