@@ -20,7 +20,7 @@ from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import choosing
 from fxsplit_encoder.manager.generation import Generation
 
-from .support import no_synchronization
+from .support import batch, no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -33,10 +33,7 @@ LIMITS: dict[str, Any] = {
 
 
 def image(side: int, features: int) -> dict[str, Any]:
-    return {
-        "pixel_values": torch.randn(side * side, features, device="cuda"),
-        "image_grid_thw": torch.tensor([(1, side, side)]),
-    }
+    return batch([(1, side, side)], [], features)
 
 
 def staged(monkeypatch: pytest.MonkeyPatch) -> list[int]:

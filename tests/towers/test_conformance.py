@@ -311,9 +311,8 @@ def test_items_have_the_sizes_that_follow_from_their_formula(case: Case) -> None
 @each_tower
 def test_items_have_the_tokens_that_the_processor_counts(case: Case) -> None:
     for counts in COUNTS[case.name]:
-        tower: Any = case.tower if counts.tower is None else fx.wrap(counts.tower())
         inputs, tokens, patches = counts.count()
-        specs = tower.get_encoder_cudagraph_item_specs(inputs)
+        specs = case.tower.get_encoder_cudagraph_item_specs(inputs)
         assert [spec.output_tokens for spec in specs] == tokens, counts.source
         if patches is not None:
             assert [spec.input_size for spec in specs[: len(patches)]] == patches, counts.source

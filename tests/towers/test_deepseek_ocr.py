@@ -161,58 +161,9 @@ def test_bfloat16_after_a_forward_in_float32() -> None:
     assert torch.nn.functional.cosine_similarity(got.float(), exact, dim=-1).min() > 0.99
 
 
-# --- the checkpoint
-
-
-def checkpoint_names(config: DeepseekOcrConfig) -> set[str]:
-    """What the published checkpoint holds beside the language model."""
-    both, blocks, layers = ("weight", "bias"), range(config.sam.num_layers), range(config.clip.num_layers)
-    sam = {
-        "pos_embed",
-        *(f"patch_embed.proj.{p}" for p in both),
-        *(f"neck.{n}" for n in ("0.weight", "1.weight", "1.bias", "2.weight", "3.weight", "3.bias")),
-        "net_2.weight",
-        "net_3.weight",
-        *(
-            f"blocks.{b}.{name}.{p}"
-            for b in blocks
-            for name in ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.lin1", "mlp.lin2")
-            for p in both
-        ),
-        *(f"blocks.{b}.attn.rel_pos_{axis}" for b in blocks for axis in "hw"),
-    }
-    clip = {
-        "embeddings.class_embedding",
-        "embeddings.patch_embedding.weight",
-        "embeddings.position_embedding.weight",
-        *(f"pre_layrnorm.{p}" for p in both),
-        *(
-            f"transformer.layers.{n}.{name}.{p}"
-            for n in layers
-            for name in (
-                "layer_norm1",
-                "layer_norm2",
-                "self_attn.qkv_proj",
-                "self_attn.out_proj",
-                "mlp.fc1",
-                "mlp.fc2",
-            )
-            for p in both
-        ),
-    }
-    return {
-        *(f"model.sam_model.{name}" for name in sam),
-        *(f"model.vision_model.{name}" for name in clip),
-        *(f"model.projector.layers.{p}" for p in both),
-        "model.image_newline",
-        "model.view_seperator",
-    }
-
-
-def test_the_names_are_all_there_and_the_published_model_has_400_million_parameters() -> None:
+def test_the_published_model_has_400_million_parameters() -> None:
     with torch.device("meta"):
         model = DeepseekOcrVisionModel()
-    assert {f"model.{name}" for name in model.state_dict()} == checkpoint_names(DeepseekOcrConfig())
     counts = {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()}
     assert counts == {"sam_model": 95_569_152, "vision_model": 303_177_728, "projector": 2_622_720}
 
@@ -262,7 +213,7 @@ def test_the_model_librarys_tower_computes_the_same(sizes: tuple[int, int]) -> N
 
 
 def library_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names of the model library's tower, queries, keys and values apart."""
+    """The tensors, whose names are the published checkpoint's, under those of the model library's tower."""
     renamed = {
         "sam_model.blocks.": "sam_encoder.layers.",
         ".norm1.": ".layer_norm1.",

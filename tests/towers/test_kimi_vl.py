@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -44,10 +43,7 @@ def _encode(weights: dict[str, Tensor], image: Tensor, height: int, width: int) 
         return x @ weights[f"{name}.weight"].flatten(1).T + weights[f"{name}.bias"]
 
     def norm(name: str, x: Tensor) -> Tensor:
-        deviation = (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-        return (x - x.mean(-1, keepdim=True)) / deviation * weights[f"{name}.weight"] + weights[
-            f"{name}.bias"
-        ]
+        return F.layer_norm(x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"])
 
     x = linear("vision_tower.patch_embed.proj", image.flatten(1))
     table = weights["vision_tower.patch_embed.pos_emb.weight"].permute(2, 0, 1)[None]
@@ -58,12 +54,10 @@ def _encode(weights: dict[str, Tensor], image: Tensor, height: int, width: int) 
         qkv = linear(f"{block}.wqkv", norm(f"{block}.norm0", x)).reshape(-1, 3, HEADS, HIDDEN // HEADS)
         q, k = (torch.view_as_complex(qkv[:, i].reshape(*qkv.shape[:1], HEADS, -1, 2)) for i in (0, 1))
         q, k = (torch.view_as_real(z * turns).flatten(-2) for z in (q, k))
-        logits = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HIDDEN // HEADS)
-        attended = torch.einsum("hqk,khd->qhd", logits.softmax(-1), qkv[:, 2])
-        x = x + linear(f"{block}.wo", attended.reshape(-1, HIDDEN))
+        attended = F.scaled_dot_product_attention(*(z.transpose(0, 1) for z in (q, k, qkv[:, 2])))
+        x = x + linear(f"{block}.wo", attended.transpose(0, 1).reshape(-1, HIDDEN))
         inner = linear(f"{block}.mlp.fc0", norm(f"{block}.norm1", x))
-        inner = 0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
-        x = x + linear(f"{block}.mlp.fc1", inner)
+        x = x + linear(f"{block}.mlp.fc1", F.gelu(inner, approximate="tanh"))
     x = norm("multi_modal_projector.pre_norm", norm("vision_tower.encoder.final_layernorm", x))
     image = x.reshape(height, width, HIDDEN)
     tokens = [
@@ -72,8 +66,7 @@ def _encode(weights: dict[str, Tensor], image: Tensor, height: int, width: int) 
         for c in range(0, width, 2)
     ]
     inner = linear("multi_modal_projector.linear_1", torch.stack(tokens))
-    inner = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
-    return linear("multi_modal_projector.linear_2", inner)
+    return linear("multi_modal_projector.linear_2", F.gelu(inner))
 
 
 def _turns(height: int, width: int, head_dim: int) -> Tensor:
