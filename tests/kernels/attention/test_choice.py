@@ -150,21 +150,6 @@ def test_known_segments_are_measured_for_several_of_them_at_once() -> None:
     assert chosen(chooser, shape(700, 70, 10, host_lengths=True, equal=True)) == "dense"
 
 
-def test_known_segments_that_are_equal_are_timed_once_for_both_of_their_classes() -> None:
-    timed: list[AttentionShape] = []
-
-    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
-        timed.append(shape)
-        return 7.0
-
-    measurements = Measurements([FakeKernel("packed"), FakeKernel("dense", dense=True)], Everywhere(clock))
-    of = AttentionShape(torch.device("cpu"), torch.bfloat16, 2, 8, 64, 64, 1, host_lengths=True)
-    with measuring():
-        assert measurements.find(of) is not None
-    assert len(measurements.table(of.device)) == 6
-    assert len(timed) == 2 * 3  # kernels, numbers of segments
-
-
 def test_what_a_class_nearby_shows_to_be_beaten_is_not_compared() -> None:
     """A class of half the tokens differs by a factor of two in tokens and in the longest segment."""
     close, far = FakeKernel("close"), FakeKernel("far")

@@ -1,12 +1,9 @@
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 
 from fxsplit_encoder.kernels.attention import KernelChooser, dense_attention, op, varlen_attention
 from fxsplit_encoder.kernels.attention.op import attend
@@ -60,22 +57,6 @@ def test_gradients_are_those_of_attention_a_segment_at_a_time() -> None:
     for mine, expected in zip(ours, theirs, strict=True):
         assert mine.grad is not None and expected.grad is not None
         torch.testing.assert_close(mine.grad, expected.grad)
-
-
-def test_one_graph_serves_every_token_count() -> None:
-    counter = CompileCounter()
-
-    def forward(x: Tensor, cu: Tensor) -> Tensor:
-        q, k, v = x.view(x.shape[0], 3, 2, 8).unbind(1)
-        return varlen_attention(q, k, v, cu, x.shape[0], 0.3) * 2
-
-    compiled: Any = torch.compile(forward, backend=counter, fullgraph=True)
-    for rows, lengths in ((9, [0, 9]), (12, [0, 4, 12]), (30, [0, 1, 1, 30])):
-        x, cu = torch.randn(rows, 48), torch.tensor(lengths, dtype=torch.int32)
-        torch._dynamo.mark_dynamic(x, 0)
-        torch._dynamo.mark_dynamic(cu, 0)
-        torch.testing.assert_close(compiled(x, cu), forward(x, cu))
-    assert counter.frame_count == 1
 
 
 # --- a batch through the kernels of packed attention
