@@ -448,6 +448,20 @@ def test_at_the_exact_shape_each_attention_has_its_own_bound(
 
 
 @of_windows
+def test_one_frame_alone_narrows_the_lengths_of_frames_only(case: Case) -> None:
+    program: Any = case.manager.programs["default"]
+    assert program.region.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
+    assert program.region.frame_lengths == "cu_seqlens"
+    request = case.manager.paths["default"].ladder.request(16)
+    before, after = (
+        {name: buffer.tensor.shape[0] for name, buffer in each.inputs.buffers.items()}
+        for each in (request, request.single_segment())
+    )
+    assert (before["cu_seqlens"], after["cu_seqlens"]) == (10, 2)
+    assert {**before, "cu_seqlens": 2} == after
+
+
+@of_windows
 def test_an_order_that_reaches_into_pad_rows_is_not_replayed(case: Case) -> None:
     path = case.manager.paths["default"]
     values: Any = path.values(case.inputs.make(items("image", [(1, 4, 6)])))
