@@ -98,6 +98,12 @@ def test_items_are_the_rows_of_images_and_videos(towers: Towers, make_batch: Any
     assert_close([towers.wrapped.encoder_eager_forward(inputs)], [torch.cat(columns)])
 
 
+def test_budgets_and_names_are_those_of_the_tower(towers: Towers) -> None:
+    assert towers.wrapped.get_encoder_cudagraph_budget_range(None) == (64, 4096)
+    names = {name.removeprefix("tower.") for name in towers.wrapped.state_dict()}
+    assert names == set(towers.reference.state_dict())
+
+
 # --- of one of them
 
 
