@@ -12,6 +12,7 @@ from fxsplit_encoder.towers.grid import (
     count_patches,
     cumulative_lengths,
     frame_lengths,
+    frame_positions,
     frame_windows,
     merge,
     merge_permutation,
@@ -122,6 +123,13 @@ def test_grids_are_read_from_any_container(grids: Any) -> None:
 def test_an_error_names_the_field_and_the_value(grids: Any, message: str) -> None:
     with pytest.raises(InputError, match=rf"^video_grid_thw: .*{message}"):
         read_grids(grids, 2, "video_grid_thw")
+
+
+def test_a_batch_of_one_frame_does_not_share_the_memory_of_the_caches() -> None:
+    # What a tower makes may become a capture's static buffer, which replays overwrite.
+    kept = frame_positions(2, 8, 2).copy()
+    positions([(1, 2, 8)], 2).zero_()
+    assert (frame_positions(2, 8, 2) == kept).all()
 
 
 @settings(max_examples=40)
