@@ -23,9 +23,7 @@ SHIPPED = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 # got, and what would be right.
 BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"enabled": "yes"}, ("enabled: ", "'yes'", "boolean")),
-    ({"token_budgets": "64"}, ("token_budgets: ", "64", "list")),
     ({"token_budgets": True}, ("token_budgets.0: ", "True", "integer")),
-    ({"token_budgets": -4}, ("token_budgets: ", "-4 is not positive")),
     ({"token_budgets": [64, 1.5]}, ("token_budgets.1: ", "1.5", "integer")),
     ({"token_budgets": [0, 64]}, ("token_budgets: ", "[0, 64]", "0 is not positive", "at least 1")),
     ({"paths": {"a": {"token_budgets": [-1]}}}, ("paths.a.token_budgets: ", "-1 is negative", "at least 0")),
@@ -37,10 +35,8 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"max_items_per_batch": 9, "paths": {"local": {"token_budgets": [8]}}},
         ("max_items_per_batch: ", "paths.local.token_budgets", "got 9", "0 to 8"),
     ),
-    ({"max_frames_per_batch": "8"}, ("max_frames_per_batch: ", "'8'", "integer")),
     ({"mode": "fast"}, ("mode: ", "'fast'", ", ".join(MODES))),
     ({"packing": "best"}, ("packing: ", "'best'", ", ".join(get_args(Packing)))),
-    ({"splitting_ops": "aten::add"}, ("splitting_ops: ", "'aten::add'", "list")),
     ({"splitting_ops": ["add"]}, ("splitting_ops.0: ", "'add'", "namespace::name")),
     ({"piece_compiler": "nvcc"}, ("piece_compiler: ", "'nvcc'", "inductor", "callable")),
     ({"passes": "all"}, ("passes: ", "'all'", "auto", "conv_to_linear")),
@@ -49,7 +45,6 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"precision": "fp8"}, ("precision: unknown option", "allowed: ", "passes")),
     ({"attention": 3}, ("attention: ", "got 3", "auto", "mapping of conditions")),
     ({"max_graph_bytes": "4 gigs"}, ("max_graph_bytes: ", "'4 gigs'", "GiB")),
-    ({"max_graph_bytes": "0MiB"}, ("max_graph_bytes: ", "'0MiB'", "GiB")),
     ({"max_graph_bytes": 0}, ("max_graph_bytes: ", "0", "greater than or equal to 1")),
     ({"max_graph_bytes": 1.5}, ("max_graph_bytes: ", "1.5", "integer")),
     ({"paths": ["local"]}, ("paths: ", "['local']", "dictionary")),
@@ -94,11 +89,6 @@ def test_every_problem_is_reported_at_once() -> None:
     assert starts == ["enabled", "paths.a.mode", "paths.a.x", "debug"]
 
 
-def test_defaults_are_available() -> None:
-    defaults = EncoderConfig()
-    assert EncoderConfig(**defaults.model_dump()) == defaults
-
-
 def test_every_field_is_described() -> None:
     for model in (EncoderConfig, PathConfig):
         for name, field in model.model_fields.items():
@@ -131,18 +121,11 @@ def test_yaml_sets_every_kind_of_field(yaml_file: Callable[[str], Path]) -> None
     assert EncoderConfig.from_yaml(path) == expected
 
 
-def test_empty_yaml_gives_the_defaults(yaml_file: Callable[[str], Path]) -> None:
-    assert EncoderConfig.from_yaml(yaml_file("# nothing\n")) == EncoderConfig()
-
-
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
         ("mode: full\ntoken_budgets: [1, 2\ndebug: true\n", ("line 3, column 6", "not valid YAML")),
         ("mode: full\nmode: none\n", ("line 2, column 1", "'mode' is set twice")),
-        ("mode: !!python/object:os.system x\n", ("line 1, column 7", "not valid YAML")),
-        ("mode: \x01\n", ("not valid YAML",)),
-        ("- full\n", ("mapping", "['full']")),
         ("3: full\n", ("3: unknown option", "allowed: enabled")),
     ],
 )
@@ -154,11 +137,6 @@ def test_bad_yaml_names_file_and_place(
         EncoderConfig.from_yaml(path)
     for fragment in (str(path), *fragments):
         assert fragment in str(raised.value)
-
-
-def test_missing_yaml_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
-        EncoderConfig.from_yaml(tmp_path / "absent.yaml")
 
 
 @pytest.mark.parametrize(
@@ -192,14 +170,9 @@ def test_options_override_their_config(yaml_file: Callable[[str], Path]) -> None
 @pytest.mark.parametrize(
     ("options", "fragments"),
     [
-        (
-            {"token_budgts": [8]},
-            ("token_budgts: ", "did you mean token_budgets?", "allowed: config,"),
-        ),
+        ({"token_budgts": [8]}, ("token_budgts: ", "did you mean token_budgets?", "allowed: config,")),
         ({"confg": "a.yaml"}, ("confg: ", "did you mean config?")),
-        ({"zzz": 1, "mode": "full"}, ("zzz: unknown option; allowed: config",)),
         ({"config": 3}, ("config: ", "path", "mapping", "got 3")),
-        ({"config": {"mod": "full"}}, ("mod: unknown option", "did you mean mode?")),
         ({"config": {"token_budgets": [8]}, "max_items_per_batch": 9}, ("max_items_per_batch: ", "0 to 8")),
     ],
 )

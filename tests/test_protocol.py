@@ -8,9 +8,6 @@ import torch
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import (
     ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
-    BudgetGraphMetadata,
-    EncoderCudaGraphConfig,
-    EncoderCudaGraphPathConfig,
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
     scatter_output_slices,
@@ -89,34 +86,12 @@ def test_item_tokens_of_single_and_multi_path_encoders() -> None:
     assert tokens == [272, 100, 0]
 
 
-def test_configuration_defaults_to_one_path_without_axes() -> None:
-    config = EncoderCudaGraphConfig(["image"], ["pixel_values"], 4096)
-    assert config.paths == {"default": EncoderCudaGraphPathConfig(None, False)}
-    assert (config.padding_logics, config.max_frames_per_video, config.capture_axes) == ({}, 1, ())
-    assert config.paths is not EncoderCudaGraphConfig(["image"], [], 1).paths
-
-
-def test_metadata_takes_the_agreed_fields_in_order() -> None:
-    graph = SimpleNamespace(replay=print)
-    buffers = {"pixel_values": torch.zeros(8, 4)}
-    output = torch.zeros(2, 4)
-    metadata = BudgetGraphMetadata(2, 1, 0, graph, buffers, output)
-    assert (metadata.token_budget, metadata.max_batch_size, metadata.max_frames_per_batch) == (2, 1, 0)
-    assert metadata.graph is graph
-    assert metadata.input_buffers is buffers
-    assert metadata.output_buffer is output
-    assert (metadata.axis_keys, metadata.mode, metadata.graph_bytes) == ((), "full", 0)
-
-
 @pytest.mark.parametrize("clone", [False, True])
 def test_rows_go_to_their_items_in_batch_order(clone: bool) -> None:
     output = torch.arange(12.0).reshape(6, 2)  # one row more than the items need
     dest: list[torch.Tensor | None] = [None] * 4
     scatter_output_slices(output, [3, 0, 1], [2, 0, 7, 3], dest, clone)
-    assert dest[3] is not None
-    assert dest[0] is not None
-    assert dest[1] is not None
-    assert dest[2] is None
+    assert dest[3] is not None and dest[0] is not None and dest[1] is not None and dest[2] is None
     assert torch.equal(dest[3], output[:3])
     assert torch.equal(dest[0], output[3:5])
     assert dest[1].shape == (0, 2)

@@ -25,6 +25,12 @@ def two_devices(needs_cuda: None) -> None:
         pytest.skip("needs two CUDA devices")
 
 
+@pytest.fixture
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions of the models' own would round to TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.fixture(scope="session")
 def towers(needs_cuda: None) -> Any:
     """(Hugging Face tower in bfloat16, the same in float32, a wrapped copy)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -86,6 +86,19 @@ def mean_error(output: list[torch.Tensor], reference: list[torch.Tensor]) -> flo
     total = sum((a.float() - b).square().sum().item() for a, b in zip(output, reference, strict=True))
     scale = sum(b.square().sum().item() for b in reference)
     return (total / scale) ** 0.5
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a call that has run on the stream of the capture before, and what it returned there."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        out = call()
+    return graph, out
 
 
 def settled() -> tuple[int, int]:

@@ -17,19 +17,13 @@ from tests.hugging_face.conftest import config_of
 from tests.hugging_face.models import MODELS
 from tests.hugging_face.test_models import num_captures, num_traces, requests
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_precision")]
 
 _QUICKER = {MissReason.EAGER_IS_FASTER, MissReason.EXACT_IS_FASTER}
 
 
 def on_gpu(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v.cuda() if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
-
-
-@pytest.fixture(autouse=True)
-def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Towers compute their patches by a product; the models' own convolutions would round to TF32."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -20,16 +20,13 @@ from tests.hugging_face.models import MODELS
 from tests.hugging_face.test_models import num_traces
 from tests.towers.tiny_towers import TINY
 
+from .test_accelerate import on_gpu
+
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_precision")]
 
 NAMES = ("one", "two", "three")
-
-
-@pytest.fixture(autouse=True)
-def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def add_adapters(tower: Any, rank: int, names: Sequence[str], layers: Sequence[str]) -> None:
@@ -135,10 +132,7 @@ def test_a_model_with_adapters(compile: bool, tmp_path: Path) -> None:
                 model.add_adapter(name, lora)
         models.append(model.cuda().eval())
     fx.accelerate(models[0], {"mode": "full"}, compile=compile)
-    pixels = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value
-        for name, value in tiny.image_inputs(tiny.images[:2]).items()
-    }
+    pixels = on_gpu(tiny.image_inputs(tiny.images[:2]))
     for turn in range(4):
         if turn == 2:  # by then captures make all that is read
             traces, misses = num_traces(), fx.stats(models[0]).misses

@@ -15,6 +15,7 @@ from fxsplit_encoder.cli.inspection import describe
 from fxsplit_encoder.kernels.attention import (
     KERNELS,
     AttentionKernel,
+    AttentionShape,
     KernelChooser,
     KnownSegments,
     dense_attention,
@@ -27,6 +28,7 @@ from fxsplit_encoder.kernels.choice import choosing, measuring
 from fxsplit_encoder.kernels.kernel import processors, works
 
 from ..kernels.attention.fakes import reference as exact
+from .support import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -64,13 +66,15 @@ def error(out: Tensor, reference: Tensor) -> float:
 def skip_unless_it_works(
     kernel: AttentionKernel, query: Tensor, lengths: Sequence[int], *, host_lengths: bool
 ) -> None:
-    reason = kernel.unavailable_reason(query.device)
-    if reason is not None:
-        pytest.skip(reason)
     equal = host_lengths and len(set(lengths)) == 1
     shape = shape_of(query, max(lengths), len(lengths), host_lengths=host_lengths, equal=equal)
-    if not works(kernel, shape):
-        pytest.skip(f"does not compute {shape}")
+    skip_unless_it_computes(kernel, shape)
+
+
+def skip_unless_it_computes(kernel: AttentionKernel, shape: AttentionShape) -> None:
+    reason = kernel.unavailable_reason(shape.device)
+    if reason is not None or not works(kernel, shape):
+        pytest.skip(reason or f"does not compute {shape}")
 
 
 def fill_memory(rows: int, head_dim: int) -> None:
@@ -151,14 +155,7 @@ def test_a_captured_kernel_reads_the_segments_of_the_replay(kernel: AttentionKer
     static = projection(rows, head_dim)
     skip_unless_it_works(kernel, static[0], [rows] + [0] * (room - 1), host_lengths=False)
     cu_seqlens = cumulative([rows] + [0] * (room - 1))
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            kernel(*static, cu_seqlens, rows, scale)
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
-        out = kernel(*static, cu_seqlens, rows, scale)
+    graph, out = captured(lambda: kernel(*static, cu_seqlens, rows, scale))
     for seed, lengths in enumerate(([1536], [700, 0, 836], [100] * 8, [1, 1000, 3], [0, 9], [192] * 8)):
         values = projection(rows, head_dim, seed)
         for mine, new in zip(static, values, strict=True):
@@ -176,10 +173,7 @@ def test_a_batch_in_a_graph(kernel: AttentionKernel, tokens: int, head_dim: int)
     """Of InternVL, SigLIP and CLIP; the lengths of a larger batch are made after the capture."""
     batch, scale = 3, head_dim**-0.5
     static = projection(batch * tokens, head_dim)
-    reason = kernel.unavailable_reason(static[0].device)
-    shape = shape_of(static[0], tokens, batch, equal=True)
-    if reason is not None or not works(kernel, shape):
-        pytest.skip(reason or f"does not compute {shape}")
+    skip_unless_it_computes(kernel, shape_of(static[0], tokens, batch, equal=True))
     entries = [x.unflatten(0, (batch, tokens)).transpose(1, 2) for x in static]
     graph = torch.cuda.CUDAGraph()
     with choosing(KernelChooser(kernel.name)):
@@ -205,14 +199,10 @@ def test_a_batch_in_a_graph(kernel: AttentionKernel, tokens: int, head_dim: int)
 def test_queries_cut_at_whole_waves(kernel: WholeWaves, capacity: int, head_dim: int) -> None:
     """Lengths around the cut, in turn, in one capture whose memory other work takes as soon as it may."""
     static, scale = projection(capacity, head_dim), head_dim**-0.5
-    shape = shape_of(static[0], capacity, 1)
-    reason = kernel.unavailable_reason(static[0].device)
-    if reason is not None or not works(kernel, shape):
-        pytest.skip(reason or f"does not compute {shape}")
+    skip_unless_it_computes(kernel, shape_of(static[0], capacity, 1))
     tile_rows = 128 if head_dim > 96 else 192
     cut = rows_of_whole_waves(capacity, HEADS, tile_rows, processors(static[0].device))
     cu_seqlens = cumulative([capacity])
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
 
     def work() -> Tensor:
         kept = kernel(*static, cu_seqlens, capacity, scale).clone()
@@ -221,13 +211,7 @@ def test_queries_cut_at_whole_waves(kernel: WholeWaves, capacity: int, head_dim:
             (static[0].float() * float("nan")).bfloat16()
         return kept
 
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
-        out = work()
+    graph, out = captured(work)
     lengths = [capacity, cut, cut - 1, cut + 1, 1, tile_rows, capacity - 1, 1000, capacity]
     for seed, length in enumerate(lengths):
         values = projection(capacity, head_dim, seed)
@@ -257,10 +241,10 @@ def test_measuring_chooses_per_class_and_says_what_it_found(
     device = torch.device("cuda", torch.cuda.current_device())
     query = projection(4096, 72)[0]
     with measuring():
-        captured = chooser.of(query, cumulative([4096]), 4096)
+        chosen = chooser.of(query, cumulative([4096]), 4096)
         chooser.ranking(shape_of(query, 4096, 1, host_lengths=True, equal=True))
     report = describe(device, chooser)
-    assert captured.name in {each.name for each in report.kernels if each.unavailable is None}
+    assert chosen.name in {each.name for each in report.kernels if each.unavailable is None}
     equal = [each for each in report.classes if each.shape.endswith("equal")]
     assert len(equal) == 3
     for each in equal:

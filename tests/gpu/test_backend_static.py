@@ -15,14 +15,9 @@ from fxsplit_encoder.models.eager import rms_error
 
 from ..backend.test_sizes import OF_TRANSFORMERS, SMALL, tensors
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_precision", "fresh_dynamo")]
 
 ZOO = [pytest.param(make, id=name) for name, make in {**SMALL, **OF_TRANSFORMERS}.items()]
-
-
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def made_of(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:

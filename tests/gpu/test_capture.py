@@ -13,18 +13,14 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture.breakable import SegmentedCapture
 from fxsplit_encoder.capture.buffers import StaticBuffer
-from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.inputs import StaticInputs, pad_cu_seqlens
-from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.kernels.attention import KernelChooser, varlen_attention
 from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import choosing
 from fxsplit_encoder.manager.generation import Generation
 
-from ..capture.bodies import body_calling, request_of
-from .support import no_synchronization
+from .support import batch, no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -37,10 +33,7 @@ LIMITS: dict[str, Any] = {
 
 
 def image(side: int, features: int) -> dict[str, Any]:
-    return {
-        "pixel_values": torch.randn(side * side, features, device="cuda"),
-        "image_grid_thw": torch.tensor([(1, side, side)]),
-    }
+    return batch([(1, side, side)], [], features)
 
 
 def staged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -128,43 +121,6 @@ def test_clear_gives_memory_back_and_recapture_works(towers: Any) -> None:
     assert torch.equal(manager.execute(inputs)[0], first)
     assert manager.stats().hits == 3
     manager.clear()
-
-
-def test_a_failed_capture_leaves_a_usable_stream_and_pool() -> None:
-    pool = GraphPool(torch.device("cuda"))
-    x = torch.ones(4, device="cuda")
-
-    def synchronizes() -> list[Any]:
-        if torch.cuda.is_current_stream_capturing():
-            x.sum().item()
-        return [x + 1]
-
-    failing = CapturedForward(request_of(body_calling(synchronizes)), "full", pool)
-    with pytest.raises(fx.CaptureError):
-        failing.record()
-    assert not torch.cuda.is_current_stream_capturing()
-    good = SegmentedCapture(pool)
-    with good:
-        y = good.captured(lambda: x * 3)
-    x.fill_(2)
-    good.replay()
-    assert y.tolist() == [6.0] * 4
-    assert torch.randn(4, device="cuda").isfinite().all()
-
-
-def test_breaks_run_between_graphs() -> None:
-    pool = GraphPool(torch.device("cuda"))
-    x, seen = torch.ones(4, device="cuda"), []
-    capture = SegmentedCapture(pool)
-    with capture:
-        y = capture.captured(lambda: x + 1)
-        capture.eager(lambda: seen.append(y.sum().item()))
-        z = capture.captured(lambda: y * 2)
-    assert (capture.num_graphs, capture.num_eager_breaks) == (2, 1)
-    x.fill_(4)
-    capture.replay()
-    assert z.tolist() == [10.0] * 4
-    assert seen[-1] == 20.0
 
 
 @pytest.fixture(scope="module")
@@ -256,38 +212,6 @@ def test_budgets_are_dropped_until_the_rest_keeps_the_byte_limit(towers: Any) ->
     assert all(str(limit) in report for report in limited.reports)
     inputs = image(64, towers[2].patch_features)
     assert limited.execute(inputs)[0].shape[0] == 1024
-
-
-class Uncompiled(torch.nn.Module):
-    """A tower whose forward Dynamo cannot trace as one graph."""
-
-    supports_encoder_cudagraph = True
-
-    def __init__(self, tower: Any) -> None:
-        super().__init__()
-        self.inner = tower
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.inner, name)
-
-    def encoder_cudagraph_forward(self, inputs: Any, path: str = "default") -> Any:
-        torch._dynamo.graph_break()
-        return self.inner.encoder_cudagraph_forward(inputs, path)
-
-
-def test_a_tower_that_does_not_compile_is_captured_whole(towers: Any, managers: Any) -> None:
-    config = fx.EncoderConfig(mode="full", packing="greedy", token_budgets=(64, 256), max_items_per_batch=4)
-    manager = fx.EncoderCudaGraphManager(Uncompiled(towers[2]), config)
-    manager.capture()
-    assert "captured without compiling" in manager.reports[0]
-    for side in (8, 16, 4, 30):
-        inputs = image(side, towers[2].patch_features)
-        (got,), (expected,) = manager.execute(inputs), managers["none"].execute(inputs)
-        torch.testing.assert_close(got.float(), expected.float(), rtol=0.1, atol=0.1)
-    assert manager.stats().hits == 4
 
 
 def test_running_out_of_memory_for_static_inputs_drops_the_budget_alone(

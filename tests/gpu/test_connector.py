@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fxsplit_encoder as fx
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.interfaces import MODALITIES, MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
@@ -25,8 +26,12 @@ from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, 
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Residence
 from fxsplit_encoder.connector.threads.copies import Copies
+from fxsplit_encoder.models.media import family_processor
+from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.registry import FAMILIES
 from tests.connector.resources import nothing_left
 from tests.connector.scenes import wait, wait_until
+from tests.connector.tiny_vision import crop
 
 from .cuda_encoders import SlowEncoder
 from .support import errors
@@ -282,39 +287,42 @@ def test_a_process_hands_features_over() -> None:
         assert each.audit() == []
 
 
+class Kept(ManagerEncoder):
+    def close(self) -> None:
+        """The captures are other tests' too."""
+
+
+def processors(towers: Any, **sizes: Any) -> list[Any]:
+    """One that normalizes pixels on the host, and one that leaves it to the device."""
+    settings = {"model_type": "qwen3_vl", "vision_config": towers[0].config.to_dict()}
+    given = (towers[2], FAMILIES["qwen3_vl"], settings, ProcessorSettings(**sizes))
+    return [
+        family_processor(*given, hash_name="sha256", normalize_later=is_later) for is_later in (False, True)
+    ]
+
+
+@torch.no_grad()
+def eager_rows(towers: Any, prepared: PreparedItem) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows of an item by the eager tower in bfloat16, and in float32."""
+    pixels, grid = (
+        next(value.cuda() for name, value in prepared.inputs.items() if kind in name)
+        for kind in ("pixel_values", "grid_thw")
+    )
+    half, full = towers[0](pixels.to(torch.bfloat16), grid), towers[1](pixels, grid)
+    known, exact = ([torch.cat([o.pooler_output, *o.deepstack_features], dim=1)] for o in (half, full))
+    return known, exact
+
+
 def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dict[str, Any]) -> None:
     """Both replay the same captures, from threads and streams of their own."""
-    from fxsplit_encoder.models.media import family_processor
-    from fxsplit_encoder.models.prepare import ProcessorSettings
-    from fxsplit_encoder.models.registry import FAMILIES
-    from tests.connector.tiny_vision import crop
-
-    eager, wider, wrapped = towers
-    settings = {"model_type": "qwen3_vl", "vision_config": eager.config.to_dict()}
-    sizes = ProcessorSettings(image={"min_pixels": 32 * 32, "max_pixels": 256 * 256})
-    plain, processor = (
-        family_processor(
-            wrapped, FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256", normalize_later=is_later
-        )
-        for is_later in (False, True)
-    )
-
-    class Kept(ManagerEncoder):
-        def close(self) -> None:
-            """The captures are other tests' too."""
-
+    plain, processor = processors(towers, image={"min_pixels": 32 * 32, "max_pixels": 256 * 256})
     config = ConnectorConfig(timeout_s=None, device_bytes=1 << 24)
     with Connector(processor, [lambda: Kept(managers["full"])] * 2, config) as each:
         items = [MediaItem("image", crop(number)) for number in range(40)]
         tickets = [each.submit(EncodeRequest("r", [item])) for item in items]
         for item, ticket in zip(items, tickets, strict=True):
             assert wait(ticket) == "ready"
-            prepared = plain.prepare(item).inputs
-            inputs = (prepared["pixel_values"].cuda(), prepared["image_grid_thw"].cuda())
-            with torch.no_grad():
-                half, full = eager(inputs[0].to(torch.bfloat16), inputs[1]), wider(*inputs)
-            exact = [torch.cat([full.pooler_output, *full.deepstack_features], dim=1)]
-            known = [torch.cat([half.pooler_output, *half.deepstack_features], dim=1)]
+            known, exact = eager_rows(towers, plain.prepare(item))
             with each.read(ticket, device="cuda:0") as rows:
                 assert errors([rows[0].rows.cuda()], exact) <= 2 * errors(known, exact)
             each.release(ticket)
@@ -324,43 +332,24 @@ def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dic
 
 def test_a_video_in_slices_is_the_video(towers: Any, managers: dict[str, Any]) -> None:
     """Images pass between the slices, and the rows are those of frames that know nothing of each other."""
-    from fxsplit_encoder.models.media import family_processor
-    from fxsplit_encoder.models.prepare import ProcessorSettings
-    from fxsplit_encoder.models.registry import FAMILIES
-    from tests.connector.tiny_vision import crop
+    plain, processor = processors(towers, video={"min_pixels": 32 * 32, "max_pixels": 16 * 64 * 64})
 
-    eager, wider, wrapped = towers
-    settings = {"model_type": "qwen3_vl", "vision_config": eager.config.to_dict()}
-    sizes = ProcessorSettings(video={"min_pixels": 32 * 32, "max_pixels": 16 * 64 * 64})
-    processor = family_processor(
-        wrapped, FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256", normalize_later=True
-    )
-    plain = family_processor(wrapped, FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256")
-
-    class Kept(ManagerEncoder):
+    class Sliced(Kept):
         sizes: ClassVar[list[int]] = []
 
         def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
             self.sizes.extend(item.num_tokens for item in items)
             return super().encode(items)
 
-        def close(self) -> None:
-            """The captures are other tests' too."""
-
     frames = [crop(number).resize((64, 64)) for number in range(16)]
     video = MediaItem("video", frames, {"do_sample_frames": False})
-    encoder = Kept(managers["full"])
+    encoder = Sliced(managers["full"])
     most = encoder.predict_cost(processor.prepare(video)) / 3
     config = ConnectorConfig(timeout_s=None, device_bytes=1 << 24, max_slice_cost=most, max_busy_share=0.5)
     with Connector(processor, [lambda: encoder], config) as each:
         tickets = [each.submit(EncodeRequest("r", [item])) for item in (video, MediaItem("image", crop(0)))]
         assert [wait(ticket) for ticket in tickets] == ["ready", "ready"]
-        prepared = plain.prepare(video).inputs
-        inputs = (prepared["pixel_values_videos"].cuda(), prepared["video_grid_thw"].cuda())
-        with torch.no_grad():
-            half, full = eager(inputs[0].to(torch.bfloat16), inputs[1]), wider(*inputs)
-        exact = [torch.cat([full.pooler_output, *full.deepstack_features], dim=1)]
-        known = [torch.cat([half.pooler_output, *half.deepstack_features], dim=1)]
+        known, exact = eager_rows(towers, plain.prepare(video))
         with each.read(tickets[0], device="cuda:0") as rows:
             assert errors([rows[0].rows.cuda()], exact) <= 2 * errors(known, exact)
         assert len(encoder.sizes) >= 4 and max(encoder.sizes) < tickets[0].token_counts[0]
@@ -368,21 +357,10 @@ def test_a_video_in_slices_is_the_video(towers: Any, managers: dict[str, Any]) -
 
 
 def test_pixels_are_normalized_on_the_device_to_the_same_rows(towers: Any) -> None:
-    import fxsplit_encoder as fx
-    from fxsplit_encoder.models.media import family_processor
-    from fxsplit_encoder.models.prepare import ProcessorSettings
-    from fxsplit_encoder.models.registry import FAMILIES
-    from tests.connector.tiny_vision import crop
-
-    settings = {"model_type": "qwen3_vl", "vision_config": towers[0].config.to_dict()}
-    sizes = ProcessorSettings(image={"min_pixels": 32 * 32, "max_pixels": 256 * 256})
     manager = fx.EncoderCudaGraphManager(towers[2], fx.EncoderConfig(mode="none"), log_interval=0)
     encoder = ManagerEncoder(manager)
     made = []
-    for is_later in (False, True):
-        processor = family_processor(
-            towers[2], FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256", normalize_later=is_later
-        )
+    for processor in processors(towers, image={"min_pixels": 32 * 32, "max_pixels": 256 * 256}):
         items = [encoder.stage(processor.prepare(MediaItem("image", crop(number)))) for number in range(5)]
         pixels = [item.inputs["pixel_values"] for item in items]
         assert all(each.is_pinned() and each.dtype != torch.float32 for each in pixels)
@@ -393,8 +371,6 @@ def test_pixels_are_normalized_on_the_device_to_the_same_rows(towers: Any) -> No
 
 def test_a_tower_computes_at_its_priority(towers: Any) -> None:
     """Its captures, and what its worker computes besides."""
-    import fxsplit_encoder as fx
-
     config = fx.EncoderConfig(token_budgets=(64,), mode="full", stream_priority=-1)
     manager = fx.EncoderCudaGraphManager(towers[2], config, log_interval=0)
     assert manager.pool.stream.priority == -1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from fxsplit_encoder.connector.interfaces import MODALITIES, PreparedItem
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
-from fxsplit_encoder.errors import EncoderLostError, InputError
+from fxsplit_encoder.errors import InputError
 from tests.connector.resources import nothing_left
 
 pytestmark = pytest.mark.gpu
@@ -46,23 +45,6 @@ def test_features_are_complete() -> None:
     assert all(
         torch.equal(f.cpu(), 2 * i.inputs["pixel_values"]) for f, i in zip(features, items, strict=True)
     )
-
-
-def test_a_killed_process_leaves_the_gpu_and_this_process_usable() -> None:
-    encoder = encoder_of()
-    encoder.start()
-    items = [item(100)]
-    (feature,) = encoder.encode(items)
-    assert encoder.pid is not None
-    os.kill(encoder.pid, signal.SIGKILL)
-    with pytest.raises(EncoderLostError):
-        for _ in range(1000):
-            encoder.encode([item(100)])
-    assert torch.equal(feature.cpu(), 2 * items[0].inputs["pixel_values"])
-    encoder.start()
-    (feature,) = encoder.encode(items)
-    assert torch.equal(feature.cpu(), 2 * items[0].inputs["pixel_values"])
-    encoder.close()
 
 
 @pytest.mark.alone

@@ -83,14 +83,11 @@ def pools(manager: fx.EncoderCudaGraphManager) -> list[GraphPool]:
     return [manager.pool, *(generation.pool for generation in generations)]
 
 
-@pytest.mark.usefixtures("always_captured")
+@pytest.mark.usefixtures("always_captured", "full_precision")
 @pytest.mark.parametrize("mode", MODES)
 @torch.no_grad()
-def test_a_thousand_batches_stay_within_eagers_error(
-    mode: str, family: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thousand_batches_stay_within_eagers_error(mode: str, family: Any) -> None:
     """Every batch against Hugging Face's tower in float32; the error of its own bfloat16 is a tenth's."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     tower, plain, exact = family
     manager = make_manager(tower, **MODES[mode])
     source = random.Random(0)

@@ -18,15 +18,10 @@ from fxsplit_encoder.kernels.attention.chooser import invariant_names
 from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import choosing, measuring
 from fxsplit_encoder.kernels.products.fixed import (
-    COUNTS,
     GELU_TANH,
     NOTHING,
-    PRODUCTS,
-    REFERENCE_ROWS,
-    Layer,
     fixed_linear,
     library_product,
-    same_bits,
 )
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
@@ -164,18 +159,6 @@ def test_a_layer_has_the_same_bits_at_any_count(
         assert torch.equal(fixed_linear(rows[:1234], weight.t(), bias, activation), together[:1234])
 
 
-@pytest.mark.parametrize(("in_features", "out_features"), LAYERS)
-@torch.no_grad()
-def test_what_cublas_does_is_told(in_features: int, out_features: int) -> None:
-    """No promise: which layers it takes, for the reader of the test's output."""
-    rows = torch.randn(16, in_features, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16)
-    layer = Layer.of(rows, weight.t(), weight[:, 0].contiguous(), NOTHING)
-    equal = same_bits(library_product, layer, COUNTS, reference_rows=REFERENCE_ROWS)
-    print(f"{layer}: equal bits by cuBLAS at {len(COUNTS)} counts: {equal}")
-    assert isinstance(equal, bool)
-
-
 def test_the_settings_of_the_process_stay() -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
@@ -205,14 +188,6 @@ def test_our_own_kernel_is_right_and_has_the_same_bits_at_any_count(
     assert float((together.double() - exact).norm() / exact.norm()) < max(8 * torch.finfo(dtype).eps, 5e-6)
     for count in (1, 2, 16, 127, 128, 129, 1000):
         assert torch.equal(product(rows[:count].clone(), weight.t(), bias, gelu=gelu), together[:count])
-
-
-def test_choices_are_told_per_device() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows = torch.randn(16, 64, device=device, dtype=torch.bfloat16)
-    fixed_linear(rows, torch.randn(64, 64, device=device, dtype=torch.bfloat16).t(), None, NOTHING)
-    assert any("64 to 64 in bfloat16" in line for line in PRODUCTS.choices(device))
-    assert PRODUCTS.describe(device)
 
 
 # --- attention

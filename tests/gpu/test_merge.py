@@ -26,12 +26,17 @@ def prompts() -> dict[str, tuple[list[int], list[int]]]:
     }
 
 
-@pytest.mark.parametrize("levels", [0, 3])
-@pytest.mark.parametrize("name", prompts())
-def test_rows_reach_their_places_without_a_synchronization(name: str, levels: int) -> None:
+def prompt_of(name: str) -> tuple[list[int], list[int], PositionMap]:
     tokens, counts = prompts()[name]
     modality = "video" if "video" in name else "image"
     prompt = PositionMap(tokens, [modality] * len(counts), {modality: IMAGE})  # type: ignore[list-item, dict-item]
+    return tokens, counts, prompt
+
+
+@pytest.mark.parametrize("levels", [0, 3])
+@pytest.mark.parametrize("name", prompts())
+def test_rows_reach_their_places_without_a_synchronization(name: str, levels: int) -> None:
+    tokens, counts, prompt = prompt_of(name)
     wide = 64 * (1 + levels)
     rows = [torch.randn(count, wide, device="cuda", dtype=torch.bfloat16) for count in counts]
     out = torch.zeros(len(tokens), 64, device="cuda", dtype=torch.bfloat16)
@@ -48,9 +53,7 @@ def test_rows_reach_their_places_without_a_synchronization(name: str, levels: in
 @pytest.mark.alone
 @pytest.mark.parametrize("name", prompts())
 def test_five_thousand_rows_take_little_longer_than_torchs_copies_of_them(name: str) -> None:
-    tokens, counts = prompts()[name]
-    modality = "video" if "video" in name else "image"
-    prompt = PositionMap(tokens, [modality] * len(counts), {modality: IMAGE})  # type: ignore[list-item, dict-item]
+    tokens, counts, prompt = prompt_of(name)
     rows = [torch.randn(count, WIDTH, device="cuda", dtype=torch.bfloat16) for count in counts]
     out = torch.zeros(len(tokens), WIDTH, device="cuda", dtype=torch.bfloat16)
     runs = prompt.runs(counts, 0, len(tokens))

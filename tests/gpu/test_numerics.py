@@ -57,15 +57,6 @@ def test_small_large_image_and_video_replays_in_any_order(mode: str, towers: Any
     assert managers[mode].stats().hit_rate > 0.9
 
 
-@torch.no_grad()
-def test_results_survive_later_replays(towers: Any, managers: Any) -> None:
-    wrapped = towers[2]
-    first = managers["full"].execute(batch([(1, 16, 16)], [], wrapped.patch_features))
-    copy = [o.clone() for o in first]
-    managers["full"].execute(batch([(1, 16, 16)], [], wrapped.patch_features))
-    assert all(torch.equal(a, b) for a, b in zip(first, copy, strict=True))
-
-
 @pytest.mark.parametrize("mode", ["full", "piecewise", "auto", "none"])
 @torch.no_grad()
 def test_torch_compile_on_the_device(mode: str, towers: Any) -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.models.encoders.deepseek_encoder import (
     ClipConfig,
@@ -80,6 +79,11 @@ def test_replays_see_weights_that_change_in_place(towers: Any, pixels: torch.Ten
     assert relative_rms(after, packed(reference(pixels, GRID.cuda()))) < 0.05
 
 
+def eagerly(tower: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    manager = fx.EncoderCudaGraphManager(fx.wrap(tower), fx.EncoderConfig(enabled=False))
+    return torch.cat(manager.execute(inputs))
+
+
 @torch.no_grad()
 def test_relative_positions_as_features_add_no_error() -> None:
     """DeepSeek-OCR at its widths: two windowed blocks and a global one, at 1024 and at 640 pixels."""
@@ -93,10 +97,7 @@ def test_relative_positions_as_features_add_no_error() -> None:
         "images_crop": torch.randn(4, 3, 640, 640, device="cuda", generator=generator),
         "images_spatial_crop": torch.tensor([[2, 2], [1, 1]]),
     }
-    exact, eager = (
-        torch.cat(fx.EncoderCudaGraphManager(fx.wrap(each), fx.EncoderConfig(enabled=False)).execute(inputs))
-        for each in (reference, tower)
-    )
+    exact, eager = eagerly(reference, inputs), eagerly(tower, inputs)
     config = fx.EncoderConfig(mode="full", passes=("decomposed_bias",))
     manager = fx.EncoderCudaGraphManager(fx.wrap(tower), config)
     manager.capture()
@@ -115,13 +116,8 @@ def test_attention_over_a_batch_has_a_measured_kernel_and_adds_no_error() -> Non
         "pixel_values": torch.randn(5, 3, 448, 448, device="cuda", generator=generator).bfloat16(),
         "num_patches": [1, 4],
     }
-    exact, eager = (
-        torch.cat(fx.EncoderCudaGraphManager(fx.wrap(each), fx.EncoderConfig(enabled=False)).execute(given))
-        for each, given in (
-            (reference, {**inputs, "pixel_values": inputs["pixel_values"].float()}),
-            (tower, inputs),
-        )
-    )
+    exact = eagerly(reference, {**inputs, "pixel_values": inputs["pixel_values"].float()})
+    eager = eagerly(tower, inputs)
     for mode in ("full", "piecewise", "none"):
         config = fx.EncoderConfig(
             mode=mode, packing="greedy", token_budgets=(256, 1024, 2048), passes=("dense_attention",)
@@ -144,10 +140,8 @@ def test_one_layer_for_queries_keys_and_values_saves_two_kernels_a_block(others:
     tower = demo_tower(blocks, "cuda", torch.bfloat16, model="internvl3-8b")
     pixels = torch.randn(4, 3, 448, 448, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     inputs = {"pixel_values": pixels.bfloat16(), "num_patches": [4]}
-    precise = fx.EncoderCudaGraphManager(
-        fx.wrap(copy.deepcopy(tower).float()), fx.EncoderConfig(enabled=False)
-    )
-    exact = torch.cat(precise.execute({**inputs, "pixel_values": inputs["pixel_values"].float()}))
+    precise = copy.deepcopy(tower).float()
+    exact = eagerly(precise, {**inputs, "pixel_values": inputs["pixel_values"].float()})
     kernels: dict[str, list[int]] = {"full": [], "piecewise": []}
     errors: list[float] = []
     for mode, counts in kernels.items():
@@ -166,7 +160,6 @@ def test_one_layer_for_queries_keys_and_values_saves_two_kernels_a_block(others:
             # one kernel a replay compares samples of them.
             ran = [e for e in profile.key_averages() if not e.key.startswith(("Mem", "_compare"))]
             counts.append(sum(event.count for event in ran))
-            print(mode, names, counts[-1], "kernels,", wall_ms(manager, inputs), "ms")
             manager.clear()
     assert max(errors) <= 1.1 * min(errors)
     assert all(merged <= apart - 2 * blocks for apart, merged in kernels.values()), kernels
@@ -182,7 +175,3 @@ def test_the_epilogue_is_the_gelu_behind_the_product(rows: int) -> None:
     separate = F.gelu(F.linear(x, weight, bias), approximate="tanh")
     fused = torch.ops.fxsplit.addmm_gelu(bias, x, weight.t())
     assert relative_rms(fused, exact) <= 1.05 * relative_rms(separate, exact)
-
-
-def wall_ms(manager: fx.EncoderCudaGraphManager, inputs: dict[str, Any]) -> float:
-    return measure_ms(lambda: manager.execute(inputs), manager.device)

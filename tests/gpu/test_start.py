@@ -23,18 +23,21 @@ pytestmark = pytest.mark.gpu
 CONFIG = fx.EncoderConfig(token_budgets=(64, 256, 1024), max_items_per_batch=4, max_frames_per_batch=4)
 
 
+def forbid_timing(monkeypatch: pytest.MonkeyPatch, *more: tuple[Any, str]) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("measured")
+
+    for module, name in ((path_module, "measure_forward"), (ladder, "measure_run"), *more):
+        monkeypatch.setattr(module, name, fail)
+
+
 def test_the_next_start_takes_the_costs_of_the_last(
     towers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, second = manager_of(towers[2], CONFIG), manager_of(towers[2], CONFIG)
     first.capture()
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("measured")
-
-    for module, name in ((path_module, "measure_forward"), (ladder, "measure_run")):
-        monkeypatch.setattr(module, name, fail)
+    forbid_timing(monkeypatch)
     second.capture()
     old, new = first.paths["default"], second.paths["default"]
     assert old.costs == new.costs and old.ladder.no_graph_needed == new.ladder.no_graph_needed
@@ -49,13 +52,7 @@ def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
     first.capture()
     path = tmp_path / "a.start"
     first.save_start(path)
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("measured")
-
-    for module, name in ((path_module, "measure_forward"), (ladder, "measure_run")):
-        monkeypatch.setattr(module, name, fail)
-    monkeypatch.setattr(Meter, "measure", fail)
+    forbid_timing(monkeypatch, (Meter, "measure"))
     torch._dynamo.utils.counters.clear()
     second = manager_of(wrapped, CONFIG)
     assert second.load_start(path), second.reports
@@ -120,12 +117,7 @@ def test_what_vllm_captures_again_is_not_measured_again(
     costs, modes = dict(ladder_of_first.costs), {b: c.mode for b, c in ladder_of_first.captured.items()}
     first.clear()
     assert not first.manager.paths["default"].captured
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("measured")
-
-    for module, name in ((path_module, "measure_forward"), (ladder, "measure_run")):
-        monkeypatch.setattr(module, name, fail)
+    forbid_timing(monkeypatch)
     second = captured()
     ladder_of_second = second.manager.paths["default"].ladder
     assert second.manager is first.manager

@@ -8,23 +8,11 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.compile import trace
 
 pytestmark = pytest.mark.gpu
 
 
-def test_a_second_compile_traces_blocks_once_and_compiles_no_piece(
-    towers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrapped = towers[2]
-    inline, counts = trace.inline_blocks, []
-
-    def count(module: Any) -> Any:
-        weights = inline(module)
-        counts.append(len(weights))
-        return weights
-
-    monkeypatch.setattr(trace, "inline_blocks", count)
+def test_a_second_compile_traces_blocks_once_and_compiles_no_piece(towers: Any, inlined: list[int]) -> None:
     made = []
     for _ in range(2):
         torch._dynamo.reset()
@@ -32,11 +20,11 @@ def test_a_second_compile_traces_blocks_once_and_compiles_no_piece(
         config = fx.EncoderConfig(
             mode="full", token_budgets=(64, 1024), max_items_per_batch=4, max_frames_per_batch=4
         )
-        made.append(fx.EncoderCudaGraphManager(wrapped, config))
+        made.append(fx.EncoderCudaGraphManager(towers[2], config))
         made[-1].compile()
         assert not made[-1].reports
     program = made[-1].programs["default"].program
     inductor = torch._dynamo.utils.counters["inductor"]
     assert inductor["fxgraph_cache_hit"] == program.num_distinct
     assert inductor["fxgraph_cache_miss"] == 0
-    assert counts[0] == counts[1] > 0
+    assert inlined[0] == inlined[1] > 0

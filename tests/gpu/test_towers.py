@@ -58,8 +58,7 @@ def assert_as_near_as_eager(
 
 @pytest.mark.parametrize("model", SIZES)
 @torch.no_grad()
-def test_a_tower_is_as_near_to_float32_as_eager(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def test_a_tower_is_as_near_to_float32_as_eager(model: str, full_precision: None) -> None:
     family, sizes = architecture(model).family, SIZES[model]
     tower = demo_tower(BLOCKS, "cuda", torch.bfloat16, model=model)
     wrapped = family.wrap(share_weights(tower))

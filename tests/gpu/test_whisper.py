@@ -36,8 +36,7 @@ RATE = 16000
 
 
 @torch.no_grad()
-def test_audio_is_as_near_to_float32_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def test_audio_is_as_near_to_float32_as_eager(full_precision: None) -> None:
     with torch.device("cuda"):
         tower: Any = WhisperEncoder(WhisperConfig(**LARGE)).requires_grad_(False).eval()
     draw_weights(tower, 0)

@@ -199,16 +199,7 @@ def test_transforms_of_functions(pair: Pair) -> None:
     pair.assert_alike()
 
 
-NORMS = {
-    "weight": nn.utils.parametrizations.weight_norm,
-    "spectral": nn.utils.parametrizations.spectral_norm,
-    "old weight": nn.utils.weight_norm,
-    "old spectral": nn.utils.spectral_norm,
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
 def test_weights_that_are_computed(norm: Callable[[nn.Module], nn.Module], pair: Pair) -> None:
     for tower in pair.towers:
         torch.manual_seed(5)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close
-from .conftest import Loaded, config_of
+from .conftest import config_of
 from .models import EMBEDDERS, embed
 from .test_models import num_traces
 
@@ -31,27 +30,6 @@ def pair(name: str, checkpoint: Callable[[str], Path], **settings: Any) -> list[
     tiny = EMBEDDERS[name]
     model, reference = (tiny.load(checkpoint(name)) for _ in range(2))
     return [fx.accelerate(model, config_of(tiny).replace(**settings)), reference]
-
-
-@pytest.mark.parametrize("name", [name for name, tiny in EMBEDDERS.items() if not tiny.exhaustive])
-@torch.no_grad()
-def test_hidden_states_are_the_towers_own(name: str, loaded: Callable[[str], Loaded]) -> None:
-    model, reference = loaded(name).model, loaded(name).reference
-    inputs = EMBEDDERS[name].image_inputs((1, 1))
-    got, expected = (embed(each, inputs, output_hidden_states=True) for each in (model, reference))
-    assert_close(got, expected)
-    assert len(got.hidden_states) == 3
-
-
-@torch.no_grad()
-def test_images_of_another_size_are_captured_once_they_recur(checkpoint: Callable[[str], Path]) -> None:
-    """DINOv2's checkpoints name another size than their processor gives."""
-    model, reference = pair("dinov2", checkpoint, **UNTRACED)
-    for number in range(3):
-        inputs = images(2, 24, seed=number)
-        assert_close(model(**inputs), reference(**inputs))
-    stats = fx.stats(model)
-    assert (stats.hits, stats.misses) == (2, {MissReason.NEW_SHAPE: 1})
 
 
 @torch.no_grad()

@@ -22,7 +22,6 @@ from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close, generated
 from .models import MODELS, TOWER
-from .prompts import IMAGE, TEXT
 from .tiny_model import randomize
 
 DISABLED = {"enabled": False}
@@ -132,29 +131,6 @@ def test_an_argument_at_its_default_is_none() -> None:
 
 
 # --- layers and fields
-
-
-def aria() -> Any:
-    experts = {"moe_num_experts": 2, "moe_topk": 1, "moe_num_shared_experts": 1, "head_dim": 8}
-    config = transformers.AriaConfig(
-        text_config=transformers.AriaTextConfig(**TEXT, **experts),
-        vision_config=transformers.Idefics3VisionConfig(**TOWER),
-        image_token_index=IMAGE,
-        projector_patch_to_query_dict={16: 4},
-    )
-    mask = torch.ones(2, 16, 16, dtype=torch.bool)
-    return transformers.AriaForConditionalGeneration(config), {"pixel_values": images(), "pixel_mask": mask}
-
-
-def test_layers_that_no_setting_names_are_captured() -> None:
-    model, inputs = aria()
-    case = Case(model)
-    for number in range(3):
-        case.features(**inputs)
-        if number == 0:
-            first = case.misses()
-    assert case.misses() == first
-    assert sum(first.values()) <= 1
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,3 @@ def test_what_raises_for_all_calls_of_a_kind_is_said_in_a_line(monkeypatch: pyte
     monkeypatch.setattr(measurements, "table", lambda device: table)
     manager = fx.EncoderCudaGraphManager(PathsOfTiles(), log_interval=0)
     assert line in manager.reports
-
-
-def test_on_a_cpu_nothing_is_measured() -> None:
-    report = describe(shape().device.__class__("cpu"), KernelChooser())
-    assert report.classes == ()
-    assert [each.name for each in report.kernels if each.unavailable is None] == [
-        "batched_dense",
-        "per_segment",
-        "masked",
-    ]

@@ -240,11 +240,6 @@ def test_inputs_that_contradict_one_another(inputs: dict[str, Any], message: str
         clip_tower().get_encoder_cudagraph_item_specs(inputs)
 
 
-def test_videos_for_a_tower_of_images(wrapped: Any) -> None:
-    with pytest.raises(fx.InputError, match="pixel_values_videos: GenericTower takes images only"):
-        wrapped.get_encoder_cudagraph_item_specs({"pixel_values_videos": [random_tiles(2)]})
-
-
 def test_another_dtype_and_pixels_of_any_dtype(fresh_dynamo: None) -> None:
     tower = randomize(PlainTower()).double()
     reference = copy.deepcopy(tower)

@@ -70,30 +70,17 @@ def test_rows_are_those_that_the_declaration_names(name: str) -> None:
     assert_close([got], [output[:, spec.rows].flatten(0, 1)])
 
 
-# One that leaves a layer out; the one through Inductor below leaves none out.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if "before" in name else pytest.mark.exhaustive) for name in TOWERS]
-)
 @torch.no_grad()
-def test_every_mode_and_batch(name: str) -> None:
-    make, spec = TOWERS[name]
-    case = Case(name, fx.wrap(make(), spec), TileInputs())
+def test_every_mode_and_batch_of_one_that_leaves_a_layer_out() -> None:
+    make, spec = TOWERS["clip before its last layer"]
+    case = Case("clip", fx.wrap(make(), spec), TileInputs())
     assert_modes_agree(case)
     bound = case.manager.programs["default"]
     assert bound is not None
-    blocks = 1 if "before" in name else 2
     assert bound.program.padding.proved
-    assert (len(bound.program.splits), len(bound.program.pieces)) == (blocks, blocks + 1)
-    assert bound.program.num_distinct == blocks + 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["siglip", "clip", "dinov2"])
-def test_one_trace_through_torch_compile(name: str) -> None:
-    """The whole output, with SigLIP's attention pooling."""
-    make, spec = TOWERS[name]
-    assert_compiled_once(Case(name, fx.wrap(make(), spec), TileInputs()))
+    assert (len(bound.program.splits), len(bound.program.pieces)) == (1, 2)
+    assert bound.program.num_distinct == 2
 
 
 @pytest.mark.slow

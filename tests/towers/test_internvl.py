@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.internvl.modeling_internvl import InternVLModel
 
 import fxsplit_encoder as fx
 
-from .conformance import Case, assert_modes_agree
-from .dense_models import SHAPE, assert_close, encoded, random_tiles
+from .dense_models import SHAPE, assert_close, random_tiles
 from .random_weights import randomize
-from .tiny_inputs import TileInputs
 from .tiny_tiles import internvl_config, internvl_with_head
 
 SMALL = {"attention_bias": True}
@@ -32,18 +29,6 @@ def test_rows_are_those_of_the_model(vision: Any, options: Any) -> None:
     x = random_tiles(3)
     expected = make(vision, **options).get_image_features(x).pooler_output.flatten(0, 1)
     assert_close([fx.wrap(make(vision, **options)).encoder_eager_forward({"pixel_values": x})], [expected])
-
-
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_the_larger_size_before_its_last_layer_in_every_mode() -> None:
-    """The smaller is in `test_conformance.py`."""
-    case = Case("6B", fx.wrap(make(LARGE, vision_feature_layer=-2)), TileInputs(videos=((2,), (3,))))
-    assert_modes_agree(case)
-    program = case.manager.programs["default"]
-    assert program is not None
-    assert program.program.padding.proved
-    assert (len(program.program.splits), len(program.program.pieces)) == (1, 2)
 
 
 @torch.no_grad()
@@ -95,16 +80,3 @@ def test_the_published_sizes_give_256_tokens_a_tile() -> None:
     wrapped = fx.wrap(model)
     assert wrapped.tokens_per_tile == 256
     assert wrapped.get_encoder_cudagraph_budget_range(None) == (256, 4096)
-
-
-def test_frames_of_a_video_are_tiles() -> None:
-    """As the video processor gives them: (videos, frames, 3, height, width)."""
-    reference = make()
-    images, videos = random_tiles(3), random_tiles(6, seed=5)
-    inputs: dict[str, Tensor | list[int]] = {
-        "pixel_values": images,
-        "num_patches": [2, 1],
-        "pixel_values_videos": videos.view(2, 3, *SHAPE),
-    }
-    expected = reference.get_image_features(torch.cat([images, videos])).pooler_output.flatten(0, 1)
-    assert_close(encoded(fx.wrap(make()), inputs), expected.split([8, 4, 12, 12]))

@@ -11,7 +11,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4VisionModel, vision
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.grid import rotate_pairs
 
-from .dense_models import SHAPE, assert_close, random_tiles
+from .dense_models import assert_close, random_tiles
 from .random_weights import randomize
 from .tiny_tiles import llama4, llama4_sizes
 
@@ -85,26 +85,6 @@ def test_a_bare_tower_is_not_projected(fresh_dynamo: None) -> None:
     x = random_tiles(3)
     got = wrapped.encoder_eager_forward({"pixel_values": x})
     assert_close([got], [reference(x).last_hidden_state.flatten(0, 1)])
-
-
-def test_the_published_sizes_give_144_tokens_a_tile() -> None:
-    config = Llama4VisionConfig(**{**llama4_sizes(), "image_size": 336, "patch_size": 14})
-    wrapped = fx.wrap(Llama4VisionModel(config))
-    assert wrapped.tokens_per_tile == 144
-    assert wrapped.get_encoder_cudagraph_budget_range(None) == (144, 2304)
-
-
-@pytest.mark.parametrize("container", [list, torch.tensor])
-def test_tiles_by_aspect_ratio_as_the_processor_gives_them(container: Any) -> None:
-    """An image of several tiles has the whole image as one more."""
-    ratios = [(1, 1), (2, 2), (1, 3)]
-    wrapped = fx.wrap(make())
-    inputs = {"pixel_values": random_tiles(1 + 5 + 4), "aspect_ratios": container(ratios)}
-    specs = wrapped.get_encoder_cudagraph_item_specs(inputs)
-    assert [(s.input_size, s.output_tokens) for s in specs] == [(1, 4), (5, 20), (4, 16)]
-    selected = wrapped.select_encoder_cudagraph_items(inputs, [2])
-    assert selected["num_patches"] == [4]
-    assert selected["pixel_values"].shape == (4, *SHAPE)
 
 
 @pytest.mark.parametrize("key", ["patches_per_image", "num_patches"])

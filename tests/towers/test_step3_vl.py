@@ -31,9 +31,8 @@ def reference(tensors: Mapping[str, Tensor], tiles: Tensor) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def norm(x: Tensor, name: str) -> Tensor:
-        centered = x - x.mean(-1, keepdim=True)
-        scale = (centered.square().mean(-1, keepdim=True) + CONFIG.layer_norm_eps).rsqrt()
-        return centered * scale * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+        weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        return F.layer_norm(x, weight.shape, weight, bias, CONFIG.layer_norm_eps)
 
     prefix = "vision_model.embeddings"
     kernel = weights[f"{prefix}.patch_embedding.weight"]
@@ -42,18 +41,15 @@ def reference(tensors: Mapping[str, Tensor], tiles: Tensor) -> Tensor:
     side = int(x.shape[1] ** 0.5)
     table = weights[f"{prefix}.position_embedding.weight"]
     stored = int((table.shape[0] - 1) ** 0.5)
-    x = x + resize_bicubic(table[1:].unflatten(0, (stored, stored)), side).flatten(0, 1)
+    grid = table[1:].T.unflatten(1, (stored, stored))[None]
+    x = x + F.interpolate(grid, size=side, mode="bicubic", antialias=True)[0].flatten(1).T
     first = (weights[f"{prefix}.class_embedding"] + table[:1]).expand(x.shape[0], -1, -1)
     x = torch.cat((first, first, first, first, x), dim=1)
     for layer in range(CONFIG.num_layers):
         prefix = f"vision_model.transformer.layers.{layer}"
-        heads = []
-        for head in (
-            linear(x, f"{prefix}.self_attn.qkv_proj").unflatten(-1, (3, CONFIG.num_heads, -1)).unbind(3)
-        ):
-            q, k, v = head.unbind(2)
-            heads.append((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v)
-        attended = linear(torch.cat(heads, dim=-1), f"{prefix}.self_attn.out_proj")
+        qkv = linear(x, f"{prefix}.self_attn.qkv_proj").unflatten(-1, (3, CONFIG.num_heads, -1))
+        heads = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
+        attended = linear(heads.transpose(1, 2).flatten(2), f"{prefix}.self_attn.out_proj")
         x = x + norm(attended, f"{prefix}.layer_norm1")
         hidden = linear(x, f"{prefix}.mlp.fc1")
         x = x + norm(
@@ -63,23 +59,6 @@ def reference(tensors: Mapping[str, Tensor], tiles: Tensor) -> Tensor:
     for name, padding in (("vit_downsampler", 0), ("vit_downsampler2", 1)):
         grid = F.conv2d(grid, weights[f"{name}.weight"], weights[f"{name}.bias"], stride=2, padding=padding)
     return linear(grid.flatten(2).transpose(1, 2), "vit_large_projector")
-
-
-def resize_bicubic(grid_HWC: Tensor, side: int) -> Tensor:
-    """Keys' cubic convolution (a = -0.5), widened when shrinking."""
-    old = grid_HWC.shape[0]
-    if side == old:
-        return grid_HWC
-    scale, weights = old / side, torch.zeros(side, old, dtype=torch.float64)
-    for i in range(side):
-        for j in range(old):
-            distance = abs((j + 0.5 - (i + 0.5) * scale) / max(scale, 1.0))
-            if distance < 1:
-                weights[i, j] = 1.5 * distance**3 - 2.5 * distance**2 + 1
-            elif distance < 2:
-                weights[i, j] = -0.5 * distance**3 + 2.5 * distance**2 - 4 * distance + 2
-    weights = weights / weights.sum(1, keepdim=True)
-    return torch.einsum("ih,jw,hwc->ijc", weights, weights, grid_HWC)
 
 
 @pytest.mark.parametrize("crops", [[(0, 0)], [(0, 0), (2, 2), (1, 2)], [(3, 3), (0, 0)]], ids=str)

@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import vision_utils
 
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.errors import InputError
@@ -28,31 +27,6 @@ def tower() -> Any:
 def batch(grids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     grid = torch.tensor(grids)
     return torch.zeros(int(grid.prod(1).sum()), 4), grid
-
-
-@pytest.mark.parametrize("grids", GRIDS, ids=str)
-def test_the_exact_metadata_is_that_of_transformers(tower: Any, grids: list[list[int]]) -> None:
-    pixels, grid = batch(grids)
-    position_ids, indices, weights, cu_seqlens = exact_metadata(pixels, grid, tower.registered_name)
-    assert torch.equal(position_ids, vision_utils.get_vision_position_ids(grid, 2))
-    expected = vision_utils.get_vision_interpolation_indices_and_weights(
-        grid, tower.table_shape[0], align_corners=tower.align_corners, spatial_merge_size=2
-    )
-    assert torch.equal(indices, expected[0].int())
-    assert torch.equal(weights, expected[1])
-    assert torch.equal(cu_seqlens, vision_utils.get_vision_cu_seqlens(grid))
-
-
-@pytest.mark.parametrize("grids", GRIDS, ids=str)
-def test_the_op_pads_the_lengths_with_empty_segments(tower: Any, grids: list[list[int]]) -> None:
-    pixels, grid = batch(grids)
-    *exact, cu_seqlens = exact_metadata(pixels, grid, tower.registered_name)
-    *padded, cu_padded = vision_metadata(pixels, grid, tower.registered_name)
-    assert all(torch.equal(a, b) for a, b in zip(exact, padded, strict=True))
-    assert cu_padded.dtype == torch.int32
-    assert cu_padded.shape == (pixels.shape[0] // 4 + 1,)
-    assert cu_padded[: len(cu_seqlens)].tolist() == cu_seqlens.tolist()
-    assert (cu_padded[len(cu_seqlens) :] == pixels.shape[0]).all()
 
 
 @pytest.mark.parametrize("grids", GRIDS, ids=str)

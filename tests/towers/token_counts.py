@@ -2,8 +2,7 @@
 
 Image processors are those that need no torchvision. Text processors say what an image or a video becomes in
 the prompt; they are made here without a tokenizer, which that does not need. No video processor works without
-torchvision, so the videos' grids are made by hand. Where transformers has neither, a formula of the family's
-paper or repository stands here.
+torchvision, so the videos' grids are made by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
@@ -28,9 +26,6 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
-from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfig
-from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionModel
-from transformers.models.step3p7.processing_step3p7 import Step3p7Processor
 from transformers.video_utils import VideoMetadata
 
 from .tiny_inputs import TileInputs
@@ -54,10 +49,8 @@ class Counts:
     """Where a class's counts come from."""
 
     source: str
-    """The processors; or "formula", and why."""
+    """The processors."""
     count: Callable[[], Counted]
-    tower: Callable[[], nn.Module] | None = None
-    """The tower that they are for, if not the tiny one."""
 
 
 def prompts_of(processor: type, **attributes: Any) -> Any:
@@ -129,13 +122,6 @@ def kimi_k25() -> Counted:
     return Counted(inputs, tokens)
 
 
-def kimi_vl() -> Counted:
-    """A token for 2 x 2 patches, arXiv 2504.07491."""
-    sizes = [(4, 6), (2, 2), (12, 10)]
-    inputs = {"image_grid_hws": torch.tensor(sizes)}
-    return Counted(inputs, [(height // 2) * (width // 2) for height, width in sizes])
-
-
 # --- tiles
 
 
@@ -163,46 +149,6 @@ def llama4() -> Counted:
     return Counted(inputs, tokens)
 
 
-# --- views
-
-
-def deepseek_ocr() -> Counted:
-    """A newline after every line of features, of the crops as one grid and of the whole, and a separator."""
-    whole, crop = 4, 3
-    grids = [(1, 1), (2, 1), (1, 2), (3, 2)]
-
-    def tokens(columns: int, rows: int) -> int:
-        lines = [columns * crop + 1] * (rows * crop) if (columns, rows) != (1, 1) else []
-        return sum([*lines, *[whole + 1] * whole, 1])
-
-    return Counted({"images_spatial_crop": torch.tensor(grids)}, [tokens(*grid) for grid in grids])
-
-
-def step3() -> Counted:
-    """2 x 2 tokens of a whole image and of each crop: 8 and 6 patches a side, halved twice, rounded up."""
-    counts = [0, 2, 6]
-    return Counted({"num_patches": torch.tensor(counts)}, [4 + 4 * count for count in counts])
-
-
-def step3p7() -> Counted:
-    """At the published sizes: the processor's formula holds for patches that divide the tiles."""
-    counts = [0, 2, 6]
-    sizes = SimpleNamespace(
-        vision_patch_size=14, downsampler_stride=4, size={"height": 728}, patch_size=504, merge_size=1
-    )
-    whole, crop = ((side // 56) ** 2 for side in (sizes.size["height"], sizes.patch_size))
-    prompts = prompts_of(
-        Step3p7Processor, image_feature_placeholder=TOKEN * whole, patch_feature_placeholder=TOKEN * crop
-    )
-    inputs = {"num_local_patches": torch.tensor(counts)}
-    return Counted(inputs, [prompts.replace_image_token(inputs, i).count(TOKEN) for i in range(3)])
-
-
-def published_step3p7() -> nn.Module:
-    with torch.device("meta"):
-        return Step3p7VisionModel(Step3p7VisionConfig())
-
-
 # --- the table
 
 NO_TORCHVISION = "its image processor needs torchvision"
@@ -211,18 +157,15 @@ GLM4V = by_grids(Glm4vProcessor, Glm4vImageProcessorPil)
 GLM46V = by_grids(Glm46VProcessor, Glm46VImageProcessorPil)
 INTERNVL = Counts("GotOcr2ImageProcessorPil, InternVLProcessor", internvl)
 LLAMA4 = Counts(f"Llama4Processor, {NO_TORCHVISION}", llama4)
-STEP3P7 = Counts(f"Step3p7Processor, {NO_TORCHVISION}", step3p7, published_step3p7)
 
 QWEN25 = by_grids(Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil)
 
 COUNTS: dict[str, tuple[Counts, ...]] = {
-    "DeepseekOcrVisionModel": (Counts("formula: its processor is the repository's own code", deepseek_ocr),),
     "Exaone4_5_VisionModel": (QWEN25,),
     "Glm4vMoeVisionModel": (GLM4V, GLM46V),
     "Glm4vVisionModel": (GLM4V, GLM46V),
     "InternVLForConditionalGeneration": (INTERNVL,),
     "InternVLModel": (INTERNVL,),
-    "KimiVLVisionModel": (Counts("formula: its processor is the repository's own code", kimi_vl),),
     "Kimi_K25VisionModel": (Counts(f"Kimi_K25Processor, {NO_TORCHVISION}", kimi_k25),),
     "Llama4ForConditionalGeneration": (LLAMA4,),
     "Llama4VisionModel": (LLAMA4,),
@@ -233,7 +176,7 @@ COUNTS: dict[str, tuple[Counts, ...]] = {
     "Qwen3VLVisionModel": (QWEN3,),
     "Qwen3_5MoeVisionModel": (QWEN3,),
     "Qwen3_5VisionModel": (QWEN3,),
-    "Step3VisionModel": (Counts("formula: its processor is the repository's own code", step3),),
-    "Step3p7Model": (STEP3P7,),
-    "Step3p7VisionModel": (STEP3P7,),
+    # Transformers has no processor of these, or one for published sizes alone: their own files have counts.
+    **dict.fromkeys(("DeepseekOcrVisionModel", "KimiVLVisionModel", "Step3VisionModel"), ()),
+    **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ()),
 }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,6 +87,51 @@ class FakeKernel(AttentionKernel):
         elif len(query):
             assert cu[0] == 0
         return self._change(PerSegment()(query, key, value, cu, longest, scale, target))
+
+
+class FakeFlashAttention:
+    """FlashAttention 4's function, as far as it is used: attention by its arguments, noting every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        qv: Any = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_q: Any = None,
+        seqused_k: Any = None,
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0,
+        softmax_scale: float = 0.0,
+        tile_mn: tuple[int, int] | None = None,
+        mma_pv_is_rs: bool | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        self.calls.append({"rows": q.shape[0], "tile": tile_mn, "registers": mma_pv_is_rs})
+        out = torch.full_like(q, float("nan")) if out is None else out
+        assert out.shape == q.shape
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            batch = (x.transpose(1, 2) for x in (q, k, v))
+            return out.copy_(
+                F.scaled_dot_product_attention(*batch, scale=softmax_scale).transpose(1, 2)
+            ), None
+        assert cu_seqlens_q.shape == cu_seqlens_k.shape
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        for entry in range(len(queries) - 1):
+            mine, all_keys = slice(*queries[entry : entry + 2]), slice(*keys[entry : entry + 2])
+            assert 0 <= mine.start <= mine.stop <= q.shape[0]
+            assert mine.stop - mine.start <= max_seqlen_q
+            assert all_keys.stop - all_keys.start <= max_seqlen_k
+            a, b, c = (x[s].transpose(0, 1) for x, s in ((q, mine), (k, all_keys), (v, all_keys)))
+            weights = torch.softmax(a @ b.transpose(1, 2) * softmax_scale, -1)
+            out[mine] = (weights @ c).transpose(0, 1)
+        return out, None
 
 
 class Everywhere(AttentionMeter):

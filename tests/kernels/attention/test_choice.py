@@ -150,21 +150,6 @@ def test_known_segments_are_measured_for_several_of_them_at_once() -> None:
     assert chosen(chooser, shape(700, 70, 10, host_lengths=True, equal=True)) == "dense"
 
 
-def test_known_segments_that_are_equal_are_timed_once_for_both_of_their_classes() -> None:
-    timed: list[AttentionShape] = []
-
-    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
-        timed.append(shape)
-        return 7.0
-
-    measurements = Measurements([FakeKernel("packed"), FakeKernel("dense", dense=True)], Everywhere(clock))
-    of = AttentionShape(torch.device("cpu"), torch.bfloat16, 2, 8, 64, 64, 1, host_lengths=True)
-    with measuring():
-        assert measurements.find(of) is not None
-    assert len(measurements.table(of.device)) == 6
-    assert len(timed) == 2 * 3  # kernels, numbers of segments
-
-
 def test_what_a_class_nearby_shows_to_be_beaten_is_not_compared() -> None:
     """A class of half the tokens differs by a factor of two in tokens and in the longest segment."""
     close, far = FakeKernel("close"), FakeKernel("far")
@@ -220,18 +205,6 @@ def test_estimates_grow_with_the_pairs_that_attend_but_not_below_what_a_call_cos
     assert chooser.estimate(shape(1600, host_lengths=True), [1600]) == pytest.approx(100 * (1600 / 2048) ** 2)
     assert chooser.estimate(shape(2048, host_lengths=True), [1]) == 50.0
     assert chooser.estimate(shape(2048), [2048]) is None
-
-
-def test_shapes_are_rounded_up_to_their_class() -> None:
-    assert shape(784, segments=9).rounded() == shape(1024, segments=12)
-    assert shape(3136).rounded() == shape(4096)
-    assert shape(3000).rounded() == shape(3072)
-    assert shape(3136).rounded(own_tokens=True) == shape(3136)
-    assert shape(3136, 1500, 9).rounded(own_tokens=True) == shape(3136, 1536, 12)
-    assert shape(3000, host_lengths=True).rounded() == shape(4096, host_lengths=True)
-    assert shape(6272, 64, 98).rounded() == shape(8192, 64, 128)
-    equal = shape(20 * 441, 441, 20, host_lengths=True, equal=True).rounded()
-    assert (equal.tokens, equal.longest, equal.segments) == (16384, 512, 32)
 
 
 @settings(max_examples=100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -189,15 +188,10 @@ def test_another_thread_and_another_process_read_what_was_built(
     assert Graph.built == 2 and len(plans(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("change", ["short", "other", "not cuDNN's"])
-def test_a_damaged_plan_is_built_anew(change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plan_that_is_none_of_cudnns_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = attend()
     (path,) = plans(tmp_path)
-    content = path.read_bytes()
-    if change == "not cuDNN's":
-        cudnn_varlen.PLAN_FILES.write(path.name, b"another", torch.device("cpu"))
-    else:
-        path.write_bytes(content[:-1] if change == "short" else content[:-1] + b"1")
+    cudnn_varlen.PLAN_FILES.write(path.name, b"another", torch.device("cpu"))
     forget_all(monkeypatch)
     torch.testing.assert_close(attend(), expected, rtol=0, atol=0)
     assert Graph.built == 2
@@ -206,22 +200,10 @@ def test_a_damaged_plan_is_built_anew(change: str, monkeypatch: pytest.MonkeyPat
     assert Graph.built == 2, "it was mended on disk"
 
 
-def test_no_plan_is_read_where_others_can_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    attend()
-    os.chmod(plans(tmp_path)[0].parent, 0o777)
-    forget_all(monkeypatch)
-    attend()
-    assert Graph.built == 2
-    attend_in_another_thread()
-    assert Graph.built == 2, "this process keeps its own in memory"
-
-
-def test_directories_and_memory_have_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(store.KernelStore, "most_files", 1)
+def test_memory_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_varlen, "PLAN_FILES", cudnn_varlen.PlanFiles(most_kept=1))
     attend(2)
     attend(4)
-    assert len(plans(tmp_path)) == 1
     monkeypatch.setattr(store.KernelStore, "read", lambda *_: None)
     for segments, number in ((4, 2), (2, 3)):  # the last is in memory, and the first is not
         attend_in_another_thread(segments)

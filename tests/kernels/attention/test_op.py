@@ -1,16 +1,12 @@
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxsplit_encoder.kernels.attention import KernelChooser, dense_attention, op, varlen_attention
-from fxsplit_encoder.kernels.attention.op import attend, attend_out
+from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import choosing
 
 from .fakes import reference
@@ -42,16 +38,6 @@ def test_the_op_computes_what_its_kernel_does() -> None:
     torch.testing.assert_close(varlen_attention(q, k, v, CU, ROWS, 0.3), by_segment(q, k, v, CU, 0.3))
 
 
-def test_a_given_buffer_is_returned_and_keeps_its_later_rows() -> None:
-    q, k, v = qkv()
-    out = torch.full((ROWS + 3, 2, 8), 4.0)
-    result = attend_out(q, k, v, CU, ROWS, 0.3, out)
-    assert result.data_ptr() == out.data_ptr()
-    assert result.shape == out.shape
-    assert torch.equal(out[:ROWS], varlen_attention(q, k, v, CU, ROWS, 0.3))
-    assert (out[ROWS:] == 4.0).all()
-
-
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("strided", [False, True])
 def test_torch_finds_the_registration_sound(requires_grad: bool, strided: bool) -> None:
@@ -63,15 +49,6 @@ def test_torch_finds_the_registration_sound(requires_grad: bool, strided: bool) 
         torch.library.opcheck(dense_attention, (*batch(3, 4), 0.5))
 
 
-def test_the_fake_implementation_promises_what_the_kernel_makes() -> None:
-    q, k, v = torch.randn(ROWS, 3, 2, 8, dtype=torch.bfloat16).unbind(1)
-    real = varlen_attention(q, k, v, CU, ROWS, 0.3)
-    with FakeTensorMode() as mode:
-        inputs = [mode.from_tensor(x) for x in (q, k, v, CU)]
-        fake = varlen_attention(*inputs, ROWS, 0.3)
-    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-
-
 def test_gradients_are_those_of_attention_a_segment_at_a_time() -> None:
     ours, theirs = qkv(requires_grad=True), qkv(requires_grad=True)
     weights = torch.randn(ROWS, 2, 8)
@@ -80,22 +57,6 @@ def test_gradients_are_those_of_attention_a_segment_at_a_time() -> None:
     for mine, expected in zip(ours, theirs, strict=True):
         assert mine.grad is not None and expected.grad is not None
         torch.testing.assert_close(mine.grad, expected.grad)
-
-
-def test_one_graph_serves_every_token_count() -> None:
-    counter = CompileCounter()
-
-    def forward(x: Tensor, cu: Tensor) -> Tensor:
-        q, k, v = x.view(x.shape[0], 3, 2, 8).unbind(1)
-        return varlen_attention(q, k, v, cu, x.shape[0], 0.3) * 2
-
-    compiled: Any = torch.compile(forward, backend=counter, fullgraph=True)
-    for rows, lengths in ((9, [0, 9]), (12, [0, 4, 12]), (30, [0, 1, 1, 30])):
-        x, cu = torch.randn(rows, 48), torch.tensor(lengths, dtype=torch.int32)
-        torch._dynamo.mark_dynamic(x, 0)
-        torch._dynamo.mark_dynamic(cu, 0)
-        torch.testing.assert_close(compiled(x, cu), forward(x, cu))
-    assert counter.frame_count == 1
 
 
 # --- a batch through the kernels of packed attention

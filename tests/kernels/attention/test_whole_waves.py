@@ -11,71 +11,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fxsplit_encoder.kernels import kernel as kernel_module
 from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, flash_attn
 from fxsplit_encoder.kernels.attention.flash_attn import WholeWaves, rows_of_whole_waves
 
-from .fakes import assert_attends, cumulative, fused_qkv
+from .fakes import FakeFlashAttention, assert_attends, cumulative, fused_qkv
 
 HEADS, HEAD_DIM = 3, 8
 TILE = 4
 """Queries of the large tiles here."""
 PROCESSORS = 6
 
-Call = dict[str, Any]
-
-
-class FlashAttention4:
-    """The package's function: attention by its arguments, of which every call is noted."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        out: Tensor | None,
-        tile_mn: tuple[int, int] | None = None,
-        mma_pv_is_rs: bool | None = None,
-    ) -> tuple[Tensor, None]:
-        assert cu_seqlens_q.shape == cu_seqlens_k.shape
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-        out = torch.full_like(q, float("nan")) if out is None else out
-        assert out.shape == q.shape
-        queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-        for entry in range(len(queries) - 1):
-            mine, all_keys = slice(*queries[entry : entry + 2]), slice(*keys[entry : entry + 2])
-            assert 0 <= mine.start <= mine.stop <= q.shape[0]
-            assert mine.stop - mine.start <= max_seqlen_q
-            assert all_keys.stop - all_keys.start <= max_seqlen_k
-            a, b, c = (x[s].transpose(0, 1) for x, s in ((q, mine), (k, all_keys), (v, all_keys)))
-            weights = torch.softmax(a @ b.transpose(1, 2) * softmax_scale, -1)
-            out[mine] = (weights @ c).transpose(0, 1)
-        self.calls.append({"rows": q.shape[0], "tile": tile_mn, "registers": mma_pv_is_rs})
-        return out, None
-
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> FlashAttention4:
+def package(monkeypatch: pytest.MonkeyPatch) -> FakeFlashAttention:
     """Small tiles and a small GPU: 2 tiles a wave, of 4 queries each."""
-    fake = FlashAttention4()
+    fake = FakeFlashAttention()
     monkeypatch.setattr(kernel_module, "find", lambda module, attribute: (fake, None))
     monkeypatch.setattr(flash_attn, "processors", lambda device: PROCESSORS)
     monkeypatch.setattr(flash_attn, "_OWN_ROWS", ((HEAD_DIM, TILE),))
     return fake
 
 
-def test_every_row_is_right_whatever_part_of_the_capacity_is_used(package: FlashAttention4) -> None:
+def test_every_row_is_right_whatever_part_of_the_capacity_is_used(package: FakeFlashAttention) -> None:
     @settings(max_examples=60)
     @given(st.integers(1, 45), st.data())
     def check(capacity: int, data: Any) -> None:
@@ -88,12 +47,12 @@ def test_every_row_is_right_whatever_part_of_the_capacity_is_used(package: Flash
 
 
 @pytest.mark.parametrize("lengths", [[3, 9, 4], [1, 0, 17, 0], [0, 8, 8], [2, 2, 2]])
-def test_several_segments_are_right_too(package: FlashAttention4, lengths: Sequence[int]) -> None:
+def test_several_segments_are_right_too(package: FakeFlashAttention, lengths: Sequence[int]) -> None:
     assert_attends(WholeWaves((2, 4)), fused_qkv(18, HEADS, HEAD_DIM), lengths, 18, 0.3)
     assert [call["rows"] for call in package.calls] == [16, 2] * 2
 
 
-def test_the_rest_gets_the_small_tiles(package: FlashAttention4) -> None:
+def test_the_rest_gets_the_small_tiles(package: FakeFlashAttention) -> None:
     kernel = WholeWaves((2, 4), probabilities_in_registers=True)
     q, k, v = fused_qkv(19, HEADS, HEAD_DIM)
     kernel(q, k, v, cumulative([19]), 19, 0.3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -32,7 +31,6 @@ from fxsplit_encoder.kernels.products.measured import (
     interleaved,
     linear,
 )
-from fxsplit_encoder.kernels.store import KernelStore
 
 META, CPU = torch.device("meta"), torch.device("cpu")  # one that the tests would not touch, and one they do
 
@@ -78,7 +76,7 @@ def fail(out: Tensor) -> Tensor:
     raise RuntimeError("no tile for it")
 
 
-def make(cache: Any = None) -> tuple[ProductChooser, Clock]:
+def make() -> tuple[ProductChooser, Clock]:
     kernels = (
         FakeKernel("base"),
         FakeKernel("fast"),
@@ -86,7 +84,7 @@ def make(cache: Any = None) -> tuple[ProductChooser, Clock]:
         FakeKernel("fails", fail),
     )
     clock = Clock(kernels, base=10.0, fast=5.0, wrong=1.0, fails=1.0)
-    return ProductChooser(measurements=KernelMeasurements(ProductShape, kernels, clock, cache)), clock
+    return ProductChooser(measurements=KernelMeasurements(ProductShape, kernels, clock)), clock
 
 
 def test_accuracy_comes_before_time_and_the_fastest_is_chosen() -> None:
@@ -110,20 +108,6 @@ def test_an_activation_or_a_row_more_makes_another_class() -> None:
         for each in (shape(), shape(activation="gelu_tanh"), shape(49), shape()):
             chooser.ranking(each)
     assert clock.measured == [shape(), shape(activation="gelu_tanh"), shape(49)]
-
-
-def test_measurements_are_kept_on_disk(tmp_path: Path) -> None:
-    def store(device: torch.device) -> KernelStore:
-        return KernelStore("measured", {"gpu": "H"}, tmp_path)
-
-    with measuring():
-        make(store)[0].ranking(shape())
-    chooser, clock = make(store)
-    assert chooser.ranking(shape())[0].name == "fast"
-    assert clock.measured == []
-    with measuring():
-        chooser.ranking(shape())
-    assert clock.measured == [shape()], "what failed is tried again"
 
 
 def test_the_current_chooser_decides_what_the_op_runs() -> None:
