@@ -56,10 +56,6 @@ def test_unmeasured_costs_prefer_replays_and_little_padding() -> None:
     assert one < both < 2 * one, "what has to fall back does so together"
 
 
-def test_what_a_table_says_of_all_its_budgets() -> None:
-    assert table(PathCosts(REPLAY, max_segments={64: 2, 256: 8, 1024: 32})).always_held == 2
-    assert table(PathCosts(REPLAY, {256: 3.0})).has_one_segment
-    assert not table(PathCosts(REPLAY, REPLAY)).has_one_segment
 
 
 def test_a_batch_without_tokens_is_skipped_or_a_replay_of_padding() -> None:
@@ -71,10 +67,6 @@ def test_a_batch_without_tokens_is_skipped_or_a_replay_of_padding() -> None:
     ).tolist() == [0.0, 0.1]
 
 
-def test_tables_are_made_once() -> None:
-    path_costs = PathCosts(REPLAY)
-    assert table(path_costs) is table(path_costs)
-    assert table(path_costs) is not table(path_costs, (64, 256))
 
 
 @pytest.mark.parametrize("points", [((2, 1.0), (1, 1.0)), ((1, 1.0), (1, 2.0)), ((0, 1.0),)])

@@ -65,10 +65,6 @@ def test_budgets_are_kept_where_a_replay_gains() -> None:
     assert measured.keeps(np.array([100, 150, 200])).tolist() == [True, False, False]
 
 
-def test_by_default_the_exact_shape_has_the_larger_fixed_cost() -> None:
-    costs = BatchCosts()
-    np.testing.assert_allclose(costs.replay([64, 4096]), [128, 4160])
-    np.testing.assert_allclose(costs.exact([64, 4096]), [320, 4352])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +72,6 @@ def test_by_default_the_exact_shape_has_the_larger_fixed_cost() -> None:
     [
         ((), "at least one point"),
         (((64, 0.0),), "above 0; got 64: 0.0"),
-        (((64, math.inf),), "got 64: inf"),
         (((64, math.nan),), "got 64: nan"),
         (((-1, 1.0),), "got -1: 1.0"),
         (((64, 1.0), (64, 2.0)), "increasing tokens; got 64 after 64"),
@@ -94,10 +89,6 @@ def test_the_largest_budget_is_the_largest_that_fits(a: int, b: int, graphs: int
     assert memory.num_bytes(largest, graphs) <= limit < memory.num_bytes(largest + 1, graphs)
 
 
-@pytest.mark.parametrize("sizes", [(0, 1), (1, -1)])
-def test_impossible_memory(sizes: tuple[int, int]) -> None:
-    with pytest.raises(InputError, match="bytes_per_token of at least 1"):
-        MemoryModel(*sizes)
 
 
 def write(tmp_path: Path, value: object) -> Path:
@@ -120,15 +111,9 @@ def test_costs_are_read_for_all_paths_or_for_each(tmp_path: Path) -> None:
     ("value", "message"),
     [
         ("{", "expected JSON"),
-        ([], "expected an object with replay_ms and exact_ms"),
-        ({}, "expected an object with replay_ms and exact_ms"),
         ({"replay_ms": POINTS}, "expected an object with replay_ms and exact_ms"),
         ({"global": POINTS}, "global: expected an object with replay_ms and exact_ms"),
         ({"replay_ms": 3, "exact_ms": POINTS}, "replay_ms: expected an object, tokens to milliseconds"),
-        (
-            {"replay_ms": POINTS, "exact_ms": {"a": 3}},
-            "exact_ms: expected tokens to milliseconds; got 'a': 3",
-        ),
         ({"replay_ms": POINTS, "exact_ms": {"6": True}}, "got '6': True"),
         ({"replay_ms": POINTS, "exact_ms": {}}, "at least one point"),
     ],
@@ -140,6 +125,3 @@ def test_bad_files_are_named(tmp_path: Path, value: object, message: str) -> Non
     assert str(caught.value).startswith(str(path))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"absent\.json: cannot be read: No such file"):
-        read_costs(tmp_path / "absent.json")

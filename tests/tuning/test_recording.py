@@ -94,7 +94,6 @@ def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
 BAD: dict[str, tuple[list[Any], str]] = {
     "sizes alone": ([{"items": REQUEST["items"]}], "expected a run .* this file holds sizes alone"),
     "no request": ([{"run": RUN}], "this file holds no request"),
-    "a run of nothing": ([{"run": {}}], "line 1, tower: Field required"),
     "a run that is none": ([{"run": 3}], "line 1, : Input should be a valid dictionary"),
     "a batch without paths": (
         [{"run": RUN}, {**REQUEST, "batches": [{"items": [0], "output_tokens": 1}]}],
@@ -150,17 +149,6 @@ def test_what_was_written_is_read(
     assert read_trace(path) == list(map(tuple, written))
 
 
-def test_defaults_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    image = EncoderItemSpec(np.int64(1024), np.int64(256))  # type: ignore[arg-type]
-    with closing(TraceWriter(path)) as writer:
-        writer.write([Item(image), Item(EncoderItemSpec(8, 2, {"global": 2}), segments=4)])
-    assert json.loads(path.read_text(encoding="utf-8")) == {
-        "items": [
-            {"input_size": 1024, "output_tokens": 256},
-            {"input_size": 8, "output_tokens": 2, "segments": 4, "path_output_tokens": {"global": 2}},
-        ]
-    }
 
 
 def test_a_line_is_there_at_once_and_a_second_writer_appends(tmp_path: Path) -> None:
@@ -187,28 +175,20 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     assert all(len({item.spec.output_tokens for item in r}) == 1 and len(r) == 50 for r in read)
 
 
-def test_a_writer_refuses_a_file_that_it_cannot_write(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"absent/trace\.jsonl: cannot be written: No such file"):
-        TraceWriter(tmp_path / "absent" / "trace.jsonl")
 
 
 GOOD = '{"items": [{"input_size": 4, "output_tokens": 1}]}'
 BAD_LINES = {
     "{": "expected a JSON object; got '{'",
-    "[]": "expected a JSON object; got []",
     "{}": "expected the key 'items'; got no keys",
     '{"items": [], "time": 3}': "expected only the keys items, batches, host_ms; got 'time'",
     '{"items": 3}': "items: expected a list; got 3",
-    '{"items": [3]}': "items[0]: expected a JSON object; got 3",
     '{"items": [{"input_size": 4}]}': "items[0]: expected the key 'output_tokens'; got input_size",
     '{"items": [{"input_size": 4, "output_tokens": "1"}]}': (
         "items[0].output_tokens: expected an integer of at least 0; got '1'"
     ),
     '{"items": [{"input_size": true, "output_tokens": 1}]}': (
         "items[0].input_size: expected an integer of at least 0; got True"
-    ),
-    '{"items": [{"input_size": 4, "output_tokens": 1, "segments": -1}]}': (
-        "items[0].segments: expected an integer of at least 0; got -1"
     ),
     '{"items": [{"input_size": 4, "output_tokens": 1, "path_output_tokens": [1]}]}': (
         "items[0].path_output_tokens: expected an object, path to tokens; got [1]"
@@ -263,7 +243,3 @@ def test_paths_have_demands_of_their_own_and_none_where_they_are_skipped() -> No
     }
 
 
-@pytest.mark.parametrize("requests", [[], [request()], [two_path_request((0, 0))]])
-def test_a_trace_without_tokens_has_no_paths(requests: list[Request]) -> None:
-    with pytest.raises(InputError, match="at least one item that has output tokens"):
-        traced_paths(requests)
