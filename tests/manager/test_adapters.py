@@ -80,10 +80,7 @@ class Served:
 
 
 STATES: dict[str, Callable[[Any], None]] = {
-    "other": lambda layer: layer.set_adapter("other"),
     "both": lambda layer: layer.set_adapter(["default", "other"]),
-    "disabled": lambda layer: layer.enable_adapters(False),
-    "scale": lambda layer: layer.set_scale("default", 3),
     "scaling": lambda layer: layer.scaling.update(default=7.0),
     "merged": lambda layer: layer.merge(),
 }
@@ -91,7 +88,6 @@ STATES: dict[str, Callable[[Any], None]] = {
 
 def reset(layer: Any) -> None:
     layer.unmerge()
-    layer.enable_adapters(True)
     layer.set_adapter("default")
     layer.set_scale("default", 1)
 
@@ -135,11 +131,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("config", "kind"),
-    [
-        *((UNCOMPILED, kind) for kind in KINDS),
-        (COMPILED, KINDS[0]),
-        *(pytest.param(COMPILED, kind, marks=pytest.mark.exhaustive) for kind in KINDS[1:]),
-    ],
+    [*((UNCOMPILED, kind) for kind in KINDS), (COMPILED, KINDS[0])],
     ids=str,
 )
 def test_kinds_of_lora(config: fx.EncoderConfig, kind: dict[str, Any]) -> None:
@@ -199,39 +191,6 @@ def test_what_is_kept_of_a_deleted_adapter_is_released() -> None:
     assert served.manager.num_bytes == one
     gc.collect()
     assert weights() is None
-
-
-def test_adapters_that_are_not_in_use_come_and_go() -> None:
-    served = Served(tower_with("default", "other"))
-    served.encode()
-    add(served.tower, "third", 4)
-    served.encode()
-    served.layer.set_scale("other", 5)
-    served.layer.delete_adapter("other")
-    served.encode()
-    served.layer.enable_adapters(False)
-    served.encode()
-    served.layer.set_adapter("third")
-    served.encode()
-    assert served.captures == 2
-    served.layer.enable_adapters(True)
-    served.encode()
-    assert served.captures == 3
-
-
-def test_an_adapter_that_was_replaced_is_captured_again() -> None:
-    served = Served(tower_with("default", "other"))
-    before, one = served.encode(), served.manager.num_bytes
-    served.layer.set_adapter("other")
-    served.encode()
-    served.layer.delete_adapter("default")
-    add(served.tower, "default", 5)
-    served.layer.set_adapter("default")
-    assert not torch.allclose(served.encode()[0], before[0], rtol=1e-3)
-    assert served.captures == 3
-    assert served.manager.num_bytes == 2 * one, "of the adapter that was deleted, none is kept"
-    served.manager.clear()
-    assert served.manager.num_bytes == 0
 
 
 def test_the_least_recently_used_state_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,19 +281,6 @@ def test_what_is_captured_in_steps_is_given_up_if_the_state_changes() -> None:
     assert manager.stats().hits == hits + 2
 
 
-@torch.no_grad()
-def test_captures_in_steps_for_one_more_state() -> None:
-    tower = tower_with("default", "other", kind=SplitModel)
-    manager = fx.EncoderCudaGraphManager(tower, COMPILED)
-    for name in ("default", "other", "default"):
-        layer_of(tower).set_adapter(name)
-        manager.capture(wait=False)
-        assert manager.wait_captured(60)
-        torch.testing.assert_close(manager.execute(INPUTS)[0], alone(tower, INPUTS)[0])
-    assert manager.stats().hits == 6
-    assert not manager.stats().misses.get(MissReason.NOT_CAPTURED)
-
-
 NAMES = ("default", "b", "c")
 
 CHANGES = st.one_of(
@@ -411,13 +357,10 @@ def test_adapters_become_part_of_weights_by_a_pass() -> None:
         served.encode()
         program: Any = served.manager.programs["default"].program
         assert program.pass_report == {"folded_adapters": 2 if isinstance(names, list) else 1}
-    with torch.no_grad():
-        served.layer.lora_B["default"].weight.mul_(2)
-    served.encode()
-    assert served.captures == 3
-    with torch.no_grad():
-        served.layer.lora_B["default"].weight.mul_(2)
-    served.encode()
+    for _ in range(2):
+        with torch.no_grad():
+            served.layer.lora_B["default"].weight.mul_(2)
+        served.encode()
     assert served.captures == 3
 
 

@@ -57,17 +57,6 @@ def test_every_budget_is_captured_for_every_combination(manager: fx.EncoderCudaG
     assert shown.axis_keys == COMBINATIONS[0]
 
 
-def test_the_largest_budgets_of_all_combinations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = AxesModel()
-    manager = make(model)
-    order: list[int] = []
-    for path in manager.paths_by_key.values():
-        capture = path.capture
-        monkeypatch.setattr(path, "capture", lambda budget, own=capture: (order.append(budget), own(budget)))
-    manager.capture()
-    assert order == [8] * 4 + [4] * 4
-
-
 def test_replays_are_counted_by_path_budget_and_keys() -> None:
     manager = captured(AxesModel())
     inputs = items(manager.tower, (3,), (2,), (3,), keys=[(4, 1), (8, 2), (4, 1)])
@@ -79,21 +68,6 @@ def test_replays_are_counted_by_path_budget_and_keys() -> None:
     }
     assert stats.hits == 3
     assert "default 8 2" in str(stats)
-
-
-def test_axes_and_paths_are_combined(with_paths: fx.EncoderCudaGraphManager) -> None:
-    assert captures(with_paths) == {
-        CaptureKey(path, budget, (columns,))
-        for path in ("global", "local")
-        for budget in BUDGETS
-        for columns in (4, 8)
-    }
-    inputs = items(with_paths.tower, (3, 0), (2, 5), (1, 9), keys=[(4,), (8,), (8,)])
-    assert_equal_items(with_paths.execute(inputs), eagerly(with_paths.tower, inputs))
-    replayed = {key for key, stats in with_paths.stats().budgets.items() if stats.replays}
-    assert CaptureKey("global", 4, (4,)) in replayed
-    assert CaptureKey("local", 8, (8,)) in replayed
-    assert not any(key.path == "local" and key.axis_keys == (4,) for key in replayed)
 
 
 # --- batches

@@ -15,9 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.errors import ReplayError
-from fxsplit_encoder.manager.generation import CapturePlan, PlannedCapture
 from fxsplit_encoder.planning.costs import PathCosts
-from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.runtime.memory_limit import least_useful
 
 from .managers import captured, captured_budgets, manager_of
@@ -75,23 +73,6 @@ def test_an_input_of_one_size_may_be_given_once_and_kept() -> None:
     for inputs, wanted in zip(requests, expected, strict=True):
         assert_equal_items(manager.execute(inputs), wanted)
     assert manager.stats().hit_rate == 1
-
-
-def test_pruned_captures_take_no_memory_and_say_why() -> None:
-    plan = CapturePlan(
-        (
-            PlannedCapture(CaptureKey("a", 4), 2**20, 0),
-            PlannedCapture(CaptureKey("a", 8), 2**21, 0, "no batch has so many tokens"),
-            PlannedCapture(CaptureKey("b", 4), 2**20, 2**19),
-            PlannedCapture(CaptureKey("b", 8), 2**21, 2**19),
-        )
-    )
-    # One MiB of "a"; of "b" what the larger shares, and half a MiB of each.
-    assert (plan.num_graphs, plan.input_bytes) == (3, 2**20 + 3 * 2**19 + 2 * 2**19)
-    shown = str(plan).splitlines()
-    assert shown[0] == "3 captures, 3.5 MiB of static inputs; 1 pruned"
-    assert "no batch has so many tokens" in shown[4]
-    assert str(CapturePlan(())) == "0 captures, 0.0 MiB of static inputs"
 
 
 # --- gain for memory
@@ -174,23 +155,6 @@ def test_a_budget_that_exceeds_the_limit_alone_goes_first() -> None:
     assert manager.num_bytes == small
 
 
-def test_static_inputs_count_against_the_limit() -> None:
-    class WideInputs(PathsModel):
-        """Its inputs take a hundred times the memory of its outputs."""
-
-        def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
-            return values | {"unread": torch.zeros(len(values["item"]), 1000)}
-
-    whole = captured(WideInputs(), compile=False).num_bytes
-    for share in (0.9, 0.6, 0.4, 0.2):
-        model = WideInputs()
-        manager = captured(model, max_graph_bytes=int(whole * share), compile=False)
-        assert manager.num_bytes <= whole * share
-        assert manager.num_bytes > whole * (share - 0.4)
-        inputs = items(model, (3, 2))
-        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-
-
 class RefusingPaths(PathsModel):
     """It can make inputs of no size up to `refused`."""
 
@@ -219,7 +183,6 @@ def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
         (RefusingPaths(), {}, "path local: budget 16 is not captured: path local: no inputs for 16 tokens"),
         (PathsModel(), {"max_graph_bytes": 1}, "max_graph_bytes allows 1"),
         (NoModality(), {}, "the tower declares no modality for them"),
-        (NoModality(), {"mode": "exact"}, "the tower declares no modality for them"),
         (
             AlwaysSkipped(),
             {"paths": {name: {"token_budgets": [0]} for name in AlwaysSkipped.path_configs}},

@@ -179,21 +179,3 @@ def test_as_soon_as_others_are_done_all_is_compared_as_ever(moments: int) -> Non
     measure(scene, CAPTURED, KNOWN)
     measure(at_once, CAPTURED, KNOWN)
     assert table(scene) == table(at_once)
-
-
-def test_without_memory_nothing_is_found_meanwhile() -> None:
-    scene = late_scene()
-    meter = scene.chooser.measurements.meter
-    examples = meter.examples
-
-    def none_left(shape: AttentionShape) -> Any:
-        raise torch.OutOfMemoryError("none left")
-
-    def run() -> None:
-        scene.chooser.ranking(CAPTURED)
-
-    meter.examples = none_left  # type: ignore[method-assign]
-    compare_meanwhile(run, lambda: True)
-    assert not scene.log
-    meter.examples = examples  # type: ignore[method-assign]
-    assert measure(scene, CAPTURED) == ["late", "one", "two"]

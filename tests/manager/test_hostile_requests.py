@@ -8,7 +8,6 @@ import threading
 import tracemalloc
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from itertools import count
 from typing import Any
 
@@ -386,14 +385,6 @@ def test_the_towers_own_forward_refuses_alike(label: str, tower: str) -> None:
     with idle(manager_of(tower)):
         assert_refused(lambda: wrapped(*given), f"^({names}): ")
     assert wrapped(patches, grids) is not None
-
-
-@pytest.mark.parametrize(
-    "value", [np.zeros((1, 3, 16, 16)), torch.zeros(1, 3, 16, 16) + 0j, torch.zeros(3), None]
-)
-@pytest.mark.parametrize("tower", [INTERN, LLAMA, STEP3])
-def test_the_own_forward_of_towers_of_tiles_refuses_too(value: Any, tower: str) -> None:
-    assert_refused(lambda: manager_of(tower).tower(value), "^pixel_values: expected")
 
 
 def test_behind_the_compiler_grids_are_compared_before_metadata_are_made(

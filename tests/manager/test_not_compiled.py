@@ -66,16 +66,6 @@ def test_a_tower_is_captured_as_it_is_where_that_is_asked_for(
     assert (manager.programs, manager.reports, traces) == ({"default": None}, [], [])
 
 
-@pytest.mark.parametrize(("mode", "hits"), [("exact", 1), ("none", 0)])
-def test_without_budgets_nothing_is_compiled_either(mode: str, hits: int, traces: list[str]) -> None:
-    model = SplitModel()
-    manager = captured(model, mode=mode, compile=False)
-    for _ in range(2):
-        inputs = batch(3)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
-    assert (manager.stats().hits, traces) == (hits, [])
-
-
 @pytest.mark.parametrize("settings", [{"piece_compiler": "eager"}, {"passes": ["conv_to_linear"]}])
 def test_what_is_of_compiled_pieces_contradicts_it(settings: dict[str, Any]) -> None:
     (name,) = settings

@@ -13,9 +13,6 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import CapturedForward
-from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.runtime import MeasuredForward
 
 from . import managers
 from .managers import captured_budgets
@@ -121,39 +118,6 @@ def test_a_path_has_settings_of_its_own_and_a_budget_of_zero_is_a_skip(
         assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
     assert (manager.stats().hits, manager.stats().misses) == (hits, misses)
     assert not any(key.budget == 0 for key in manager.stats().budgets)
-
-
-def test_what_is_captured_is_measured_first_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened: list[object] = []
-
-    monkeypatch.setattr(EncoderPath, "measure", lambda path: happened.append(path.name))
-    monkeypatch.setattr(EncoderPath, "capture", lambda path, budget: happened.append((path.name, budget)))
-    captured(PathsModel(), paths={"local": {"token_budgets": [0]}})
-    assert happened == ["global", ("global", 16), ("global", 8), ("global", 4)]
-    happened.clear()
-    captured(PathsModel(), mode="none")
-    captured(PathsModel(), mode="exact")
-    assert happened == []
-
-
-def test_captures_are_judged_by_the_attention_that_was_measured() -> None:
-    path = captured(PathsModel()).paths["global"]
-    path.measured = MeasuredForward(attention=0.5, rows_per_token=4.0)
-    assert path.ladder.attention_ms(2) == 0.5 * 8**2
-    assert path.measured.rows_per_token == 4.0
-
-
-def test_a_path_that_is_never_skipped_replays_padding_for_no_tokens() -> None:
-    model = AlwaysBothPaths()
-    manager = captured(model)
-    model.runs.clear()
-    inputs = items(model, (3, 0))
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert replays(manager) == {("global", 4): 1, ("local", 4): 1}
-    assert not model.runs
-    assert manager.stats().hits == 1
-    padding = manager.stats().budgets[CaptureKey("local", 4)]
-    assert (padding.replays, padding.real_tokens, padding.padded_tokens) == (1, 0, 4)
 
 
 # --- what one path lacks

@@ -13,7 +13,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention import varlen_attention
 from fxsplit_encoder.manager.path_forward import RowGroups
 
-from .managers import captured, manager_of
+from .managers import captured
 from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items
 
 GROUP = 4
@@ -122,15 +122,6 @@ def test_a_proportion_of_captures_that_a_batch_does_not_have_is_encoded_eagerly(
         inputs = batch(*lengths)
         assert_equal_items(manager.execute(inputs), alone(model, inputs))
     assert (manager.stats().hits, manager.stats().items) == (2, 5)
-
-
-def test_what_is_no_fixed_part_is_captured_without_compiling() -> None:
-    model = OrderedTokens()
-    model.grows_evenly = False
-    manager = manager_of(model)
-    manager.compile()
-    assert manager.programs["default"] is None
-    assert manager.paths["default"].forward.groups.factors == {}
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,6 @@ def test_moved_weights_of_the_language_model_are_nothing_to_captures(make: Any) 
     assert manager.stats().hits == 8
 
 
-def test_device_and_dtype_are_those_of_the_tower() -> None:
-    assert captured(WholeUntraceable(), NAMED["attribute"]).dtype is torch.float32
-
-
 def test_a_model_that_names_nothing_is_all_tower() -> None:
     for names in ([], ["visual"], ["linear.weight"]):
         model = WholeUntraceable()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.breakable import eager_break_during_capture
-from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.runtime import WeightChecks, requests
 
 from . import managers
@@ -30,16 +29,6 @@ class Clock:
 
 def replace_weight(model: SplitModel) -> None:
     model.linear.weight = nn.Parameter(model.linear.weight + 1, requires_grad=False)
-
-
-def test_every_replay_looks_unless_told_otherwise() -> None:
-    assert fx.EncoderConfig().weight_check_seconds == 0
-    checks = WeightChecks(0)
-    assert checks.is_due("a")
-    assert checks.is_due("a")
-    for seconds in (-1, float("inf"), float("nan"), "soon"):
-        with pytest.raises(ConfigError, match="weight_check_seconds"):
-            fx.EncoderConfig(weight_check_seconds=seconds)  # type: ignore[arg-type]
 
 
 def test_paths_look_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
