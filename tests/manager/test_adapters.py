@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -77,34 +77,6 @@ class Served:
         assert self.manager.stats().hits == hits + len(inputs["lengths"])
         assert not self.manager.stats().misses
         return got
-
-
-STATES: dict[str, Callable[[Any], None]] = {
-    "both": lambda layer: layer.set_adapter(["default", "other"]),
-    "scaling": lambda layer: layer.scaling.update(default=7.0),
-    "merged": lambda layer: layer.merge(),
-}
-
-
-def reset(layer: Any) -> None:
-    layer.unmerge()
-    layer.set_adapter("default")
-    layer.set_scale("default", 1)
-
-
-@pytest.mark.filterwarnings("ignore:Already unmerged")
-@pytest.mark.parametrize("state", STATES)
-def test_a_state_that_came_before_costs_no_capture(state: str) -> None:
-    """Also between two checks of weights."""
-    served = Served(tower_with("default", "other"), UNCOMPILED.replace(weight_check_seconds=1000))
-    first = served.encode()
-    for _ in range(2):
-        served.manager.plan(INPUTS)
-        STATES[state](served.layer)
-        assert torch.allclose(served.encode()[0], first[0], rtol=1e-3) == (state == "merged")
-        reset(served.layer)
-        torch.testing.assert_close(served.encode()[0], first[0])
-    assert served.captures == 2
 
 
 def test_programs_are_compiled_once_for_a_state() -> None:
@@ -279,6 +251,19 @@ def test_what_is_captured_in_steps_is_given_up_if_the_state_changes() -> None:
     hits = manager.stats().hits
     torch.testing.assert_close(manager.execute(INPUTS)[0], alone(tower, INPUTS)[0])
     assert manager.stats().hits == hits + 2
+
+
+@torch.no_grad()
+def test_captures_in_steps_for_one_more_state() -> None:
+    tower = tower_with("default", "other", kind=SplitModel)
+    manager = fx.EncoderCudaGraphManager(tower, COMPILED)
+    for name in ("default", "other", "default"):
+        layer_of(tower).set_adapter(name)
+        manager.capture(wait=False)
+        assert manager.wait_captured(60)
+        torch.testing.assert_close(manager.execute(INPUTS)[0], alone(tower, INPUTS)[0])
+    assert manager.stats().hits == 6
+    assert not manager.stats().misses.get(MissReason.NOT_CAPTURED)
 
 
 NAMES = ("default", "b", "c")

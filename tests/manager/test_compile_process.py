@@ -112,6 +112,12 @@ def test_what_was_compared_before_is_not_built_again(tmp_path: Path) -> None:
     assert not scene.built
 
 
+def test_on_a_cpu_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, is_cuda=False)
+    build_kernels(scene.generation, scene.choosers)
+    assert not scene.built
+
+
 # --- the tower that is sent
 
 

@@ -387,6 +387,12 @@ def test_the_towers_own_forward_refuses_alike(label: str, tower: str) -> None:
     assert wrapped(patches, grids) is not None
 
 
+@pytest.mark.parametrize("value", [np.zeros((1, 3, 16, 16)), None])
+@pytest.mark.parametrize("tower", [INTERN, LLAMA, STEP3])
+def test_the_own_forward_of_towers_of_tiles_refuses_too(value: Any, tower: str) -> None:
+    assert_refused(lambda: manager_of(tower).tower(value), "^pixel_values: expected")
+
+
 def test_behind_the_compiler_grids_are_compared_before_metadata_are_made(
     fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

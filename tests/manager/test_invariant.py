@@ -70,23 +70,6 @@ def test_bits_are_those_of_an_item_alone_in_every_packing_and_mode(encoders: Enc
     assert hits["none"] == 0
 
 
-def test_every_budget_gives_the_same_bits(encoders: Encoders) -> None:
-    item = min(encoders.items, key=encoders.inputs.tokens)
-    values_of = encoders.inputs.make([item])
-    for mode in ("full", "piecewise"):
-        path = encoders.managers[mode].paths["default"]
-        values = path.values(values_of)
-        used = 0
-        for budget in sorted(path.captured):
-            captured = path.best_capture(path.ladder, budget, values)
-            captured.load(values, path.forward.rows(values))
-            got = captured.replay(debug=True)[0]
-            expected = encoders.alone[item]
-            assert torch.equal(got.flatten(0, -2)[: len(expected)], expected)
-            used += 1
-        assert used >= 2
-
-
 def test_results_are_the_towers_but_for_rounding(encoders: Encoders) -> None:
     tower = encoders.managers["full"].tower
     for item in encoders.items[:4]:

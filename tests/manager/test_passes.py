@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.internvl.modeling_internvl import InternVLModel
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.breakable import SegmentedCapture
-from fxsplit_encoder.compile import branches
-from fxsplit_encoder.compile.build import slots_in
 from fxsplit_encoder.compile.derived import Fingerprints
 from fxsplit_encoder.compile.passes import PASSES
 from tests.towers.dense_models import random_tiles
@@ -166,55 +162,6 @@ def test_between_two_looks_at_weights_replays_see_what_changes_in_place(
     manager.check_weights()
     assert_same(manager, inner, encode, batch)
     assert manager.stats().misses == {}
-
-
-class TracedBranch:
-    """In place of streams: the values in use on the branch, which nobody has let go of when it is joined."""
-
-    held: list[Callable[[], Tensor | None]]
-
-    def __init__(self, device: torch.device, purpose: str) -> None: ...
-
-    def fork(self) -> None: ...
-
-    def join(self) -> None:
-        assert all(reference() is not None for reference in self.held)
-        self.held.clear()
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *raised: object) -> None: ...
-
-
-def test_what_runs_on_a_branch_is_held_until_it_is_joined(
-    captured: Any, make_batch: Callable[..., Any], encode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And only the step that joins reads its results."""
-    manager, inner = captured
-    steps = manager.programs["default"].program.steps
-    seen: list[Any] = []
-    placed = branches.StepBranches.placed
-
-    def noted(self: Any, step: Any) -> Any:
-        call = placed(self, step)
-
-        def run(*args: Any) -> Any:
-            result = call(*args)
-            TracedBranch.held += [weakref.ref(value) for value in (*args, *result) if torch.is_tensor(value)]
-            seen.append(step)
-            return result
-
-        return run if step.beside else call
-
-    monkeypatch.setattr(TracedBranch, "held", [], raising=False)
-    monkeypatch.setattr(branches, "Branch", TracedBranch)
-    monkeypatch.setattr(branches.StepBranches, "placed", noted)
-    assert_same(manager, inner, encode, make_batch([(1, 8, 10)]))
-    assert seen == [step for step in steps if step.beside and step.kind == "piece"] != []
-    written = {slot for step in seen for slot in step.outputs}
-    (joining,) = (step for step in steps if step.joins)
-    assert written <= set(slots_in(joining.args))
-    assert written <= set(joining.frees)
 
 
 def test_invariant_products_come_before_the_marks_of_branches(

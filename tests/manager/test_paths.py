@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +23,7 @@ from .mock_towers import (
     PathsOfTiles,
     ThreePaths,
     Values,
-    assert_equal_items,
-    eagerly,
+    assert_serves,
     items,
 )
 
@@ -56,9 +56,8 @@ def test_every_path_hits_misses_or_is_skipped_by_itself(scenario: str) -> None:
     sizes, hits, misses, replayed, fallbacks = SCENARIOS[scenario]
     model = PathsModel()
     manager = captured(model)
-    inputs = items(model, *sizes)
     model.runs.clear()
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert_serves(manager, items(model, *sizes))
     stats = manager.stats()
     assert (stats.hits, stats.misses, stats.items) == (hits, misses, len(sizes))
     assert (replays(manager), stats.fallback_runs) == (replayed, fallbacks)
@@ -89,8 +88,7 @@ def test_a_replay_may_overwrite_what_every_other_capture_returned(
     monkeypatch.setattr(CapturedForward, "replay", overwriting)
     rest = (1,) * (len(model.path_configs) - 2)
     for sizes in ([(3, 2)], [(3, 2), (4, 0), (1, 6)], [(3, 0)], [(17, 2), (2, 17)]):
-        inputs = items(model, *(size + rest for size in sizes))
-        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+        assert_serves(manager, items(model, *(size + rest for size in sizes)))
     assert {path for path, _ in replays(manager)} == set(model.path_configs)
 
 
@@ -114,10 +112,15 @@ def test_a_path_has_settings_of_its_own_and_a_budget_of_zero_is_a_skip(
     assert not any(budget == 0 for _, budget, _ in model.prepared)
     assert manager.plan(items(model, (3, 0))).batches[0].paths["local"].skipped
     for size in ((3, 0), (3, 2)):
-        inputs = items(model, size)
-        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+        assert_serves(manager, items(model, size))
     assert (manager.stats().hits, manager.stats().misses) == (hits, misses)
     assert not any(key.budget == 0 for key in manager.stats().budgets)
+
+
+def test_captures_are_judged_by_the_attention_that_was_measured() -> None:
+    path = captured(PathsModel()).paths["global"]
+    path.measured = replace(path.measured, attention=0.5, rows_per_token=4.0)
+    assert path.ladder.attention_ms(2) == 0.5 * 8**2
 
 
 # --- what one path lacks
@@ -134,8 +137,7 @@ def test_a_dropped_path_falls_back_while_the_other_replays() -> None:
     manager = captured(model)
     assert captured_budgets(manager) == {"global": [4, 8, 16], "local": []}
     assert sum("this path cannot be captured" in report for report in manager.reports) >= 3
-    inputs = items(model, (3, 2), (2, 0))
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert_serves(manager, items(model, (3, 2), (2, 0)))
     stats = manager.stats()
     assert stats.misses[NOT_CAPTURED] >= 1
     assert set(replays(manager)) <= {("global", 4), ("global", 8)}
@@ -171,8 +173,7 @@ def test_paths_may_read_different_buffers() -> None:
     graphs = manager.budget_graphs
     assert set(graphs["local"][4].input_buffers) - set(graphs["global"][4].input_buffers) == {"gain"}
     for sizes in ([(3, 2)], [(3, 0)], [(2, 1), (5, 5)]):
-        inputs = items(model, *sizes)
-        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+        assert_serves(manager, items(model, *sizes))
     assert manager.stats().hits == 4
 
 
@@ -204,7 +205,7 @@ def test_found_h_vllm_52376_any_sequence_of_batches_equals_eager_and_is_counted_
     for number, sizes in enumerate(sequence):
         inputs = items(manager.tower, *sizes, seed=number)
         before = manager.stats()
-        assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
+        assert_serves(manager, inputs)
         after = manager.stats()
         assert after.items == before.items + len(sizes)
         assert after.hits == before.hits + manager.plan(inputs).hits

@@ -203,7 +203,8 @@ def test_it_serves_at_once_and_rightly_after_each_piece(by_hand: None) -> None:
     assert all(not compiled for _, compiled in seen), "what serves changes at the end, and at once"
     captures = [each for each, _ in seen][-5:]
     assert captures == ["capturing"] * 5 and seen[0][0] == "tracing"
-    assert "captures: done 5 of 5" in str(manager.stats())
+    stats = manager.stats()
+    assert stats.as_dict()["progress"]["phase"] == "done" and "captures: done 5 of 5" in str(stats)
     assert state(manager) == usual_state()
     (how,) = manager.reports
     assert how.startswith("path default: compiled on a thread beside the requests: only what Inductor")

@@ -22,6 +22,7 @@ from .mock_towers import (
     UntraceableModel,
     alone,
     assert_equal_items,
+    assert_serves,
     batch,
 )
 
@@ -51,8 +52,7 @@ def test_a_modality_of_another_name_is_served(names: tuple[str, ...], reason: Mi
     model = NamesOfItsOwn()
     model.names = names
     manager = captured(model)
-    inputs = batch(3, 1)
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert_serves(manager, batch(3, 1))
     stats = manager.stats()
     assert (stats.hits, dict(stats.misses)) == ((2, {}) if reason is None else (0, {reason: 2}))
 
@@ -68,8 +68,7 @@ class ComputedSizes(PackedModel):
 def test_sizes_may_be_elements_of_a_tensor() -> None:
     model = ComputedSizes()
     manager = captured(model)
-    inputs = batch(3, 1)
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert_serves(manager, batch(3, 1))
     assert manager.stats().hits == 2
 
 
@@ -110,7 +109,7 @@ def test_inputs_are_padded_along_any_dimension_by_their_padding_logic() -> None:
     model = InPlanes()
     manager = captured(model)
     for inputs in (batch(3, 1, 2), batch(4, 4), batch(1), batch(5)):
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+        assert_serves(manager, inputs)
     assert manager.stats().misses == {}
 
 
@@ -121,8 +120,8 @@ class FewerRows(PackedModel):
         super().__init__()
         self.rows = rows
 
-    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *args: Any, **kwargs: Any) -> Any:
-        return super().prepare_encoder_cudagraph_capture_inputs(self.rows(token_budget), *args, **kwargs)
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        return super().capture_values(self.rows(budget))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +177,7 @@ def test_an_input_that_is_none_is_not_used(make: Any, mode: str) -> None:
     for given in (None, "no key"):
         model.given = given
         for lengths in ((3,), (2, 5), (9,)):
-            inputs = batch(*lengths)
-            assert_equal_items(manager.execute(inputs), alone(model, inputs))
+            assert_serves(manager, batch(*lengths))
     hits = {"none": 0, "exact": 8}.get(mode, 6)
     assert manager.stats().hits == hits
     for graph in manager.budget_graphs["default"].values():

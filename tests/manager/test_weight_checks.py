@@ -15,7 +15,7 @@ from fxsplit_encoder.capture.breakable import eager_break_during_capture
 from fxsplit_encoder.runtime import WeightChecks, requests
 
 from . import managers
-from .mock_towers import SplitModel, alone, assert_equal_items, batch
+from .mock_towers import SplitModel, alone, assert_equal_items, assert_serves, batch
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 captured = functools.partial(managers.captured, token_budgets=(8,), debug=False)
@@ -56,7 +56,7 @@ def test_what_moved_serves_until_the_next_look(monkeypatch: pytest.MonkeyPatch, 
         manager.check_weights()
     elif how == "by time":
         clock.now += 1
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert_serves(manager, inputs)
     assert manager.stats().misses == {}
 
 
@@ -71,7 +71,7 @@ def test_what_was_found_wrong_is_found_again(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(fx.InputError, match="parameters: expected them"):
             manager.execute(inputs)
     model.linear.weight = weight
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert_serves(manager, inputs)
 
 
 def test_a_look_that_a_failed_replay_owed_is_made_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +96,5 @@ def test_a_look_that_a_failed_replay_owed_is_made_by_the_next(monkeypatch: pytes
     with pytest.raises(ValueError, match="half-way"):
         manager.execute(inputs)
     failing.clear()
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert_serves(manager, inputs)
     assert manager.stats().misses == {}

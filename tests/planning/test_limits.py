@@ -51,8 +51,6 @@ def test_everything_is_inferred_from_the_range() -> None:
     )
 
 
-
-
 @pytest.mark.parametrize("budget_range", [(4096, 4096), (2049, 4096)])
 def test_vllm_41714_a_narrow_range_does_not_make_batches_of_one(budget_range: tuple[int, int]) -> None:
     assert limits({}, budget_range).max_items_per_batch == 8
@@ -113,11 +111,6 @@ def test_whole_tiles_hold_the_items_and_reach_the_range(tile: int, extra: int, i
     assert all(budget % tile == 0 for budget in budgets)
     assert max(items, tile) <= budgets[0] < items + tile + (items == 0)
     assert maximum - tile < budgets[-1] <= maximum
-
-
-def test_a_path_may_be_skipped_if_the_tower_says_so() -> None:
-    assert limits({}, (64, 800), paths=PATHS).skippable_paths == {"local"}
-    assert limits({}).skippable_paths == frozenset()
 
 
 def test_a_listed_zero_is_never_captured() -> None:
@@ -210,10 +203,6 @@ def test_default_budgets_of_tiles_hold_whole_ones(tile: int, extra: int) -> None
     assert set(generate_budgets(tile, tile + extra)) <= set(budgets)
     assert all(budget % tile == 0 for budget in budgets[:-1])
     assert all(4 * larger <= 5 * smaller for smaller, larger in itertools.pairwise(budgets[3:]))
-
-
-
-
 
 
 @pytest.mark.parametrize(("minimum", "maximum"), [(0, 8), (-1, 8), (9, 8)])

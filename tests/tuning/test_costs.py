@@ -65,8 +65,6 @@ def test_budgets_are_kept_where_a_replay_gains() -> None:
     assert measured.keeps(np.array([100, 150, 200])).tolist() == [True, False, False]
 
 
-
-
 @pytest.mark.parametrize(
     ("points", "message"),
     [
@@ -89,6 +87,10 @@ def test_the_largest_budget_is_the_largest_that_fits(a: int, b: int, graphs: int
     assert memory.num_bytes(largest, graphs) <= limit < memory.num_bytes(largest + 1, graphs)
 
 
+@pytest.mark.parametrize("sizes", [(0, 1), (1, -1)])
+def test_impossible_memory(sizes: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="bytes_per_token of at least 1"):
+        MemoryModel(*sizes)
 
 
 def write(tmp_path: Path, value: object) -> Path:
@@ -125,3 +127,6 @@ def test_bad_files_are_named(tmp_path: Path, value: object, message: str) -> Non
     assert str(caught.value).startswith(str(path))
 
 
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"absent\.json: cannot be read: No such file"):
+        read_costs(tmp_path / "absent.json")

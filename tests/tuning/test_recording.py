@@ -6,7 +6,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,8 +148,6 @@ def test_what_was_written_is_read(
     assert read_trace(path) == list(map(tuple, written))
 
 
-
-
 def test_a_line_is_there_at_once_and_a_second_writer_appends(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     first = TraceWriter(path)
@@ -175,6 +172,9 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     assert all(len({item.spec.output_tokens for item in r}) == 1 and len(r) == 50 for r in read)
 
 
+def test_a_writer_refuses_a_file_that_it_cannot_write(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"absent/trace\.jsonl: cannot be written: No such file"):
+        TraceWriter(tmp_path / "absent" / "trace.jsonl")
 
 
 GOOD = '{"items": [{"input_size": 4, "output_tokens": 1}]}'
@@ -220,11 +220,6 @@ def test_a_file_that_is_no_text_or_not_there(tmp_path: Path) -> None:
     assert read_trace(path) == []
 
 
-def test_demands_are_whole_requests_up_to_the_maximum() -> None:
-    requests = [request(100, 300), request(64), request(), request(0)]
-    assert trace_demands(requests, maximum=400, max_items_per_batch=8) == {"default": [400, 64]}
-
-
 def test_larger_requests_are_cut_by_ascending_size() -> None:
     demands = trace_demands([request(300, 50, 100, 1000, 200)], maximum=400, max_items_per_batch=8)
     assert demands == {"default": [350, 300, 1000]}
@@ -241,5 +236,3 @@ def test_paths_have_demands_of_their_own_and_none_where_they_are_skipped() -> No
         "global": [10, 10, 20],
         "local": [90],
     }
-
-

@@ -129,3 +129,7 @@ def test_every_reason_has_a_remedy() -> None:
     assert all(map(what_to_do, MissReason))
 
 
+def test_everything_is_json() -> None:
+    as_dict = summary().as_dict()
+    assert as_dict["budgets"][0]["padding_fraction"] == 48 / 128
+    assert as_dict["run"]["paths"]["default"]["budgets"] == [64, 128]

@@ -1,5 +1,4 @@
 import itertools
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -117,8 +116,6 @@ def test_paths_share_the_memory_at_the_least_cost_together(
     assert tuning.cost == pytest.approx(best)
 
 
-
-
 @given(demand_lists, st.integers(1, 4), st.integers(1, LARGEST), st.integers(1, LARGEST))
 def test_candidates_keep_to_granularity_and_bounds(
     demands: list[int], granularity: int, minimum: int, maximum: int
@@ -129,15 +126,6 @@ def test_candidates_keep_to_granularity_and_bounds(
     assert all(low <= n <= high and (n % granularity == 0 or n in (low, high)) for n in candidates)
     for tokens in demands:
         assert tokens > high or any(n >= tokens for n in candidates)
-
-
-
-
-def test_a_graph_that_gains_nothing_is_not_taken() -> None:
-    free_exact_shapes = BatchCosts(RisingCurve.linear(64), RisingCurve.linear(1))
-    tuned = tune_budgets({"default": [10, 20, 30]}, LadderLimits(3, only_kept=False), costs=free_exact_shapes)
-    assert len(tuned.paths["default"].tuned.budgets) == 1
-    assert tuned.paths["default"].tuned.hit_fraction == 0.0
 
 
 def test_a_forecast_is_what_the_definition_says() -> None:
@@ -195,8 +183,6 @@ def test_what_is_reported_is_what_the_manager_will_plan(
         assert ladder.padding_fraction == pytest.approx(
             1 - sum(p.tokens for p in hits) / replayed if hits else 0.0
         )
-
-
 
 
 def test_in_milliseconds_every_batch_costs_the_host_too() -> None:
@@ -335,8 +321,6 @@ def test_only_budgets_that_will_be_captured_are_proposed(granularity: int) -> No
     for budget in kept.tuned.budgets:
         assert float(NEARLY_EQUAL.exact(budget)) > 1.02 * float(NEARLY_EQUAL.replay(budget))
     assert kept.tuned.cost < 1.02 * tuned.cost
-
-
 
 
 def test_a_trace_that_no_capture_serves_faster_says_so() -> None:
