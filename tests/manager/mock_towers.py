@@ -371,14 +371,6 @@ class PathsModel(EncoderProtocol, nn.Module):
             dest[index] = present[0] if len(present) == 1 else torch.cat(parts)
 
 
-class ThreePaths(PathsModel):
-    path_configs: ClassVar[dict[str, PathConfig]] = {
-        "global": PathConfig(),
-        "local": PathConfig(allow_zero_tokens=True),
-        "depth": PathConfig(allow_zero_tokens=True),
-    }
-
-
 class AlwaysSkipped(PathsModel):
     """Both paths may be skipped."""
 

@@ -349,24 +349,15 @@ def test_adapters_become_part_of_weights_by_a_pass() -> None:
     assert served.captures == 3
 
 
-def test_weights_with_folded_adapters_are_bytes_of_their_state() -> None:
+@pytest.mark.parametrize(("spare", "captures"), [(0, 2), (-1, 3)])
+def test_weights_with_folded_adapters_are_bytes_of_their_state(spare: int, captures: int) -> None:
     config = COMPILED.replace(passes=("folded_adapters",))
-
-    def served_with(**limits: Any) -> Served:
-        return Served(tower_with("default", "other", kind=SplitModel), config.replace(**limits))
-
-    served = served_with()
-    served.encode()
-    counts = served.manager.stats()
-    weight = served.layer.base_layer.weight
-    assert counts.derived_bytes == weight.numel() * weight.element_size()
-    served.layer.set_adapter("other")
-    served.encode()
-    assert served.manager.stats().derived_bytes == 2 * counts.derived_bytes
-    needed = 2 * (served.manager.num_bytes // 2 + counts.derived_bytes)
-    for limit, captures in ((needed, 2), (needed - 1, 3)):
-        served = served_with(max_graph_bytes=limit)
-        for name in ("default", "other", "default"):
-            served.layer.set_adapter(name)
-            served.encode()
-        assert served.captures == captures
+    served = Served(tower_with("default", kind=SplitModel), config)
+    weight, derived = served.layer.base_layer.weight, served.manager.stats().derived_bytes
+    assert derived == weight.numel() * weight.element_size()
+    limit = 2 * (served.manager.num_bytes + derived) + spare
+    served = Served(tower_with("default", "other", kind=SplitModel), config.replace(max_graph_bytes=limit))
+    for name in ("default", "other", "default"):
+        served.layer.set_adapter(name)
+        served.encode()
+    assert served.captures == captures

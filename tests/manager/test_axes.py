@@ -235,9 +235,11 @@ def test_keys_are_taken_out_before_anything_else_sees_the_inputs() -> None:
     class Strict(AxesModel):
         """As models that pass their inputs on by name and know nothing of graphs."""
 
-        def prepare_encoder_cudagraph_replay_buffers(self, mm_kwargs: dict[str, Any], *args: Any) -> Values:
+        def prepare_encoder_cudagraph_replay_buffers(
+            self, mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> Values:
             assert mm_kwargs.keys() == {"default", "keys"}
-            return super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *args)
+            return super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *args, **kwargs)
 
         def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Any:
             assert mm_kwargs.keys() == {"default", "keys"}

@@ -13,8 +13,6 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.planning.costs import PathCosts
 
 from . import managers
 from .mock_towers import (
@@ -183,7 +181,7 @@ def test_a_tower_that_mixes_rows_is_found_out(
     assert manager.stats().misses == misses
 
 
-# --- requests that the tower's own forward encodes because it is quicker
+# --- the mode that the tower's code runs in
 
 
 class Watched(PackedModel):
@@ -202,16 +200,9 @@ class Watched(PackedModel):
         return super().encoder_eager_forward(mm_kwargs, path)
 
 
-@pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> fx.EncoderCudaGraphManager:
-    """Of a tower that is captured as it is, whose eager forward is measured to win above four tokens."""
-    costs = PathCosts({4: 5.0, 8: 100.0, 16: 100.0}, eager=((4, 9.0), (16, 10.0)))
-    monkeypatch.setattr(EncoderPath, "costs", costs)
-    return captured(Watched(), max_items_per_batch=2, compile=False, debug=False)
-
-
-def test_the_towers_code_runs_in_the_callers_inference_mode(manager: Any) -> None:
-    for inputs, ran in ((batch(3, 4), "eager"), (batch(3), "prepare")):
+def test_the_towers_code_runs_in_the_callers_inference_mode() -> None:
+    manager = captured(Watched(), compile=False)
+    for inputs, ran in ((batch(17), "eager"), (batch(3), "prepare")):
         for mode in (torch.inference_mode, torch.no_grad):
             manager.tower.modes.clear()
             with mode():

@@ -157,25 +157,6 @@ def test_a_video_beyond_the_limits_runs_the_program_too(tiny: Any) -> None:
     assert torch.equal(beside[1], got)
 
 
-def test_no_time_of_the_towers_own_forward_is_kept(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxsplit_encoder.manager import path as module
-    from fxsplit_encoder.runtime.measure import MeasuredForward
-
-    manager, _ = tiny
-    path = manager.paths["default"]
-    monkeypatch.setattr(type(path.scope), "measured", True)
-
-    found = MeasuredForward(((4, 0.1),), 1e-6)
-    monkeypatch.setattr(module, "measure_forward", lambda *_: found)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    before = path.measured
-    try:
-        path.measure()
-        assert (path.measured.eager, path.measured.attention) == ((), 1e-6)
-    finally:
-        path.measured = before
-
-
 # --- what is refused
 
 
