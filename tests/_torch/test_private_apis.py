@@ -86,6 +86,7 @@ INDUCTOR = "torch._inductor"
 GRAPH = f"{INDUCTOR}.output_code.CompiledFxGraph"
 TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslator"
 TREES = "torch.utils._pytree"
+PTRS = "torch._C._tensors_data_ptrs_at_indices_equal"
 CHECKED = [
     # allocator
     called("torch.cuda.MemPool.use_count", 1),
@@ -229,6 +230,8 @@ CHECKED = [
     called("transformers.models.llama4.modeling_llama4.Llama4VisionRotaryEmbedding._compute_freqs_ci", 1),
     attribute("accelerate.hooks.add_hook_to_module._hf_hook", hooked_module),
     attribute("accelerate.hooks.add_hook_to_module._old_forward", hooked_module),
+    # tensors
+    Symbol(PTRS, lambda: found(PTRS) if torch.backends.cuda.is_built() else None),
     # triton
     elsewhere(Symbol("triton.runtime.driver.active"), "triton.runtime.driver.DriverConfig.active"),
     called("triton.compiler.compiler.CompiledKernel.__getitem__", 2),

@@ -61,9 +61,33 @@ class EncoderProtocol:
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         return 4, 16
 
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        """The inputs of a capture of `budget` tokens."""
+        raise NotImplementedError
+
+    def batch_values(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
     def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
         """What a class makes of the inputs of a capture of `budget` tokens or, without, of a batch."""
         return values
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Values:
+        return Values(self.made(self.capture_values(token_budget), token_budget))
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
+    ) -> Values:
+        return Values(self.made(self.batch_values(mm_kwargs)))
 
     def postprocess_encoder_output(
         self,
@@ -112,30 +136,14 @@ class PackedModel(EncoderProtocol, nn.Module):
             "lengths": [mm_kwargs["lengths"][i] for i in indices],
         }
 
-    def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: str = "default",
-        axis_keys: Any = None,
-    ) -> Values:
-        values = {
-            "patches": torch.randn(token_budget, WIDTH, device=device, dtype=dtype),
-            "item": torch.ones(token_budget, device=device, dtype=torch.int64),
-            "divisor": torch.ones(token_budget, device=device, dtype=dtype),
-        }
-        return Values(self.made(values, token_budget))
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        item = torch.ones(budget, dtype=torch.int64)
+        return {"patches": torch.randn(budget, WIDTH), "item": item, "divisor": torch.ones(budget)}
 
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
-    ) -> Values:
+    def batch_values(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
         lengths = torch.tensor(mm_kwargs["lengths"])
         item = torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)
-        values = {"patches": mm_kwargs["patches"], "item": item, "divisor": item.float() + 1}
-        return Values(self.made(values))
+        return {"patches": mm_kwargs["patches"], "item": item, "divisor": item.float() + 1}
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         self.forwards += 1
@@ -154,22 +162,18 @@ class SplitModel(PackedModel):
     def get_encoder_cudagraph_config(self) -> Config:
         return Config(["image"], ["patches", "lengths", "divisor"], WIDTH, {"divisor": ones_behind})
 
-    def prepare_encoder_cudagraph_capture_inputs(
-        self, token_budget: int, *args: Any, **kwargs: Any
-    ) -> Values:
-        values = super().prepare_encoder_cudagraph_capture_inputs(token_budget, *args, **kwargs).values
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        values = super().capture_values(budget)
         del values["item"]
-        lengths = torch.full((token_budget // 2 + 2,), token_budget, dtype=torch.int32)
+        lengths = torch.full((budget // 2 + 2,), budget, dtype=torch.int32)
         lengths[0] = 0
-        return Values({**values, "lengths": lengths})
+        return {**values, "lengths": lengths}
 
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Values:
-        values = super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *args, **kwargs).values
+    def batch_values(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+        values = super().batch_values(mm_kwargs)
         del values["item"]
         ends = torch.tensor([0, *mm_kwargs["lengths"]]).cumsum(0)
-        return Values({**values, "lengths": ends.to(torch.int32)})
+        return {**values, "lengths": ends.to(torch.int32)}
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         x = self.linear(inputs["patches"]) / inputs["divisor"][:, None]
@@ -367,14 +371,6 @@ class PathsModel(EncoderProtocol, nn.Module):
             dest[index] = present[0] if len(present) == 1 else torch.cat(parts)
 
 
-class ThreePaths(PathsModel):
-    path_configs: ClassVar[dict[str, PathConfig]] = {
-        "global": PathConfig(),
-        "local": PathConfig(allow_zero_tokens=True),
-        "depth": PathConfig(allow_zero_tokens=True),
-    }
-
-
 class AlwaysSkipped(PathsModel):
     """Both paths may be skipped."""
 
@@ -443,3 +439,10 @@ def assert_equal_items(output: Sequence[Tensor], expected: Sequence[Tensor]) -> 
     assert [item.shape for item in output] == [item.shape for item in expected]
     for got, wanted in zip(output, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+def assert_serves(manager: Any, request: dict[str, Any]) -> None:
+    """Every item of a request is what the tower's own forward makes of it."""
+    tower = manager.tower
+    expected = eagerly(tower, request) if isinstance(tower, PathsModel) else alone(tower, request)
+    assert_equal_items(manager.execute(request), expected)

@@ -20,7 +20,7 @@ from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.errors import CaptureError
 
 from ..small_tower import wrapped
-from .mock_towers import WIDTH, PackedModel, SplitModel, alone, batch
+from .mock_towers import WIDTH, PackedModel, alone, batch
 from .rank_processes import join, result_of, start_ranks
 
 REFUSED = "this rank has no room"
@@ -46,10 +46,7 @@ def shard(tower: Any, device_type: str, num_ranks: int) -> None:
 def _rank(rank: int, num_ranks: int, backend: str, folder: Path) -> None:
     job = torch.load(folder / "job.pt", weights_only=False)
     plain = job.get("plain", ())
-    expected = {  # by the whole layer, as yet
-        kind: [alone(kind(), batch(*lengths)) for lengths in BATCHES] if plain else []
-        for kind in (ParallelPacked, ParallelSplit)
-    }
+    expected = [alone(ParallelPacked(), batch(*lengths)) for lengths in BATCHES]  # by the whole layer, as yet
     device = join(rank, num_ranks, backend, folder)
     results = _encode(rank, num_ranks, device, job)
     results |= {name: _plain_report(PLAIN_RUNS[name](rank), expected) for name in plain}
@@ -136,37 +133,27 @@ class RowParallelLinear(nn.Module):
         return partial + self.whole.bias
 
 
-class Parallel:
-    """Mixed into a packed model."""
-
+class ParallelPacked(PackedModel):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = RowParallelLinear(self.linear)  # type: ignore[has-type]
+        self.linear: Any = RowParallelLinear(self.linear)
 
 
-class ParallelPacked(Parallel, PackedModel): ...
-
-
-class ParallelSplit(Parallel, SplitModel): ...
-
-
-def _manager(model: Any, *, told: bool = True, **settings: Any) -> fx.EncoderCudaGraphManager:
-    config = fx.EncoderConfig(
-        token_budgets=BUDGETS, max_items_per_batch=4, packing="greedy", exact_min_hits=2, **settings
-    )
+def _manager(*, told: bool = True, **settings: Any) -> fx.EncoderCudaGraphManager:
+    config = fx.EncoderConfig(token_budgets=BUDGETS, max_items_per_batch=4, packing="greedy", **settings)
     group = dist.group.WORLD if told else None
-    return fx.EncoderCudaGraphManager(model, config, log_interval=0, process_group=group)
+    return fx.EncoderCudaGraphManager(ParallelPacked(), config, log_interval=0, process_group=group)
 
 
-def _captured(model: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
-    manager = _manager(model, **settings)
+def _captured(**settings: Any) -> fx.EncoderCudaGraphManager:
+    manager = _manager(**settings)
     manager.capture()
     return manager
 
 
 def _without_inputs(rank: int) -> fx.EncoderCudaGraphManager:
     """Memory for the inputs of one budget runs out on one rank."""
-    manager = _manager(ParallelPacked(), mode="full")
+    manager = _manager(mode="full")
     path = manager.paths["default"]
     request = path.forward.request
 
@@ -182,7 +169,7 @@ def _without_inputs(rank: int) -> fx.EncoderCudaGraphManager:
 
 def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
     """One graph of one budget fails on one rank, after its forward has run."""
-    manager = _manager(ParallelPacked(), mode="auto")
+    manager = _manager(mode="auto")
     path = manager.paths["default"]
     request, record = path.forward.request, CapturedForward.record
     requested: list[int] = []
@@ -203,32 +190,23 @@ def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
     return manager
 
 
-def _with_less_memory(rank: int) -> fx.EncoderCudaGraphManager:
-    """On one rank less is left than captures take."""
-    return _captured(ParallelPacked(), mode="full", max_graph_bytes=1400 if rank == 1 else 2**30)
-
-
 PLAIN_RUNS: dict[str, Callable[[int], fx.EncoderCudaGraphManager]] = {
-    "plain full": lambda rank: _captured(ParallelPacked(), mode="full"),
-    "plain auto": lambda rank: _captured(ParallelSplit(), mode="auto"),
-    "plain exact": lambda rank: _captured(ParallelPacked(), mode="exact"),
+    "plain": lambda rank: _captured(mode="full"),
     "without inputs": _without_inputs,
     "without one graph": _without_one_graph,
-    "with less memory": _with_less_memory,
-    "not told": lambda rank: _captured(ParallelPacked(), told=False),
-    "not told, traced": lambda rank: _captured(ParallelSplit(), told=False),
+    "with less memory": lambda rank: _captured(mode="full", max_graph_bytes=1400 if rank == 1 else 2**30),
+    "not told": lambda rank: _captured(told=False),
 }
 
 
-def _plain_report(manager: fx.EncoderCudaGraphManager, expected: dict[type, Any]) -> dict[str, Any]:
+def _plain_report(manager: fx.EncoderCudaGraphManager, expected: list[list[Tensor]]) -> dict[str, Any]:
     errors = []
-    for lengths, wanted in zip(BATCHES, expected[type(manager.tower)], strict=True):
+    for lengths, wanted in zip(BATCHES, expected, strict=True):
         output = manager.execute(batch(*lengths))
         errors += [float((got - each).abs().max()) for got, each in zip(output, wanted, strict=True)]
     return {
         "error": max(errors),
         "hits": manager.stats().hits,
         "modes": {b: graph.mode for b, graph in manager.budget_graphs["default"].items()},
-        "sizes": manager.paths["default"].unpadded.sizes,
         "reports": manager.reports,
     }

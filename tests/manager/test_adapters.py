@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -79,38 +79,6 @@ class Served:
         return got
 
 
-STATES: dict[str, Callable[[Any], None]] = {
-    "other": lambda layer: layer.set_adapter("other"),
-    "both": lambda layer: layer.set_adapter(["default", "other"]),
-    "disabled": lambda layer: layer.enable_adapters(False),
-    "scale": lambda layer: layer.set_scale("default", 3),
-    "scaling": lambda layer: layer.scaling.update(default=7.0),
-    "merged": lambda layer: layer.merge(),
-}
-
-
-def reset(layer: Any) -> None:
-    layer.unmerge()
-    layer.enable_adapters(True)
-    layer.set_adapter("default")
-    layer.set_scale("default", 1)
-
-
-@pytest.mark.filterwarnings("ignore:Already unmerged")
-@pytest.mark.parametrize("state", STATES)
-def test_a_state_that_came_before_costs_no_capture(state: str) -> None:
-    """Also between two checks of weights."""
-    served = Served(tower_with("default", "other"), UNCOMPILED.replace(weight_check_seconds=1000))
-    first = served.encode()
-    for _ in range(2):
-        served.manager.plan(INPUTS)
-        STATES[state](served.layer)
-        assert torch.allclose(served.encode()[0], first[0], rtol=1e-3) == (state == "merged")
-        reset(served.layer)
-        torch.testing.assert_close(served.encode()[0], first[0])
-    assert served.captures == 2
-
-
 def test_programs_are_compiled_once_for_a_state() -> None:
     served = Served(tower_with("default", "other", kind=SplitModel), COMPILED)
     served.encode()
@@ -135,11 +103,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("config", "kind"),
-    [
-        *((UNCOMPILED, kind) for kind in KINDS),
-        (COMPILED, KINDS[0]),
-        *(pytest.param(COMPILED, kind, marks=pytest.mark.exhaustive) for kind in KINDS[1:]),
-    ],
+    [*((UNCOMPILED, kind) for kind in KINDS), (COMPILED, KINDS[0])],
     ids=str,
 )
 def test_kinds_of_lora(config: fx.EncoderConfig, kind: dict[str, Any]) -> None:
@@ -199,39 +163,6 @@ def test_what_is_kept_of_a_deleted_adapter_is_released() -> None:
     assert served.manager.num_bytes == one
     gc.collect()
     assert weights() is None
-
-
-def test_adapters_that_are_not_in_use_come_and_go() -> None:
-    served = Served(tower_with("default", "other"))
-    served.encode()
-    add(served.tower, "third", 4)
-    served.encode()
-    served.layer.set_scale("other", 5)
-    served.layer.delete_adapter("other")
-    served.encode()
-    served.layer.enable_adapters(False)
-    served.encode()
-    served.layer.set_adapter("third")
-    served.encode()
-    assert served.captures == 2
-    served.layer.enable_adapters(True)
-    served.encode()
-    assert served.captures == 3
-
-
-def test_an_adapter_that_was_replaced_is_captured_again() -> None:
-    served = Served(tower_with("default", "other"))
-    before, one = served.encode(), served.manager.num_bytes
-    served.layer.set_adapter("other")
-    served.encode()
-    served.layer.delete_adapter("default")
-    add(served.tower, "default", 5)
-    served.layer.set_adapter("default")
-    assert not torch.allclose(served.encode()[0], before[0], rtol=1e-3)
-    assert served.captures == 3
-    assert served.manager.num_bytes == 2 * one, "of the adapter that was deleted, none is kept"
-    served.manager.clear()
-    assert served.manager.num_bytes == 0
 
 
 def test_the_least_recently_used_state_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,34 +342,22 @@ def test_adapters_become_part_of_weights_by_a_pass() -> None:
         served.encode()
         program: Any = served.manager.programs["default"].program
         assert program.pass_report == {"folded_adapters": 2 if isinstance(names, list) else 1}
-    with torch.no_grad():
-        served.layer.lora_B["default"].weight.mul_(2)
-    served.encode()
-    assert served.captures == 3
-    with torch.no_grad():
-        served.layer.lora_B["default"].weight.mul_(2)
-    served.encode()
+    for _ in range(2):
+        with torch.no_grad():
+            served.layer.lora_B["default"].weight.mul_(2)
+        served.encode()
     assert served.captures == 3
 
 
-def test_weights_with_folded_adapters_are_bytes_of_their_state() -> None:
+@pytest.mark.parametrize(("spare", "captures"), [(0, 2), (-1, 3)])
+def test_weights_with_folded_adapters_are_bytes_of_their_state(spare: int, captures: int) -> None:
     config = COMPILED.replace(passes=("folded_adapters",))
-
-    def served_with(**limits: Any) -> Served:
-        return Served(tower_with("default", "other", kind=SplitModel), config.replace(**limits))
-
-    served = served_with()
-    served.encode()
-    counts = served.manager.stats()
-    weight = served.layer.base_layer.weight
-    assert counts.derived_bytes == weight.numel() * weight.element_size()
-    served.layer.set_adapter("other")
-    served.encode()
-    assert served.manager.stats().derived_bytes == 2 * counts.derived_bytes
-    needed = 2 * (served.manager.num_bytes // 2 + counts.derived_bytes)
-    for limit, captures in ((needed, 2), (needed - 1, 3)):
-        served = served_with(max_graph_bytes=limit)
-        for name in ("default", "other", "default"):
-            served.layer.set_adapter(name)
-            served.encode()
-        assert served.captures == captures
+    served = Served(tower_with("default", kind=SplitModel), config)
+    weight, derived = served.layer.base_layer.weight, served.manager.stats().derived_bytes
+    assert derived == weight.numel() * weight.element_size()
+    limit = 2 * (served.manager.num_bytes + derived) + spare
+    served = Served(tower_with("default", "other", kind=SplitModel), config.replace(max_graph_bytes=limit))
+    for name in ("default", "other", "default"):
+        served.layer.set_adapter(name)
+        served.encode()
+    assert served.captures == captures

@@ -91,30 +91,6 @@ def test_what_is_found_is_what_a_capture_would_have_found() -> None:
     assert len(scene.log) == log, "nothing is left to compare"
 
 
-def test_what_is_known_already_is_not_compared() -> None:
-    scene = Scene()
-    with measuring():
-        scene.chooser.ranking(KNOWN)
-    known = len(scene.log)
-    assert known
-    scene.log.clear()
-    scene.work(KNOWN)
-    assert not scene.log
-
-
-def test_memory_that_runs_out_leaves_a_class_without_a_choice() -> None:
-    scene = Scene()
-    meter = scene.chooser.measurements.meter
-
-    def none_left(shape: AttentionShape) -> Any:
-        raise torch.OutOfMemoryError("none left")
-
-    meter.examples = none_left  # type: ignore[method-assign]
-    scene.work(CAPTURED)
-    (found,) = table(scene).values()
-    assert not found.microseconds and not found.rejected
-
-
 class LateKernel(FakeKernel):
     """One that another process is compiling."""
 
@@ -181,19 +157,19 @@ def test_as_soon_as_others_are_done_all_is_compared_as_ever(moments: int) -> Non
     assert table(scene) == table(at_once)
 
 
-def test_without_memory_nothing_is_found_meanwhile() -> None:
-    scene = late_scene()
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_memory_that_runs_out_leaves_a_class_without_a_choice(meanwhile: bool) -> None:
+    scene = late_scene() if meanwhile else Scene()
     meter = scene.chooser.measurements.meter
-    examples = meter.examples
 
     def none_left(shape: AttentionShape) -> Any:
         raise torch.OutOfMemoryError("none left")
 
-    def run() -> None:
-        scene.chooser.ranking(CAPTURED)
-
     meter.examples = none_left  # type: ignore[method-assign]
-    compare_meanwhile(run, lambda: True)
-    assert not scene.log
-    meter.examples = examples  # type: ignore[method-assign]
-    assert measure(scene, CAPTURED) == ["late", "one", "two"]
+    if meanwhile:
+        compare_meanwhile(lambda: scene.chooser.ranking(CAPTURED), lambda: True)
+        assert not scene.log
+    else:
+        scene.work(CAPTURED)
+        (found,) = table(scene).values()
+        assert not found.microseconds and not found.rejected

@@ -12,7 +12,7 @@ from torch import Tensor
 from fxsplit_encoder.errors import InputError
 
 from . import managers
-from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items, batch
+from .mock_towers import WIDTH, Config, SplitModel, assert_serves, batch
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -42,28 +42,26 @@ torch.library.register_fake("fxsplit_test_foreign::packed_attn", lambda q, k, v,
 class ForeignAttention(SplitModel):
     """Two layers, so that what attention leaves in pad rows would reach real ones."""
 
-    batch = 1
-    """Of the attention's query."""
+    pads = True
+    """Whether lengths are as many as those of a capture."""
 
     def get_encoder_cudagraph_config(self) -> Config:
         return Config(["image"], ["patches", "lengths"], WIDTH)
 
-    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *args: Any, **k: Any) -> Values:
-        lengths = torch.full((_MOST_ITEMS + 1,), token_budget, dtype=torch.int32)
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        lengths = torch.full((_MOST_ITEMS + 1,), budget, dtype=torch.int32)
         lengths[0] = 0
-        return Values({"patches": torch.randn(token_budget, WIDTH), "lengths": lengths})
+        return {"patches": torch.randn(budget, WIDTH), "lengths": lengths}
 
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], *a: Any, **k: Any
-    ) -> Values:
-        ends = torch.tensor([0, *mm_kwargs["lengths"]]).cumsum(0)
+    def batch_values(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+        ends = torch.tensor([0, *mm_kwargs["lengths"]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         padded = torch.cat([ends, ends[-1:].expand(_MOST_ITEMS + 1 - len(ends))])
-        return Values({"patches": mm_kwargs["patches"], "lengths": padded.to(torch.int32)})
+        return {"patches": mm_kwargs["patches"], "lengths": padded if self.pads else ends}
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         x = inputs["patches"]
         for _ in range(2):
-            q = self.linear(x).view(self.batch, -1, 2, WIDTH // 2)
+            q = self.linear(x).view(1, -1, 2, WIDTH // 2)
             y = torch.ops.fxsplit_test_foreign.packed_attn(q, q, q, inputs["lengths"])
             x = x + y.reshape(-1, WIDTH)
         return x
@@ -78,31 +76,21 @@ def test_it_splits_over_a_batch_of_one_sequence(mode: str, breaks: int, poisoned
     assert [step.kind for step in program.program.steps] == ["piece", "split"] * 2 + ["piece"]
     assert {graph.graph.num_eager_breaks for graph in manager.budget_graphs["default"].values()} == {breaks}  # type: ignore[attr-defined]
     for lengths in ((3,), (2, 5), (1, 1), (3, 1, 2), (2, 7)):
-        inputs = batch(*lengths)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+        assert_serves(manager, batch(*lengths))
     assert manager.stats().hits == 10
     assert manager.stats().padding_fraction > 0
     assert manager.reports == []
 
 
-class UnpaddedLengths(ForeignAttention):
-    """Leaves it to the manager to make as many lengths as a capture has, and says not how."""
-
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], *a: Any, **k: Any
-    ) -> Values:
-        ends = torch.tensor([0, *mm_kwargs["lengths"]]).cumsum(0).to(torch.int32)
-        return Values({"patches": mm_kwargs["patches"], "lengths": ends})
-
-
 def test_lengths_that_another_attention_reads_never_fall(poisoned_memory: None) -> None:
-    model = UnpaddedLengths()
+    """Where the tower leaves it to the manager to make as many as a capture has, and says not how."""
+    model = ForeignAttention()
+    model.pads = False
     manager = captured(model, splitting_ops=("fxsplit::varlen_attention",))
     assert manager.programs["default"] is None
     lengths = manager.budget_graphs["default"][8].input_buffers["lengths"]
     for real in ((2, 6), (8,), (1, 2, 5)):  # full, since nothing masks what this attention leaves in pad rows
-        inputs = batch(*real)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+        assert_serves(manager, batch(*real))
         assert lengths.tolist()[len(real) :] == [8] * (_MOST_ITEMS + 1 - len(real))
     assert manager.stats().hits == 6
 

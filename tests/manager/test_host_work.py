@@ -129,16 +129,6 @@ def test_metadata_of_many_sizes_is_forgotten_the_least_recently_used_first(
         assert computed["metadata"] == misses
 
 
-def test_what_was_first_asked_for_in_inference_mode_serves_everywhere(
-    tiny_towers: Any, make_batch: Any
-) -> None:
-    inputs = make_batch([(1, 6, 14)])
-    with torch.inference_mode():
-        tiny_towers.wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 0, 0)
-    values = tiny_towers.wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 0, 0).values
-    assert not any(values[name].is_inference() for name in tiny_towers.wrapped.metadata_names)
-
-
 def test_a_replay_of_a_towers_own_code_takes_few_instructions() -> None:
     """vLLM's runners call its manager once a step. At commit fe59b6c they were 3666 of Python 3.11's."""
     config = fx.EncoderConfig(token_budgets=(4, 8, 16), max_items_per_batch=4, compile=False)

@@ -8,7 +8,6 @@ import threading
 import tracemalloc
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from itertools import count
 from typing import Any
 
@@ -33,7 +32,8 @@ QWEN, KIMI_VL, KIMI_K25 = "Qwen3VLVisionModel", "KimiVLVisionModel", "Kimi_K25Vi
 QWEN25, GLM = "Qwen2_5_VisionTransformerPretrainedModel", "Glm4vVisionModel"
 INTERN, LLAMA = "InternVLModel", "Llama4VisionModel"
 DEEPSEEK, STEP3, MOCK = "DeepseekOcrVisionModel", "Step3VisionModel", "mock"
-PACKED = (QWEN, QWEN25, GLM, KIMI_K25)
+PACKED = (QWEN, QWEN25, GLM, KIMI_K25, KIMI_VL)
+OTHERS = (KIMI_VL, INTERN, LLAMA, DEEPSEEK, STEP3)
 
 
 @functools.cache
@@ -134,96 +134,68 @@ Case = tuple[str, Callable[[dict[str, Any]], Any], str]
 CASES: dict[str, Case] = {}
 
 
-def add(label: str, tower: str, change: Callable[[dict[str, Any]], Any], message: str) -> None:
-    label = f"{tower}-{label}"
-    assert label not in CASES
-    CASES[label] = (tower, change, message)
+def add(label: str, towers: str | tuple[str, ...], change: Any, message: str) -> None:
+    """A case for each of some towers; `change` makes a request of a good one, or is what values become."""
+    values = change
 
+    def replace(request: dict[str, Any]) -> dict[str, Any]:
+        return {**request, **values}
 
-def replacing(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda request: {**request, **values}
+    for tower in (towers,) if isinstance(towers, str) else towers:
+        assert f"{tower}-{label}" not in CASES
+        CASES[f"{tower}-{label}"] = (tower, replace if isinstance(change, dict) else change, message)
 
 
 # What is no request at all.
-for label, value in {
-    "nothing": {},
-    "None": None,
-    "a list": [1, 2],
-    "text": "pixel_values",
-    "a tensor": torch.zeros(3),
-    "a number": 3,
-    "an iterator": count(),
-}.items():
-    for tower in (QWEN, MOCK):
-        add(
-            f"request is {label}", tower, lambda request, value=value: value, "^mm_kwargs: expected a mapping"
-        )
-for tower in (QWEN, KIMI_VL, INTERN, LLAMA, DEEPSEEK, STEP3):
-    add("misspelt", tower, lambda request: {"pixels": request["pixel_values"]}, "pixel_values.*got pixels")
-    add("all None", tower, lambda request: dict.fromkeys(request), "pixel_values.*got nothing")
-add(
-    "other keys",
-    MOCK,
-    lambda request: {"pixel_values": torch.zeros(3, 8)},
-    "PackedModel.* KeyError: 'lengths'",
-)
-add("a mapping of numbers", QWEN, lambda request: {3: 4}, "pixel_values, .*got 3")
-add("a mapping of another class", QWEN, lambda request: UserDict(pixels=3), "pixel_values, .*got pixels")
+for label, value in {"nothing": {}, "None": None, "text": "pixel_values", "an iterator": count()}.items():
+    add(f"request is {label}", (QWEN, MOCK), lambda _, v=value: v, "^mm_kwargs: expected a mapping")
+for label, change, message in (
+    ("misspelt", lambda request: {"pixels": request["pixel_values"]}, "pixel_values.*got pixels"),
+    ("all None", dict.fromkeys, "pixel_values.*got nothing"),
+):
+    add(label, (QWEN, *OTHERS), change, message)
+add("other keys", MOCK, lambda _: {"pixel_values": torch.zeros(3, 8)}, "PackedModel.* KeyError: 'lengths'")
+add("a mapping of numbers", QWEN, lambda _: {3: 4}, "pixel_values, .*got 3")
+add("a mapping of another class", QWEN, lambda _: UserDict(pixels=3), "pixel_values, .*got pixels")
 
 # Pixels.
 PIXELS: dict[str, tuple[Any, str]] = {
     "NumPy": (np.zeros((28, 4), np.float32), r"expected a tensor; got ndarray of \(28, 4\).*from_numpy"),
-    "a list of NumPy": ([np.zeros((28, 4), np.float32)], "expected a tensor; got ndarray"),
-    "text": ("x" * 10**6, "expected a tensor; got 'xxx"),
-    "a number": (3.5, "expected a tensor; got 3.5"),
-    "a list of None": ([None], "expected a tensor; got None"),
+    "long text": ("x" * 10**6, "expected a tensor; got 'xxx"),
     "a list of a million": ([1] * 10**6, "expected a tensor; got 1"),
     "nested lists": (nested(10**4), "expected a tensor; got "),
     "a list in itself": (endless(), "expected a tensor; got "),
-    "a dictionary": ({"a": 1}, "expected a tensor; got {'a': 1}"),
     "a hostile object": (Raises(), "expected a tensor; got an object of Raises"),
     "an iterator": (count(), "expected a tensor; got count"),
     "complex": (torch.zeros(28, 4, dtype=torch.complex64), "expected floating point.* got torch.complex64"),
-    "boolean": (torch.zeros(28, 4, dtype=torch.bool), "expected floating point.* got torch.bool"),
     "without dimensions": (torch.tensor(3.0), "tensor without dimensions"),
     "sparse": (torch.zeros(28, 4).to_sparse(), "dense tensor; got one of layout torch.sparse_coo"),
     "on the meta device": (torch.zeros(28, 4, device="meta"), "meta device"),
-    "of one dimension": (torch.zeros(28), r"expected \(.*; got \(28,\)"),
     "of another width": (torch.zeros(28, 5), r"expected \(.*; got \(28, 5\)"),
     "wide without data": (torch.zeros(1, 1).expand(28, FAR), "pixel_values: expected"),
     "long without data": (torch.zeros(1, 1).expand(FAR, 4), "expected at most 2147483647 rows"),
 }
 for label, (value, message) in PIXELS.items():
-    add(f"pixels are {label}", QWEN, replacing(pixel_values=value), f"^pixel_values: .*{message}|{message}")
-for label in ("NumPy", "complex", "a number", "of another width", "long without data", "sparse"):
-    value, message = PIXELS[label]
-    for tower in (KIMI_VL, INTERN, LLAMA, DEEPSEEK, STEP3):
-        add(f"pixels are {label}", tower, replacing(pixel_values=value), "^pixel_values: expected")
-for tower in (QWEN25, GLM, KIMI_K25, KIMI_VL):
-    add("no pixels", tower, replacing(pixel_values=None), "^pixel_values: expected .*got 0 rows")
+    add(f"pixels are {label}", QWEN, {"pixel_values": value}, f"^pixel_values: .*{message}|{message}")
+for label in ("NumPy", "complex", "of another width", "long without data", "sparse"):
+    add(f"pixels are {label}", OTHERS, {"pixel_values": PIXELS[label][0]}, "^pixel_values: expected")
+add("no pixels", (QWEN25, GLM, KIMI_K25, KIMI_VL), {"pixel_values": None}, "^pixel_values: .*got 0 rows")
 
 # Grids.
 GRIDS: dict[str, tuple[Any, str]] = {
     "missing": (None, "image_grid_thw: expected the grids of pixel_values; got None"),
     "larger than pixels": (torch.tensor([[1, 4096, 4096]]), "describes 16777216 patches; got 28 rows"),
     "of very many frames": (torch.tensor([[FAR, 2, 2]]), "describes 4398046511104 patches; got 28 rows"),
-    "a product beyond 64 bits": ([[2**40, 2**40, 2**40]], "patches; got 28 rows"),
     "a product that wraps to 28": (torch.tensor([[2**62 + 7, 2, 2]]), "patches; got 28 rows"),
-    "beyond 64 bits": ([[1, 2**70, 2]], "each of 64 bits"),
     "of endless digits": ([[1, 10**5000, 2]], "each of 64 bits; got .*an integer of 16610 bits"),
     "unsigned beyond 64 bits": (np.array([[1, 2**63 + 2, 2]], np.uint64), "each of 64 bits"),
     "complex": (torch.ones(1, 3, dtype=torch.complex64), "rows of three integers"),
     "boolean": (torch.ones(1, 3, dtype=torch.bool), "rows of three integers .*True"),
-    "floats": (torch.tensor([[1.0, 4.0, 7.0]]), "rows of three integers .*1.0"),
     "not a number": ([[1, float("nan"), 2]], "rows of three integers .*nan"),
-    "infinite": ([[1, float("inf"), 2]], "rows of three integers .*inf"),
-    "a fraction": ([[1, Fraction(4), 7]], "rows of three integers"),
-    "negative": ([[-1, -4, 7]], "at least 1 frame"),
     "negative twice": (torch.tensor([[1, -2, -14]]), "at least 1 frame"),
     "zero": (torch.tensor([[0, 4, 8]]), "at least 1 frame"),
     "odd": ([[1, 4, 7]], "multiples of the merge size 2"),
     "one row": (torch.tensor([1, 4, 7]), "rows of three integers"),
-    "of four columns": (torch.ones(1, 4).long(), "rows of three integers"),
     "very wide": (torch.ones(1, 1).long().expand(1, FAR), "rows of three integers .*Tensor of"),
     "very many": (torch.ones(1, 1).long().expand(FAR, 3), "describes 1099511627776 items"),
     "very many of an array": (np.broadcast_to(np.int64(1), (FAR, 3)), "describes 1099511627776 items"),
@@ -232,137 +204,94 @@ GRIDS: dict[str, tuple[Any, str]] = {
     "sparse": (torch.ones(1, 3).long().to_sparse(), "rows of three integers"),
     "text": ("1, 4, 7", "rows of three integers .*'1, 4, 7'"),
     "objects": (np.array([[None, "a", 3]], dtype=object), "rows of three integers"),
-    "a dictionary": ({"t": 1}, "rows of three integers"),
-    "a hostile object": (Raises(), "rows of three integers .*an object of Raises"),
     "rows of hostile objects": ([Raises()], "rows of three integers .*an object of Raises"),
     "an iterator": (count(), "rows of three integers"),
-    "nested lists": (nested(10**4), "rows of three integers"),
     "a list in itself": (endless(), "rows of three integers"),
     "none": ([], "describes 0 patches; got 28 rows"),
 }
 for label, (value, message) in GRIDS.items():
-    add(
-        f"grids are {label}",
-        QWEN,
-        replacing(image_grid_thw=value),
-        f"image_grid_thw:? .*{message}|^{message}",
-    )
-for label in ("larger than pixels", "of very many frames", "very many", "complex", "missing"):
-    value, message = GRIDS[label]
-    for tower in (QWEN25, GLM, KIMI_K25):
-        add(f"grids are {label}", tower, replacing(image_grid_thw=value), "image_grid_thw")
+    add(f"grids are {label}", QWEN, {"image_grid_thw": value}, f"image_grid_thw:? .*{message}|^{message}")
+for label in ("larger than pixels", "very many", "complex", "missing"):
+    grids = {"image_grid_thw": GRIDS[label][0]}
+    add(f"grids are {label}", (QWEN25, GLM, KIMI_K25), grids, "image_grid_thw")
 for label, value in {
-    "larger than pixels": [[4096, 4096]],
     "a product that wraps": torch.tensor([[2**62, 2**62]]),
     "of three columns": [[1, 4, 7]],
-    "complex": torch.ones(1, 2, dtype=torch.complex64),
     "very many": torch.ones(1, 1).long().expand(FAR, 2),
     "None": None,
-    "a number": 4,
 }.items():
-    add(f"sizes are {label}", KIMI_VL, replacing(image_grid_hws=value), "image_grid_hws")
-add("a clip too long", KIMI_K25, replacing(image_grid_thw=[[7, 2, 2]]), "at most 4 frames per clip")
-add("embeddings", QWEN, replacing(image_embeds=torch.zeros(4, 8)), "^image_embeds: these are embeddings")
-add(
-    *("videos without grids", QWEN, replacing(pixel_values_videos=torch.zeros(28, 24))),
-    "^video_grid_thw: expected the grids of pixel_values_videos; got None",
-)
-add(
-    *("videos without pixels", QWEN, replacing(video_grid_thw=[[FAR, 2, 2]])),
-    "^pixel_values_videos: |^video_grid_thw|a batch has",
-)
+    add(f"sizes are {label}", KIMI_VL, {"image_grid_hws": value}, "image_grid_hws")
+add("a clip too long", KIMI_K25, {"image_grid_thw": [[7, 2, 2]]}, "at most 4 frames per clip")
+add("embeddings", QWEN, {"image_embeds": torch.zeros(4, 8)}, "^image_embeds: these are embeddings")
+VIDEO = [[1, 4, 4]]
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "videos without grids": (
+        {"pixel_values_videos": torch.zeros(28, 24)},
+        "video_grid_thw: expected the grids of pixel_values_videos; got None",
+    ),
+    "videos without pixels": (
+        {"video_grid_thw": [[FAR, 2, 2]]},
+        "pixel_values_videos: |video_grid_thw|a batch",
+    ),
     "fewer rows": ({"pixel_values": torch.zeros(27, 96)}, "pixel_values: .* 28 patches; got 27"),
     "more rows": ({"pixel_values": torch.zeros(29, 96)}, "pixel_values: .* 28 patches; got 29"),
-    "fewer rows of a later image": (
-        {"pixel_values": torch.zeros(28 + 1295, 96), "image_grid_thw": [[1, 2, 14], [1, 36, 36]]},
-        "pixel_values: .* 1324 patches; got 1323",
-    ),
-    "fewer rows of videos": (
-        {"pixel_values_videos": torch.zeros(15, 96), "video_grid_thw": [[1, 4, 4]]},
-        "pixel_values_videos: video_grid_thw describes 16 patches; got 15",
-    ),
-    "rows that make up for one another": (
+    "rows of videos that make up for one another": (
         {
             "pixel_values": torch.zeros(32, 96),
             "pixel_values_videos": torch.zeros(12, 96),
-            "video_grid_thw": [[1, 4, 4]],
+            "video_grid_thw": VIDEO,
         },
         "pixel_values: image_grid_thw describes 28 patches; got 32",
     ),
     "videos of another width": (
-        {"pixel_values_videos": torch.zeros(16, 3, 16, 16), "video_grid_thw": [[1, 4, 4]]},
+        {"pixel_values_videos": torch.zeros(16, 3, 16, 16), "video_grid_thw": VIDEO},
         r"pixel_values_videos: expected \(patches, 96\)",
-    ),
-    "grids of two columns": (
-        {"pixel_values_videos": torch.zeros(16, 96), "video_grid_thw": torch.tensor([[4, 4]])},
-        "video_grid_thw: expected rows of three integers",
     ),
 }
 for label, (values, message) in ROWS.items():
-    add(label, QWEN, replacing(**values), f"^{message}")
+    add(label, QWEN, values, f"^{message}")
 
 # Tiles and their counts.
 COUNTS: dict[str, Any] = {
     "too many": [2, 2**40],
-    "beyond 64 bits": [2**70],
     "of endless digits": [10**5000],
     "negative": [-1, 4],
-    "zero": [0, 3],
     "floats": [1.5, 1.5],
-    "boolean": torch.ones(3, dtype=torch.bool),
     "complex": torch.ones(3, dtype=torch.complex64),
     "very many": torch.ones(1).long().expand(FAR),
-    "text": "3",
     "an iterator": count(),
-    "a dictionary": {"a": 3},
     "nested lists": nested(10**4),
     "a hostile object": Raises(),
 }
+STEP3_NAMES = "num_patches|patch_pixel_values|pixel_values"
 for label, value in COUNTS.items():
-    add(f"counts are {label}", INTERN, replacing(num_patches=value), "^pixel_values: expected tile counts")
-    add(
-        f"counts are {label}",
-        STEP3,
-        replacing(num_patches=value),
-        "num_patches|patch_pixel_values|pixel_values",
-    )
-for label in ("too many", "very many", "text", "complex", "an iterator"):
+    add(f"counts are {label}", INTERN, {"num_patches": value}, "^pixel_values: expected tile counts")
+    add(f"counts are {label}", STEP3, {"num_patches": value}, STEP3_NAMES)
+for label in ("too many", "very many", "complex", "an iterator"):
     grid = [[2**40, 2**40], [1, 1]] if label == "too many" else COUNTS[label]
-    add(f"counts are {label}", DEEPSEEK, replacing(images_spatial_crop=grid), "images_spatial_crop")
-add("counts are missing", DEEPSEEK, replacing(images_spatial_crop=None), "^images_spatial_crop: .*got None")
-add("counts are missing", STEP3, replacing(num_patches=None), "^num_patches: .*got None")
-add(
-    "crops are missing", STEP3, replacing(patch_pixel_values=None), "^patch_pixel_values: expected .*got None"
-)
-add("crops are NumPy", DEEPSEEK, replacing(images_crop=np.zeros(3)), "^images_crop: expected a tensor")
-ratios = {"num_patches": None, "aspect_ratios": torch.tensor([[2**40, 2**40]])}
-add("aspect ratios too large", LLAMA, replacing(**ratios), "^pixel_values: expected tile counts")
-ratios = {"num_patches": None, "aspect_ratios": torch.ones(1, 1).long().expand(FAR, 2)}
-add("aspect ratios too many", LLAMA, replacing(**ratios), "^aspect_ratios: expected one per image")
-ratios = {"num_patches": None, "aspect_ratios": "1:2"}
-add("aspect ratios are text", LLAMA, replacing(**ratios), "^aspect_ratios: expected rows of two integers")
-add("videos", LLAMA, replacing(pixel_values_videos=torch.zeros(1)), "^pixel_values_videos: .*images only")
-VIDEOS = {
+    add(f"counts are {label}", DEEPSEEK, {"images_spatial_crop": grid}, "images_spatial_crop")
+for tower, name in ((DEEPSEEK, "images_spatial_crop"), (STEP3, "num_patches"), (STEP3, "patch_pixel_values")):
+    add(f"{name} missing", tower, {name: None}, f"^{name}: .*got None")
+add("crops are NumPy", DEEPSEEK, {"images_crop": np.zeros(3)}, "^images_crop: expected a tensor")
+for value, message in (
+    (torch.tensor([[2**40, 2**40]]), "^pixel_values: expected tile counts"),
+    (torch.ones(1, 1).long().expand(FAR, 2), "^aspect_ratios: expected one per image"),
+    ("1:2", "^aspect_ratios: expected rows of two integers"),
+):
+    add(f"refused by {message}", LLAMA, {"num_patches": None, "aspect_ratios": value}, message)
+add("videos", LLAMA, {"pixel_values_videos": torch.zeros(1)}, "^pixel_values_videos: .*images only")
+for label, value in {
     "NumPy": np.zeros((2, 3, 16, 16)),
-    "a list of numbers": [1, 2],
     "without data": torch.zeros(1, 1, 1, 1, 1).expand(FAR, 2, 3, 16, 16),
     "without counts": torch.zeros(2, 3, 16, 16),
     "of another size": torch.zeros(1, 2, 3, 8, 8),
-}
-for label, value in VIDEOS.items():
-    add(f"videos are {label}", INTERN, replacing(pixel_values_videos=value), "^pixel_values_videos: ")
+}.items():
+    add(f"videos are {label}", INTERN, {"pixel_values_videos": value}, "^pixel_values_videos: ")
 
 # Towers that know nothing of this library.
-for label, lengths in {
-    "negative": [-3],
-    "beyond 64 bits": [2**70],
-    "text": ["a"],
-    "a boolean": [True],
-}.items():
-    add(f"lengths are {label}", MOCK, replacing(lengths=lengths), "PackedModel reads item 0 as one of")
-for label, lengths in {"a number": 3, "None": None}.items():
-    add(f"lengths are {label}", MOCK, replacing(lengths=lengths), "PackedModel does not read .*TypeError")
+for label, lengths in {"negative": [-3], "beyond 64 bits": [2**70], "a boolean": [True]}.items():
+    add(f"lengths are {label}", MOCK, {"lengths": lengths}, "PackedModel reads item 0 as one of")
+add("lengths are a number", MOCK, {"lengths": 3}, "PackedModel does not read .*TypeError")
 
 
 # --- what becomes of them
@@ -370,7 +299,7 @@ for label, lengths in {"a number": 3, "None": None}.items():
 
 def hostile(request: dict[str, Any], tower: str, change: Callable[[dict[str, Any]], Any]) -> Any:
     """The request with the change; where the tower packs patches, it has 28 rows of them in one image."""
-    if tower in (*PACKED, KIMI_VL):
+    if tower in PACKED:
         grid = [[2, 14]] if tower == KIMI_VL else [[1, 2, 14]]
         shape = request["pixel_values"].shape[1:]
         request = {"pixel_values": torch.zeros(28, *shape), next(k for k in request if "grid" in k): grid}
@@ -393,7 +322,7 @@ def test_it_is_refused_by_name_and_the_manager_goes_on(label: str) -> None:
 
 def test_who_sends_bad_inputs_waits_for_nobody_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = manager_of(QWEN)
-    request = hostile(good_request(QWEN), QWEN, replacing(image_grid_thw=[[FAR, 2, 2]]))
+    request = hostile(good_request(QWEN), QWEN, lambda good: {**good, "image_grid_thw": [[FAR, 2, 2]]})
     forward, refused = manager.tower.encoder_eager_forward, list[InputError]()
 
     def send() -> None:
@@ -412,7 +341,7 @@ def test_who_sends_bad_inputs_waits_for_nobody_and_holds_up_nobody(monkeypatch: 
     assert refused, "it waited for the lock"
 
 
-@pytest.mark.parametrize("tower", [QWEN, QWEN25, GLM, KIMI_K25, KIMI_VL])
+@pytest.mark.parametrize("tower", PACKED)
 def test_a_plan_by_grids_alone_counts_without_making(tower: str) -> None:
     """Pixels, which else say how large grids may be, are missing; so nothing of the grids' size is made."""
     manager = manager_of(tower)
@@ -433,28 +362,21 @@ def test_a_plan_by_grids_alone_counts_without_making(tower: str) -> None:
 
 OWN_FORWARD = {
     "larger than pixels": lambda x, g: (x, g * 2),
-    "of very many frames": lambda x, g: (x, g + FAR),
     "a product that wraps": lambda x, g: (x, g + 2**62),
     "very many": lambda x, g: (x, g[:1].expand(FAR, -1)),
-    "very wide": lambda x, g: (x, g[:, :1].expand(-1, FAR)),
     "complex": lambda x, g: (x, g + 0j),
-    "floats": lambda x, g: (x, g.double()),
-    "boolean": lambda x, g: (x, g > 0),
     "a list": lambda x, g: (x, g.tolist()),
-    "NumPy": lambda x, g: (x, g.numpy()),
     "None": lambda x, g: (x, None),
     "without dimensions": lambda x, g: (x, g.sum()),
     "of NumPy patches": lambda x, g: (x.numpy(), g),
-    "of complex patches": lambda x, g: (x + 0j, g),
     "of patches of another width": lambda x, g: (x.flatten(1)[:, 1:], g),
-    "of patches in one dimension": lambda x, g: (x.flatten(), g),
     "of patches on the meta device": lambda x, g: (x.to("meta"), g),
     "of no patches": lambda x, g: (None, g),
 }
 
 
 @pytest.mark.parametrize("label", OWN_FORWARD)
-@pytest.mark.parametrize("tower", [QWEN, QWEN25, GLM, KIMI_K25, KIMI_VL])
+@pytest.mark.parametrize("tower", PACKED)
 def test_the_towers_own_forward_refuses_alike(label: str, tower: str) -> None:
     wrapped = manager_of(tower).tower
     patches, grids = wrapped.example_inputs()
@@ -465,9 +387,7 @@ def test_the_towers_own_forward_refuses_alike(label: str, tower: str) -> None:
     assert wrapped(patches, grids) is not None
 
 
-@pytest.mark.parametrize(
-    "value", [np.zeros((1, 3, 16, 16)), torch.zeros(1, 3, 16, 16) + 0j, torch.zeros(3), None]
-)
+@pytest.mark.parametrize("value", [np.zeros((1, 3, 16, 16)), None])
 @pytest.mark.parametrize("tower", [INTERN, LLAMA, STEP3])
 def test_the_own_forward_of_towers_of_tiles_refuses_too(value: Any, tower: str) -> None:
     assert_refused(lambda: manager_of(tower).tower(value), "^pixel_values: expected")

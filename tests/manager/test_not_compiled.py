@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.compile.options import CompileOptions
-from fxsplit_encoder.compile.trace import trace_forward
-from fxsplit_encoder.errors import ConfigError, UntraceableError
+from fxsplit_encoder.errors import ConfigError
 
 from . import managers
 from .mock_towers import (
@@ -21,10 +19,8 @@ from .mock_towers import (
     PathsModel,
     SplitModel,
     UntraceableModel,
-    alone,
-    assert_equal_items,
+    assert_serves,
     batch,
-    eagerly,
     items,
 )
 
@@ -59,21 +55,10 @@ def test_a_tower_is_captured_as_it_is_where_that_is_asked_for(
     manager = captured(model, mode=mode, compile=False, debug=True)
     assert {graph.mode for graph in manager.budget_graphs["default"].values()} == {graphs}
     for lengths in ((3,), (2, 5), (9,)):
-        inputs = batch(*lengths)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+        assert_serves(manager, batch(*lengths))
     assert manager.stats().hits == 3
     assert manager.stats().fallback_runs == {"eager": 1}
     assert (manager.programs, manager.reports, traces) == ({"default": None}, [], [])
-
-
-@pytest.mark.parametrize(("mode", "hits"), [("exact", 1), ("none", 0)])
-def test_without_budgets_nothing_is_compiled_either(mode: str, hits: int, traces: list[str]) -> None:
-    model = SplitModel()
-    manager = captured(model, mode=mode, compile=False)
-    for _ in range(2):
-        inputs = batch(3)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
-    assert (manager.stats().hits, traces) == (hits, [])
 
 
 @pytest.mark.parametrize("settings", [{"piece_compiler": "eager"}, {"passes": ["conv_to_linear"]}])
@@ -87,17 +72,6 @@ def test_torch_compile_has_compiled_already() -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="encoder_cg", options={"compile": False})
     with torch.no_grad(), pytest.raises(Exception, match=r"compile: torch\.compile has traced"):
         compiled(torch.ones(1, 2))
-
-
-def test_attention_breaks_a_tower_that_is_captured_as_it_is(tiny_towers: Any) -> None:
-    manager = managers.captured(tiny_towers.wrapped, mode="breakable", token_budgets=(4, 16))
-    assert (manager.programs, manager.reports) == ({"default": None}, [])
-    layers = len(tiny_towers.hugging_face.blocks)
-    for graph in manager.budget_graphs["default"].values():
-        found: Any = graph.graph
-        assert graph.mode == "breakable"
-        assert (found.num_eager_breaks, found.num_graphs) == (layers, layers + 1)
-        assert len(found.segments) == 2 * layers + 1
 
 
 def read(output: Tensor) -> Tensor:
@@ -134,8 +108,7 @@ def test_what_cannot_be_captured_names_the_op_and_the_rest_serves(
     manager = captured(model, mode=mode, compile=False, debug=True)
     assert {graph.mode for graph in manager.budget_graphs["default"].values()} == modes
     assert any(report in line for line in manager.reports) if report else manager.reports == []
-    inputs = batch(3, 2)
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert_serves(manager, batch(3, 2))
     assert manager.stats().misses == ({} if modes else {fx.MissReason.NOT_CAPTURED: 2})
 
 
@@ -148,8 +121,7 @@ def test_one_refusal_is_that_of_all_axis_keys_and_paths(traces: list[str]) -> No
     assert traces == ["trace"]
     assert len(manager.reports) == 4
     assert all("captured without compiling: the forward does not trace" in r for r in manager.reports)
-    inputs = items(model, (3,), (2,), keys=[(4, 1), (8, 2)])
-    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert_serves(manager, items(model, (3,), (2,), keys=[(4, 1), (8, 2)]))
 
     manager = captured(PathsModel())
     assert traces == ["trace"] * 2
@@ -171,50 +143,3 @@ def test_nothing_is_compiled_where_nothing_counts_tokens() -> None:
     assert compiled == []
     captured(SplitModel(), piece_compiler=note)
     assert compiled
-
-
-class Block(nn.Module):
-    def __init__(self, returns: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.returns = returns
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Any:
-        q = self.linear(x).view(-1, 2, 4)
-        y = torch.ops.fxsplit.varlen_attention(q, q, q, lengths, q.shape[0], 0.5).view(-1, 8)
-        return (y,) if self.returns == "a tuple" else y
-
-
-class Blocks(nn.Module):
-    def __init__(self, returns: str = "a tensor", breaks: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(returns) for _ in range(3))
-        self.breaks = breaks
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        x = inputs["x"]
-        for block in self.blocks:
-            y = block(x, inputs["lengths"])
-            x = x + (y[0] if isinstance(y, tuple) else y)
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return x
-
-
-def traced(model: Blocks, splitting_ops: tuple[str, ...] = ("fxsplit::varlen_attention",)) -> Any:
-    inputs = {"x": torch.randn(12, 8), "lengths": torch.tensor([0, 5, 12], dtype=torch.int32)}
-    options = CompileOptions(splitting_ops, "eager", requires_tokens=True)
-    return trace_forward(model.forward, inputs, {"x": [0]}, options, model)
-
-
-def test_a_trace_is_repeated_for_what_its_blocks_did_alone(
-    traces: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    traced(Blocks("a tuple"))  # which is no op, and traces
-    assert traces == ["trace"] * 2
-    assert "equal blocks are traced one by one" in caplog.text
-    with pytest.raises(UntraceableError, match="does not trace as one graph: Unsupported"):
-        traced(Blocks(breaks=True))
-    with pytest.raises(fx.errors.CompileError, match="it has no splitting op"):
-        traced(Blocks(), ("aten::scaled_dot_product_attention",))
-    assert traces == ["trace"] * 4  # one each

@@ -13,8 +13,8 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention import varlen_attention
 from fxsplit_encoder.manager.path_forward import RowGroups
 
-from .managers import captured, manager_of
-from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items
+from .managers import captured
+from .mock_towers import WIDTH, Config, SplitModel, assert_serves
 
 GROUP = 4
 MOST_ITEMS = 4
@@ -22,8 +22,6 @@ MOST_ITEMS = 4
 
 class OrderedTokens(SplitModel):
     """Two layers over tokens of four patches each, in an order that is an input, and back."""
-
-    grows_evenly = True
 
     def get_encoder_cudagraph_config(self) -> Config:
         return Config(["image"], ["patches", "order", "back", "lengths"], WIDTH)
@@ -44,16 +42,12 @@ class OrderedTokens(SplitModel):
             "lengths": [mm_kwargs["lengths"][index] for index in indices],
         }
 
-    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *args: Any, **k: Any) -> Values:
-        extra = 0 if self.grows_evenly or token_budget == 4 else 1
-        inputs = self.inputs_of([token_budget], token_budget + extra)
-        return Values({"patches": torch.randn(GROUP * token_budget, WIDTH), **inputs})
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        return {"patches": torch.randn(GROUP * budget, WIDTH), **self.inputs_of([budget], budget)}
 
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], *a: Any, **k: Any
-    ) -> Values:
+    def batch_values(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
         lengths = mm_kwargs["lengths"]
-        return Values({"patches": mm_kwargs["patches"], **self.inputs_of(lengths, sum(lengths))})
+        return {"patches": mm_kwargs["patches"], **self.inputs_of(lengths, sum(lengths))}
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         x = inputs["patches"]
@@ -63,10 +57,6 @@ class OrderedTokens(SplitModel):
             q = self.linear(x).view(-1, 2, WIDTH // 2)
             x = x + varlen_attention(q, q, q, inputs["lengths"], rows, 0.5).flatten(1)
         return x.view(-1, GROUP, WIDTH).sum(1)[inputs["back"]]
-
-    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
-        values = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs).values
-        return self.encoder_cudagraph_forward(values)
 
 
 def batch(*lengths: int) -> dict[str, Any]:
@@ -84,9 +74,9 @@ class TokensByImage(OrderedTokens):
         inputs = super().inputs_of(lengths, tokens)
         return {**inputs, "images": torch.arange(float(len(lengths))).add(1)}
 
-    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *args: Any, **k: Any) -> Values:
-        inputs = self.inputs_of([4] * (token_budget // 4), token_budget)
-        return Values({"patches": torch.randn(GROUP * token_budget, WIDTH), **inputs})
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        inputs = self.inputs_of([4] * (budget // 4), budget)
+        return {"patches": torch.randn(GROUP * budget, WIDTH), **inputs}
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         own = {name: value for name, value in inputs.items() if name != "images"}
@@ -94,7 +84,7 @@ class TokensByImage(OrderedTokens):
         return super().encoder_cudagraph_forward(own) * scale[:, None]
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
-        values = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs).values
+        values = self.batch_values(mm_kwargs)
         images = values.pop("images")
         scale = images.repeat_interleave(torch.tensor(mm_kwargs["lengths"]))
         return super().encoder_cudagraph_forward(values) * scale[:, None]
@@ -109,8 +99,7 @@ def test_a_trace_knows_them_as_a_part_of_the_patches(poisoned_memory: None) -> N
     assert path.program is not None
     assert path.program.program.num_rows_slot is not None  # masks know the rows, however they are written
     for lengths in ((4,), (8,), (3, 5, 4), (12,), (13,)):
-        inputs = batch(*lengths)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+        assert_serves(manager, batch(*lengths))
     assert (manager.stats().hits, manager.stats().items) == (6, 7)
 
 
@@ -119,18 +108,8 @@ def test_a_proportion_of_captures_that_a_batch_does_not_have_is_encoded_eagerly(
     manager = captured(model, token_budgets=(4, 8, 12), debug=False)
     assert manager.paths["default"].forward.groups.factors["images"] == 4 * GROUP
     for lengths in ((4, 4), (2, 5), (3,)):
-        inputs = batch(*lengths)
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+        assert_serves(manager, batch(*lengths))
     assert (manager.stats().hits, manager.stats().items) == (2, 5)
-
-
-def test_what_is_no_fixed_part_is_captured_without_compiling() -> None:
-    model = OrderedTokens()
-    model.grows_evenly = False
-    manager = manager_of(model)
-    manager.compile()
-    assert manager.programs["default"] is None
-    assert manager.paths["default"].forward.groups.factors == {}
 
 
 @pytest.mark.parametrize(

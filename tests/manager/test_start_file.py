@@ -22,7 +22,6 @@ from fxsplit_encoder.errors import InputError, StartFileError
 from fxsplit_encoder.kernels import store
 from fxsplit_encoder.kernels.attention import AttentionShape
 from fxsplit_encoder.kernels.attention.chooser import MEASUREMENTS
-from fxsplit_encoder.kernels.store import entries_of
 from fxsplit_encoder.manager.start import (
     FORMAT,
     KnownTower,
@@ -37,7 +36,6 @@ from fxsplit_encoder.manager.start import (
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 
 from ..kernels.attention.fakes import CUDA
-from ..kernels.test_store import tables
 
 PARTS = {"tower.json": b"[]", "kernels/triton/a/b.cubin": bytes(range(256)) * 40}
 
@@ -204,12 +202,6 @@ towers = st.builds(
 @given(known=towers)
 def test_what_was_measured_of_a_tower_comes_back(known: KnownTower) -> None:
     assert tower_from_json(json.dumps(asdict(known)).encode()) == known
-
-
-@settings(max_examples=15)
-@given(table=tables)
-def test_what_was_measured_of_attention_comes_back(table: dict) -> None:
-    assert table_from_json(json.dumps(entries_of(table)).encode(), AttentionShape, CUDA) == table
 
 
 @pytest.mark.parametrize(

@@ -76,20 +76,12 @@ ITEMS = sum(map(len, BATCHES))
 SHARED = "captured without compiling: its weights are shared among the ranks of process_group"
 
 
-@pytest.mark.parametrize("run", ["plain full", "plain auto"])
-def test_ranks_that_are_told_of_one_another_replay_together(run: str, ranks: Any) -> None:
+def test_ranks_that_are_told_of_one_another_replay_together(ranks: Any) -> None:
     for rank in ranks:
-        assert rank[run]["error"] < 1e-5
-        assert rank[run]["hits"] == ITEMS
-        assert rank[run]["modes"] == dict.fromkeys(BUDGETS, "full")
-        assert rank[run]["reports"] == [f"path default: {SHARED}"]
-
-
-def test_counts_that_recur_are_captured_together(ranks: Any) -> None:
-    for rank in ranks:
-        assert rank["plain exact"]["error"] < 1e-5
-        assert rank["plain exact"]["sizes"] == [3]
-        assert rank["plain exact"]["hits"] == 4
+        found = rank["plain"]
+        assert found["error"] < 1e-5
+        assert (found["hits"], found["modes"]) == (ITEMS, dict.fromkeys(BUDGETS, "full"))
+        assert found["reports"] == [f"path default: {SHARED}"]
 
 
 @pytest.mark.parametrize(
@@ -120,13 +112,12 @@ def test_a_limit_that_one_rank_exceeds_costs_all_the_same_budgets(ranks: Any) ->
     assert any("max_graph_bytes allows 1400; it gains least" in report for report in second["reports"])
 
 
-@pytest.mark.parametrize("run", ["not told", "not told, traced"])
-def test_ranks_that_nobody_told_of_capture_nothing(run: str, ranks: Any) -> None:
+def test_ranks_that_nobody_told_of_capture_nothing(ranks: Any) -> None:
     for rank in ranks:
-        assert rank[run]["modes"] == {}
-        assert rank[run]["hits"] == 0
-        assert rank[run]["error"] < 1e-5
-        dropped = [report for report in rank[run]["reports"] if "is dropped" in report]
+        found = rank["not told"]
+        assert (found["modes"], found["hits"]) == ({}, 0)
+        assert found["error"] < 1e-5
+        dropped = [report for report in found["reports"] if "is dropped" in report]
         assert len(dropped) == len(BUDGETS)
         assert all("it calls other ranks (c10d::allreduce_)" in report for report in dropped)
         assert all("pass the process_group of the ranks that share the weights" in r for r in dropped)

@@ -55,21 +55,14 @@ def another_number(tower: Any) -> None:
     tower.blocks[0].norm1.eps = 0.5
 
 
-def another_number_of_the_tower(tower: Any) -> None:
-    tower.blocks[0].attn.scaling = 4.0
-
-
-CHANGES = [another_layer, adapter, hook, another_forward, another_number, another_number_of_the_tower]
-
 # Each change is met in one mode, as who looks for changes knows no modes.
-SHOWN = {
+CHANGES = [
     (another_layer, "full"),
     (hook, "breakable"),
     (adapter, "piecewise"),
     (another_forward, "breakable"),
     (another_number, "breakable"),
-    (another_number_of_the_tower, "breakable"),
-}
+]
 
 
 def make(config: fx.EncoderConfig = CONFIG) -> tuple[fx.EncoderCudaGraphManager, dict[str, Any]]:
@@ -84,14 +77,7 @@ def assert_right(manager: fx.EncoderCudaGraphManager, inputs: dict[str, Any]) ->
     return got
 
 
-@pytest.mark.parametrize(
-    ("change", "mode"),
-    [
-        pytest.param(change, mode, marks=() if (change, mode) in SHOWN else pytest.mark.exhaustive)
-        for change in CHANGES
-        for mode in ("full", "piecewise", "breakable")
-    ],
-)
+@pytest.mark.parametrize(("change", "mode"), CHANGES)
 @torch.no_grad()
 def test_nothing_stale_is_returned_and_captures_can_be_made_anew(
     change: Callable[[Any], None], mode: Any
@@ -188,21 +174,6 @@ def test_what_is_captured_is_the_tower_as_it_is_then(before: str) -> None:
 
 
 @torch.no_grad()
-def test_behind_captures_that_do_not_wait() -> None:
-    manager, inputs = make()
-    manager.capture(wait=False)
-    assert manager.wait_captured(60)
-    assert_right(manager, inputs)
-    another_layer(manager.tower.tower)
-    with pytest.raises(fx.TowerChangedError):
-        manager.execute(inputs)
-    manager.capture(wait=False)
-    assert_right(manager, inputs)
-    assert manager.wait_captured(60)
-    assert_right(manager, inputs)
-
-
-@torch.no_grad()
 def test_with_time_between_looks_a_change_is_seen_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, inputs = make(UNCOMPILED.replace(weight_check_seconds=3600.0))
     manager.capture()
@@ -213,17 +184,3 @@ def test_with_time_between_looks_a_change_is_seen_at_the_next(monkeypatch: pytes
     for _ in range(2):
         with pytest.raises(fx.TowerChangedError):
             manager.execute(inputs)
-
-
-@torch.no_grad()
-def test_what_changes_no_result_is_let_be() -> None:
-    manager, inputs = make(UNCOMPILED)
-    manager.capture()
-    tower = manager.tower.tower
-    tower.train()
-    tower.eval()
-    tower.blocks[0].mlp.cache = {}
-    for parameter in tower.parameters():
-        parameter.mul_(1.1)
-    assert_right(manager, inputs)
-    assert manager.stats().hits == 1

@@ -13,7 +13,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.manager.tower import tower_part, tower_tensors
 
 from . import managers
-from .mock_towers import WIDTH, SplitModel, UntraceableModel, alone, assert_equal_items, batch
+from .mock_towers import WIDTH, SplitModel, UntraceableModel, assert_serves, batch
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -84,14 +84,10 @@ def test_moved_weights_of_the_language_model_are_nothing_to_captures(make: Any) 
     assert manager.paths["default"].captured[8] is before
     for weight in (model.adapter.weight, model.newline):  # named by nobody, and read all the same
         weight.data = weight.data + 1
-        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+        assert_serves(manager, inputs)
         assert manager.paths["default"].captured[8] is not before
         before = manager.paths["default"].captured[8]
     assert manager.stats().hits == 8
-
-
-def test_device_and_dtype_are_those_of_the_tower() -> None:
-    assert captured(WholeUntraceable(), NAMED["attribute"]).dtype is torch.float32
 
 
 def test_a_model_that_names_nothing_is_all_tower() -> None:

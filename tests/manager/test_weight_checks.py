@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.breakable import eager_break_during_capture
-from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.runtime import WeightChecks, requests
 
 from . import managers
-from .mock_towers import SplitModel, alone, assert_equal_items, batch
+from .mock_towers import SplitModel, alone, assert_equal_items, assert_serves, batch
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 captured = functools.partial(managers.captured, token_budgets=(8,), debug=False)
@@ -30,16 +29,6 @@ class Clock:
 
 def replace_weight(model: SplitModel) -> None:
     model.linear.weight = nn.Parameter(model.linear.weight + 1, requires_grad=False)
-
-
-def test_every_replay_looks_unless_told_otherwise() -> None:
-    assert fx.EncoderConfig().weight_check_seconds == 0
-    checks = WeightChecks(0)
-    assert checks.is_due("a")
-    assert checks.is_due("a")
-    for seconds in (-1, float("inf"), float("nan"), "soon"):
-        with pytest.raises(ConfigError, match="weight_check_seconds"):
-            fx.EncoderConfig(weight_check_seconds=seconds)  # type: ignore[arg-type]
 
 
 def test_paths_look_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +56,7 @@ def test_what_moved_serves_until_the_next_look(monkeypatch: pytest.MonkeyPatch, 
         manager.check_weights()
     elif how == "by time":
         clock.now += 1
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert_serves(manager, inputs)
     assert manager.stats().misses == {}
 
 
@@ -82,7 +71,7 @@ def test_what_was_found_wrong_is_found_again(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(fx.InputError, match="parameters: expected them"):
             manager.execute(inputs)
     model.linear.weight = weight
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert_serves(manager, inputs)
 
 
 def test_a_look_that_a_failed_replay_owed_is_made_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,5 +96,5 @@ def test_a_look_that_a_failed_replay_owed_is_made_by_the_next(monkeypatch: pytes
     with pytest.raises(ValueError, match="half-way"):
         manager.execute(inputs)
     failing.clear()
-    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert_serves(manager, inputs)
     assert manager.stats().misses == {}

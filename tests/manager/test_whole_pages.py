@@ -13,7 +13,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.planning.limits import Limits
 
 from . import managers
-from .mock_towers import WIDTH, Config, EncoderProtocol, ItemSpec, PathConfig, Values, assert_equal_items
+from .mock_towers import WIDTH, Config, EncoderProtocol, ItemSpec, PathConfig, assert_equal_items
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -27,7 +27,6 @@ class Pages(EncoderProtocol, nn.Module):
     """
 
     traceable = True
-    mixes = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,20 +43,18 @@ class Pages(EncoderProtocol, nn.Module):
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         return {"pixels": mm_kwargs["pixels"][indices]}
 
-    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *a: Any, **k: Any) -> Values:
-        return Values({"pixels": torch.randn(token_budget // PAGE, PAGE, WIDTH)})
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        return {"pixels": torch.randn(budget // PAGE, PAGE, WIDTH)}
 
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], *a: Any, **k: Any
-    ) -> Values:
-        return Values({"pixels": mm_kwargs["pixels"]})
+    def batch_values(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {"pixels": mm_kwargs["pixels"]}
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         if not self.traceable:
             torch._dynamo.graph_break()
         x = self.linear(inputs["pixels"]).reshape(len(inputs["pixels"]), -1, 2, WIDTH // 2).transpose(1, 2)
         y = scaled_dot_product_attention(x, x, x).transpose(1, 2).reshape(-1, WIDTH)
-        return y - y.mean(0) if self.mixes else y
+        return y - y.mean(0)
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
         return self.encoder_cudagraph_forward(mm_kwargs)
@@ -121,8 +118,8 @@ def test_a_tower_whose_pages_are_smaller_than_it_says_falls_back(make: Any) -> N
             tokens = mm_kwargs["pixels"].shape[1]
             return [ItemSpec(tokens, tokens, {"default": tokens}) for _ in mm_kwargs["pixels"]]
 
-        def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *a: Any, **k: Any) -> Values:
-            return Values({"pixels": torch.randn(2 * token_budget // PAGE, PAGE // 2, WIDTH)})
+        def capture_values(self, budget: int) -> dict[str, Any]:
+            return {"pixels": torch.randn(2 * budget // PAGE, PAGE // 2, WIDTH)}
 
     model = Halves()
     manager = captured(model, (1,), mode="full")

@@ -25,13 +25,6 @@ def table(
     )
 
 
-def test_a_larger_budget_is_taken_where_it_was_measured_to_be_cheaper() -> None:
-    costs = table(PathCosts({64: 2.0, 128: 1.9, 256: 3.0}), (64, 128, 256))
-    assert costs.replay(10, None) == (128, 1.9)
-    assert costs.replay(10, None, smallest=True) == (64, 2.0)
-    assert table(PathCosts({64: 2.0, 128: 1.9}), (64,), largest=64).replay(10, None) == (64, 2.0)
-
-
 def test_fallbacks_are_linear_between_and_beyond_their_points() -> None:
     path_costs = PathCosts(exact=((10, 2.0), (20, 4.0), (40, 5.0)), eager=((30, 3.0),))
     costs = table(path_costs, (), largest=60)
@@ -56,12 +49,6 @@ def test_unmeasured_costs_prefer_replays_and_little_padding() -> None:
     assert one < both < 2 * one, "what has to fall back does so together"
 
 
-def test_what_a_table_says_of_all_its_budgets() -> None:
-    assert table(PathCosts(REPLAY, max_segments={64: 2, 256: 8, 1024: 32})).always_held == 2
-    assert table(PathCosts(REPLAY, {256: 3.0})).has_one_segment
-    assert not table(PathCosts(REPLAY, REPLAY)).has_one_segment
-
-
 def test_a_batch_without_tokens_is_skipped_or_a_replay_of_padding() -> None:
     path_costs = PathCosts(REPLAY, exact=((1, 0.1),))
     assert table(path_costs, skippable=True).costs(np.array([0, 1])).tolist() == [0.0, 0.1]
@@ -69,12 +56,6 @@ def test_a_batch_without_tokens_is_skipped_or_a_replay_of_padding() -> None:
     assert table(path_costs, skippable=True).costs(
         np.array([0, 1]), np.array([9, 9]), np.array([False, False])
     ).tolist() == [0.0, 0.1]
-
-
-def test_tables_are_made_once() -> None:
-    path_costs = PathCosts(REPLAY)
-    assert table(path_costs) is table(path_costs)
-    assert table(path_costs) is not table(path_costs, (64, 256))
 
 
 @pytest.mark.parametrize("points", [((2, 1.0), (1, 1.0)), ((1, 1.0), (1, 2.0)), ((0, 1.0),)])

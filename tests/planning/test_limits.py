@@ -51,12 +51,6 @@ def test_everything_is_inferred_from_the_range() -> None:
     )
 
 
-def test_inferred_items_stay_within_the_smallest_budget() -> None:
-    assert limits({}, (8, 4096)).max_items_per_batch == 8
-    assert limits({"token_budgets": [16, 4096]}, (64, 4096)).max_items_per_batch == 16
-    assert limits({"paths": {"default": {"token_budgets": [4]}}}, (64, 4096)).max_items_per_batch == 4
-
-
 @pytest.mark.parametrize("budget_range", [(4096, 4096), (2049, 4096)])
 def test_vllm_41714_a_narrow_range_does_not_make_batches_of_one(budget_range: tuple[int, int]) -> None:
     assert limits({}, budget_range).max_items_per_batch == 8
@@ -117,11 +111,6 @@ def test_whole_tiles_hold_the_items_and_reach_the_range(tile: int, extra: int, i
     assert all(budget % tile == 0 for budget in budgets)
     assert max(items, tile) <= budgets[0] < items + tile + (items == 0)
     assert maximum - tile < budgets[-1] <= maximum
-
-
-def test_a_path_may_be_skipped_if_the_tower_says_so() -> None:
-    assert limits({}, (64, 800), paths=PATHS).skippable_paths == {"local"}
-    assert limits({}).skippable_paths == frozenset()
 
 
 def test_a_listed_zero_is_never_captured() -> None:
@@ -214,26 +203,6 @@ def test_default_budgets_of_tiles_hold_whole_ones(tile: int, extra: int) -> None
     assert set(generate_budgets(tile, tile + extra)) <= set(budgets)
     assert all(budget % tile == 0 for budget in budgets[:-1])
     assert all(4 * larger <= 5 * smaller for smaller, larger in itertools.pairwise(budgets[3:]))
-
-
-@given(st.integers(4, 10**6), st.integers(0, 10**6))
-def test_default_budgets_of_any_size_grow_by_a_quarter_at_most(minimum: int, extra: int) -> None:
-    budgets = default_budgets(minimum, minimum + extra)
-    assert budgets == sorted(set(budgets))
-    # A quarter of less than 4 is rounded.
-    assert all(larger <= 5 * smaller / 4 + 1 for smaller, larger in itertools.pairwise(budgets))
-
-
-def test_default_budgets_quarter_the_padding_of_uniform_sizes() -> None:
-    def padding(budgets: list[int]) -> tuple[float, float]:
-        sizes = range(2**14 + 1, 2**15 + 1)
-        replayed = [smallest_fitting(budgets, size) or 0 for size in sizes]
-        return sum(replayed) - sum(sizes), sum(replayed)
-
-    powers, finer = padding(generate_budgets(64, 2**16)), padding(default_budgets(64, 2**16))
-    assert powers[0] / powers[1] == pytest.approx(1 / 4, rel=1e-3)
-    assert finer[0] / finer[1] == pytest.approx(1 / 13, rel=1e-3)
-    assert finer[0] / powers[0] == pytest.approx(1 / 4, rel=1e-3)
 
 
 @pytest.mark.parametrize(("minimum", "maximum"), [(0, 8), (-1, 8), (9, 8)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -21,10 +22,13 @@ from ..instructions import instructions
 
 LIMITS = Limits({"default": (64, 128, 256)}, max_items_per_batch=4, max_frames_per_batch=8)
 TWO_PATHS = Limits({"global": (100, 200), "local": (50, 100)}, 8, 0, frozenset({"local"}))
+OVER = MissReason.OVER_LARGEST_BUDGET
 
 # A tower of 27 blocks on one H200: milliseconds.
 H200_LIMITS = Limits({"default": (64, 256, 1024, 1764)}, 64, 8)
 H200 = PathCosts({64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}, exact=((256, 4.5), (268, 4.5), (1764, 29.6)))
+
+each_packing = pytest.mark.parametrize("packing", get_args(Packing))
 
 
 def image(tokens: int, **facts: Any) -> Item:
@@ -60,115 +64,102 @@ def results(plan: Plan) -> list[tuple[tuple[int, ...], int | None, str]]:
 # --- without measurements
 
 
-def test_each_batch_gets_the_smallest_budget_with_room() -> None:
-    plan = build_plan(images(100, 64, 20, 30), LIMITS, packing="greedy")
-    assert plan.batches == (PlannedBatch((2, 3, 1, 0), {"default": PathPlan(214, 256)}, 214),)
-    for tokens, budget in ((64, 64), (65, 128), (128, 128), (256, 256)):
-        for packing in get_args(Packing):
-            plan = build_plan(images(tokens), LIMITS, packing=packing)
-            assert results(plan) == [((0,), budget, "hit")]
+CASES: dict[str, tuple[list[Item], Limits, Captured | None, list[Any]]] = {
+    "over the largest budget": (
+        images(10, 257),
+        LIMITS,
+        None,
+        [((0,), 64, "hit"), ((1,), None, "over_largest_budget")],
+    ),
+    "too many frames": (
+        [image(10, frames=8), image(20), image(90, frames=9)],
+        LIMITS,
+        None,
+        [((0, 1), 64, "hit"), ((2,), None, "too_many_frames")],
+    ),
+    "a budget was dropped": (
+        images(100),
+        LIMITS,
+        Captured(keys(64, 256) | keys(128, path="other")),
+        [((0,), 256, "hit")],
+    ),
+    "nothing was captured": (
+        images(60, 60, 300),
+        LIMITS,
+        captured(),
+        [((0, 1), None, "not_captured"), ((2,), None, "over_largest_budget")],
+    ),
+    "the exact shape is as fast": (
+        images(100),
+        LIMITS,
+        Captured(keys(64, 256), keys(128)),
+        [((0,), None, "exact_is_faster")],
+    ),
+    "a smaller exact shape is": (
+        images(200),
+        LIMITS,
+        Captured(keys(64, 256), keys(128)),
+        [((0,), 256, "hit")],
+    ),
+}
 
 
-def test_cost_packing_pads_less_than_greedy_packing() -> None:
-    gap = Limits({"default": (64, 128, 512)}, 4, 0)
-    assert results(build_plan(images(100, 60), gap, packing="greedy")) == [((1, 0), 512, "hit")]
-    assert results(build_plan(images(100, 60), gap)) == [((0,), 128, "hit"), ((1,), 64, "hit")]
-    assert results(build_plan(images(64, 128, 64), LIMITS)) == [((0, 1, 2), 256, "hit")]
+@each_packing
+@pytest.mark.parametrize("case", CASES)
+def test_the_smallest_captured_budget_with_room_is_replayed(case: str, packing: Packing) -> None:
+    items, limits, ready, expected = CASES[case]
+    assert results(build_plan(items, limits, ready, packing)) == expected
 
 
-def test_deferring_is_a_packing_of_its_own() -> None:
-    items = images(60, 130)
-    tight = Limits({"default": (64, 140, 256)}, 4, 0)
-    assert results(build_plan(items, tight, packing="greedy")) == [((0, 1), 256, "hit")]
-    assert results(build_plan(items, tight, packing="greedy_defer")) == [
-        ((0,), 64, "hit"),
-        ((1,), 140, "hit"),
-    ]
+@pytest.mark.parametrize(
+    ("packing", "sizes", "budgets", "expected"),
+    [
+        ("greedy", (100, 60), (64, 128, 512), [((1, 0), 512, "hit")]),
+        ("cost", (100, 60), (64, 128, 512), [((0,), 128, "hit"), ((1,), 64, "hit")]),
+        ("cost", (64, 128, 64), (64, 128, 256), [((0, 1, 2), 256, "hit")]),
+        ("greedy", (60, 130), (64, 140, 256), [((0, 1), 256, "hit")]),
+        ("greedy_defer", (60, 130), (64, 140, 256), [((0,), 64, "hit"), ((1,), 140, "hit")]),
+    ],
+)
+def test_each_packing_is_a_choice(packing: Packing, sizes: Any, budgets: Any, expected: Any) -> None:
+    limits = Limits({"default": budgets}, 4, 0)
+    assert results(build_plan(images(*sizes), limits, packing=packing)) == expected
 
 
-def test_an_item_over_the_largest_budget_is_a_miss_of_its_own() -> None:
-    for packing in get_args(Packing):
-        plan = build_plan(images(10, 257), LIMITS, packing=packing)
-        assert results(plan) == [((0,), 64, "hit"), ((1,), None, "over_largest_budget")]
-        assert (plan.hits, plan.misses) == (1, {MissReason.OVER_LARGEST_BUDGET: 1})
-
-
-def test_a_video_with_too_many_frames_is_a_miss_of_its_own() -> None:
-    for packing in get_args(Packing):
-        items = [image(10, frames=8), image(20), image(90, frames=9)]
-        plan = build_plan(items, LIMITS, packing=packing)
-        assert results(plan) == [((0, 1), 64, "hit"), ((2,), None, "too_many_frames")]
-    images_only = Limits(LIMITS.path_budgets, 4, 0)
-    plan = build_plan([image(90, frames=1), image(10)], images_only)
-    assert plan.misses == {MissReason.TOO_MANY_FRAMES: 1}
-
-
-def test_more_segments_than_a_capture_holds_need_a_larger_one() -> None:
+@each_packing
+def test_more_segments_than_a_capture_holds_need_a_larger_one(packing: Packing) -> None:
     costs = model(PathCosts.unmeasured((64, 128, 256), {64: 2, 128: 4, 256: 6}))
-    for packing in get_args(Packing):
 
-        def budget(segments: int, packing: Packing = packing) -> tuple[int | None, str]:
-            plan = build_plan([image(10, segments=segments)], LIMITS, packing=packing, costs=costs)
-            return results(plan)[0][1:]
+    def budget(segments: int) -> tuple[int | None, str]:
+        plan = build_plan([image(10, segments=segments)], LIMITS, packing=packing, costs=costs)
+        return results(plan)[0][1:]
 
-        assert [budget(n) for n in (2, 3, 6)] == [(64, "hit"), (128, "hit"), (256, "hit")]
-        assert budget(7) == (None, "too_many_segments")
-        items = [image(10, segments=segments) for segments in (3, 3, 1)]
-        several = build_plan(items, LIMITS, packing=packing, costs=costs)
-        assert several.misses == {}
+    assert [budget(n) for n in (2, 3, 6)] == [(64, "hit"), (128, "hit"), (256, "hit")]
+    assert budget(7) == (None, "too_many_segments")
+    items = [image(10, segments=segments) for segments in (3, 3, 1)]
+    assert build_plan(items, LIMITS, packing=packing, costs=costs).misses == {}
 
 
-def test_a_dropped_budget_gives_way_to_the_next_larger() -> None:
-    without_128 = Captured(keys(64, 256) | keys(128, path="other"))
-    for packing in get_args(Packing):
-        assert results(build_plan(images(100), LIMITS, without_128, packing)) == [((0,), 256, "hit")]
-
-
-def test_items_are_packed_for_the_budgets_that_were_captured() -> None:
-    for packing in get_args(Packing):
-        plan = build_plan(images(60, 60, 60, 200), LIMITS, captured(64, 128), packing)
-        assert [result for _, _, result in results(plan)].count("not_captured") == 1
-        assert (plan.hits, plan.misses) == (3, {MissReason.NOT_CAPTURED: 1})
-
-
-def test_nothing_captured_is_a_counted_miss() -> None:
-    plan = build_plan(images(60, 60, 300), LIMITS, captured())
-    assert plan.hits == 0
-    assert plan.misses == {MissReason.NOT_CAPTURED: 2, MissReason.OVER_LARGEST_BUDGET: 1}
-    assert [batch.indices for batch in plan.batches] == [(0, 1), (2,)]
-
-
-def test_budgets_at_which_the_exact_shape_is_as_fast_are_not_replayed() -> None:
-    for packing in get_args(Packing):
-        plan = build_plan(images(100), LIMITS, Captured(keys(64, 256), keys(128)), packing)
-        assert results(plan) == [((0,), None, "exact_is_faster")]
-        plan = build_plan(images(200), LIMITS, Captured(keys(64, 256), keys(128)), packing)
-        assert results(plan) == [((0,), 256, "hit")]
+@each_packing
+def test_items_are_packed_for_the_budgets_that_were_captured(packing: Packing) -> None:
+    plan = build_plan(images(60, 60, 60, 200), LIMITS, captured(64, 128), packing)
+    assert (plan.hits, plan.misses) == (3, {MissReason.NOT_CAPTURED: 1})
 
 
 # --- two paths
 
 
+@each_packing
 @pytest.mark.parametrize(
     ("item", "expected"),
     [
         ((80, 60), {"global": PathPlan(80, 100), "local": PathPlan(60, 100)}),
         ((80, 0), {"global": PathPlan(80, 100), "local": PathPlan(0)}),
-        (
-            (201, 60),
-            {"global": PathPlan(201, None, MissReason.OVER_LARGEST_BUDGET), "local": PathPlan(60, 100)},
-        ),
-        (
-            (201, 101),
-            {
-                "global": PathPlan(201, None, MissReason.OVER_LARGEST_BUDGET),
-                "local": PathPlan(101, None, MissReason.OVER_LARGEST_BUDGET),
-            },
-        ),
+        ((201, 60), {"global": PathPlan(201, None, OVER), "local": PathPlan(60, 100)}),
+        ((201, 101), {"global": PathPlan(201, None, OVER), "local": PathPlan(101, None, OVER)}),
     ],
     ids=["both replay", "local is skipped", "global falls back", "both fall back"],
 )
-@pytest.mark.parametrize("packing", get_args(Packing))
 def test_each_path_of_a_batch_is_planned_on_its_own(
     item: tuple[int, int], expected: dict[str, PathPlan], packing: Packing
 ) -> None:
@@ -187,38 +178,29 @@ def test_a_path_over_its_budgets_may_run_eagerly() -> None:
     )
     (batch,) = build_plan([two_path_image(400, 60)], TWO_PATHS, costs=costs).batches
     assert batch.paths == {
-        "global": PathPlan(400, None, MissReason.OVER_LARGEST_BUDGET, True, 16.0),
+        "global": PathPlan(400, None, OVER, True, 16.0),
         "local": PathPlan(60, 100, milliseconds=1.5),
     }
     assert batch.milliseconds == 18.0
 
 
-def test_a_path_that_is_never_skipped_replays_padding() -> None:
+@each_packing
+def test_a_path_that_is_never_skipped_replays_padding(packing: Packing) -> None:
     limits = Limits(TWO_PATHS.path_budgets, 8, 0)
-    for packing in get_args(Packing):
-        (batch,) = build_plan([two_path_image(80, 0)], limits, packing=packing).batches
-        assert batch.paths["local"] == PathPlan(0, 50)
-        assert batch.reason is None
-        plan = build_plan([two_path_image(80, 0)], limits, captured(100, path="global"), packing)
-        assert plan.batches[0].paths["local"] == PathPlan(0, None, MissReason.NOT_CAPTURED)
+    (batch,) = build_plan([two_path_image(80, 0)], limits, packing=packing).batches
+    assert (batch.paths["local"], batch.reason) == (PathPlan(0, 50), None)
+    plan = build_plan([two_path_image(80, 0)], limits, captured(100, path="global"), packing)
+    assert plan.batches[0].paths["local"] == PathPlan(0, None, MissReason.NOT_CAPTURED)
 
 
-def test_a_path_without_budgets_is_never_captured() -> None:
-    limits = Limits({"global": (100, 200), "local": ()}, 8, 0, frozenset({"local"}))
-    for packing in get_args(Packing):
-        plan = build_plan([two_path_image(80, 70_000), two_path_image(80, 0)], limits, packing=packing)
-        assert [batch.paths["local"].result for batch in plan.batches if 0 in batch.indices] == [
-            "not_captured"
-        ]
+@each_packing
+def test_a_path_without_budgets_or_captures_leaves_the_others_their_replays(packing: Packing) -> None:
+    never = Limits({"global": (100, 200), "local": ()}, 8, 0, frozenset({"local"}))
+    items = [two_path_image(80, 70_000), two_path_image(80, 60)]
+    for limits, ready in ((never, None), (TWO_PATHS, captured(200, path="global"))):
+        plan = build_plan(items, limits, ready, packing)
+        assert plan.misses.keys() <= {MissReason.NOT_CAPTURED, OVER} and plan.hits == 0
         assert all(batch.paths["global"].budget for batch in plan.batches)
-
-
-def test_a_path_without_captures_leaves_the_others_their_replays() -> None:
-    for packing in get_args(Packing):
-        plan = build_plan([two_path_image(80, 60)] * 2, TWO_PATHS, captured(200, path="global"), packing)
-        assert [batch.indices for batch in plan.batches] == [(0,), (1,)]
-        assert [batch.paths["global"].budget for batch in plan.batches] == [200, 200]
-        assert plan.misses == {MissReason.NOT_CAPTURED: 2}
 
 
 # --- axis keys and reasons
@@ -234,27 +216,12 @@ def test_items_of_different_axis_keys_never_share_a_batch() -> None:
     ]
 
 
-def test_room_and_costs_are_those_of_the_axis_keys() -> None:
-    costs = CostModel(
-        {
-            ("default", (1,)): PathCosts({64: 1.0}, exact=((64, 9.0),)),
-            ("default", (2,)): PathCosts({64: 1.0}, exact=((64, 0.5),)),
-        }
-    )
+def test_costs_are_those_of_the_axis_keys() -> None:
+    exact = {1: 9.0, 2: 0.5}
+    costs = CostModel({("default", (k,)): PathCosts({64: 1.0}, exact=((64, ms),)) for k, ms in exact.items()})
     both = Captured(keys(64, axis_keys=(1,)) | keys(64, axis_keys=(2,)))
-    plan = build_plan([image(30, axis_keys=(key,)) for key in (1, 2)], LIMITS, both, costs=costs)
+    plan = build_plan([image(30, axis_keys=(key,)) for key in exact], LIMITS, both, costs=costs)
     assert results(plan) == [((0,), 64, "hit"), ((1,), None, "exact_is_faster")]
-
-    held_segments = {1: 1, 2: 5}
-    costs = CostModel(
-        {
-            ("default", (key,)): PathCosts.unmeasured((64,), {64: max_segments})
-            for key, max_segments in held_segments.items()
-        }
-    )
-    items = [image(9, segments=3, axis_keys=(key,)) for key in held_segments]
-    plan = build_plan(items, LIMITS, both, costs=costs)
-    assert [result for _, _, result in results(plan)] == ["too_many_segments", "hit"]
 
 
 def test_items_with_a_reason_fall_back_apart_by_reason() -> None:
@@ -268,27 +235,20 @@ def test_items_with_a_reason_fall_back_apart_by_reason() -> None:
         ((1, 8), 64, "hit"),
         ((2,), None, "disabled"),
     ]
-    assert plan.misses == {unsupported: 6, disabled: 1}
 
 
-def test_items_that_fall_back_skip_what_may_be_skipped() -> None:
-    refused = two_path_image(80, 0, refusal=MissReason.UNSUPPORTED_INPUT)
-    never = Limits(TWO_PATHS.path_budgets, 8, 0)
-    for limits, skipped in ((TWO_PATHS, True), (never, False)):
-        (batch,) = build_plan([refused], limits).batches
-        assert batch.paths["local"].skipped is skipped
-        assert batch.reason is MissReason.UNSUPPORTED_INPUT
-
-
-def test_a_fallback_plan_keeps_the_items_together() -> None:
-    plan = build_fallback_plan([two_path_image(80, 0)] * 3, ("global", "local"), MissReason.DISABLED)
+@pytest.mark.parametrize(
+    ("skippable", "local"),
+    [(None, PathPlan(0)), (("global",), PathPlan(0, None, MissReason.DISABLED))],
+)
+def test_a_fallback_plan_keeps_the_items_together(skippable: Any, local: PathPlan) -> None:
+    items = [two_path_image(80, 0)] * 3
+    plan = build_fallback_plan(items, ("global", "local"), MissReason.DISABLED, skippable)
     (batch,) = plan.batches
     assert (batch.indices, batch.output_tokens) == ((0, 1, 2), 240)
-    assert batch.paths == {"global": PathPlan(240, None, MissReason.DISABLED), "local": PathPlan(0)}
+    assert batch.paths == {"global": PathPlan(240, None, MissReason.DISABLED), "local": local}
     assert plan.misses == {MissReason.DISABLED: 3}
     assert build_fallback_plan([], ("global",), MissReason.DISABLED) == Plan((), 0)
-    plan = build_fallback_plan([two_path_image(80, 0)], ("global", "local"), MissReason.DISABLED, ("global",))
-    assert plan.batches[0].paths["local"] == PathPlan(0, None, MissReason.DISABLED)
 
 
 # --- with measurements
@@ -311,10 +271,12 @@ def test_the_cheapest_way_is_taken_and_its_time_predicted() -> None:
 
 def test_an_exact_budget_is_named_even_if_nothing_else_was_captured() -> None:
     path_costs = PathCosts({64: 1.72}, exact=H200.exact)
-    plan = build_plan(images(1500), H200_LIMITS, Captured(keys(64), keys(1764)), costs=model(path_costs))
-    assert results(plan) == [((0,), None, "exact_is_faster")]
-    plan = build_plan(images(1500), H200_LIMITS, captured(64), costs=model(path_costs))
-    assert results(plan) == [((0,), None, "not_captured")]
+    for ready, result in (
+        (Captured(keys(64), keys(1764)), "exact_is_faster"),
+        (captured(64), "not_captured"),
+    ):
+        plan = build_plan(images(1500), H200_LIMITS, ready, costs=model(path_costs))
+        assert results(plan) == [((0,), None, result)]
 
 
 def test_attention_is_predicted_and_decides_nothing() -> None:
@@ -328,15 +290,11 @@ def test_attention_is_predicted_and_decides_nothing() -> None:
 
 
 def test_times_that_nobody_measured_are_not_shown() -> None:
-    assert build_plan(images(10), LIMITS).milliseconds is None
-    unmeasured = model(PathCosts.unmeasured((64, 128, 256)))
-    plan = build_plan(images(10), LIMITS, costs=unmeasured)
-    assert (plan.milliseconds, plan.batches[0].paths["default"].milliseconds) == (None, None)
-    assert "predicted" not in str(plan)
-    replays_only = model(PathCosts(H200.replay))
-    plan = build_plan(images(10, 1800), H200_LIMITS, costs=replays_only)
+    for costs in (None, model(PathCosts.unmeasured((64, 128, 256)))):
+        plan = build_plan(images(10), LIMITS, costs=costs)
+        assert (plan.milliseconds, plan.batches[0].paths["default"].milliseconds) == (None, None)
+    plan = build_plan(images(10, 1800), H200_LIMITS, costs=model(PathCosts(H200.replay)))
     assert [batch.milliseconds for batch in plan.batches] == [pytest.approx(1.87), None]
-    assert plan.milliseconds is None
 
 
 def test_a_capture_without_a_price_is_an_error() -> None:
@@ -344,8 +302,6 @@ def test_a_capture_without_a_price_is_an_error() -> None:
         InputError, match=r"path 'default', axis keys \(\): budget 128 .* got those of \[64\]"
     ):
         build_plan(images(10), LIMITS, captured(64, 128), costs=model(PathCosts({64: 1.0})))
-    plan = build_plan(images(10), LIMITS, captured(), costs=CostModel({}))
-    assert results(plan) == [((0,), None, "not_captured")]
 
 
 @pytest.mark.parametrize(("num_items", "most"), [(1, 1500), (10, 5000), (32, 10_000), (256, 60_000)])
@@ -412,21 +368,14 @@ def test_every_item_is_planned_once_and_every_limit_kept(
         for (a, b, frames, segments, axis), reason in zip(items, reasons, strict=True)
     ]
     costs_of_paths = {}
-    for axis in "ab":
-        for path, budgets in limits.path_budgets.items():
-            prices = {b: 1 + b / 50 for b in budgets}
-            held_segments = {
-                b: max_segments[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in max_segments
-            }
-            costs_of_path = (
-                PathCosts(prices, exact=((1, 3.0), (300, 9.0)), max_segments=held_segments)
-                if measured
-                else PathCosts.unmeasured(budgets, held_segments)
-            )
-            held_tokens = {
-                b: max_tokens[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in max_tokens
-            }
-            costs_of_paths[path, (axis,)] = replace(costs_of_path, max_tokens=held_tokens)
+    for axis, (path, budgets) in itertools.product("ab", limits.path_budgets.items()):
+        held_segments, held_tokens = (
+            {b: held[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in held}
+            for held in (max_segments, max_tokens)
+        )
+        prices = PathCosts({b: 1 + b / 50 for b in budgets}, exact=((1, 3.0), (300, 9.0)))
+        costs = prices if measured else PathCosts.unmeasured(budgets)
+        costs_of_paths[path, (axis,)] = replace(costs, max_segments=held_segments, max_tokens=held_tokens)
     plan = build_plan(drawn, limits, Captured(replayed), packing, CostModel(costs_of_paths, 0.1))
 
     assert Counter(i for batch in plan.batches for i in batch.indices) == Counter(range(len(items)))
@@ -469,9 +418,13 @@ def plan_eagerly(*tokens: int, costs: PathCosts = COSTS) -> Plan:
     return build_plan(images(*tokens), limits, costs=model(costs, 0.3))
 
 
-@pytest.mark.parametrize(("items", "size"), [(20, 90), (10, 180), (9, 200)])
-def test_more_items_than_captures_hold_run_eagerly_where_that_is_quicker(items: int, size: int) -> None:
-    costs = replace(COSTS, replay={**COSTS.replay, 4096: 41.96})
+@pytest.mark.parametrize(("items", "size", "slower"), [(20, 90, None), (9, 200, None), (20, 90, 1.1)])
+def test_more_items_than_captures_hold_run_eagerly_where_that_is_quicker(
+    items: int, size: int, slower: float | None
+) -> None:
+    """Also of a compiled tower, whose exact shape keeps to the items of captures."""
+    exact = tuple((tokens, cost * slower) for tokens, cost in COSTS.eager) if slower else ()
+    costs = replace(COSTS, replay={**COSTS.replay, 4096: 41.96}, exact=exact)
     made = plan_eagerly(*[size] * items, costs=costs)
     assert made.misses == {MissReason.EAGER_IS_FASTER: items}
     (batch,) = made.batches
@@ -485,20 +438,12 @@ def test_few_items_are_replayed_where_that_is_quicker() -> None:
     assert [len(batch.indices) for batch in made.batches] == [8, 8]
 
 
-def test_a_program_at_its_exact_shape_keeps_to_the_items_of_captures() -> None:
+@pytest.mark.parametrize("items", [9, 20])
+def test_a_program_at_its_exact_shape_keeps_to_the_items_of_captures(items: int) -> None:
     fast = tuple((tokens, cost / 10) for tokens, cost in COSTS.eager)
-    for items in (9, 20):
-        made = plan_eagerly(*[90] * items, costs=replace(COSTS, exact=fast))
-        assert max(len(batch.indices) for batch in made.batches) <= 8
-        assert made.misses == {MissReason.EXACT_IS_FASTER: items}
-
-
-def test_the_own_forward_of_a_compiled_tower_takes_more() -> None:
-    slow = tuple((tokens, cost * 1.1) for tokens, cost in COSTS.eager)
-    made = plan_eagerly(*[90] * 20, costs=replace(COSTS, exact=slow))
-    assert made.misses == {MissReason.EAGER_IS_FASTER: 20}
-    assert len(made.batches) == 1
-    assert made.milliseconds == pytest.approx(0.3 + 16.0 + (1800 - 1600) * 5 / 448), "not the exact shape's"
+    made = plan_eagerly(*[90] * items, costs=replace(COSTS, exact=fast))
+    assert max(len(batch.indices) for batch in made.batches) <= 8
+    assert made.misses == {MissReason.EXACT_IS_FASTER: items}
 
 
 def test_the_own_forward_takes_no_more_than_it_was_measured_with() -> None:

@@ -65,13 +65,6 @@ def test_no_batch_costs_nothing_however_much_attention_was_found(compiled: bool)
         assert path_costs.attention * pairs[budget] <= 0.95001 * milliseconds
 
 
-def test_what_did_not_compile_has_no_exact_shape() -> None:
-    costs = {10: MeasuredCosts({"full": 2.0}, exact=math.inf, host=math.inf)}
-    path_costs = MEASURED.with_captures(ladder(costs), {}, compiled=False)
-    assert path_costs.exact == ()
-    assert path_costs.eager
-
-
 def test_where_memory_ran_out_no_time_is_known() -> None:
     costs = {
         10: MeasuredCosts({"full": 2.0}, exact=4.0),
@@ -198,10 +191,6 @@ def test_attention_between_runs_that_the_host_bounds_is_not_told(
     forward: Any = SimpleNamespace(program=SimpleNamespace(tokens=lambda values: 10), device=None)
     found = measure.attention_cost(forward, {})
     assert found == pytest.approx(attention / (1 - 1 / measure.MEASURED_SEGMENTS))
-
-
-def test_unmeasured_captures_are_only_preferred_to_one_another() -> None:
-    assert not MEASURED.with_captures(ladder({}), {}, compiled=True).measured
 
 
 class MeasuredScope(CaptureScope):

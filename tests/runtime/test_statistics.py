@@ -4,12 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import MissReason
-from fxsplit_encoder.runtime.statistics import BudgetStats, ManagerStats, Statistics, crossed_multiple
+from fxsplit_encoder.runtime.statistics import BudgetStats, ManagerStats, Statistics
 
 
 def test_nothing_served_yet() -> None:
@@ -66,18 +64,6 @@ def test_released_captures_hold_no_memory_but_stay_counted() -> None:
     assert statistics.snapshot().budgets[CaptureKey("default", 64)] == BudgetStats(1, 64, 0)
 
 
-def test_a_snapshot_does_not_change() -> None:
-    statistics = Statistics()
-    statistics.record_items(1, MissReason.DISABLED)
-    statistics.record_replay(CaptureKey("default", 64), 1)
-    before = statistics.snapshot()
-    shown = str(before)
-    statistics.record_items(1, MissReason.DISABLED)
-    statistics.record_replay(CaptureKey("default", 64), 1)
-    assert str(before) == shown
-    assert before != statistics.snapshot()
-
-
 def test_printing_and_export_show_the_same_numbers() -> None:
     statistics = Statistics()
     statistics.record_capture(CaptureKey("default", 64), "full", 3 * 2**20)
@@ -127,15 +113,6 @@ def test_a_line_is_logged_whenever_a_multiple_is_crossed(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="fxsplit_encoder"):
         Statistics(log_interval=0).record_items(1000)
     assert caplog.records == []
-
-
-@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 12))
-def test_a_multiple_is_crossed_where_one_lies_in_between(counts: list[int], interval: int) -> None:
-    total = 0
-    for count in counts:
-        expected = any(value % interval == 0 for value in range(total + 1, total + count + 1))
-        assert crossed_multiple(total, total + count, interval) == expected
-        total += count
 
 
 def test_threads_lose_no_counts() -> None:

@@ -6,7 +6,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,7 +93,6 @@ def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
 BAD: dict[str, tuple[list[Any], str]] = {
     "sizes alone": ([{"items": REQUEST["items"]}], "expected a run .* this file holds sizes alone"),
     "no request": ([{"run": RUN}], "this file holds no request"),
-    "a run of nothing": ([{"run": {}}], "line 1, tower: Field required"),
     "a run that is none": ([{"run": 3}], "line 1, : Input should be a valid dictionary"),
     "a batch without paths": (
         [{"run": RUN}, {**REQUEST, "batches": [{"items": [0], "output_tokens": 1}]}],
@@ -150,19 +148,6 @@ def test_what_was_written_is_read(
     assert read_trace(path) == list(map(tuple, written))
 
 
-def test_defaults_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    image = EncoderItemSpec(np.int64(1024), np.int64(256))  # type: ignore[arg-type]
-    with closing(TraceWriter(path)) as writer:
-        writer.write([Item(image), Item(EncoderItemSpec(8, 2, {"global": 2}), segments=4)])
-    assert json.loads(path.read_text(encoding="utf-8")) == {
-        "items": [
-            {"input_size": 1024, "output_tokens": 256},
-            {"input_size": 8, "output_tokens": 2, "segments": 4, "path_output_tokens": {"global": 2}},
-        ]
-    }
-
-
 def test_a_line_is_there_at_once_and_a_second_writer_appends(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     first = TraceWriter(path)
@@ -195,20 +180,15 @@ def test_a_writer_refuses_a_file_that_it_cannot_write(tmp_path: Path) -> None:
 GOOD = '{"items": [{"input_size": 4, "output_tokens": 1}]}'
 BAD_LINES = {
     "{": "expected a JSON object; got '{'",
-    "[]": "expected a JSON object; got []",
     "{}": "expected the key 'items'; got no keys",
     '{"items": [], "time": 3}': "expected only the keys items, batches, host_ms; got 'time'",
     '{"items": 3}': "items: expected a list; got 3",
-    '{"items": [3]}': "items[0]: expected a JSON object; got 3",
     '{"items": [{"input_size": 4}]}': "items[0]: expected the key 'output_tokens'; got input_size",
     '{"items": [{"input_size": 4, "output_tokens": "1"}]}': (
         "items[0].output_tokens: expected an integer of at least 0; got '1'"
     ),
     '{"items": [{"input_size": true, "output_tokens": 1}]}': (
         "items[0].input_size: expected an integer of at least 0; got True"
-    ),
-    '{"items": [{"input_size": 4, "output_tokens": 1, "segments": -1}]}': (
-        "items[0].segments: expected an integer of at least 0; got -1"
     ),
     '{"items": [{"input_size": 4, "output_tokens": 1, "path_output_tokens": [1]}]}': (
         "items[0].path_output_tokens: expected an object, path to tokens; got [1]"
@@ -240,11 +220,6 @@ def test_a_file_that_is_no_text_or_not_there(tmp_path: Path) -> None:
     assert read_trace(path) == []
 
 
-def test_demands_are_whole_requests_up_to_the_maximum() -> None:
-    requests = [request(100, 300), request(64), request(), request(0)]
-    assert trace_demands(requests, maximum=400, max_items_per_batch=8) == {"default": [400, 64]}
-
-
 def test_larger_requests_are_cut_by_ascending_size() -> None:
     demands = trace_demands([request(300, 50, 100, 1000, 200)], maximum=400, max_items_per_batch=8)
     assert demands == {"default": [350, 300, 1000]}
@@ -261,9 +236,3 @@ def test_paths_have_demands_of_their_own_and_none_where_they_are_skipped() -> No
         "global": [10, 10, 20],
         "local": [90],
     }
-
-
-@pytest.mark.parametrize("requests", [[], [request()], [two_path_request((0, 0))]])
-def test_a_trace_without_tokens_has_no_paths(requests: list[Request]) -> None:
-    with pytest.raises(InputError, match="at least one item that has output tokens"):
-        traced_paths(requests)
