@@ -298,14 +298,6 @@ def test_what_a_capture_would_run_is_run_once_and_nothing_is_captured(
     made.run(8)
     assert len(ran) == 3, "of a known budget nothing is compared"
 
-    def none_left() -> CaptureRequest:
-        raise torch.OutOfMemoryError("none left")
-
-    without = make_ladder("auto", [], none_left)
-    without.pool.is_cuda = True
-    without.run(8)
-    assert not without.dropped, "capturing will say it"
-
 
 def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = Measured(monkeypatch, COSTS, fails=("piecewise",)).ladder.capture(8)
