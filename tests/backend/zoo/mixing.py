@@ -1,7 +1,7 @@
 """Forwards whose tokens others, or their number, may change.
 
-Operations alone are attacked by the fuzzer of tests/compile/padding; here are ways in which a module can go wrong
-behind the backend.
+Operations alone are attacked by the fuzzer of tests/compile/padding; here are ways in which a module can go
+wrong behind the backend.
 """
 
 from __future__ import annotations
