@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.models.prepare import ProcessorSettings
-from fxsplit_encoder.models.registry import FAMILIES
 
-from ..models.checkpoints import CHECKPOINTS
 from ..towers import tiny_towers
 from ..towers.conformance import make_case
 
@@ -122,16 +118,3 @@ def test_recorded_calls_compute_the_same(name: str) -> None:
         fast = fx.BreakableCUDAGraphWrapper(module)
         got = [fast(rows) for _ in range(2)]
     assert_close(got, [expected, expected])
-
-
-@each_default
-@pytest.mark.parametrize(
-    "model", ["qwen2_vl", "glm4v", "internvl", "llama4", "DeepseekOCRForCausalLM", "siglip"]
-)
-def test_pixels_are_prepared_the_same(model: str, name: str) -> None:
-    settings = {"model_type": model, **CHECKPOINTS[model][0]}
-    image = Image.effect_noise((96, 64), 60).convert("RGB")
-    expected = FAMILIES[model].prepare(settings, ProcessorSettings()).image(image).tensors
-    with DEFAULTS[name]():
-        got = FAMILIES[model].prepare(settings, ProcessorSettings()).image(image).tensors
-    torch.testing.assert_close(dict(got), dict(expected), rtol=0, atol=0)

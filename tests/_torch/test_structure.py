@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxsplit_encoder._torch.structure import CALLED_AT_REQUESTS, FORWARD_OF_CAPTURES, Held, Structure
+from fxsplit_encoder._torch.structure import CALLED_AT_REQUESTS, FORWARD_OF_CAPTURES, Structure
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 
@@ -243,25 +243,3 @@ def test_the_order_of_modules_counts() -> None:
     structure = Structure(tower)
     tower["first"] = tower.pop("first")
     assert structure.change() == "modules in another order than before"
-
-
-def test_held_compares_by_identity_and_order() -> None:
-    class Incomparable:
-        def __eq__(self, other: object) -> bool:
-            raise AssertionError("compared by value")
-
-        __hash__ = None  # type: ignore[assignment]
-
-    first: dict[str, Any] = {"a": Incomparable(), "b": None}
-    last: dict[str, Any] = {"c": Incomparable()}
-    held = Held([first, last])
-    assert held.is_same()
-    last["d"] = 1
-    assert not held.is_same()
-    del last["d"]
-    assert held.is_same()
-    value = last.pop("c")
-    assert not held.is_same()
-    last["c"] = value
-    first["a"] = Incomparable()
-    assert not held.is_same()

@@ -62,23 +62,6 @@ class ClipLike(nn.Module):
         return self.norms[-1](x).mean(1)
 
 
-class ManyOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, scale: float = 2.0) -> Any:
-        y = self.linear(x)
-        return y, None, x.shape[0], (x, [y * scale, x.shape[0] * 2]), {"view": y.view(-1), "same": y}
-
-
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        x.add_(1)
-        x[:, 0].mul_(3)
-        return x.t()
-
-
 def images(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Their count alone is dynamic: a trace of dynamic heights and widths takes three times as long."""
     return dynamic(torch.randn(count, 3, 8, 8, dtype=dtype))
@@ -88,23 +71,6 @@ def dynamic(x: Tensor, *dims: int) -> Tensor:
     for dim in dims or (0,):
         torch._dynamo.maybe_mark_dynamic(x, dim)
     return x
-
-
-def rows(count: int) -> Tensor:
-    return torch.randn(count, 4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("make", [ManyOutputs, InPlace])
-def test_results_and_written_inputs_have_eagers_structure_and_strides(make: Callable[[], nn.Module]) -> None:
-    """tests/backend/zoo has modules of all other kinds."""
-    module = make()
-    compiled = compile_it(module, token_budgets=[2, 4, 16])
-    for count in (3, 5, 5, 1, 8, 17, 0, 3):
-        x = rows(count)
-        again = x.clone()
-        assert_equal(compiled(x), module(again))
-        assert_equal(x, again)
 
 
 @pytest.mark.slow
@@ -268,16 +234,6 @@ def test_what_is_not_proved_is_captured_where_its_size_repeats_and_not_padded(
     assert_equal_batches(compiled, module, counts)
     assert (dispatcher.hits, dispatcher.misses) == (hits, {fx.MissReason.PADDING_UNPROVED: misses})
     assert dispatcher.num_captured == hits // 2
-
-
-@torch.no_grad()
-def test_warm_up_captures_the_size_of_what_may_not_be_padded(made: Made) -> None:
-    module = MeanOverImages()
-    compiled, dispatcher = compiled_with_dispatcher(made, module, token_budgets=[4, 8])
-    assert fx.warmup(compiled, torch.zeros_like(images(3))) == 1
-    assert dispatcher.num_captured == 1
-    assert_equal_batches(compiled, module, (3,))
-    assert dispatcher.hits == 1
 
 
 @torch.no_grad()

@@ -38,10 +38,12 @@ def run_of(name: str, entry: Entry, number: int, **options: Any) -> Run:
     torch._dynamo.reset()
     run = Run(entry, draw(name, entry, number, **options))
     try:
-        failure = run.failure()
+        run.check()
     except (torch._dynamo.exc.TorchRuntimeError, NotImplementedError) as error:
         pytest.skip(f"torch {torch.__version__}: {str(error).splitlines()[0]}")
-    assert failure is None, f"{name}: {failure}\n{run.case}"
+    except AssertionError as error:
+        error.add_note(str(run.case))
+        raise
     return run
 
 

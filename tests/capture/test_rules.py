@@ -441,22 +441,6 @@ def test_rule_6_the_look_at_parameters_does_not_keep_the_device_waiting(
     assert order == expected
 
 
-def test_rule_6_the_exact_shape_follows_the_parameters(make_manager: Any, make_batch: Any) -> None:
-    manager = make_manager(mode="none")
-    manager.compile()
-    module = manager.tower.tower.merger.linear_fc2
-    kept = module.weight
-    inputs = make_batch([(1, 4, 4)])
-    before = manager.execute(inputs)[0]
-    try:
-        substitute(module)
-        output = manager.execute(inputs)[0]
-        assert_as_its_tower(output, manager, inputs)
-        assert not torch.allclose(output, before)
-    finally:
-        module.weight = kept
-
-
 def test_rule_6_a_forward_that_is_captured_as_it_is_watches_its_parameters(make_batch: Any) -> None:
     manager: Any = Manager(
         Untraceable(), fx.EncoderConfig(mode="full", token_budgets=(4,), max_items_per_batch=1)
