@@ -4,9 +4,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 
 from fxsplit_encoder.compile.pieces import (
     PIECE_COMPILERS,
+    Piece,
+    PieceCache,
     compile_eager,
     piece_compiler,
 )
@@ -68,6 +71,17 @@ def test_a_piece_that_reads_one_tensor_twice_is_not_one_that_reads_two() -> None
     assert len(set(distinct(trace_packed(one)))) == 2
 
 
+def test_piece_compilers_agree() -> None:
+    def forward(y: Tensor, i: Any) -> Tensor:
+        y = torch.nn.functional.layer_norm(y @ W[0], (8,)) + torch.nn.functional.gelu(y)
+        return torch.nn.functional.silu(y).view(-1, 4 * 8)
+
+    expected = trace_packed(forward)
+    got = trace_packed(forward, piece_compiler="aot_eager")
+    for rows in (8, 12, 40):
+        torch.testing.assert_close(got(packed_inputs(rows)), expected(packed_inputs(rows)))
+
+
 def test_a_callable_compiles_each_distinct_piece_once_with_symbolic_rows() -> None:
     compiled: list[fx.GraphModule] = []
 
@@ -83,6 +97,18 @@ def test_a_callable_compiles_each_distinct_piece_once_with_symbolic_rows() -> No
     bound = trace_packed(forward, piece_compiler=compile_piece)
     assert len(compiled) == bound.program.num_distinct < len(bound.program.pieces)
     torch.testing.assert_close(bound(packed_inputs(9)), trace_packed(forward)(packed_inputs(9)))
+
+
+def test_inputs_that_share_a_traced_value_are_told_apart() -> None:
+    a, b, result = (fx.Graph() for _ in range(3))
+    with FakeTensorMode():
+        value = torch.empty(4, 8)
+    x, y = a.placeholder("x"), b.placeholder("y")
+    x.meta["val"] = y.meta["val"] = value  # as those of nodes in copies of one block
+    node = result.call_function(torch.ops.aten.sub.Tensor, (x, y))
+    compiled = PieceCache(PIECE_COMPILERS["aot_eager"]).get(Piece((node,), (x, y), (node,)))[1]
+    first, second = torch.randn(4, 8), torch.randn(4, 8)
+    torch.testing.assert_close(compiled(first, second)[0], first - second)
 
 
 def test_auto_is_eager_on_the_cpu_and_inductor_on_cuda() -> None:

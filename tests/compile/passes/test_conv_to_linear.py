@@ -25,12 +25,7 @@ class ImageEmbedding(nn.Module):
     """Of whole images: (images, channels * frames * height * width) to (images, patches, width)."""
 
     def __init__(
-        self,
-        sizes: tuple[int, ...],
-        kernel: tuple[int, ...],
-        *,
-        channels_last: bool = False,
-        bias: bool = True,
+        self, sizes: tuple[int, ...], kernel: tuple[int, ...], channels_last: bool = False, bias: bool = True
     ) -> None:
         super().__init__()
         convolution = nn.Conv3d if len(kernel) == 3 else nn.Conv2d
@@ -75,7 +70,7 @@ def test_the_patches_of_an_image_are_rows_of_one_product(
 
 
 def test_a_remainder_is_not_read() -> None:
-    embedding = ImageEmbedding((11, 9), (4, 4), channels_last=False)
+    embedding = ImageEmbedding((11, 9), (4, 4))
     images = torch.full((2, 3, 11, 9), math.nan)
     images[:, :, :8, :8] = torch.randn(2, 3, 8, 8)
     graph = rewritten(conv_to_linear, embedding, images.flatten(1), **CLOSE)
