@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, SegmentedCapture
+from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, LiveSegments, SegmentedCapture
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.program import Ref
@@ -106,6 +106,16 @@ def test_without_a_capture_attention_takes_the_segments_that_the_host_knows() ->
     torch.testing.assert_close(known, varlen_attention(q, q, q, lengths, 4, 0.5))
     torch.testing.assert_close(whole, varlen_attention(q, q, q, unknown, 4, 0.5))
     assert negated.item() == -1
+
+
+def test_live_segments_are_those_of_one_batch() -> None:
+    live, captured = LiveSegments(), torch.zeros(5, dtype=torch.int32)
+    assert live.of(captured) is None
+    known = KnownSegments(captured[:2], [0, 3])
+    live.set(4, [known])
+    assert live.of(captured) is known
+    live.clear()
+    assert (live.of(captured), live.rows) == (None, None)
 
 
 class Streams:

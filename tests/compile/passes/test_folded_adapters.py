@@ -107,8 +107,6 @@ class Others(nn.Module):
         if self.kind == "a function between":
             between = between.relu()
         added = self.up(between) * (x[:, :1] if self.kind == "a scale for each row" else 0.5)
-        if self.kind == "every pair of rows":
-            return result[:, None] + added[None]
         if self.kind == "parts of rows":
             return result.view(-1, 16) + self.parts_up(self.parts_down(rows).view(-1, 4)) * 0.5
         if self.kind == "the layer is read elsewhere":
@@ -122,8 +120,7 @@ class Others(nn.Module):
     "kind",
     [
         *("other rows", "a function between", "a scale for each row", "a factor"),
-        *("the layer is read elsewhere", "the adapter is read elsewhere", "every pair of rows"),
-        "parts of rows",
+        *("the layer is read elsewhere", "the adapter is read elsewhere", "parts of rows"),
     ],
 )
 def test_what_is_no_adapter_stays(kind: str) -> None:
