@@ -50,7 +50,7 @@ class ImageEmbedding(nn.Module):
     ("sizes", "kernel"),
     [
         ((12, 10), (4, 5)),
-        ((4, 5), (4, 5)),  # one patch
+        ((4, 3), (1, 3)),
         ((4, 12, 6), (2, 4, 3)),
         ((14, 14), (4, 5)),  # a remainder on both sides
         ((5, 9, 8), (2, 4, 3)),
