@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -59,24 +58,6 @@ def test_a_branch_waits_at_its_fork_and_is_waited_for_at_its_join(streams: FakeS
     assert streams.current.cuda_stream == 0
     branch.join()
     assert streams.waits == [(7, 0), (0, 7)]
-
-
-def test_a_branch_is_left_where_work_on_it_fails(
-    streams: FakeStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Entered:
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, kind: Any, *rest: Any) -> None:
-            left.append(kind)
-
-    left: list[Any] = []
-    branch = Branch(GPU, "fails")
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: Entered())
-    with pytest.raises(RuntimeError), branch:
-        raise RuntimeError
-    assert left == [RuntimeError]
 
 
 def test_on_a_cpu_there_is_nothing_to_fork() -> None:

@@ -50,14 +50,6 @@ def test_blocks_with_adapters_are_equal(with_adapters: Any) -> None:
 
 
 @pytest.mark.slow
-def test_blocks_of_other_ranks_are_traced_apart(small: Any, few_pixels: Tensor) -> None:
-    add(small, "one", 2, rank_pattern={r"blocks\.0\.mlp\.linear_fc1": 4})
-    grouped = [block for group in equal_modules(small) for block in group]
-    assert small.blocks[0] not in grouped and small.blocks[1] in grouped
-    assert_equal_features(compiled(SmallAdapter(small), piece_compiler="eager"), small, few_pixels)
-
-
-@pytest.mark.slow
 def test_each_state_is_compiled_once(
     with_adapters: Any, few_pixels: Tensor, made: Callable[[], list[BudgetDispatcher]]
 ) -> None:

@@ -62,23 +62,6 @@ class ClipLike(nn.Module):
         return self.norms[-1](x).mean(1)
 
 
-class ManyOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, scale: float = 2.0) -> Any:
-        y = self.linear(x)
-        return y, None, x.shape[0], (x, [y * scale, x.shape[0] * 2]), {"view": y.view(-1), "same": y}
-
-
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        x.add_(1)
-        x[:, 0].mul_(3)
-        return x.t()
-
-
 def images(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Their count alone is dynamic: a trace of dynamic heights and widths takes three times as long."""
     return dynamic(torch.randn(count, 3, 8, 8, dtype=dtype))
@@ -88,23 +71,6 @@ def dynamic(x: Tensor, *dims: int) -> Tensor:
     for dim in dims or (0,):
         torch._dynamo.maybe_mark_dynamic(x, dim)
     return x
-
-
-def rows(count: int) -> Tensor:
-    return torch.randn(count, 4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("make", [ManyOutputs, InPlace])
-def test_results_and_written_inputs_have_eagers_structure_and_strides(make: Callable[[], nn.Module]) -> None:
-    """tests/backend/zoo has modules of all other kinds."""
-    module = make()
-    compiled = compile_it(module, token_budgets=[2, 4, 16])
-    for count in (3, 5, 5, 1, 8, 17, 0, 3):
-        x = rows(count)
-        again = x.clone()
-        assert_equal(compiled(x), module(again))
-        assert_equal(x, again)
 
 
 @pytest.mark.slow
@@ -147,24 +113,6 @@ def test_only_parameters_with_versions_are_kept_in_another_form(
     (dispatcher,) = made()
     assert len(dispatcher.program.derived.recipes) == num_derived
     assert ("torch.no_grad()" in caplog.text) is (num_derived == 0)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_inputs_of_other_layouts_and_dtypes() -> None:
-    module = ClipLike()
-    compiled = compile_it(module, token_budgets=[4, 8])
-    x = images(3)
-    for y in (
-        x.to(memory_format=torch.channels_last),
-        images(6)[::2],
-        x.flip(0).transpose(2, 3),
-        images(1).expand(3, -1, -1, -1),
-    ):
-        torch.testing.assert_close(compiled(y), module(y))
-    double = ClipLike().double()
-    y = images(3, torch.float64)
-    torch.testing.assert_close(compile_it(double)(y), double(y), rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
@@ -214,7 +162,7 @@ def test_budgets_are_captured_on_first_use_and_released_by_clear(clip: Any) -> N
     ("settings_", "reason"),
     [
         ({"enabled": False}, fx.MissReason.DISABLED),
-        pytest.param({"mode": "none"}, fx.MissReason.DISABLED, marks=pytest.mark.exhaustive),
+        ({"mode": "none"}, fx.MissReason.DISABLED),
         ({"token_budgets": [2]}, fx.MissReason.OVER_LARGEST_BUDGET),
         ({"token_budgets": [8], "max_graph_bytes": 1}, fx.MissReason.NOT_CAPTURED),
     ],
@@ -234,13 +182,6 @@ class MeanOverImages(ClipLike):
     def forward(self, images: Tensor) -> Tensor:
         y = super().forward(images)
         return y - y.amax(0)
-
-
-class SortsColumns(ClipLike):
-    """Harmless, and no rule knows it."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images).sort(dim=1).values
 
 
 def compiled_with_dispatcher(made: Made, module: nn.Module, **settings: Any) -> tuple[Any, Any]:
@@ -278,7 +219,6 @@ def test_rows_that_depend_on_one_another_are_never_padded(
     [
         (MeanOverImages, [4, 8], (3, 5, 3, 5, 3), 4, 2),  # sizes that repeat are captured
         (MeanOverImages, [8], (3, 7), 0, 3),
-        (SortsColumns, [8], (3, 7), 0, 3),
     ],
 )
 def test_what_is_not_proved_is_captured_where_its_size_repeats_and_not_padded(
@@ -294,16 +234,6 @@ def test_what_is_not_proved_is_captured_where_its_size_repeats_and_not_padded(
     assert_equal_batches(compiled, module, counts)
     assert (dispatcher.hits, dispatcher.misses) == (hits, {fx.MissReason.PADDING_UNPROVED: misses})
     assert dispatcher.num_captured == hits // 2
-
-
-@torch.no_grad()
-def test_warm_up_captures_the_size_of_what_may_not_be_padded(made: Made) -> None:
-    module = MeanOverImages()
-    compiled, dispatcher = compiled_with_dispatcher(made, module, token_budgets=[4, 8])
-    assert fx.warmup(compiled, torch.zeros_like(images(3))) == 1
-    assert dispatcher.num_captured == 1
-    assert_equal_batches(compiled, module, (3,))
-    assert dispatcher.hits == 1
 
 
 @torch.no_grad()
@@ -340,11 +270,6 @@ def test_a_budget_that_the_trace_does_not_hold_for_is_dropped(made: Made) -> Non
     assert_equal_batches(compiled, module, (9,))
 
 
-class AddsNoise(ClipLike):
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images) + torch.rand(16)
-
-
 class AttendsOverRepeatedRows(nn.Module):
     """The rows of attention are four times those of the input that counts."""
 
@@ -353,33 +278,14 @@ class AttendsOverRepeatedRows(nn.Module):
         return torch.ops.fxsplit.varlen_attention(q, q, q, cu_seqlens, q.shape[0], 0.5).view(-1, 8)
 
 
-def repeated_rows() -> tuple[Tensor, ...]:
-    return torch.randn(16, 8), torch.randn(4, 8)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("mode", ["auto", pytest.param("exact", marks=pytest.mark.exhaustive)])
-def test_random_numbers_are_never_captured(made: Made, mode: str) -> None:
-    module = AddsNoise()
-    compiled = compile_it(module, token_budgets=[4], mode=mode, exact_min_hits=1)
-    for _ in range(3):
-        batch = images(4)
-        torch.manual_seed(0)
-        expected = module(batch)
-        torch.manual_seed(0)
-        assert_equal(compiled(batch), expected)
-    (dispatcher,) = made()
-    assert "draws random numbers" in dispatcher.program.padding.capture_refusal
-    assert dispatcher.misses == {fx.MissReason.UNSUPPORTED_GRAPH: 3}
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
 def test_attention_over_other_rows_than_tokens_is_captured_at_all_sizes(made: Made, mode: str) -> None:
     module = AttendsOverRepeatedRows()
     compiled = compile_it(module, mode=mode, debug=True)
     for ends in ([4, 16], [2, 16], [1, 8, 16], [4, 16], [3, 9, 16]):
-        inputs = tuple(map(dynamic, (*repeated_rows(), torch.tensor([0, *ends], dtype=torch.int32))))
+        rows_of_both = torch.randn(16, 8), torch.randn(4, 8)
+        inputs = tuple(map(dynamic, (*rows_of_both, torch.tensor([0, *ends], dtype=torch.int32))))
         assert_equal(compiled(*inputs), module(*inputs))
     (dispatcher,) = made()
     assert "which are not the" in dispatcher.program.padding.other_rows

@@ -99,18 +99,6 @@ def test_one_compilation_serves_every_size_and_count(tiny_towers: Any, made: Any
     assert [name for name in names if name.startswith(unneeded)] == []
 
 
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_a_single_output_token_is_a_trace_of_its_own(tiny_towers: Any) -> None:
-    """The model's own code treats it apart."""
-    options = {"token_budgets": [8]}
-    compiled = torch.compile(tiny_towers.wrapped, backend="encoder_cg", fullgraph=True, options=options)
-    for grids in ([(1, 4, 4)], [(1, 2, 2)], [(1, 2, 2)] * 2, [(1, 2, 2)]):
-        x, grid = patches(grids)
-        assert_same_output(compiled(x, grid), tiny_towers.reference(x, grid))
-    assert counters["stats"]["unique_graphs"] == 2
-
-
 @torch.no_grad()
 def test_warmup_captures_the_whole_ladder(made: Any) -> None:
     tower = SmallTower()
@@ -152,7 +140,6 @@ def test_warming_up_leaves_no_trace_in_later_calls(made: Any) -> None:
     [
         ({"modes": "full"}, "modes: unknown option; did you mean mode"),
         ({"mode": "fastest"}, "mode: not one of the allowed"),
-        ({"token_budgets": [8, 4]}, "token_budgets: 4 follows 8"),
         ({"config": "missing.yaml"}, "missing.yaml: cannot be read"),
         ({"splitting_ops": ["aten::no_such_op"]}, "splitting_ops: no operator 'aten::no_such_op'"),
         ("reduce-overhead", "mode: torch.compile's modes do not apply to encoder_cg; got 'reduce"),
@@ -223,7 +210,6 @@ def test_a_failure_of_ours_warns_and_runs_eagerly(monkeypatch: pytest.MonkeyPatc
         {"packing": "greedy"},
         {"paths": {"global": {"mode": "full"}}},
         {"data_parallel": True},
-        {"max_frames_per_batch": 4},
         {"start_file": "tower.start"},
     ],
     ids=lambda option: next(iter(option)),

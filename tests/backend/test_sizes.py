@@ -200,15 +200,6 @@ def test_every_mode_captures_a_constant_shape(mode: str, made: Made) -> None:
 
 
 @torch.no_grad()
-def test_nothing_is_captured_where_that_is_switched_off(made: Made) -> None:
-    module = made_of(ConvNet)
-    compiled = compile_it(module, mode="none")
-    for _ in range(3):
-        assert_served(compiled, module, images(1))
-    assert made()[0].misses == {fx.MissReason.DISABLED: 3}
-
-
-@torch.no_grad()
 def test_warm_up_captures_the_example_and_counts_nothing(made: Made) -> None:
     module = made_of(ConvNet)
     compiled = compile_it(module)

@@ -85,19 +85,6 @@ def a_break_inside_a_break_is_a_part_of_it(device: str) -> None:
     assert y.tolist() == [(3 * 12.0) + (2 * 8.0)] * 4
 
 
-def an_op_may_break(device: str) -> None:
-    x = ones(device)
-    sort = eager_break_during_capture(torch.ops.aten.sort.default)
-    assert sort(x)[0].tolist() == [1.0] * 4
-    with BreakableCUDAGraphCapture(pool_on(device)) as capture:
-        values, order = sort(x * 2)
-        y = values + order
-    assert capture.num_eager_breaks == 1
-    x.copy_(torch.tensor([4.0, 3, 2, 1]))
-    capture.replay()
-    assert y.tolist() == [2 + 3, 4 + 2, 6 + 1, 8 + 0]
-
-
 def breaks_return_tuples_none_numbers_and_dicts(device: str) -> None:
     x = ones(device)
 
@@ -146,10 +133,8 @@ def what_is_not_a_tensor_must_not_change(device: str) -> None:
     changes: list[tuple[Callable[[Tensor], Any], str]] = [
         (lambda v: int(v[0].item()), "returned 2; the capture was recorded with 1"),
         (lambda v: v[: int(v[0].item())].clone(), r"returned \(\(2,\).* recorded with \(\(1,\)"),
-        (lambda v: v[int(v[0].item()) :], "recorded with"),
         (lambda v: (v.clone(),) * int(v[0].item()), "recorded with"),
         (lambda v: v.clone() if v[0].item() == 1 else None, r"returned \('NoneType',\)"),
-        (lambda v: v if v[0].item() == 1 else 7, "returned \\('int',\\)"),
     ]
     for function, message in changes:
         x.fill_(1)
@@ -462,7 +447,6 @@ CHECKS = [
     without_a_capture_it_is_the_plain_function,
     in_mode_full_breaks_are_plain_functions,
     a_break_inside_a_break_is_a_part_of_it,
-    an_op_may_break,
     breaks_return_tuples_none_numbers_and_dicts,
     results_in_place_stay_where_they_are,
     what_is_not_a_tensor_must_not_change,

@@ -86,22 +86,10 @@ def test_random_ops_draw_anew() -> None:
     assert not torch.equal(first, y)
 
 
-def test_numbers_of_the_host_are_those_of_the_recording() -> None:
-    x, factor = torch.ones(2), 2.0
-    with BreakableCUDAGraphCapture(GraphPool(CPU)) as capture:
-        y = x * factor
-    factor = 3.0
-    x.fill_(5)
-    capture.replay()
-    assert y.tolist() == [10.0, 10.0] != [5 * factor] * 2
-
-
 # --- buffers of breaks
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e4m3fn])
 def test_a_buffer_is_lent_again_once_nobody_holds_the_result(dtype: torch.dtype) -> None:
     buffers, like = OwnedBuffers(), torch.empty(3, 4, dtype=dtype).t()
     buffer, result = buffers.acquire(like)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer, copy_results
-from fxsplit_encoder.capture.forward import RowCount
 from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.errors import ReplayError
@@ -80,7 +79,7 @@ def test_a_number_fills_a_whole_buffer(logic: Any) -> None:
     assert static.tensors["x"][2:].eq(0 if logic is None else -1).all()
 
 
-@pytest.mark.parametrize("order", [[0], [2, 0, 1], [0, 0, 1, 1], [], [1], [0, 1, 3], [0, -1]])
+@pytest.mark.parametrize("order", [[2, 0, 1], [0, 0, 1, 1], [], [0, 1, 3], [0, -1]])
 def test_an_order_is_taken_among_its_own_rows_alone(order: list[int]) -> None:
     buffer = StaticBuffer("order", torch.arange(4), is_permutation=True)
     value = torch.tensor(order, dtype=torch.int64)
@@ -127,18 +126,6 @@ def test_parameters_without_a_module_are_watched_themselves() -> None:
     with pytest.raises(ReplayError, match=r"constant 1 of shape \(3,\): moved"):
         parameters.check_addresses()
     assert parameters.current() == tensors
-
-
-def test_the_names_of_many_moved_parameters_are_cut_short() -> None:
-    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    parameters = StaticParameters.of_module(module)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.clone()
-    with pytest.raises(
-        ReplayError, match=r"^capture rule 6: 0\.weight, 0\.bias, 1\.weight, 1\.bias and 4 more: moved"
-    ):
-        parameters.check_addresses()
-    assert parameters.current() == list(module.parameters())
 
 
 def test_buffers_and_removed_parameters_count() -> None:
@@ -189,17 +176,7 @@ def test_a_constant_may_be_left_out_until_it_is_filled_and_after_it_was_tried() 
     assert static.tensors["a"].tolist() == [3.0, 3.0, 0.0, 0.0]
 
 
-# --- the number of rows, and results
-
-
-@given(st.lists(st.integers(0, 3)))
-def test_a_number_of_rows_is_written_where_it_changes(numbers: list[int]) -> None:
-    count = RowCount(2, torch.device("cpu"))
-    for before, rows in zip([2, *numbers], numbers, strict=False):
-        version = count.tensor._version
-        count.set(rows)
-        assert count.tensor.item() == rows
-        assert count.tensor._version - version == (before != rows)
+# --- results
 
 
 @pytest.mark.parametrize(
@@ -221,9 +198,3 @@ def test_results_of_a_repeated_call_go_to_where_those_of_the_first_are(
     place = kept.data_ptr()
     copy_results([kept, None, (kept,)], [make(second), None, (make(second),)])
     assert torch.equal(kept, expected) and kept.data_ptr() == place
-
-
-def test_what_is_expanded_here_and_not_there_is_refused() -> None:
-    kept = torch.rand(3, 1).expand(3, 4)
-    with pytest.raises(RuntimeError, match="single memory location"):
-        copy_results(kept, torch.rand(3, 4))

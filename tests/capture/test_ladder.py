@@ -164,39 +164,30 @@ def test_auto_keeps_the_cheapest_mode_and_a_graph_for_one_segment_where_that_is_
     assert not measured.ladder.captured_single_segment
 
 
-def test_auto_prefers_the_exact_shape_where_a_replay_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Measured(monkeypatch, {**COSTS, "exact": 1.01, "host": 0.7})
+@pytest.mark.parametrize(
+    ("costs", "mode", "released"),
+    [
+        ({"exact": 1.01, "host": 0.7}, None, ["full", "piecewise"]),
+        ({"exact": 1.0, "host": 0.8}, "piecewise", ["full"]),
+        ({"exact": 1.0, "host": 0.8, "piecewise": 1.1}, None, ["full", "piecewise"]),
+        ({"host": 1.4}, None, []),
+        ({"host": 1.6}, "piecewise", ["full"]),
+        ({"exact": math.inf, "host": math.inf}, "piecewise", ["full"]),
+    ],
+    ids=["no gain", "busy host", "costs more than the host's time", "never waits", "waits", "out of memory"],
+)
+def test_auto_captures_only_where_a_replay_gains(
+    costs: dict[str, float], mode: str | None, released: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Measured(monkeypatch, {**COSTS, **costs})
+    made = measured.ladder
     for _ in range(2):
-        assert measured.ladder.capture(8) is None
-    assert measured.ladder.no_graph_needed == {8}
-    assert sorted(measured.released) == ["full", "piecewise"]
-    assert measured.requests == [8]
-
-
-def test_auto_replays_rather_than_keep_the_host_as_busy_as_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    costs = {**COSTS, "exact": 1.0, "host": 0.8}
-    busy = Measured(monkeypatch, costs).ladder
-    assert busy.capture(8) is not None
-    assert busy.costs[8].exact == 1.0
-    assert busy.costs[8].exact_price == pytest.approx(1.05)
-    # Where a replay costs more than that, the host's time is worth it.
-    slower = Measured(monkeypatch, {**costs, "piecewise": 1.1}).ladder
-    assert slower.capture(8) is None
-    assert slower.no_graph_needed == {8}
-
-
-def test_auto_captures_nothing_where_the_device_never_waits_for_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    measured = Measured(monkeypatch, {**COSTS, "host": 1.4})
-    assert measured.ladder.capture(8) is None
-    assert measured.ladder.no_graph_needed == {8}
-    assert measured.ladder.costs[8].exact == 3.0
-    assert (measured.released, measured.ladder.num_bytes(8)) == ([], 0)
-    for other in ({"host": 1.6}, {"exact": math.inf, "host": math.inf}):  # the last: out of memory
-        assert Measured(monkeypatch, {**COSTS, **other}).ladder.capture(8) is not None
+        captured = made.capture(8)
+        assert (captured and captured.mode) == mode
+    assert made.no_graph_needed == (set() if mode else {8})
+    assert made.costs[8].exact == costs.get("exact", 3.0)
+    assert (sorted(measured.released), measured.requests) == (released, [8])
+    assert (made.num_bytes(8) > 0) == bool(released), "what was tried stays in the pool"
 
 
 def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,14 +288,6 @@ def test_what_a_capture_would_run_is_run_once_and_nothing_is_captured(
     made.expect({8: KnownBudget(MeasuredCosts({"full": 1.0}, 1.0), "full")}, 1.0)
     made.run(8)
     assert len(ran) == 3, "of a known budget nothing is compared"
-
-    def none_left() -> CaptureRequest:
-        raise torch.OutOfMemoryError("none left")
-
-    without = make_ladder("auto", [], none_left)
-    without.pool.is_cuda = True
-    without.run(8)
-    assert not without.dropped, "capturing will say it"
 
 
 def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, LiveSeg
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.program import Ref
-from fxsplit_encoder.errors import CaptureError, ReplayError
+from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 
 from .bodies import body_of, piece, request_of, split
@@ -116,18 +116,6 @@ def test_live_segments_are_those_of_one_batch() -> None:
     assert live.of(captured) is known
     live.set(None, ())
     assert (live.of(captured), live.rows) == (None, None)
-
-
-def test_the_reason_of_a_failure_names_the_piece(pool: GraphPool) -> None:
-    steps = [
-        piece(lambda: (torch.ones(2),), outputs=(0,)),
-        split(torch.ops.aten.add.Tensor, [Ref(0), "no"], 1),
-    ]
-    captured = CapturedForward(request_of(body_of(steps, [1]), 6), "piecewise", pool)
-    with pytest.raises(CaptureError, match=r"^capturing 6 rows failed at aten::add\.Tensor: RuntimeError: "):
-        captured.record()
-    with pytest.raises(ReplayError, match="nothing to replay"):
-        captured.replay()
 
 
 class Streams:

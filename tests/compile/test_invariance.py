@@ -24,8 +24,6 @@ KEPT: dict[str, Callable[..., Any]] = {
     "a layer norm": lambda x, i, w, b: F.layer_norm(x, (16,), b, b),
     "functions of entries": lambda x, i, w, b: F.gelu(x) + x.sigmoid().masked_fill(x > 1, 0),
     "a mean over features": lambda x, i, w, b: x - x.mean(1, keepdim=True),
-    "a sum over a fixed dimension": lambda x, i, w, b: x.view(-1, 4, 4).sum(1),
-    "a softmax over features": lambda x, i, w, b: x.softmax(-1),
     "rows looked up": lambda x, i, w, b: x[i] + F.embedding(i, w),
     "parts and views": lambda x, i, w, b: torch.cat(x.view(-1, 2, 8).transpose(1, 2).chunk(2, 1), 2),
     "features flipped": lambda x, i, w, b: x.flip(1),
@@ -33,8 +31,6 @@ KEPT: dict[str, Callable[..., Any]] = {
 }
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a mean over rows": (lambda x, i, w, b: x - x.mean(0), "mean runs over as many entries"),
-    "a sum of all": (lambda x, i, w, b: x / x.sum(), "sum runs over as many entries"),
-    "a softmax over rows": (lambda x, i, w, b: x.softmax(0), "_softmax runs over"),
     "rows flipped": (lambda x, i, w, b: x.flip(0), "flip runs over"),
     "a scan over rows": (lambda x, i, w, b: x.cumsum(0), "cumsum may choose"),
     "rows times rows": (lambda x, i, w, b: x @ x.t(), "mm may choose an algorithm"),

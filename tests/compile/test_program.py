@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile.program import Bindings, BoundProgram, Ref
-from fxsplit_encoder.compile.sizes import Size
+from fxsplit_encoder.compile.program import BoundProgram
 
 from .packed_forwards import attend, packed_inputs, trace_packed
 
@@ -56,22 +55,6 @@ def test_the_steps_of_the_region_may_be_called_one_by_one(bound: BoundProgram) -
     torch.testing.assert_close(program.results(bindings)[0], bound(packed_inputs(9)), rtol=0, atol=0)
 
 
-def test_the_inputs_of_the_region_say_what_counts_tokens(bound: BoundProgram) -> None:
-    program = bound.program
-    by_name = {bound.names[entry.slot]: entry for entry in program.region_inputs}
-    assert set(by_name) == {"x", "cu"}
-    assert by_name["x"].token_dim == 0
-    assert not by_name["x"].is_segments
-    assert by_name["cu"].token_dim is None
-    assert by_name["cu"].is_segments
-    assert str(by_name["x"].info.shape[0]) == program.token_symbol
-    assert by_name["x"].info.dtype == torch.float32
-    assert program.region_symbols == ()
-    info = program.output_infos[0]
-    assert info is not None
-    assert [size({program.token_symbol: 5}) for size in info.shape if program.token_symbol] == [5, 8]
-
-
 def test_running_does_not_change_the_inputs(bound: BoundProgram) -> None:
     values = packed_inputs(9)
     copies = {name: value.clone() for name, value in values.items()}
@@ -79,9 +62,3 @@ def test_running_does_not_change_the_inputs(bound: BoundProgram) -> None:
     bound(packed_inputs(30))
     torch.testing.assert_close(bound(values), first, rtol=0, atol=0)
     assert all(torch.equal(values[name], copies[name]) for name in copies)
-
-
-def test_arguments_resolve_where_they_are_nested() -> None:
-    bindings = Bindings(["a", "b"], {"T": 7})
-    size = Size.of(3)
-    assert bindings.value([Ref(1), (size, Ref(0)), None, 2.5]) == ["b", (3, "a"), None, 2.5]

@@ -52,22 +52,6 @@ def test_what_equal_blocks_derive_is_made_once_and_each_has_a_value_of_its_own()
     ]
 
 
-def test_other_arguments_and_other_functions_make_something_else() -> None:
-    graph, (weight,) = graph_of((6, 4))
-    shapes = [
-        tuple(derived_parameter(graph, make, weight).meta["val"].shape)
-        for make in (
-            functools.partial(columns_first, step=2),
-            functools.partial(columns_first, step=1),
-            torch.t,
-            functools.partial(torch.unsqueeze, dim=0),
-            torch.t,
-        )
-    ]
-    assert shapes == [(2, 6), (4, 6), (4, 6), (1, 6, 4), (4, 6)]
-    assert len(made) == 2
-
-
 @given(st.permutations(range(7)), st.sampled_from([(), (3,), (2, 3)]))
 def test_rows_come_in_the_order_asked_for(order: list[int], trailing: tuple[int, ...]) -> None:
     rows = torch.randn(7, *trailing)

@@ -23,7 +23,7 @@ from fxsplit_encoder.compile.saved import restore_program, save_program
 from fxsplit_encoder.compile.sizes import Guards, Size, check_arithmetic
 from fxsplit_encoder.errors import CompileError, StartFileError
 from fxsplit_encoder.manager.tower import named_tensors
-from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.planning.limits import CaptureKey
 
 from ..manager.mock_towers import SplitModel
 
@@ -67,6 +67,7 @@ def restored_derived(kept: Any, *recipes: DerivedParameter) -> tuple[Any, Any]:
 def test_a_program_comes_back(kept: Any) -> None:
     tower, bound, content = kept
     restored = restore_program(content, named_tensors(tower), CPU)
+    assert json.loads(json.dumps(save_program(restored, named_tensors(tower)))) == content
     assert [step.call for step in restored.program.splits] == [step.call for step in bound.program.splits]
     assert all(a is b for a, b in zip(restored.fixed, bound.fixed, strict=True))
     for tokens in (2, 4, 7, 16):
@@ -76,12 +77,6 @@ def test_a_program_comes_back(kept: Any) -> None:
         assert restored.symbols(inputs) == symbols
         assert restored.program.accepts(symbols) == bound.program.accepts(symbols)
         assert restored.program.may_be_captured(symbols) == bound.program.may_be_captured(symbols)
-
-
-def test_what_is_restored_is_saved_again(kept: Any) -> None:
-    tower, _, content = kept
-    restored = restore_program(content, named_tensors(tower), CPU)
-    assert json.loads(json.dumps(save_program(restored, named_tensors(tower)))) == content
 
 
 def test_what_runs_beside_comes_back(kept: Any) -> None:
@@ -114,16 +109,10 @@ def test_derived_parameters_come_back_by_name(kept: Any) -> None:
             restore_program(content, named_tensors(kept[0]), CPU)
 
 
-@pytest.mark.parametrize(
-    "value", [CaptureKey("a", 4, (1, "b")), Limits({"a": (1, 2)}, 1, 0), (1.5, [None, -0.0])]
-)
+@pytest.mark.parametrize("value", [CaptureKey("a", 4, (1, "b")), (1.5, [None, -0.0])])
 def test_arguments_of_this_library_come_back(kept: Any, value: Any) -> None:
     recipe = DerivedParameter(1, (0,), functools.partial(pad_rows, rows=value))
-    try:
-        content, (found,) = restored_derived(kept, recipe)
-    except CompileError:
-        assert isinstance(value, Limits)  # a mapping is no argument
-        return
+    content, (found,) = restored_derived(kept, recipe)
     assert found.make.keywords == {"rows": value}
     assert type(found.make.keywords["rows"]) is type(value)
     (recipe,) = program_of(content)["derived"]["derived"]
@@ -185,12 +174,9 @@ def test_arithmetic_is_restored(source: str) -> None:
     [
         "__import__('os')",
         "s0.__class__",
-        "math.__dict__",
         "torch.load",
         "(lambda: 1)()",
-        "[1]",
         "s9",
-        "'a'",
         "1 +",
     ],
 )

@@ -44,25 +44,6 @@ def test_numbers_that_are_not_whole_keep_their_fraction(tokens: int) -> None:
     assert Size(OpaqueUnaryFn_sqrt(T))(values) == pytest.approx(math.sqrt(tokens))
 
 
-def test_conditions_evaluate_to_their_truth() -> None:
-    condition = Size(sympy.Eq(Mod(T, 4), 0))
-    assert condition({"T": 8})
-    assert not condition({"T": 9})
-
-
-def test_a_constant_needs_no_values() -> None:
-    size = Size.of(7)
-    assert size({}) == 7
-    assert size.symbols == ()
-    assert Size.of(0.5)({}) == 0.5
-    assert Size.of(True)({}) == 1
-
-
-def test_symbols_are_sorted_by_name() -> None:
-    assert Size(T * B).symbols == ("B", "T")
-    assert str(Size(T + 1)) == "T + 1"
-
-
 def test_a_missing_symbol_is_named() -> None:
     with pytest.raises(CompileError, match="depends on B"):
         Size(T * B)({"T": 3})

@@ -15,20 +15,14 @@ from .blocks.block_towers import Dense
 from .packed_forwards import EAGER, WIDTH, packed_inputs, trace_packed, trace_with
 
 
-def test_a_configured_name_stands_for_all_overloads() -> None:
-    targets = splitting_targets(["fxsplit::varlen_attention"])
-    assert targets == {torch.ops.fxsplit.varlen_attention.default}
-
-
 def test_dense_attention_stands_for_its_kernels_too() -> None:
     targets = splitting_targets(["aten::scaled_dot_product_attention"])
     assert torch.ops.aten.scaled_dot_product_attention.default in targets
-    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in targets
     assert torch.ops.aten._scaled_dot_product_efficient_attention.default in targets
     assert torch.ops.aten.mm.default not in targets
 
 
-@pytest.mark.parametrize("name", ["fxsplit::no_such_op", "nowhere::mm", "mm", "aten.mm"])
+@pytest.mark.parametrize("name", ["fxsplit::no_such_op", "nowhere::mm", "mm"])
 def test_an_unknown_splitting_op_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"splitting_ops: no operator '{name}'"):
         splitting_targets([name])
@@ -87,14 +81,6 @@ def test_two_sequences_of_different_lengths_tell_nothing() -> None:
     reason = r"its splitting ops \(aten::_scaled_dot_product_flash_attention.* do not have one size"
     with pytest.raises(CompileError, match=reason):
         trace_with(forward, examples, replace(EAGER, requires_tokens=True))
-
-
-def test_results_that_nobody_reads_get_no_slot(dense: Any) -> None:
-    _, bound = dense
-    for step in bound.program.splits:
-        assert not step.returns_tensor
-        assert step.outputs[0] >= 0
-        assert set(step.outputs[1:]) == {-1}
 
 
 @pytest.mark.parametrize(

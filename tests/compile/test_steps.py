@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,19 +55,6 @@ def test_nothing_is_read_too_early_or_freed_too_soon(steps: list[Step], data: st
     assert set(range(len(steps) + 1)) - kept - freed <= touched_beside
 
 
-@settings(max_examples=40)
-@given(programs())
-def test_steps_that_all_run_in_order_are_as_before(steps: list[Step]) -> None:
-    inline = [replace(step, beside=False) for step in steps]
-    marked = with_joins(inline)
-    assert marked == inline
-    last: dict[int, int] = {}
-    for index, step in enumerate(inline):
-        last.update(dict.fromkeys((*step.outputs, *slots_in(step.args)), index))
-    freed = {slot: index for index, step in enumerate(with_frees(marked, {0})) for slot in step.frees}
-    assert freed == {slot: index for slot, index in last.items() if slot != 0}
-
-
 # --- how they are run
 
 CPU = torch.device("cpu")
@@ -117,20 +103,15 @@ def test_steps_are_placed_as_they_are_marked(notes: list[str]) -> None:
     assert run.placed(step("reads", notes, joins=True))(5, c=6) == ("reads", (5,), {"c": 6})
     run.placed(step("reads again", notes, joins=True))()
     run.join()
+    run.placed(step("aside 3", notes, beside=True))()
+    run.join()
+    run.join()
     assert notes == [
         *("first", "fork steps", "enter steps", "aside", "leave steps"),
         *("next", "fork steps", "enter steps", "aside 2", "leave steps"),
         *("join steps", "reads", "reads again"),
+        *("fork steps", "enter steps", "aside 3", "leave steps", "join steps"),
     ]
-
-
-def test_what_nobody_has_waited_for_ends_with_the_run(notes: list[str]) -> None:
-    run = StepBranches(CPU)
-    run.placed(step("aside", notes, beside=True))()
-    run.join()
-    run.join()
-    assert notes[-1] == "join steps"
-    assert notes.count("join steps") == 1
 
 
 def test_between_graphs_every_step_runs_in_order(notes: list[str]) -> None:

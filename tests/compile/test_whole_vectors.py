@@ -17,8 +17,6 @@ aten = torch.ops.aten
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "exp": torch.exp,
-    "cos": torch.cos,
-    "silu": F.silu,
     "tanh": torch.tanh,
     "power": lambda x: aten.pow.Tensor_Scalar(x.abs(), 0.7),
 }

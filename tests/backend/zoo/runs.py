@@ -14,12 +14,13 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import BudgetDispatcher, dispatchers
 
-from .comparing import difference, tensors_in
 from .entries import Entry, input_names
 from .inputs import INPUTS, make_inputs
 from .placing import Placed
 
 DTYPES = (torch.float32, torch.bfloat16)
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float64: 1e-12, torch.complex64: 1e-5}
+"""Relative to the largest entry of a column: with one scale for all, a loud one would hide the others."""
 LADDERS = ([8, 16, 32, 64], [4, 64], [12, 48], [8, 16, 32, 64])
 DEFAULT_LADDER = [2**power for power in range(15)]
 _NUM_CALLS = (2, 3, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6, 6, 7, 8, 9, 12, 40)
@@ -119,32 +120,24 @@ class Run:
         self.compiled = torch.compile(module, backend="encoder_cg", dynamic=dynamic, options=options)
         self._known = set(dispatchers())
         self.num_compared = 0
-        self._kept: list[tuple[int, Any, Any]] = []
 
     @property
     def made(self) -> set[BudgetDispatcher]:
         """The dispatchers of the compiled module."""
         return set(dispatchers()) - self._known
 
-    def failure(self) -> str | None:
-        """What of the compiled module's is not eager's, or None."""
+    def check(self) -> None:
+        """Compares all calls with eager's, and again their results after the last call."""
         with warnings.catch_warnings(), torch.inference_mode() if self.case.inference else torch.no_grad():
             # The backend says so of what reads values on the host, and of gradients.
             warnings.filterwarnings("ignore", "encoder_cg: a graph runs eagerly because it cannot be split")
-            self._warm_up()
-            for turn, n in enumerate(self.case.counts):
-                reason = self._call(turn, n)
-                if reason is not None:
-                    return f"at {n} tokens, call {turn}: {reason}"
-            for n, got, expected in self._kept:
-                reason = difference(got, expected, self.entry.tolerance)
-                if reason is not None:
-                    return f"at {n} tokens, after later calls: {reason}"
-        return None
+            if self.case.warmup != "none":
+                self._warm_up()
+            kept = [self._compared(self.case.seed + turn, n) for turn, n in enumerate(self.case.counts, 1)]
+            for got, expected in kept:
+                assert_same(got, expected, self.entry.tolerance)
 
     def _warm_up(self) -> None:
-        if self.case.warmup == "none":
-            return
         n = next(n for n in self.case.counts if n > 1)
         for module, call in (
             (self.compiled, fx.warmup),
@@ -154,29 +147,23 @@ class Run:
             torch.manual_seed(0)
             call(module, **inputs)
 
-    def _call(self, turn: int, n: int) -> str | None:
-        seed = self.case.seed + 1 + turn
+    def _compared(self, seed: int, n: int) -> tuple[Any, Any]:
+        """The results of both, which are equal as are inputs, state and shared memory."""
         inputs, again = (self._inputs(n, seed, "random") for _ in range(2))
         torch.manual_seed(seed)
         try:
             expected = self.eager(**again)
         except (RuntimeError, IndexError, ValueError, AssertionError):
-            return None  # for such a number of tokens there is no eager result
+            return None, None  # for such a number of tokens there is no eager result
         torch.manual_seed(seed)
         got = self.compiled(**inputs)
         self.num_compared += 1
-        self._kept.append((n, got, expected))
-        return (
-            difference(got, expected, self.entry.tolerance)
-            or _named("inputs", difference(inputs, again, self.entry.tolerance))
-            or _named("state", self._state_difference())
-            or _aliases_differ(tensors_in(got), inputs, tensors_in(expected), again)
-        )
-
-    def _state_difference(self) -> str | None:
-        return difference(
-            dict(self.module.state_dict()), dict(self.eager.state_dict()), 10 * self.entry.tolerance
-        )
+        assert_same(got, expected, self.entry.tolerance)
+        assert_same(inputs, again, self.entry.tolerance)
+        states = (dict(module.state_dict()) for module in (self.module, self.eager))
+        assert_same(*states, 10 * self.entry.tolerance)
+        assert _shared(got, inputs) == _shared(expected, again), "results share other memory with inputs"
+        return got, expected
 
     def _inputs(self, n: int, seed: int, kind: str) -> dict[str, Tensor]:
         inputs = make_inputs(self.module.inputs, n, self.case.dtype, seed, kind)
@@ -187,20 +174,32 @@ class Run:
         return inputs
 
 
-def _named(what: str, reason: str | None) -> str | None:
-    return None if reason is None else f"{what}: {reason}"
+def _shared(results: Any, inputs: dict[str, Tensor]) -> list[tuple[int, str]]:
+    """Which results lie in the memory of which inputs."""
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+    return [
+        (number, name)
+        for number, tensor in enumerate(tensors)
+        for name, given in inputs.items()
+        if tensor.numel() and tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    ]
 
 
-def _aliases_differ(
-    got: list[Tensor], inputs: dict[str, Tensor], expected: list[Tensor], again: dict[str, Tensor]
-) -> str | None:
-    """Outputs share memory with the inputs that they do in eager, and with no others."""
-    for name in inputs:
-        for number, (a, b) in enumerate(zip(got, expected, strict=True)):
-            if a.numel() and _share(a, inputs[name]) != _share(b, again[name]):
-                return f"output {number} shares memory with {name}, or should"
-    return None
-
-
-def _share(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def assert_same(got: Any, expected: Any, tolerance: float) -> None:
+    """Structures of tensors and others; floats may differ by so many times `ROUNDING`."""
+    ours, spec = torch.utils._pytree.tree_flatten(got)
+    theirs, expected_spec = torch.utils._pytree.tree_flatten(expected)
+    assert spec == expected_spec
+    for a, b in zip(ours, theirs, strict=True):
+        assert type(a) is type(b)
+        if not isinstance(b, Tensor):
+            assert a == b
+            continue
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if b.dtype not in ROUNDING:
+            assert torch.equal(a, b)
+        elif not torch.equal(a, b):
+            wide = b.to(torch.complex128 if b.is_complex() else torch.float64)
+            sizes = wide.abs().nan_to_num(posinf=0).reshape(-1, b.shape[-1] if b.dim() > 1 else 1)
+            allowed = tolerance * ROUNDING[b.dtype] * sizes.amax(0) + 1e-9
+            torch.testing.assert_close(a.to(wide) / allowed, wide / allowed, rtol=0, atol=1, equal_nan=True)

@@ -1,5 +1,6 @@
 """What the tests of the proof share: tensors that do not depend on tokens, and checks of a verdict."""
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -74,20 +75,10 @@ def _trace_together(forwards: Mapping[str, Forward]) -> dict[str, BoundProgram]:
 
 def _with_output(module: fx.GraphModule, number: int) -> fx.GraphModule:
     """A copy of a graph with one of its outputs, and the nodes that it needs."""
-    outputs: Any = module.graph.output_node().args[0]
-    needed = set(module.graph.find_nodes(op="placeholder"))
-    pending = [outputs[number]]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output((copies[outputs[number]],))
+    graph = copy.deepcopy(module.graph)
+    node: Any = graph.output_node()
+    node.args = ((node.args[0][number],),)
+    graph.eliminate_dead_code()
     return fx.GraphModule(module, graph)
 
 

@@ -1,9 +1,10 @@
 """A thousand random graphs: what is proved may be padded, and something is proved of every operation.
 
-`python -m tests.compile.padding.fuzzer --graphs 50000` runs more of them.
+`FUZZER_GRAPHS=50000 pytest -m "" tests/compile/padding/test_fuzzer.py` runs more of them.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 
 import pytest
 
@@ -11,10 +12,10 @@ from fxsplit_encoder.compile.padding.rules import RULES
 from fxsplit_encoder.compile.padding.states import NodeView, Rows, State
 
 from .fuzzing.calls import CALLS
-from .fuzzing.campaign import FOCUSES, run_campaign, run_seed, seeds_around
+from .fuzzing.campaign import FOCUSES, run_seed, seeds_around
 from .fuzzing.pointwise import POINTWISE
 
-_GRAPHS = 1000
+_GRAPHS = int(os.environ.get("FUZZER_GRAPHS", "1000"))
 _CHUNKS = 20
 _QUICK_CHUNKS = 2
 _EACH = -(-_GRAPHS // len(FOCUSES))
@@ -37,10 +38,15 @@ def test_every_rule_has_its_calls_and_no_call_is_missed() -> None:
     [pytest.param(n, marks=pytest.mark.exhaustive) if n >= _QUICK_CHUNKS else n for n in range(_CHUNKS)],
 )
 def test_what_is_proved_may_be_padded(chunk: int) -> None:
-    tally = run_campaign(seed for name in _names(chunk) for seed in seeds_around(name, _EACH))
-    assert not tally.wrong, "\n\n".join(outcome.text for outcome in tally.wrong)
-    assert all(tally.generated[name] for name in _names(chunk))
-    never = [name for name in _names(chunk) if not tally.accepted[name] and not _is_ever_proved(name)]
+    generated: set[str] = set()
+    accepted: set[str] = set()
+    for seed in (seed for name in _names(chunk) for seed in seeds_around(name, _EACH)):
+        outcome = run_seed(seed)
+        assert not outcome.wrong, f"seed {seed}: {outcome.wrong}"
+        generated |= outcome.operations
+        accepted |= outcome.accepted
+    assert generated.issuperset(_names(chunk))
+    never = [name for name in _names(chunk) if name not in accepted and not _is_ever_proved(name)]
     assert not never
 
 
@@ -62,10 +68,9 @@ def _first_rows(view: NodeView) -> State:
     ("name", "wrong_rule"),
     [
         ("_softmax", _rows_whatever),
-        ("softmax", _rows_whatever),
         ("flip", _rows_whatever),
         ("roll", _rows_whatever),
-        pytest.param("constant_pad_nd", _rows_whatever, marks=pytest.mark.exhaustive),
+        ("constant_pad_nd", _rows_whatever),
         ("embedding", lambda view: Rows(view.rows(1))),
         ("index_select", lambda view: Rows(view.rows(2))),
         ("cat", _first_rows),
@@ -75,9 +80,4 @@ def test_a_wrong_rule_is_found(
     name: str, wrong_rule: Callable[[NodeView], State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RULES, name, wrong_rule)
-    wrong = _wrong_graphs(name)
-    assert any(name in outcome for outcome in wrong)
-
-
-def _wrong_graphs(name: str) -> Iterator[str]:
-    return (o.text for o in map(run_seed, seeds_around(name, 60)) if o.wrong is not None)
+    assert any(name in run_seed(seed).wrong for seed in seeds_around(name, 60))

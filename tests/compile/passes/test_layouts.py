@@ -41,12 +41,10 @@ def in_memory(value: Tensor) -> Tensor:
 CONSUMERS: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda value: value,
     "memory": in_memory,
-    "memory of a function": lambda value: in_memory(value.sin()),
     "memory of a part": lambda value: in_memory(value[..., 1:]),
     "reshape": lambda value: value.reshape(value.shape[0], -1) + 1,
     "group norm": lambda value: F.group_norm(value.reshape(value.shape[0], value.shape[1], -1), 1),
     "transpose": lambda value: value.transpose(0, -1),
-    "part": lambda value: value[1:, ..., 1:],
     "other library": lambda value: torch.ops.layouts_test.in_memory(value.cos()),
     "random": torch.rand_like,
     "channels last": lambda value: (
@@ -226,48 +224,8 @@ class StridesOfPatches(nn.Module):
         return torch.as_strided(patches, (4, 6), (2, 1), 1) + 1, patches.flatten(2).transpose(1, 2)
 
 
-class Grouped(nn.Module):
-    """Normalizes over channels and places together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 8, 1), nn.GroupNorm(1, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.first(x).reshape(x.shape[0], 8, 4, -1))
-
-
-class SeparableAttention(nn.Module):
-    """A block of MobileViT v2: convolutions of one place, patches by reshapes, attention over channels."""
-
-    def __init__(self, width: int = 8, patch: int = 2) -> None:
-        super().__init__()
-        self.patch = patch
-        self.local = nn.Conv2d(3, 3, 3, padding=1, groups=3)
-        self.into, self.back = nn.Conv2d(3, width, 1), nn.Conv2d(width, 3, 1)
-        self.norms = nn.ModuleList(nn.GroupNorm(1, width) for _ in range(2))
-        self.qkv, self.out = nn.Conv2d(width, 1 + 2 * width, 1), nn.Conv2d(width, width, 1)
-        self.mlp = nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.SiLU(), nn.Conv2d(2 * width, width, 1))
-        self.width = width
-
-    def forward(self, x: Tensor) -> Tensor:
-        images, _, height, width = x.shape
-        rows, columns, side = height // self.patch, width // self.patch, self.patch
-        y = self.into(self.local(x))
-        y = y.reshape(images, self.width, rows, side, columns, side).permute(0, 1, 3, 5, 2, 4)
-        y = y.reshape(images, self.width, side * side, rows * columns)
-        query, key, value = self.qkv(self.norms[0](y)).split([1, self.width, self.width], dim=1)
-        context = (F.softmax(query, dim=-1) * key).sum(dim=-1, keepdim=True)
-        y = y + self.out(F.relu(value) * context)
-        y = y + self.mlp(self.norms[1](y))
-        y = y.reshape(images, self.width, side, side, rows, columns).permute(0, 1, 4, 2, 5, 3)
-        return self.back(y.reshape(images, self.width, height, width))
-
-
-@pytest.mark.parametrize("make", [StridesOfPatches, Grouped, SeparableAttention])
 @torch.no_grad()
-def test_the_backend_gives_the_layouts_of_eager(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    module, x = make().eval(), torch.randn(2, 3, 8, 8)
+def test_the_backend_gives_the_layouts_of_eager() -> None:
+    module, x = StridesOfPatches().eval(), torch.randn(2, 3, 8, 8)
     expected, got = module(x), torch.compile(module, backend="encoder_cg")(x)
     torch.testing.assert_close(got, expected, check_stride=True)

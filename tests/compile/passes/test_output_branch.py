@@ -52,21 +52,15 @@ def shape_of(program: Any) -> list[str]:
     return ["b" if step.beside else "j" if step.joins else step.kind[0] for step in program.steps]
 
 
-@pytest.mark.parametrize(
-    "taps", [(0, 1), *(pytest.param(taps, marks=pytest.mark.exhaustive) for taps in ((0,), (0, 1, 2)))]
-)
-def test_layers_aside_run_beside_and_are_joined_where_they_are_read(taps: tuple[int, ...]) -> None:
+def test_layers_aside_run_beside_and_are_joined_where_they_are_read() -> None:
     torch.manual_seed(0)
-    layers = Layers(taps)
+    layers = Layers((0, 1))
     bound, plain = traced(layers), traced(layers, ())
     program = bound.program
-    assert program.pass_report == {"output_branch": len(taps)}
+    assert program.pass_report == {"output_branch": 2}
     assert program.padding == plain.program.padding
     assert program.padding.proved
-    expected = ["p", "s"]
-    for number in range(3):
-        expected += ["p", "b", "s"] if number in taps else ["p", "s"]
-    assert shape_of(program) == [*expected, "j"]
+    assert "".join(shape_of(program)) == "pspbspbspsj"
     # The layers beside equal blocks share a compilation, and leave equal blocks behind.
     assert len({step.distinct for step in program.pieces if step.beside}) == 1
     for tokens in (2, 5, 12):

@@ -95,18 +95,6 @@ class ReadTwice(Packed):
         return self.out(result) + result[:, :20]
 
 
-class ReadAsItIs(Packed):
-    """The projection's output is read whole."""
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return super().forward(x, cu_seqlens) + self.qkv(x).sum(1, keepdim=True)
-
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        projected = self.qkv(x)
-        q, k, v = projected.view(-1, 3, HEADS, WIDTH).permute(1, 0, 2, 3).unbind(0)
-        return q + projected.sum(1)[:, None, None], k, v
-
-
 class Normalized(Packed):
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         return self.out(self.attended(x, cu_seqlens).view(-1, FEATURES).relu())
@@ -119,7 +107,7 @@ class ByWidth(Packed):
         return self.out(self.attended(x, cu_seqlens).transpose(1, 2).reshape(-1, FEATURES))
 
 
-@pytest.mark.parametrize("module", [ReadTwice(), ReadAsItIs(), HEADS_FIRST, Normalized(), ByWidth()])
+@pytest.mark.parametrize("module", [ReadTwice(), HEADS_FIRST, Normalized(), ByWidth()])
 def test_other_graphs_stay_as_they_are(module: Packed) -> None:
     widened(module, times=0)
 

@@ -6,5 +6,5 @@ calls       every operation with a rule, with random arguments; a file for each 
 pointwise   every operation that torch tags as pointwise, with arguments made from its schema
 kernels     what runs in place of operations whose results are not determined, or that need a device
 comparison  the padded run next to the exact one, node by node
-campaign    many graphs, and what became of them
+campaign    a graph around an operation, and what became of it
 """

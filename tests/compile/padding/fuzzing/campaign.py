@@ -1,12 +1,11 @@
-"""Many random graphs, and what became of them."""
+"""A random graph around an operation, and what became of it."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -18,7 +17,7 @@ from fxsplit_encoder.compile.padding.states import operation
 from fxsplit_encoder.compile.sizes import assumptions_of, guards_of
 
 from .builder import Builder, SpecializedError
-from .calls import CALLS, WITHOUT_RULES
+from .calls import CALLS
 from .comparison import NotRunnableError, Wrong, compare, pairs, run_exact
 from .inputs import GARBAGE, NUM_LENGTHS
 from .pointwise import POINTWISE, call_pointwise
@@ -49,49 +48,12 @@ class Outcome:
     Args:
         operations: what it calls: names that rules go by, and pointwise overloads.
         accepted: those of which some call is proved.
+        wrong: what the proof says and is not so, if anything.
     """
 
-    seed: int
-    proved: bool
     operations: frozenset[str]
     accepted: frozenset[str]
-    wrong: Wrong | None
-    text: str
-
-
-@dataclass
-class Tally:
-    """What became of many graphs."""
-
-    graphs: int = 0
-    proved: int = 0
-    generated: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[str] = field(default_factory=Counter)
-    wrong: list[Outcome] = field(default_factory=list)
-
-    def add(self, outcome: Outcome) -> None:
-        self.graphs += 1
-        self.proved += outcome.proved
-        self.generated.update(outcome.operations)
-        self.accepted.update(outcome.accepted)
-        if outcome.wrong is not None:
-            self.wrong.append(outcome)
-
-    def join(self, other: Tally) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-
-    def __str__(self) -> str:
-        refused = self.graphs - self.proved
-        return f"{self.graphs} graphs: {self.proved} proved, {refused} refused, {len(self.wrong)} wrong"
-
-
-def run_campaign(seeds: Iterable[int]) -> Tally:
-    """A graph for every seed."""
-    tally = Tally()
-    for seed in seeds:
-        tally.add(run_seed(seed))
-    return tally
+    wrong: str
 
 
 def run_seed(seed: int) -> Outcome:
@@ -112,7 +74,7 @@ def build(seed: int, graph_seed: int) -> Builder | None:
     try:
         for step in range(length):
             if step != at:
-                _any_call(b)
+                _call(b, b.choice(_QUICK if b.chance(0.7) else tuple(POINTWISE)))
             elif not any(_call(b, focus) is not None for _ in range(_ATTEMPTS)):
                 return None
     except (SpecializedError, GuardOnDataDependentSymNode):
@@ -122,13 +84,6 @@ def build(seed: int, graph_seed: int) -> Builder | None:
 
 def _call(b: Builder, name: str) -> fx.Node | None:
     return CALLS[name](b) if name in CALLS else call_pointwise(b, POINTWISE[name])
-
-
-def _any_call(b: Builder) -> None:
-    if b.chance(0.05):
-        WITHOUT_RULES[b.choice(tuple(WITHOUT_RULES))](b)
-    else:
-        _call(b, b.choice(_QUICK if b.chance(0.7) else tuple(POINTWISE)))
 
 
 def _attempt(seed: int, graph_seed: int) -> Outcome | None:
@@ -142,7 +97,7 @@ def _attempt(seed: int, graph_seed: int) -> Outcome | None:
         report = padding.analyse(b.nodes, b.seeds, b.symbol, assumptions_of(list(b.sources)))
     except Exception as error:
         wrong = Wrong(b.nodes[-1], f"the analysis fails: {error!r}", counts[0], counts[-1], "no")
-        return Outcome(seed, False, frozenset(), frozenset(), wrong, _described(b, wrong))
+        return Outcome(frozenset(), frozenset(), _described(b, wrong))
     whole = any(node == "graph" for node, _ in report.reasons)
     mixed = frozenset(node.name for node in b.nodes) if whole else report.mixed
     try:
@@ -152,7 +107,7 @@ def _attempt(seed: int, graph_seed: int) -> Outcome | None:
     names = {node: _names(node) for node in b.nodes}
     accepted = frozenset(n for node in b.nodes if node.name not in mixed for n in names[node])
     generated = frozenset(n for node in b.nodes for n in names[node])
-    return Outcome(seed, report.proved, generated, accepted, wrong, _described(b, wrong) if wrong else "")
+    return Outcome(generated, accepted, _described(b, wrong) if wrong else "")
 
 
 def _names(node: fx.Node) -> tuple[str, ...]:

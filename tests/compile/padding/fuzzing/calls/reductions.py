@@ -195,28 +195,20 @@ def _image(b: Builder, rank: int) -> fx.Node:
 
 @call_of("convolution")
 def _convolution(b: Builder, name: str) -> fx.Node | None:
-    return convolution(b, name, b.choice((1, 2, 2, 3)))
-
-
-def convolution(b: Builder, name: str, spatial: int) -> fx.Node | None:
-    """A convolution over as many dimensions, transposed or by groups, its input batched or not."""
+    """Transposed or by groups, its input batched or not."""
+    spatial = b.choice((1, 2, 2, 3))
     x = _image(b, spatial + 2)
     channels = x.meta["val"].shape[-spatial - 1] if x.meta["val"].dim() > spatial else 2
     groups = channels if isinstance(channels, int) and b.chance(0.2) else 1
     inner = channels // groups if isinstance(channels, int) else 1
     outer = groups * b.choice((1, 2))
-    transposed = name == "convolution" and b.chance(0.3)
+    transposed = b.chance(0.3)
     shape = [groups * inner, outer // groups] if transposed else [outer, inner]
     weight = b.shared([*shape, *[b.choice((1, 2, 3))] * spatial])
     bias = b.shared([outer]) if b.flag() else None
     stride, padding = [b.choice((1, 1, 2))] * spatial, [b.choice((0, 1))] * spatial
-    if name == "convolution":
-        arguments: tuple[Any, ...] = (stride, padding, [1] * spatial, transposed, [0] * spatial, groups)
-        return b.call(aten.convolution.default, x, weight, bias, *arguments)
-    packet = getattr(aten, name)
-    if b.chance(0.2):
-        return b.call(packet.padding, x, weight, bias, [1] * spatial, "same", [1] * spatial, groups)
-    return b.call(packet.default, x, weight, bias, stride, padding, [1] * spatial, groups)
+    arguments = (stride, padding, [1] * spatial, transposed, [0] * spatial, groups)
+    return b.call(aten.convolution.default, x, weight, bias, *arguments)
 
 
 @call_of("im2col", "col2im")

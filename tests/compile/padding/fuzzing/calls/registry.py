@@ -13,8 +13,6 @@ Call = Callable[[Builder], fx.Node | None]
 
 CALLS: dict[str, Call] = {}
 """By the names that rules go by."""
-WITHOUT_RULES: dict[str, Call] = {}
-"""Operations that mix rows in ways of their own, to which no rule may lend its name."""
 
 
 def call_of(*names: str) -> Callable[[Callable[[Builder, str], fx.Node | None]], Call]:
@@ -25,15 +23,5 @@ def call_of(*names: str) -> Callable[[Callable[[Builder, str], fx.Node | None]],
             assert name not in CALLS, name
             CALLS[name] = lambda builder, name=name: function(builder, name)  # type: ignore[misc]
         return function  # type: ignore[return-value]
-
-    return register
-
-
-def call_without_rule(name: str) -> Callable[[Call], Call]:
-    """Makes a function the random call of an operation that has no rule."""
-
-    def register(function: Call) -> Call:
-        WITHOUT_RULES[name] = function
-        return function
 
     return register
