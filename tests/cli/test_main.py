@@ -29,8 +29,6 @@ from fxsplit_encoder.models.patches import IMAGE_FORMAT, VIDEO_FORMAT, BlockPatc
 from fxsplit_encoder.models.prepare import load_inputs
 from fxsplit_encoder.models.registry import ARCHITECTURES
 
-from ..models.checkpoints import save
-
 SaveCheckpoint = Callable[..., Path]
 
 
@@ -158,29 +156,6 @@ def test_encode(
     }
     assert metadata["model"] == str(model)
     assert metadata["config"]["mode" if not with_config else "token_budgets"] in ("none", [8, 16])
-
-
-@pytest.mark.slow
-def test_encode_with_two_views(photographs: list[Path], tmp_path: Path) -> None:
-    _, model = save(tmp_path / "deepseek", "DeepseekOCRForCausalLM")
-    output = tmp_path / "embeddings.safetensors"
-    settings = tmp_path / "disabled.yaml"
-    settings.write_text("enabled: false\nmode: breakable\n", encoding="utf-8")  # nothing is traced
-    photographs = photographs[1:]
-    Image.new("RGB", (1280, 640)).save(photographs[1])
-    options = ("--output", output, "--device", "cpu", "--config", settings)
-    result = run("encode", *photographs, "--model", model, *options)
-    assert result.exit_code == 0, result.output
-    assert "1 blocks, width 16 and 1 blocks, width 32" in result.stdout
-    with safe_open(output, framework="pt") as file:
-        items = json.loads(file.metadata()["items"])
-        assert {key: file.get_tensor(key).shape[0] for key in file.keys()} == {
-            key: item["tokens"] for key, item in items.items()
-        }
-    assert items == {
-        "photo.png": {"kind": "image", "crops": [0, 0], "tokens": 273},
-        "photo.png#2": {"kind": "image", "crops": [2, 1], "tokens": 273 + 10 * 21},
-    }
 
 
 def test_build(save_checkpoint: SaveCheckpoint, tmp_path: Path) -> None:

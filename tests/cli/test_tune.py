@@ -17,7 +17,6 @@ from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.manager.manager import TraceWriter
 from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.tuning.trace import read_trace
 
 from ..models.checkpoints import save
 
@@ -200,17 +199,6 @@ def test_measured_costs_are_written_and_used(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("arguments", [[], ["x"], ["x", "-o", "y"], ["x", "--max-graphs", "0"]])
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert tune(*arguments).exit_code == 2
-
-
-def test_the_example_trace_is_what_its_description_says() -> None:
-    requests = read_trace(EXAMPLE)
-    counts = [len(request) for request in requests]
-    assert (len(requests), min(counts), max(counts)) == (200, 1, 16)
-    for request in requests:
-        for spec in (item.spec for item in request):
-            # 16 x 16 pixel patches, 2 x 2 of them a token, images from 256 x 256 pixels on.
-            assert spec.input_size == 4 * spec.output_tokens
-            assert spec.output_tokens >= 64
 
 
 def report(*arguments: object) -> Result:

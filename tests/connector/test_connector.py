@@ -50,14 +50,6 @@ def test_a_step_tells_each_change_once() -> None:
         assert each.step().released == (good,)
 
 
-def test_a_request_without_media_is_ready_at_once() -> None:
-    with connector() as each:
-        ticket = each.submit(request())
-        assert ticket.availability == "ready"
-        assert each.step().ready == (ticket,)
-        assert (each.release(ticket), each.release(ticket), ticket.state) == (1, 0, State.RELEASED)
-
-
 def test_chunks_of_a_prompt_get_their_rows() -> None:
     items = [image("a", 3), image("b", 2), image("a", 3)]
     placeholders = prompt(1, 9, 2, 9, 9, 3)  # adjacent and repeated

@@ -57,21 +57,6 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     assert (seen, inside) == ([[(torch.device("cpu"), 0)], [(torch.device("cpu"), -2)]], [])
 
 
-def test_batches_of_eight_or_of_five_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The specification's."""
-    monkeypatch.setattr(encoding, "BATCHES_IN_FLIGHT", 1)
-    with staged(max_batch_items=8, flush_delay_s=0.005) as (each, stage):
-        alone = each.submit(request("alone"))
-        assert stage.wait_for_batch() == ["alone"], "after 5 ms, though nobody joined it"
-        tickets = [each.submit(request(f"image {number}")) for number in range(20)]
-        wait_until_queued(*tickets)
-        stage.open()
-        for ticket in (alone, *tickets):
-            wait(ticket)
-        assert [len(batch) for batch in stage.batches] == [1, 8, 8, 4]
-        assert each.stats().mean_batch_items == 21 / 4
-
-
 def test_a_batch_that_is_not_full_waits_as_long_as_it_is_told_to() -> None:
     bench = Bench.make(flush_delay_s=0.005, max_batch_items=2)
     take = lambda: bench.books.encoding.take(bench.workers[0])  # noqa: E731

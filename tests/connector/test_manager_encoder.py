@@ -129,27 +129,6 @@ def test_rows_are_as_wide_as_the_tower_says(encoder: ManagerEncoder) -> None:
     assert ManagerEncoder(encoder.manager, modalities=["image"]).row_bytes("video") is None
 
 
-def test_an_item_that_the_manager_refuses_does_not_harm_its_batch(
-    encoder: ManagerEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor = tiny_vision.processor()
-    items = [MediaItem("image", tiny_vision.crop(number)) for number in (11, 12, 13, 14)]
-    right = processor.prepare
-
-    def prepare(item: MediaItem) -> PreparedItem:
-        made = right(item)
-        if item.media is not items[2].media:
-            return made
-        return replace(made, inputs={**made.inputs, "pixel_values": made.inputs["pixel_values"][:-1]})
-
-    monkeypatch.setattr(processor, "prepare", prepare)
-    with Connector(processor, [lambda: encoder]) as each:
-        tickets = [each.submit(EncodeRequest("r", [item])) for item in items]
-        told = [wait(ticket) for ticket in tickets]
-        assert told == ["ready", "ready", "unavailable", "ready"]
-        assert tickets[2].error is not None and not tickets[2].error.retryable
-
-
 def test_items_of_one_modality_have_the_same_inputs(encoder: ManagerEncoder) -> None:
     odd = PreparedItem("image", b"", {"pixel_values": torch.zeros(4, 8)}, 1)
     with pytest.raises(InputError, match="image: expected items of the same inputs"):

@@ -186,26 +186,6 @@ def test_models_of_images_refuse_clips(tmp_path: Path) -> None:
             load_inputs([path], preparation)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "layout", "short"),
-    [
-        ("internvl", (1344, 896), {"tiles": 7}, "7"),
-        ("internvl", (300, 300), {"tiles": 1}, "1"),
-        ("llama4", (900, 440), {"tiles": 7}, "7"),
-        ("DeepseekOCRForCausalLM", (1280, 640), {"crops": (2, 1)}, "1+2"),
-        ("DeepseekOCRForCausalLM", (640, 300), {"crops": (0, 0)}, "1"),
-        ("step3p7", (1100, 520), {"crops": (2, 1)}, "1+2"),
-        ("clip", (500, 300), {"tiles": 1}, "1"),
-    ],
-)
-def test_how_an_image_is_cut_is_told(
-    name: str, size: tuple[int, int], layout: dict[str, Any], short: str
-) -> None:
-    settings = {"vision_config": {"image_size": 336}} if name == "llama4" else {}
-    prepared = FAMILIES[name].prepare(settings, ProcessorSettings()).image(Image.new("RGB", size))
-    assert (prepared.layout, prepared.size) == (layout, short)
-
-
 def test_a_processors_statistics_are_used() -> None:
     own = ProcessorSettings({"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]})
     white = Image.new("RGB", (336, 336), (255, 255, 255))

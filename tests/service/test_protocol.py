@@ -146,7 +146,8 @@ def test_settings_may_be_text_of_a_command_line() -> None:
     settings = ServiceSettings(model="m", max_requests="2", max_request_bytes="20MiB", request_timeout_s="3")
     assert (settings.max_requests, settings.max_request_bytes, settings.request_timeout_s) == (2, 20 << 20, 3)
     wrong = {"max_requests": 0}, {"max_request_bytes": "much"}, {"max_request_bytes": "2GiB"}, {"colour": 1}
-    for each in (*wrong, {"request_timeout_s": "inf"}, {"pooling": "max"}, {"api_key": ""}):
+    wrong += {"request_timeout_s": "inf"}, {"pooling": "max"}, {"api_key": ""}, {"model": ""}
+    for each in (*wrong, {"config": {"mode": "fast"}}):
         with pytest.raises(ConfigError):
             ServiceSettings(**{"model": "m", **each})
 

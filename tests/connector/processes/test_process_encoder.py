@@ -56,21 +56,6 @@ def test_items_are_encoded_in_order_and_owned_by_the_caller(make_encoder: Make) 
     assert_doubled(encoder.encode(items), items)
 
 
-def test_what_an_item_holds_arrives(make_encoder: Make) -> None:
-    encoder = make_encoder(of=EncoderProgram("tests.connector.processes.encoders:describing"))
-    inputs = {"pixel_values": torch.rand(4, 3).t(), "grid": torch.tensor([[1, 2, 3]])}
-    inputs |= {"half": torch.rand(2, 2).bfloat16(), "fp8": torch.rand(3).to(torch.float8_e4m3fn)}
-    item = PreparedItem("video", bytes(range(32)), inputs, 17, {"times": (0.0, 0.5), "fps": 2})
-    (feature,) = encoder.encode([item])
-    described = bytes(feature.tolist()).decode()
-    assert "video" in described
-    assert "17" in described
-    assert bytes(range(32)).hex() in described
-    assert "[0.0, 0.5]" in described
-    assert "torch.float8_e4m3fn (3,)" in described
-    assert "torch.float32 (3, 4)" in described
-
-
 def test_row_bytes_are_declared(make_encoder: Make) -> None:
     encoder = make_encoder(start=False)
     assert [encoder.row_bytes(kind) for kind in ("image", "video", "audio")] == [32, 32, None]

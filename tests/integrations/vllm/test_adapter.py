@@ -14,7 +14,6 @@ import torch
 import fxsplit_encoder as fx
 from fxsplit_encoder.integrations.vllm import adapter
 from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager
-from fxsplit_encoder.integrations.vllm.compatibility import MEMBERS
 from fxsplit_encoder.integrations.vllm.plugin import register
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from fxsplit_encoder.manager.path_forward import PathForward
@@ -290,17 +289,6 @@ def test_every_attribute_of_vllms_manager_is_answered(make: Make, vllm: FakeVllm
     assert manager.graph_hits == 7
     with pytest.raises(AttributeError, match="graph_hits"):
         object.__new__(type(manager)).graph_hits  # noqa: B018
-
-
-def test_a_manager_is_one_of_vllms_and_keeps_none_of_its_names(make: Make, vllm: FakeVllm) -> None:
-    kind = vllm.manager
-    manager = make()
-    assert isinstance(manager, kind)
-    assert isinstance(manager, kind.__bases__[1])
-    assert {name for name in vars(kind.__bases__[1]) if name in vars(VllmEncoderManager)} - {
-        *("__init__", "__module__", "__doc__", "__dict__", "__weakref__", "__new__"),
-        *("__static_attributes__", "__firstlineno__"),
-    } == set(MEMBERS)
 
 
 def test_classes_that_are_derived_from_vllms_manager_stay_as_they_are(
