@@ -141,31 +141,31 @@ def test_ways_run_in_an_order_of_their_own() -> None:
 # --- advice
 
 
-def test_advice_where_all_gains() -> None:
-    rows = [measured("a", eager=16, graph=3, ours=2), measured("b", eager=20, graph=12, ours=10)]
-    best, eager = "1.20 to 1.50 times as fast as the best other way", "2.00 to 8.00 times as fast as eager"
-    assert advice(rows, TITLES) == f"Use the manager: {best}, {eager}."
+BEST = "1.20 to 1.50 times as fast as the best other way"
 
 
-def test_advice_where_some_gains() -> None:
-    rows = [
-        measured("a", eager=4, ours=2),
-        measured("b", reduce_overhead=10, ours=10),
-        measured("c", eager=9),
-    ]
-    assert advice(rows, TITLES) == (
-        "Use the manager: 2.00 times as fast as the best other way, 2.00 times as fast as eager; "
-        "nothing to gain on b, where reduce-overhead is as fast."
-    )
-
-
-def test_advice_where_nothing_gains() -> None:
-    rows = [measured("a", eager=16, graph=2, ours=2), measured("b", eager=10, graph=12, ours=10)]
-    assert advice(rows, TITLES) == "Nothing to gain on these images: CUDA graph or eager is as fast."
-
-
-def test_advice_where_nothing_was_measured() -> None:
-    assert advice([measured("a", eager=16)], TITLES).startswith("No advice")
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (
+            [measured("a", eager=16, graph=3, ours=2), measured("b", eager=20, graph=12, ours=10)],
+            f"Use the manager: {BEST}, 2.00 to 8.00 times as fast as eager.",
+        ),
+        (
+            [measured("a", eager=4, ours=2), measured("b", reduce_overhead=10, ours=10)],
+            "Use the manager: 2.00 times as fast as the best other way, 2.00 times as fast as eager; "
+            "nothing to gain on b, where reduce-overhead is as fast.",
+        ),
+        (
+            [measured("a", eager=16, graph=2, ours=2), measured("b", eager=10, graph=12, ours=10)],
+            "Nothing to gain on these images: CUDA graph or eager is as fast.",
+        ),
+        ([], "No advice: ours or everything else was not measured."),
+    ],
+    ids=["all", "some", "none", "nothing measured"],
+)
+def test_advice_says_where_there_is_a_gain(rows: list[Measured], expected: str) -> None:
+    assert advice([*rows, measured("c", eager=9)], TITLES) == expected
 
 
 def test_bars_are_as_long_as_their_times(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.encode_queue.batch_thread import Landing
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -428,24 +427,6 @@ def test_every_future_comes_to_its_end_whatever_happens() -> None:
     stats = queue.stats()
     assert stats.encoded + stats.failed + stats.cancelled == len(futures)
     assert (stats.waiting, stats.running) == (0, 0)
-
-
-def test_batches_land_in_order_and_a_fault_ends_their_thread() -> None:
-    landed: list[int] = []
-    told = threading.Event()
-
-    def land(batch: int) -> None:
-        if batch == 3:
-            raise SystemExit
-        landed.append(batch)
-
-    landing = Landing(land, told.set, "landing")
-    assert landing.is_empty
-    for batch in (1, 2, 3, 4):
-        landing.add(batch)
-    assert told.wait(PATIENCE_S)
-    landing.finish()
-    assert (landed, isinstance(landing.fault, SystemExit), landing.is_empty) == ([1, 2], True, False)
 
 
 AT_EXIT = """
