@@ -175,17 +175,6 @@ def test_encoders_have_to_agree_on_the_size_of_rows() -> None:
         connector([])
 
 
-def test_a_batch_waits_until_there_is_room_for_what_it_writes() -> None:
-    with staged(staging_bytes=256) as (each, stage):
-        first = each.submit(request("a", "b"))
-        stage.wait_for_batch()
-        second = each.submit(request(image("c", 8)))
-        wait_until_queued(second)
-        stage.open()
-        assert (wait(first), wait(second)) == ("ready", "ready")
-        assert each.stats().bytes_peak["staging worker 0"] <= 256
-
-
 def test_encoders_start_and_encode_on_one_thread_each() -> None:
     threads: dict[int, set[str]] = {}
 

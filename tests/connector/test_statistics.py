@@ -11,7 +11,7 @@ from torch import nn
 
 from fxsplit_encoder.connector.request import TEXT_ONLY, EncodeRequest
 from fxsplit_encoder.connector.states import State, check_transition
-from fxsplit_encoder.connector.statistics import BOUNDS, ConnectorStats, Durations
+from fxsplit_encoder.connector.statistics import Durations
 
 from .scenes import Stage, connector, image, prompt, request, rows_of, wait
 
@@ -33,14 +33,6 @@ def test_percentiles_are_bounds_that_hold(seconds: list[float]) -> None:
         assert sum(each <= bound for each in ordered) * 100 >= percent * len(ordered)
         assert bound <= max(ordered[-1], 0)
     assert durations.count == len(seconds) and durations.mean == pytest.approx(sum(seconds) / len(seconds))
-
-
-def test_nothing_took_no_time() -> None:
-    assert (Durations().mean, Durations().percentile(99), Durations().count) == (0.0, 0.0, 0)
-    assert len(Durations().counts) == len(BOUNDS) + 1
-    empty = ConnectorStats()
-    assert (empty.hit_rate, empty.batch_fill, empty.mean_batch_items) == (0.0, 0.0, 0.0)
-    assert str(empty).startswith("0 tickets (none ended)")
 
 
 def test_what_requests_came_to_is_counted() -> None:

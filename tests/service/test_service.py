@@ -34,7 +34,7 @@ from fxsplit_encoder.service.encoder import Preparer, QueuedEncoder
 from ..models.checkpoints import save
 from ..models.embedding_models import WORDS, image_vector, save_model, text_vectors
 from ..waiting import wait_until
-from .photographs import EXAMPLES, b64, blank, data_url, encoded, photograph, settings_of
+from .photographs import EXAMPLES, blank, data_url, encoded, photograph, settings_of
 from .serving import HOST, Running, free_port, serving
 
 TEXTS = ["a photo of a cat", "two cups of coffee", "rocket"]
@@ -113,19 +113,6 @@ def test_vectors_may_keep_their_length(siglip: tuple[Any, Path]) -> None:
         found = running.embed(json={"input": TEXTS}).json()["data"]
     expected = text_vectors(model, directory, TEXTS)
     np.testing.assert_allclose([each["embedding"] for each in found], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_images_come_in_every_form(running: Running) -> None:
-    data = encoded(photograph())
-    forms: list[dict[str, Any]] = [
-        {"files": {"image": ("a.png", data)}},
-        {"json": {"input": {"image": b64(data)}}},
-        {"json": {"input": [data_url(data)]}},
-        {"content": data, "headers": PNG},
-    ]
-    answers = [running.embed(**each).json()["data"][0] for each in forms]
-    assert all(each == answers[0] for each in answers)
-    assert (answers[0]["shape"], answers[0]["layout"]) == ([1, 16], {"tiles": 1})
 
 
 def test_other_towers_have_the_mean_of_their_rows(tmp_path: Path) -> None:
