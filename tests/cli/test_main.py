@@ -214,7 +214,6 @@ ERRORS = {
     "config": (["inspect", "--config", "absent.yaml"], "--config absent.yaml: no such file; expected"),
     "model": (["inspect", "--model", "absent"], "--model absent: no such directory or name; expected"),
     "near model": (["demo", "--model", "qwen3-vl"], "did you mean qwen3-vl-8b? expected a checkpoint"),
-    "names": (["demo", "--model", "x"], "internvl3-8b, internvl3-38b"),
     "shipped config": (["demo", "--config", "qwen3_vl"], "did you mean qwen3_vl_8b? expected one, or one of"),
     "blocks": (["demo", "--blocks", "28"], "blocks: expected 1 to 27; got 28"),
     "dtype": (["demo", "--dtype", "int8"], "'--dtype': 'int8' is not one of 'auto', 'float32'"),
@@ -225,7 +224,6 @@ ERRORS = {
     "encode to a directory": (["encode", "x.png", "--model", ".", "-o", "."], "--output .: a directory"),
     "both": (["inspect", "--model", ".", "--blocks", "2"], "--blocks: only for a tower with random"),
     "device": (["inspect", "--device", "abacus"], "--device abacus: expected auto, cpu, cuda or cuda:N"),
-    "meta": (["inspect", "--device", "meta"], "--device meta: expected auto, cpu, cuda or cuda:N"),
     "number": (["inspect", "--device", "cuda:99"], "--device cuda:99: this machine has"),
     "image": (["demo", "--images", "absent.png"], "absent.png: no such file"),
     "output": (

@@ -64,9 +64,9 @@ def test_a_batch_that_is_not_full_waits_as_long_as_it_is_told_to() -> None:
     assert take() == 0.005
     bench.clock.now = 0.002
     assert take() == pytest.approx(0.003)
-    _queue(bench, "b")
+    for name in "bc":
+        _queue(bench, name)
     assert len(_batch(take()).entries) == 2, "it is full"
-    _queue(bench, "c")
     bench.clock.now = 0.008
     assert len(_batch(take()).entries) == 1, "its time has come"
 

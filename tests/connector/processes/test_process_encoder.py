@@ -104,8 +104,6 @@ def test_features_that_are_no_tensors_or_too_few_are_an_error(make_encoder: Make
     [
         ("tests.connector.processes.encoders:failing", InputError, "no such checkpoint"),
         ("tests.connector.processes.encoders:absent", InputError, "has no function absent"),
-        ("tests.connector.absent:doubling", InputError, r"no module tests\.connector\.absent"),
-        ("doubling", InputError, "package.module:function"),
         ("tests.connector.processes.encoders:nothing", InputError, "no FeatureEncoder"),
     ],
 )

@@ -79,16 +79,6 @@ def test_every_request_of_a_crowd_is_answered(url: str) -> None:
     assert set(crowd.statuses) <= {200, *(status for status, _ in work), 429}
 
 
-def test_health_and_other_paths(url: str) -> None:
-    health = httpx.get(f"{url}/health").json()
-    assert health["status"] == "ok"
-    assert health["encoder"]["max_batch_tokens"] == 64
-    assert httpx.head(f"{url}/health").status_code == 200
-    assert httpx.get(f"{url}/v1/embeddings").status_code == 405
-    assert httpx.get(f"{url}/nothing").status_code == 404
-    assert httpx.get(f"{url.removesuffix('/images')}/-/healthz").text == "success"
-
-
 def test_metrics_count_what_was_encoded(url: str, photographs: Photographs) -> None:
     data = {"content": photographs[0][0], "headers": JPEG}
     assert httpx.post(f"{url}/v1/embeddings", **data).status_code == 200
