@@ -108,18 +108,6 @@ def test_an_item_released_before_the_others_can_be_merged_no_more() -> None:
             each.merge(ticket, (0, 8), torch.zeros(8, 8))
 
 
-def test_holds_are_counted_for_each_occurrence() -> None:
-    with connector() as each:
-        ticket = ready(each, "a", "a")
-        assert each.hold(ticket) == "ready"
-        assert each.release(ticket, 0) == 1
-        assert each.release(ticket) == 2
-        assert [item.state for item in ticket.items] == [State.RELEASED, State.READY]
-        assert each.release(ticket) == 1
-        assert (ticket.state, each.release(ticket)) == (State.RELEASED, 0)
-        assert each.stats().batch_items == 1, "one image, though it comes twice"
-
-
 def test_a_preempted_request_reads_again() -> None:
     with staged(is_open=True) as (each, stage):
         kept, discarded = each.submit(request("a", retention="keep")), each.submit(request("b"))
