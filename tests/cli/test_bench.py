@@ -30,7 +30,6 @@ def measured(item: str, **ms: float) -> Measured:
 
 @pytest.fixture
 def images(tmp_path: Path) -> list[Path]:
-    """Three files of two sizes."""
     paths = [tmp_path / f"{number}.png" for number in range(3)]
     for path, size in zip(paths, [(96, 64), (64, 128), (96, 64)], strict=True):
         Image.effect_noise(size, 60).convert("RGB").save(path)

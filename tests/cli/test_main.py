@@ -60,7 +60,6 @@ def config(tmp_path: Path) -> Path:
 
 
 def without_a_trace(config: Path) -> None:
-    """Makes captures of a configuration take no seconds of tracing."""
     config.write_text(f"{config.read_text(encoding='utf-8')}mode: breakable\n", encoding="utf-8")
 
 

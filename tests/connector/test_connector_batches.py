@@ -137,8 +137,6 @@ def test_a_worker_that_rests_ends_when_it_is_told_to() -> None:
 
 
 class Staging(FakeEncoder):
-    """Items come to it as it has staged them."""
-
     def stage(self, item: PreparedItem) -> PreparedItem:
         if item.metadata["media"] == "bad":
             raise ValueError("no room to stage it")
@@ -208,7 +206,6 @@ def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
 
 
 def _end(bench: Bench, batch: Batch) -> None:
-    """An end of a batch that needs no rows."""
     batch.failures = {each: ConnectorError("for the test", "encoder", False) for each in batch.entries}
     bench.books.encoding.publish(batch)
 

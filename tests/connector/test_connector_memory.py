@@ -147,8 +147,6 @@ def test_no_further_item_is_decoded_while_too_many_wait() -> None:
 
 
 class Arrays(FakeProcessor):
-    """Takes arrays of bytes."""
-
     def digest(self, item: MediaItem) -> bytes:
         return super().digest(replace(item, media=self.name(item)))
 

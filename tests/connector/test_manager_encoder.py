@@ -110,7 +110,6 @@ def test_costs_add_up_and_rise_with_size(encoder: ManagerEncoder) -> None:
 
 
 def test_staged_items_are_encoded_to_the_same_rows(encoder: ManagerEncoder) -> None:
-    """In the tower's dtype; what was so already is the same."""
     encoder.start()
     items = [in_double(prepared(number)) for number in range(4)]
     staged = [encoder.stage(item) for item in items]

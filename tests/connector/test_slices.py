@@ -62,8 +62,6 @@ class Slicing(FakeEncoder):
 
 
 class Seen:
-    """What was encoded together, and how many rows of each."""
-
     def __init__(self) -> None:
         self.batches: list[list[tuple[str, int]]] = []
 

@@ -36,7 +36,6 @@ def test_percentiles_are_bounds_that_hold(seconds: list[float]) -> None:
 
 
 def test_what_requests_came_to_is_counted() -> None:
-    """One that is released, one that shares with it, one that fails and one that goes on as text."""
     stage = Stage(faults={"broken": lambda: ValueError("bad pixels")})
     with connector(stage=stage, max_batch_items=4) as each:
         tickets = [

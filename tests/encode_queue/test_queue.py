@@ -394,7 +394,6 @@ def test_what_cannot_be_counted_is_refused(settings: dict[str, float], message: 
 
 
 def test_every_future_comes_to_its_end_whatever_happens() -> None:
-    """Threads that submit and cancel, items that fail, workers that die and are replaced."""
     queue: EncodeQueue[int, int] = EncodeQueue(8.0, max_items=64, hang_timeout_s=None)
     workers = []
     draw = random.Random(0)

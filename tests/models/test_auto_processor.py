@@ -77,8 +77,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, from_pretrained: Any) -> None:
 
 
 class Recorded:
-    """An image processor that says so."""
-
     def __init__(self, made: Any) -> None:
         self.made = made
         self.options: list[dict[str, Any]] = []

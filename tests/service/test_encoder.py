@@ -28,7 +28,6 @@ FAMILIES = ("siglip", "clip_vision_model", "dinov2", "qwen2_5_vl", "internvl")
 def test_embeddings_are_those_of_the_manager(
     name: str, is_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the encoder normalizes pixels or the model's processor."""
     if not is_later:
         monkeypatch.setattr("fxsplit_encoder.service.encoder.pixel_table", lambda *_: None)
     _, directory = save(tmp_path / "checkpoint", name)

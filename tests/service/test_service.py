@@ -58,8 +58,6 @@ def running(siglip: tuple[Any, Path]) -> Iterator[Running]:
 
 @pytest.fixture
 def change(running: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Running]:
-    """The service with other settings of requests."""
-
     def changed(**settings: Any) -> Running:
         app = running.service.application
         monkeypatch.setattr(app, "settings", app.settings.model_copy(update=settings))
@@ -178,7 +176,6 @@ HEAD = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\nc
 
 
 def test_connections_that_send_nothing_stop_nothing(running: Running) -> None:
-    """Neither the service nor its health check; they are answered or closed in time."""
     silent = [running.connect() for _ in range(32)]
     half = [running.connect(HEAD[:40]) for _ in range(32)]
     without_body = [running.connect(HEAD) for _ in range(64)]
@@ -213,7 +210,6 @@ def test_headers_without_an_end_are_cut_off(running: Running) -> None:
 def test_too_many_pixels_are_refused_by_their_headers(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Little data of many pixels, of which nothing is decoded."""
     monkeypatch.setattr("fxsplit_encoder.service.encoder.load_image", None)
     data = blank(1024)
     answer = running.embed(files=[("image", (f"{n}.png", data)) for n in range(32)])
@@ -261,7 +257,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
-    """The result of a call on a thread of its own."""
     return ThreadPoolExecutor(1).submit(function, *arguments, **named)
 
 

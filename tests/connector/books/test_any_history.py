@@ -44,8 +44,6 @@ class Rows:
 
 @dataclass(eq=False)
 class ManualEvent(Event):
-    """Passes when it is told to."""
-
     passed: bool = False
 
     def query(self) -> bool:
@@ -351,7 +349,6 @@ class AnyHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.encoding)
     @rule(which=indices)
     def split(self, which: int) -> None:
-        """A batch fails as a whole."""
         self.encoding += self.books.encoding.split(self.take(self.encoding, which), _error("encoder"))
 
     @precondition(lambda self: self.launched)
