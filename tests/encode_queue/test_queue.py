@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -333,10 +334,7 @@ def test_a_worker_that_does_not_start_tells_its_caller_and_fails_what_waits() ->
     queue = queue_of()
     waiting = queue.submit(1)
 
-    def fail() -> None:
-        raise InputError("no such device")
-
-    started = queue.add_worker(Worker().launch, start=fail)
+    started = queue.add_worker(Worker().launch, start=mock.Mock(side_effect=InputError("no such device")))
     assert str(started.exception(PATIENCE_S)) == "no such device"
     with pytest.raises(EncoderLostError, match="no such device"):
         waiting.result(PATIENCE_S)

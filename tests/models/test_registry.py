@@ -6,6 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,10 +139,8 @@ def test_a_missing_package_names_the_extra(package: str, monkeypatch: pytest.Mon
 
 
 def test_another_missing_module_is_named_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def import_module(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'regex'", name="regex")
-
-    monkeypatch.setattr(importlib, "import_module", import_module)
+    missing = ModuleNotFoundError("No module named 'regex'", name="regex")
+    monkeypatch.setattr(importlib, "import_module", mock.Mock(side_effect=missing))
     with pytest.raises(ModuleNotFoundError, match="regex"):
         importlib.reload(fxsplit_encoder.models)
 

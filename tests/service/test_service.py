@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -326,11 +327,7 @@ def test_a_service_whose_encoder_is_lost_says_so(
     siglip: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(siglip[1]) as running:
-
-        def lost(*_: object) -> None:
-            raise EncoderLostError("of the test")
-
-        monkeypatch.setattr(TextEncoder, "__call__", lost)
+        monkeypatch.setattr(TextEncoder, "__call__", mock.Mock(side_effect=EncoderLostError("of the test")))
         answer = running.embed(json={"input": "a"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         wait_until(lambda: running.status_of("/health") == 503)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -195,12 +196,9 @@ def test_a_device_that_is_gone_ends_its_process(make_encoder: Make) -> None:
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ProcessEncoder, list[PreparedItem]], None]:
     """Asks an encoder, and is interrupted while it waits for the answer."""
 
-    def no_answer(self: Channel[Any], timeout: float | None) -> Any:
-        raise KeyboardInterrupt
-
     def ask(encoder: ProcessEncoder, items: list[PreparedItem]) -> None:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Channel, "receive", no_answer)
+            patch.setattr(Channel, "receive", mock.Mock(side_effect=KeyboardInterrupt))
             encoder.encode(items)
 
     return ask
@@ -271,10 +269,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_process_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = running(monkeypatch)
 
-    def fail(pid: int) -> int:
-        raise OSError("too many open files")
-
-    monkeypatch.setattr(os, "pidfd_open", fail)
+    monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError("too many open files")))
     with nothing_left():
         with pytest.raises(OSError, match="too many"):
             ProcessEncoder(DOUBLING, ROWS, ProcessOptions(max_bytes=4096)).start()

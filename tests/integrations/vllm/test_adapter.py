@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -128,17 +129,11 @@ def test_other_settings_get_another_manager(make: Make) -> None:
     assert other.token_budgets == [16]
 
 
-def _failing(error: Exception) -> Any:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    return fail
-
-
 def test_vllms_manager_serves_where_ours_is_not_made(
     make: Make, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    monkeypatch.setattr(adapter, "EncoderCudaGraphManager", _failing(RuntimeError("no driver")))
+    failing = mock.Mock(side_effect=RuntimeError("no driver"))
+    monkeypatch.setattr(adapter, "EncoderCudaGraphManager", failing)
     for _ in range(2):  # for the profile, and for good
         manager = make()
         manager.result_of_execute = ["theirs"]
