@@ -14,7 +14,7 @@ import typer
 from PIL import Image
 from safetensors import safe_open
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli import demo, files
@@ -29,11 +29,9 @@ from fxsplit_encoder.models.patches import IMAGE_FORMAT, VIDEO_FORMAT, BlockPatc
 from fxsplit_encoder.models.prepare import load_inputs
 from fxsplit_encoder.models.registry import ARCHITECTURES
 
+from .conftest import run, succeed
+
 SaveCheckpoint = Callable[..., Path]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -70,8 +68,7 @@ def images(paths: Sequence[Path]) -> list[object]:
 @pytest.mark.slow
 def test_demo(photographs: list[Path], config: Path, tmp_path: Path) -> None:
     options = ("--config", config, "--device", "cpu", "-o", tmp_path / "demo.json")
-    result = run("demo", "--blocks", 1, *options, *images(photographs))
-    assert result.exit_code == 0, result.output
+    result = succeed("demo", "--blocks", 1, *options, *images(photographs))
     out = result.stdout
     assert "1 blocks, width 1152" in out
     found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
@@ -97,8 +94,7 @@ def test_demo_in_bfloat16_is_judged_by_its_error(
 ) -> None:
     without_a_trace(config)
     arguments = ("--model", save_checkpoint(), "--config", config, "--device", "cpu", "--dtype", "bfloat16")
-    result = run("demo", *arguments, *images(photographs[:1]))
-    assert result.exit_code == 0, result.output
+    result = succeed("demo", *arguments, *images(photographs[:1]))
     assert "times eager's own (allowed: 1.1)" in result.stdout
 
 
@@ -129,8 +125,7 @@ def test_encode(
     model = save_checkpoint(shards=2)
     (model / "preprocessor_config.json").write_text('{"image_mean": [0.4, 0.5, 0.6]}', encoding="utf-8")
     options = ("--output", output, "--device", "cpu", "--config", config)
-    result = run("encode", *photographs, "--model", model, *options)
-    assert result.exit_code == 0, result.output
+    result = succeed("encode", *photographs, "--model", model, *options)
     assert f"wrote {output}" in result.stdout.replace("\n", "")
     assert "hit" in result.stdout and "capturing" in result.stderr
     formats = (each.updated({"image_mean": [0.4, 0.5, 0.6]}) for each in (IMAGE_FORMAT, VIDEO_FORMAT))
@@ -159,8 +154,7 @@ def test_build(save_checkpoint: SaveCheckpoint, tmp_path: Path) -> None:
     text = f"token_budgets: [8, 16]\nmax_items_per_batch: 4\ncompile: false\nstart_file: {file}\n"
     settings.write_text(text, encoding="utf-8")
     model = save_checkpoint()
-    result = run("build", "--model", model, "--config", settings, "-o", file, "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
+    result = succeed("build", "--model", model, "--config", settings, "-o", file, "--device", "cpu", "--json")
     found = json.loads(result.stdout)
     assert found["file"] == str(file) and found["budgets"] == {"default": [8, 16]}
     assert found["notes"] == ["no GPU: nothing was measured, and on GPUs this file is refused"]
@@ -175,8 +169,7 @@ def test_build(save_checkpoint: SaveCheckpoint, tmp_path: Path) -> None:
 
 
 def test_inspect(config: Path, save_checkpoint: SaveCheckpoint) -> None:
-    result = run("inspect", "--model", save_checkpoint(), "--config", config, "--device", "cpu")
-    assert result.exit_code == 0, result.output
+    result = succeed("inspect", "--model", save_checkpoint(), "--config", config, "--device", "cpu")
     out = result.stdout
     assert "width 32" in out and "5: 3 pieces, 2 splitting ops, 0 host ops" in out
     assert re.search(r"padding  proved over \d\d+ nodes: no real row depends on pad rows", out)
@@ -191,8 +184,7 @@ def test_inspect_as_json(config: Path, save_checkpoint: SaveCheckpoint, tmp_path
     config.write_text("token_budgets: [8, 16]\nmode: breakable\n", encoding="utf-8")
     output = tmp_path / "inspect.json"
     options = ("--config", config, "--device", "cpu", "--capture", "--attention")
-    result = run("inspect", "--model", save_checkpoint(), *options, "--json", "-o", output)
-    assert result.exit_code == 0, result.output
+    result = succeed("inspect", "--model", save_checkpoint(), *options, "--json", "-o", output)
     found = json.loads(result.stdout)
     assert found == json.loads(output.read_text(encoding="utf-8"))
     assert [row["budget"] for row in found["budgets"]] == [8, 16]
