@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Books
@@ -44,6 +38,8 @@ class Rows:
 
 @dataclass(eq=False)
 class ManualEvent(Event):
+    """Passes when it is told to."""
+
     passed: bool = False
 
     def query(self) -> bool:
@@ -122,18 +118,14 @@ policies = st.builds(
 )
 faults = st.sampled_from([None, None, "encoder", "out_of_memory"])
 indices = st.integers(0, 1 << 16)
-
-
+MOVES = 3000
 REACHED = (
     *("hits", "joins", "misses", "rejected_hits", "evictions", "retries", "reductions"),
     *("text_only", "discarded"),
 )
-"""What histories bring about, by the names of counters."""
 
 
 class AnyHistory(RuleBasedStateMachine):
-    reached: ClassVar[Counter[str]] = Counter()
-
     @initialize(
         device_pages=st.sampled_from([0, 2, 6]),
         host_pages=st.sampled_from([4, 8, 12]),
@@ -349,6 +341,7 @@ class AnyHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.encoding)
     @rule(which=indices)
     def split(self, which: int) -> None:
+        """A batch fails as a whole."""
         self.encoding += self.books.encoding.split(self.take(self.encoding, which), _error("encoder"))
 
     @precondition(lambda self: self.launched)
@@ -412,7 +405,6 @@ class AnyHistory(RuleBasedStateMachine):
         assert all(t.state in (State.RELEASED, State.FAILED, State.CANCELLED) for t in self.tickets)
         self.step()
         assert set(self.told) == {ticket.number for ticket in self.tickets}
-        self.reached.update({name: getattr(self.books.holdings.stats, name) for name in REACHED})
         self.books.close()
         self.books.settle()
         assert not (wrong := audit(self.books)), wrong
@@ -456,6 +448,11 @@ class AnyHistory(RuleBasedStateMachine):
         while until == "ready" and self.launched:
             self.publish(0)
 
+    def forget_some(self) -> None:
+        """The latest tickets are enough to pick from."""
+        live = [ticket for ticket in self.tickets if ticket.number in self.books.holdings.tickets]
+        self.tickets = live + [ticket for ticket in self.tickets if ticket not in live][-5:]
+
     # --- helpers
 
     def new_event(self) -> ManualEvent:
@@ -475,6 +472,57 @@ def _error(kind: str) -> ConnectorError:
     return ConnectorError(kind, kind, retryable=kind != "media")
 
 
+def random_move(machine: AnyHistory, draw: random.Random) -> None:
+    """One rule of the machine, if it applies."""
+    which, item = draw.randrange(1 << 16), draw.choice([None, None, 0, 1])
+    kinds = [draw.choice([None, None, None, "encoder", "out_of_memory"]) for _ in range(3)]
+    moves: list[tuple[int, Any, Callable[[], None]]] = [
+        (10, len(machine.books.holdings.tickets) < 8, lambda: random_submission(machine, draw)),
+        (2, machine.tickets, lambda: machine.hold(which, item)),
+        (4, machine.tickets, lambda: machine.release(which, item, draw.random() < 0.2)),
+        (3, machine.tickets, lambda: machine.cancel(which, item)),
+        (2, any(t.state is State.READY for t in machine.tickets), lambda: machine.begin_read(which)),
+        (4, machine.reading, lambda: machine.end_read(which, draw.random() < 0.5)),
+        (9, True, machine.take_cpu_job),
+        (9, machine.counting, lambda: machine.counted(which)),
+        (9, machine.digesting, lambda: machine.digested(which, draw.random() < 0.1)),
+        (
+            9,
+            machine.preparing,
+            lambda: machine.prepared(which, draw.choice(["ok"] * 9 + ["broken", "count"])),
+        ),
+        (5, True, lambda: machine.take_batch(draw.randrange(2))),
+        (5, machine.encoding, lambda: machine.encoded(which, kinds, draw.random() < 0.1)),
+        (1, machine.encoding, lambda: machine.split(which)),
+        (5, machine.launched, lambda: machine.publish(which)),
+        (1, True, lambda: machine.lose_worker(draw.randrange(2), draw.random() < 0.5)),
+        (6, machine.events, lambda: machine.pass_event(which)),
+        (1, True, lambda: machine.wait(0.3)),
+        (3, True, machine.step),
+    ]
+    weights = [weight if applies else 0 for weight, applies, _ in moves]
+    draw.choices(moves, weights)[0][2]()
+    machine.the_books_are_in_order()
+
+
+def random_submission(machine: AnyHistory, draw: random.Random) -> None:
+    names = [draw.choice("abcd") for _ in range(draw.randrange(4))]
+    policy = FailurePolicy(
+        draw.choice(["fail", "text_only"]), draw.randrange(3), draw.choice([None, "half_resolution"])
+    )
+    salt, timeout_s = draw.choice(["", "tenant"]), draw.choice([None, 5.0])
+    machine.submit(
+        names,
+        policy,
+        draw.random() < 0.5,
+        salt,
+        timeout_s,
+        draw.random() < 0.1,
+        "submitted",
+        draw.choice("---c"),
+    )
+
+
 def test_equal_items_share_rows_also_where_their_key_has_rows_of_another_size() -> None:
     """Else a request could need more memory than was checked when it was submitted, and wait for good."""
     machine = AnyHistory()
@@ -489,8 +537,26 @@ def test_equal_items_share_rows_also_where_their_key_has_rows_of_another_size() 
     assert (stats.misses, stats.rejected_hits) == (3, 1)
 
 
-def test_any_history() -> None:
-    AnyHistory.reached.clear()
-    limits = settings(max_examples=100, stateful_step_count=60, derandomize=True, print_blob=False)
-    run_state_machine_as_test(AnyHistory, settings=limits)
-    assert all(AnyHistory.reached[name] for name in REACHED), AnyHistory.reached
+def test_long_histories() -> None:
+    """Longer than hypothesis makes them, and they reach what takes many steps."""
+    reached: Counter[str] = Counter()
+    for seed in range(3):
+        draw = random.Random(seed)
+        machine = AnyHistory()
+        machine.open(draw.choice([0, 2, 6]), draw.choice([4, 8, 12]))
+        for _ in range(MOVES):
+            random_move(machine, draw)
+            machine.forget_some()
+        machine.finish_everything()
+        reached.update({name: getattr(machine.books.holdings.stats, name) for name in REACHED})
+    assert all(reached.values()), reached
+
+
+AnyHistory.TestCase.settings = settings(
+    max_examples=80,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+test_any_history = AnyHistory.TestCase
