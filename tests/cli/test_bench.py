@@ -7,21 +7,16 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner, Result
 
 from fxsplit_encoder.cli import bench as bench_run
 from fxsplit_encoder.cli.bench import Measured, advice, print_bars
-from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.cli.ways import WAYS, Ours, check_ways
 from fxsplit_encoder.errors import InputError
 
 from ..models.checkpoints import save
+from .conftest import run, succeed
 
 TITLES = {name: way.title for name, way in WAYS.items()}
-
-
-def bench(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
 def measured(item: str, **ms: float) -> Measured:
@@ -30,7 +25,6 @@ def measured(item: str, **ms: float) -> Measured:
 
 @pytest.fixture
 def images(tmp_path: Path) -> list[Path]:
-    """Three files of two sizes."""
     paths = [tmp_path / f"{number}.png" for number in range(3)]
     for path, size in zip(paths, [(96, 64), (64, 128), (96, 64)], strict=True):
         Image.effect_noise(size, 60).convert("RGB").save(path)
@@ -54,8 +48,7 @@ def test_images_are_measured_alone_and_together(
     checkpoint: Path, images: list[Path], options: list[object], tmp_path: Path
 ) -> None:
     png, numbers = tmp_path / "plot.png", tmp_path / "numbers.json"
-    result = bench(checkpoint, *images, *options, "-o", png, "-o", numbers)
-    assert result.exit_code == 0, result.output
+    result = succeed("bench", checkpoint, *images, *options, "-o", png, "-o", numbers)
     found = json.loads(numbers.read_text(encoding="utf-8"))
     assert [row["item"] for row in found["rows"]] == ["0.png", "1.png", "all 3"], "a size once"
     assert all(row["eager_ms"] > 0 and row["ours_ms"] > 0 for row in found["rows"])
@@ -70,7 +63,7 @@ def test_images_are_measured_alone_and_together(
 
 
 def test_as_json_nothing_is_drawn(checkpoint: Path, images: list[Path], options: list[object]) -> None:
-    result = bench(checkpoint, images[0], *options, "--json", "--ways", "ours")
+    result = run("bench", checkpoint, images[0], *options, "--json", "--ways", "ours")
     found = json.loads(result.stdout)
     (row,) = found["rows"]
     assert row.keys() == {"item", "size", "patches", "tokens", "ours_ms", "padding_fraction"}
@@ -100,7 +93,7 @@ def test_a_way_that_fails_or_is_wrong_leaves_the_others(
     note: str,
 ) -> None:
     monkeypatch.setattr(Ours, "__call__", call)
-    found = json.loads(bench(checkpoint, images[0], *options, "--json").stdout)
+    found = json.loads(run("bench", checkpoint, images[0], *options, "--json").stdout)
     assert any(each.startswith(note) for each in found["notes"])
     assert found["rows"][0]["eager_ms"] > 0 and found["rows"][0]["ours_ms"] is None
 
@@ -113,7 +106,7 @@ def test_many_sizes_are_thinned_out(
     folder.mkdir()
     for number in range(1, 6):
         Image.effect_noise((64, 56 * number), 60).convert("RGB").save(folder / f"{number}.png")
-    found = json.loads(bench(checkpoint, folder, *options, "--json", "--ways", "eager").stdout)
+    found = json.loads(run("bench", checkpoint, folder, *options, "--json", "--ways", "eager").stdout)
     assert [row["item"] for row in found["rows"]] == ["1.png", "3.png", "5.png", "all 5"]
     assert "of 5 sizes 3 are measured alone" in found["notes"][0]
 
@@ -127,7 +120,7 @@ def test_mistakes_are_a_line(checkpoint: Path, images: list[Path], tmp_path: Pat
     if not torch.cuda.is_available():
         cases[()] = "bench measures what a GPU gains, and there is none here"
     for arguments, message in cases.items():
-        result = bench(checkpoint, *images, *arguments)
+        result = run("bench", checkpoint, *images, *arguments)
         assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
         assert message in result.stderr
 
@@ -141,31 +134,31 @@ def test_ways_run_in_an_order_of_their_own() -> None:
 # --- advice
 
 
-def test_advice_where_all_gains() -> None:
-    rows = [measured("a", eager=16, graph=3, ours=2), measured("b", eager=20, graph=12, ours=10)]
-    best, eager = "1.20 to 1.50 times as fast as the best other way", "2.00 to 8.00 times as fast as eager"
-    assert advice(rows, TITLES) == f"Use the manager: {best}, {eager}."
+BEST = "1.20 to 1.50 times as fast as the best other way"
 
 
-def test_advice_where_some_gains() -> None:
-    rows = [
-        measured("a", eager=4, ours=2),
-        measured("b", reduce_overhead=10, ours=10),
-        measured("c", eager=9),
-    ]
-    assert advice(rows, TITLES) == (
-        "Use the manager: 2.00 times as fast as the best other way, 2.00 times as fast as eager; "
-        "nothing to gain on b, where reduce-overhead is as fast."
-    )
-
-
-def test_advice_where_nothing_gains() -> None:
-    rows = [measured("a", eager=16, graph=2, ours=2), measured("b", eager=10, graph=12, ours=10)]
-    assert advice(rows, TITLES) == "Nothing to gain on these images: CUDA graph or eager is as fast."
-
-
-def test_advice_where_nothing_was_measured() -> None:
-    assert advice([measured("a", eager=16)], TITLES).startswith("No advice")
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (
+            [measured("a", eager=16, graph=3, ours=2), measured("b", eager=20, graph=12, ours=10)],
+            f"Use the manager: {BEST}, 2.00 to 8.00 times as fast as eager.",
+        ),
+        (
+            [measured("a", eager=4, ours=2), measured("b", reduce_overhead=10, ours=10)],
+            "Use the manager: 2.00 times as fast as the best other way, 2.00 times as fast as eager; "
+            "nothing to gain on b, where reduce-overhead is as fast.",
+        ),
+        (
+            [measured("a", eager=16, graph=2, ours=2), measured("b", eager=10, graph=12, ours=10)],
+            "Nothing to gain on these images: CUDA graph or eager is as fast.",
+        ),
+        ([], "No advice: ours or everything else was not measured."),
+    ],
+    ids=["all", "some", "none", "nothing measured"],
+)
+def test_advice_says_where_there_is_a_gain(rows: list[Measured], expected: str) -> None:
+    assert advice([*rows, measured("c", eager=9)], TITLES) == expected
 
 
 def test_bars_are_as_long_as_their_times(capsys: pytest.CaptureFixture[str]) -> None:

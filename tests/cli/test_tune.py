@@ -9,23 +9,17 @@ from typing import Any, get_args
 import pytest
 import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-from typer.testing import CliRunner, Result
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.manager.manager import TraceWriter
 from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.tuning.trace import read_trace
 
 from ..models.checkpoints import save
+from .conftest import run, succeed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "traces" / "chat_images.jsonl"
-
-
-def tune(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["tune", *map(str, arguments)])
 
 
 def write_trace(path: Path, *requests: list[EncoderItemSpec]) -> Path:
@@ -37,8 +31,9 @@ def write_trace(path: Path, *requests: list[EncoderItemSpec]) -> Path:
 
 def test_the_example_becomes_a_configuration(tmp_path: Path) -> None:
     output = tmp_path / "tuned.yaml"
-    result = tune(EXAMPLE, "--max-graphs", 8, "--max-budget", 4096, "--granularity", 32, "-o", output)
-    assert result.exit_code == 0, result.output
+    result = succeed(
+        "tune", EXAMPLE, "--max-graphs", 8, "--max-budget", 4096, "--granularity", 32, "-o", output
+    )
     config = EncoderConfig.from_yaml(output)
     assert len(config.token_budgets) == 8
     assert config.token_budgets[-1] <= 4096
@@ -63,8 +58,7 @@ def test_limits_costs_and_paths_end_up_in_the_configuration(tmp_path: Path) -> N
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"global": measured, "local": measured}), encoding="utf-8")
     output = tmp_path / "tuned.yaml"
-    result = tune(trace, "--max-graphs", 2, "--costs", costs, "--max-bytes", "2GiB", "-o", output)
-    assert result.exit_code == 0, result.output
+    result = succeed("tune", trace, "--max-graphs", 2, "--costs", costs, "--max-bytes", "2GiB", "-o", output)
     assert f"costs    {costs}" in result.stdout
     assert "in ms" in result.stdout
     config = EncoderConfig.from_yaml(output)
@@ -80,17 +74,18 @@ def test_ladders_are_judged_under_the_packing_that_is_asked_for(tmp_path: Path) 
     trace = write_trace(tmp_path / "trace.jsonl", *([EncoderItemSpec(400, 100)] * n for n in (1, 3, 5)))
     costs = {}
     for packing in get_args(Packing):
-        result = tune(trace, "--max-graphs", 1, "--max-budget", 300, "--packing", packing, "-o", output)
-        assert result.exit_code == 0, result.output
+        result = succeed(
+            "tune", trace, "--max-graphs", 1, "--max-budget", 300, "--packing", packing, "-o", output
+        )
         assert f"packing  {packing}" in result.stdout
         assert EncoderConfig.from_yaml(output).packing == packing
         (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("default  tuned"))
         costs[packing] = float(row[-2])
     assert costs["cost"] < costs["greedy"]
-    assert tune(trace, "--max-graphs", 1, "--max-bytes", 2**30, "-o", output).exit_code == 0
+    assert run("tune", trace, "--max-graphs", 1, "--max-bytes", 2**30, "-o", output).exit_code == 0
     written = EncoderConfig.from_yaml(output)
     assert (written.packing, written.max_graph_bytes) == (EncoderConfig().packing, 2**30)
-    assert tune(trace, "--max-graphs", 1, "--packing", "best", "-o", output).exit_code == 2
+    assert run("tune", trace, "--max-graphs", 1, "--packing", "best", "-o", output).exit_code == 2
 
 
 def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -117,7 +112,7 @@ def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
         (good, "--costs", nothing_pays): "nothing to gain: of 1 sizes",
     }
     for arguments, message in cases.items():
-        result = tune("--max-graphs", 2, "-o", output, *arguments)
+        result = run("tune", "--max-graphs", 2, "-o", output, *arguments)
         assert result.exit_code == 2, result.output
         assert message in result.stderr
         assert result.stderr.startswith("encoder-cg: error: ")
@@ -127,12 +122,12 @@ def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
 
 def test_as_json_the_configuration_is_printed(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", *([EncoderItemSpec(400, n)] for n in (100, 300)))
-    result = tune(trace, "--json")
+    result = run("tune", trace, "--json")
     found = json.loads(result.stdout)
     assert found["config"] == {"token_budgets": [100, 300], "max_items_per_batch": 1}
     assert found["tuning"]["paths"]["default"]["tuned"]["padding_fraction"] == 0
     assert found["tuning"]["advice"].startswith("Nothing to gain but memory")
-    text = tune(trace).stdout
+    text = run("tune", trace).stdout
     assert "token_budgets: [100, 300]" in text and "wrote" not in text
 
 
@@ -165,7 +160,7 @@ def test_a_recorded_run_brings_its_costs_and_its_captures(tmp_path: Path) -> Non
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps(RECORDED) + "\n", encoding="utf-8")
     write_trace(trace, *([EncoderItemSpec(n, n)] for n in (100, 300, 2000) * 5))
-    found = json.loads(tune(trace, "--json").stdout)
+    found = json.loads(run("tune", trace, "--json").stdout)
     assert found["costs"] == "measured by the recorded run"
     assert found["tuning"]["unit"] == "ms" and "notes" not in found
     (path,) = found["tuning"]["paths"].values()
@@ -176,7 +171,7 @@ def test_a_recorded_run_brings_its_costs_and_its_captures(tmp_path: Path) -> Non
 
 def test_costs_are_measured_on_a_gpu_alone(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", [EncoderItemSpec(400, 100)])
-    result = tune(trace, "--model", save(tmp_path / "qwen", "qwen2_vl")[1], "--device", "cpu")
+    result = run("tune", trace, "--model", save(tmp_path / "qwen", "qwen2_vl")[1], "--device", "cpu")
     assert result.exit_code == 2
     assert "--model: costs are measured on a GPU; expected --device cuda; got cpu" in result.stderr
 
@@ -190,8 +185,7 @@ def test_measured_costs_are_written_and_used(tmp_path: Path, monkeypatch: pytest
     )
     trace = write_trace(tmp_path / "trace.jsonl", *([EncoderItemSpec(n, n)] for n in (100, 2000)))
     model = save(tmp_path / "qwen", "qwen2_vl")[1]
-    result = tune(trace, "--model", model, "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
+    result = succeed("tune", trace, "--model", model, "--device", "cpu", "--json")
     found = json.loads(result.stdout)
     assert found["costs"] == str(tmp_path / "trace.costs.json")
     assert found["config"]["token_budgets"] == [100]
@@ -199,22 +193,7 @@ def test_measured_costs_are_written_and_used(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("arguments", [[], ["x"], ["x", "-o", "y"], ["x", "--max-graphs", "0"]])
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
-    assert tune(*arguments).exit_code == 2
-
-
-def test_the_example_trace_is_what_its_description_says() -> None:
-    requests = read_trace(EXAMPLE)
-    counts = [len(request) for request in requests]
-    assert (len(requests), min(counts), max(counts)) == (200, 1, 16)
-    for request in requests:
-        for spec in (item.spec for item in request):
-            # 16 x 16 pixel patches, 2 x 2 of them a token, images from 256 x 256 pixels on.
-            assert spec.input_size == 4 * spec.output_tokens
-            assert spec.output_tokens >= 64
-
-
-def report(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+    assert run("tune", *arguments).exit_code == 2
 
 
 @pytest.fixture
@@ -255,8 +234,7 @@ class Page(HTMLParser):
 
 def test_the_page_shows_the_run_and_needs_no_other_file(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "page.html"
-    result = report(trace, "-o", output)
-    assert result.exit_code == 0, result.output
+    succeed("report", trace, "-o", output)
     page = Page(output.read_text(encoding="utf-8"))
     assert page.open == [] and page.fetched == []
     assert "http" not in output.read_text(encoding="utf-8")
@@ -270,8 +248,7 @@ def test_the_page_shows_the_run_and_needs_no_other_file(trace: Path, tmp_path: P
 
 
 def test_the_tables_of_the_terminal(trace: Path) -> None:
-    result = report(trace)
-    assert result.exit_code == 0, result.output
+    result = succeed("report", trace)
     assert trace.with_suffix(".html").is_file()
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["default", "4", "breakable"] == rows[[row[:2] for row in rows].index(["default", "4"])][:3]
@@ -280,7 +257,7 @@ def test_the_tables_of_the_terminal(trace: Path) -> None:
 
 
 def test_as_json(trace: Path) -> None:
-    found = json.loads(report(trace, "--json").stdout)
+    found = json.loads(run("report", trace, "--json").stdout)
     assert found["summary"]["misses"] == {"over_largest_budget": 1}
     assert [use["budget"] for use in found["summary"]["budgets"]] == [4, 16]
     assert found["places"][0] == {"place": "replays, for items", "cost": 18, "share": pytest.approx(18 / 84)}
@@ -292,7 +269,7 @@ def test_a_page_shows_milliseconds_where_they_were_measured(trace: Path) -> None
     first["run"]["paths"]["default"] |= {"costs": costs, "not_kept": [64]}
     first["run"]["notes"] = ["budget 8 <is> dropped"]
     trace.write_text("".join(f"{json.dumps(line)}\n" for line in [first, *rest]), encoding="utf-8")
-    result = report(trace)
+    result = run("report", trace)
     assert "cost, ms" in result.stdout
     text = " ".join(Page(trace.with_suffix(".html").read_text(encoding="utf-8")).text)
     assert "On the device, predicted from what was measured at capture: 12.50 ms in all." in text
@@ -310,6 +287,6 @@ def test_mistakes_are_a_line(tmp_path: Path, trace: Path) -> None:
         (trace, "-o", tmp_path / "page.txt"): "expected a name that ends in .html",
     }
     for arguments, message in cases.items():
-        result = report(*arguments)
+        result = run("report", *arguments)
         assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
         assert message in result.stderr

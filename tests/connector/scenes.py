@@ -61,7 +61,6 @@ def kind_of(ticket: Ticket) -> tuple[str, bool]:
 
 
 def ready(each: Connector, *items: MediaItem | str, **settings: Any) -> Ticket:
-    """The ticket of a request, once its features are there."""
     ticket = each.submit(request(*items, **settings))
     assert wait(ticket) == "ready", ticket.error
     return ticket
@@ -122,7 +121,6 @@ class Stage:
 
     @property
     def encoded(self) -> list[str]:
-        """The items of all batches."""
         return [name for batch in self.batches for name in batch]
 
     def wait_for_batch(self) -> list[str]:

@@ -50,30 +50,6 @@ def test_a_step_tells_each_change_once() -> None:
         assert each.step().released == (good,)
 
 
-def test_a_request_without_media_is_ready_at_once() -> None:
-    with connector() as each:
-        ticket = each.submit(request())
-        assert ticket.availability == "ready"
-        assert each.step().ready == (ticket,)
-        assert (each.release(ticket), each.release(ticket), ticket.state) == (1, 0, State.RELEASED)
-
-
-def test_chunks_of_a_prompt_get_their_rows() -> None:
-    items = [image("a", 3), image("b", 2), image("a", 3)]
-    placeholders = prompt(1, 9, 2, 9, 9, 3)  # adjacent and repeated
-    with connector() as each:
-        ticket = ready(each, *items, placeholders=placeholders)
-        text = torch.from_numpy(placeholders.token_ids(ticket.token_counts)).float()[:, None].repeat(1, 8)
-        expected = text.clone()
-        expected[1:4], expected[5:7], expected[7:10] = (rows_of(item) for item in items)
-        for size in (1, 2, 4, 11):
-            merged = text.clone()
-            for start in range(0, 11, size):
-                stop = min(start + size, 11)
-                each.merge(ticket, (start, stop), merged[start:stop])
-            assert torch.equal(merged, expected)
-
-
 def test_a_chunk_of_text_alone_has_the_levels_of_its_request() -> None:
     class WithLevels(FakeProcessor):
         def prepare(self, item: MediaItem) -> PreparedItem:
@@ -86,25 +62,6 @@ def test_a_chunk_of_text_alone_has_the_levels_of_its_request() -> None:
         for chunk, rows in (((0, 2), 0), ((2, 7), 4)):
             merged = each.merge(ticket, chunk, torch.zeros(chunk[1] - chunk[0], width))
             assert merged.levels.shape == (1, rows, width)
-
-
-def test_rows_that_are_not_as_many_as_announced_are_no_hit() -> None:
-    class Forgetful(FakeProcessor):
-        """Its digests say nothing of the options, as one that leaves out an argument."""
-
-        def digest(self, item: MediaItem) -> bytes:
-            return super().digest(MediaItem(item.modality, item.media))
-
-    with connector(processor=Forgetful()) as each:
-        kept = ready(each, image("a", 4), retention="keep")
-        other = ready(each, image("a", 5), retention="keep")
-        with each.read(kept) as four, each.read(other) as five:
-            assert (len(four[0].rows), len(five[0].rows)) == (4, 5)
-        stats = each.stats()
-        assert (stats.rejected_hits, stats.hits, stats.misses) == (1, 0, 2)
-        ready(each, image("a", 4))
-        assert each.stats().hits == 1
-        assert each.audit() == []
 
 
 def test_a_merge_that_cannot_be_writes_nothing() -> None:
@@ -149,18 +106,6 @@ def test_an_item_released_before_the_others_can_be_merged_no_more() -> None:
         each.merge(ticket, (4, 8), torch.zeros(4, 8))
         with pytest.raises(InputError, match="item 0 of request r: expected it to be ready; it is released"):
             each.merge(ticket, (0, 8), torch.zeros(8, 8))
-
-
-def test_holds_are_counted_for_each_occurrence() -> None:
-    with connector() as each:
-        ticket = ready(each, "a", "a")
-        assert each.hold(ticket) == "ready"
-        assert each.release(ticket, 0) == 1
-        assert each.release(ticket) == 2
-        assert [item.state for item in ticket.items] == [State.RELEASED, State.READY]
-        assert each.release(ticket) == 1
-        assert (ticket.state, each.release(ticket)) == (State.RELEASED, 0)
-        assert each.stats().batch_items == 1, "one image, though it comes twice"
 
 
 def test_a_preempted_request_reads_again() -> None:

@@ -57,21 +57,6 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     assert (seen, inside) == ([[(torch.device("cpu"), 0)], [(torch.device("cpu"), -2)]], [])
 
 
-def test_batches_of_eight_or_of_five_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The specification's."""
-    monkeypatch.setattr(encoding, "BATCHES_IN_FLIGHT", 1)
-    with staged(max_batch_items=8, flush_delay_s=0.005) as (each, stage):
-        alone = each.submit(request("alone"))
-        assert stage.wait_for_batch() == ["alone"], "after 5 ms, though nobody joined it"
-        tickets = [each.submit(request(f"image {number}")) for number in range(20)]
-        wait_until_queued(*tickets)
-        stage.open()
-        for ticket in (alone, *tickets):
-            wait(ticket)
-        assert [len(batch) for batch in stage.batches] == [1, 8, 8, 4]
-        assert each.stats().mean_batch_items == 21 / 4
-
-
 def test_a_batch_that_is_not_full_waits_as_long_as_it_is_told_to() -> None:
     bench = Bench.make(flush_delay_s=0.005, max_batch_items=2)
     take = lambda: bench.books.encoding.take(bench.workers[0])  # noqa: E731
@@ -79,9 +64,9 @@ def test_a_batch_that_is_not_full_waits_as_long_as_it_is_told_to() -> None:
     assert take() == 0.005
     bench.clock.now = 0.002
     assert take() == pytest.approx(0.003)
-    _queue(bench, "b")
+    for name in "bc":
+        _queue(bench, name)
     assert len(_batch(take()).entries) == 2, "it is full"
-    _queue(bench, "c")
     bench.clock.now = 0.008
     assert len(_batch(take()).entries) == 1, "its time has come"
 
@@ -152,8 +137,6 @@ def test_a_worker_that_rests_ends_when_it_is_told_to() -> None:
 
 
 class Staging(FakeEncoder):
-    """Items come to it as it has staged them."""
-
     def stage(self, item: PreparedItem) -> PreparedItem:
         if item.metadata["media"] == "bad":
             raise ValueError("no room to stage it")
@@ -190,17 +173,6 @@ def test_encoders_have_to_agree_on_the_size_of_rows() -> None:
         connector([])
 
 
-def test_a_batch_waits_until_there_is_room_for_what_it_writes() -> None:
-    with staged(staging_bytes=256) as (each, stage):
-        first = each.submit(request("a", "b"))
-        stage.wait_for_batch()
-        second = each.submit(request(image("c", 8)))
-        wait_until_queued(second)
-        stage.open()
-        assert (wait(first), wait(second)) == ("ready", "ready")
-        assert each.stats().bytes_peak["staging worker 0"] <= 256
-
-
 def test_encoders_start_and_encode_on_one_thread_each() -> None:
     threads: dict[int, set[str]] = {}
 
@@ -234,7 +206,6 @@ def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
 
 
 def _end(bench: Bench, batch: Batch) -> None:
-    """An end of a batch that needs no rows."""
     batch.failures = {each: ConnectorError("for the test", "encoder", False) for each in batch.entries}
     bench.books.encoding.publish(batch)
 

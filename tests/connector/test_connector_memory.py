@@ -134,15 +134,6 @@ def test_what_was_released_while_it_is_read_is_freed_afterwards(copies: SlowCopi
         assert each.audit() == []
 
 
-def test_what_is_kept_can_be_asked_for_at_the_release() -> None:
-    with connector() as each:
-        kept, discarded = each.submit(request("a")), each.submit(request("b"))
-        wait(kept), wait(discarded)
-        each.release(kept, keep=True), each.release(discarded)
-        ready(each, "a", "b")
-        assert (each.stats().hits, each.stats().misses) == (1, 3)
-
-
 def test_no_further_item_is_decoded_while_too_many_wait() -> None:
     with staged(input_bytes=64, cpu_workers=1, max_batch_items=1) as (each, stage):
         tickets = [each.submit(request(f"image {number}")) for number in range(30)]
@@ -156,8 +147,6 @@ def test_no_further_item_is_decoded_while_too_many_wait() -> None:
 
 
 class Arrays(FakeProcessor):
-    """Takes arrays of bytes."""
-
     def digest(self, item: MediaItem) -> bytes:
         return super().digest(replace(item, media=self.name(item)))
 

@@ -55,30 +55,6 @@ def test_a_thousand_cancellations_race_with_encoding() -> None:
     assert_nothing_is_left(each)
 
 
-def test_a_thousand_requests_start_at_the_same_moment_and_share_their_work() -> None:
-    with staged(2) as (each, stage):
-        with ThreadPoolExecutor(8) as threads:
-            tickets = list(threads.map(lambda _: each.submit(request("a")), range(1000)))
-        stage.open()
-        for ticket in tickets:
-            assert wait(ticket) == "ready"
-            each.release(ticket)
-        assert each.stats().misses == len(stage.encoded) == 1
-        assert_nothing_is_left(each)
-
-
-def test_who_waits_for_shared_work_can_leave_without_ending_it() -> None:
-    with staged() as (each, stage):
-        first, second = each.submit(request("a")), each.submit(request("a"))
-        stage.wait_for_batch()
-        while each.stats().joins < 1:
-            threading.Event().wait(0.001)
-        each.cancel(first)
-        stage.open()
-        assert wait(second) == "ready"
-        assert (first.state, stage.batches) == (State.CANCELLED, [["a"]])
-
-
 def test_what_waits_and_is_cancelled_never_enters_a_batch() -> None:
     with staged() as (each, stage):
         running = each.submit(request("a"))

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -227,11 +228,8 @@ def test_encoders_are_closed_when_another_cannot_be_made() -> None:
         def close(self) -> None:
             closed.append("first")
 
-    def fail() -> FakeEncoder:
-        raise RuntimeError("no device")
-
     with pytest.raises(RuntimeError, match="no device"):
-        connector([Closes, fail])
+        connector([Closes, mock.Mock(side_effect=RuntimeError("no device"))])
     assert closed == ["first"]
 
 

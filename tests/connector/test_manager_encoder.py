@@ -110,7 +110,6 @@ def test_costs_add_up_and_rise_with_size(encoder: ManagerEncoder) -> None:
 
 
 def test_staged_items_are_encoded_to_the_same_rows(encoder: ManagerEncoder) -> None:
-    """In the tower's dtype; what was so already is the same."""
     encoder.start()
     items = [in_double(prepared(number)) for number in range(4)]
     staged = [encoder.stage(item) for item in items]
@@ -127,27 +126,6 @@ def test_rows_are_as_wide_as_the_tower_says(encoder: ManagerEncoder) -> None:
     assert encoder.row_bytes("image") == encoder.row_bytes("video") == 2 * tiny_vision.WIDTH * 4
     assert encoder.row_bytes("audio") is None
     assert ManagerEncoder(encoder.manager, modalities=["image"]).row_bytes("video") is None
-
-
-def test_an_item_that_the_manager_refuses_does_not_harm_its_batch(
-    encoder: ManagerEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor = tiny_vision.processor()
-    items = [MediaItem("image", tiny_vision.crop(number)) for number in (11, 12, 13, 14)]
-    right = processor.prepare
-
-    def prepare(item: MediaItem) -> PreparedItem:
-        made = right(item)
-        if item.media is not items[2].media:
-            return made
-        return replace(made, inputs={**made.inputs, "pixel_values": made.inputs["pixel_values"][:-1]})
-
-    monkeypatch.setattr(processor, "prepare", prepare)
-    with Connector(processor, [lambda: encoder]) as each:
-        tickets = [each.submit(EncodeRequest("r", [item])) for item in items]
-        told = [wait(ticket) for ticket in tickets]
-        assert told == ["ready", "ready", "unavailable", "ready"]
-        assert tickets[2].error is not None and not tickets[2].error.retryable
 
 
 def test_items_of_one_modality_have_the_same_inputs(encoder: ManagerEncoder) -> None:

@@ -21,18 +21,6 @@ TOKENS: dict[Modality, Placeholder | int] = {"image": Placeholder(IMAGE, BEGIN, 
 PROMPT = [1, 2, BEGIN, IMAGE, END, 3, BEGIN, IMAGE, END, 4]
 
 
-def test_a_videos_frames_may_have_text_between_them() -> None:
-    frame = [7, VIDEO, VIDEO]
-    prompt = PositionMap([*frame, IMAGE, *frame, *frame, 8], ["video", "image"], TOKENS)
-    assert prompt.runs([6, 3], 0, 99) == [
-        Run(0, 0, 1, 2),
-        Run(1, 0, 3, 3),
-        Run(0, 2, 7, 2),
-        Run(0, 4, 10, 2),
-    ]
-    assert prompt.runs([6, 3], 8, 11) == [Run(0, 3, 8, 1), Run(0, 4, 10, 1)]
-
-
 @pytest.mark.parametrize(
     ("tokens", "modalities", "counts", "message"),
     [
@@ -157,47 +145,62 @@ def test_a_map_of_many_tokens_is_made_once() -> None:
 WIDTH = 6
 
 
-def features(counts: Sequence[int], levels: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def features(counts: Sequence[int], levels: int = 0, width: int = WIDTH) -> list[Tensor]:
     """Each value says whose it is: item, row, column."""
     made = []
     for item, count in enumerate(counts):
-        rows, columns = torch.meshgrid(torch.arange(count), torch.arange(WIDTH * (1 + levels)), indexing="ij")
-        made.append((10_000 * item + 100 * rows + columns).to(dtype))
+        rows, columns = torch.meshgrid(torch.arange(count), torch.arange(width * (1 + levels)), indexing="ij")
+        made.append((10_000 * item + 100 * rows + columns).float())
     return made
 
 
-def text(length: int) -> Tensor:
-    return -1.0 - torch.arange(length)[:, None].expand(length, WIDTH).float()
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(
     counts=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     gaps=st.lists(st.integers(0, 2), min_size=60, max_size=60),
     levels=st.integers(0, 2),
     size=st.integers(1, 40),
+    width=st.sampled_from([5, 6, 8]),  # of words or not
+    dtype=dtypes,
+    row_dtype=dtypes,
+    shift=st.integers(0, 1),
 )
 def test_chunks_put_every_row_where_it_belongs(
-    counts: list[int], gaps: list[int], levels: int, size: int
+    counts: list[int],
+    gaps: list[int],
+    levels: int,
+    size: int,
+    width: int,
+    dtype: torch.dtype,
+    row_dtype: torch.dtype,
+    shift: int,
 ) -> None:
+    """Converted to the embeddings' dtype, in any part of a tensor; levels outlast the rows."""
     # Text between any two tokens of an item, so that some have many runs; and between items.
     firsts = {sum(counts[:item]) for item in range(1, len(counts))}
     gaps = [max(gap, row in firsts) for row, gap in enumerate(gaps[: sum(counts)])]
     tokens = [token for gap in gaps for token in [5] * gap + [9]]
     prompt = PositionMap(tokens, ["image"] * len(counts), {"image": 9})
-    rows = features(counts, levels)
-    expected = text(len(tokens))
+    all_rows = torch.cat(features(counts, levels, width)).to(row_dtype).to(dtype)
     where = torch.tensor([i for i, token in enumerate(tokens) if token == 9])
-    expected[where] = torch.cat(rows)[:, :WIDTH]
     for start in range(0, len(tokens), size):
         stop = min(start + size, len(tokens))
-        out = text(len(tokens))[start:stop].clone()
+        rows = [each.to(row_dtype) for each in features(counts, levels, width)]
+        whole = torch.full((1 + stop - start, width + 3), -1.0, dtype=dtype)
+        expected = whole.clone()
+        out = whole[shift : shift + stop - start, shift : shift + width]
         merged = merge_rows(rows, prompt.runs(counts, start, stop), out, start, levels)
-        assert torch.equal(out, expected[start:stop])
+        for each in rows:
+            each.fill_(-7)
         inside = (where >= start) & (where < stop)
         assert torch.equal(merged.positions, where[inside] - start)
-        further = torch.cat(rows)[inside, WIDTH:].unflatten(1, (levels, WIDTH)).transpose(0, 1)
-        assert torch.equal(merged.levels, further)
+        expected[merged.positions + shift, shift : shift + width] = all_rows[inside, :width]
+        assert torch.equal(whole, expected)
+        further = all_rows[inside, width:].unflatten(1, (levels, width)).transpose(0, 1)
+        assert torch.equal(merged.levels, further) and merged.levels.dtype == dtype
 
 
 @pytest.mark.parametrize("levels", [0, 2])
@@ -231,31 +234,6 @@ def test_runs_whose_rows_do_not_follow_one_another_are_copied_too(levels: int) -
     assert torch.equal(merged.levels.flatten(), expected[:, WIDTH:].flatten())
 
 
-@pytest.mark.parametrize("tokens", [[9] * 8, [5, 9] * 8], ids=["one run", "eight runs"])
-def test_levels_outlast_the_rows_that_they_came_from(tokens: list[int]) -> None:
-    runs = PositionMap(tokens, ["image"], {"image": 9}).runs([8], 0, len(tokens))
-    rows = features([8], levels=2)
-    merged = merge_rows(rows, runs, torch.zeros(len(tokens), WIDTH), 0, levels=2)
-    rows[0].fill_(-7)
-    expected = features([8], levels=2)[0][:, WIDTH:].unflatten(1, (2, WIDTH)).transpose(0, 1)
-    assert torch.equal(merged.levels, expected)
-
-
-@pytest.mark.parametrize("width", [5, 6, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_any_width_are_copied_into_any_part_of_embeddings(width: int, dtype: torch.dtype) -> None:
-    """Whether they consist of words or not, one run or many."""
-    rows = torch.arange(8.0 * width).view(8, width).to(dtype)
-    for tokens in ([9] * 8, [5, 9] * 8):
-        runs = PositionMap(tokens, ["image"], {"image": 9}).runs([8], 0, len(tokens))
-        for shift in (0, 1):
-            whole = torch.full((1 + len(tokens), width + 3), -1.0, dtype=dtype)
-            out = whole[shift : shift + len(tokens), shift : shift + width]
-            merged = merge_rows([rows], runs, out, 0)
-            assert torch.equal(out[merged.positions], rows)
-            assert int((whole != -1).sum()) == rows.numel()
-
-
 def test_embeddings_that_autograd_watches_are_written_too() -> None:
     weight = torch.ones(1, 8, requires_grad=True)
     out = weight.expand(4, 8) * 1
@@ -263,16 +241,6 @@ def test_embeddings_that_autograd_watches_are_written_too() -> None:
     out.sum().backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((1, 8), 2.0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_rows_of_another_dtype_are_converted(dtype: torch.dtype) -> None:
-    for tokens in ([9] * 8, [5, 9] * 8):
-        runs = PositionMap(tokens, ["image"], {"image": 9}).runs([8], 0, len(tokens))
-        out = torch.zeros(len(tokens), WIDTH, dtype=dtype)
-        merged = merge_rows(features([8], levels=1), runs, out, 0, levels=1)
-        assert merged.levels.dtype == dtype
-        assert torch.equal(out[merged.positions], features([8])[0].to(dtype))
 
 
 @pytest.mark.parametrize(

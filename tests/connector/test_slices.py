@@ -62,28 +62,12 @@ class Slicing(FakeEncoder):
 
 
 class Seen:
-    """What was encoded together, and how many rows of each."""
-
     def __init__(self) -> None:
         self.batches: list[list[tuple[str, int]]] = []
 
     def __call__(self, items: Sequence[PreparedItem]) -> None:
         tokens = [item.num_tokens for item in items]
         self.batches.append(list(zip(names_of(items), tokens, strict=True)))
-
-
-def test_a_long_item_is_encoded_in_slices_and_others_are_not() -> None:
-    seen = Seen()
-    with connector([lambda: Slicing(seen)], max_slice_cost=4.0, cpu_workers=1) as each:
-        tickets = [each.submit(request(image("long", 10))), each.submit(request(image("short", 3)))]
-        for ticket, item in zip(tickets, (image("long", 10), image("short", 3)), strict=True):
-            assert wait(ticket) == "ready"
-            assert torch.equal(rows_in(each, ticket), rows_of(item))
-            each.release(ticket)
-        slices = [batch for batch in seen.batches if batch[0][0] == "long"]
-        assert slices == [[("long", 4)], [("long", 4)], [("long", 2)]]
-        assert [("short", 3)] in seen.batches
-        assert_nothing_is_left(each)
 
 
 @pytest.mark.parametrize("encoder", [FakeEncoder, Slicing])

@@ -159,8 +159,6 @@ class FailingEvent:
 
 @dataclass
 class Live:
-    """A request that the engine serves."""
-
     ticket: Ticket
     items: Sequence[MediaItem]
     born: float
@@ -333,7 +331,6 @@ def serve(engine: Engine, num_requests: int) -> None:
 
 
 def has_met(stats: ConnectorStats) -> list[int]:
-    """What the load is to bring about."""
     return [stats.lost_workers, stats.split_batches, stats.retries, stats.hits, stats.evictions]
 
 

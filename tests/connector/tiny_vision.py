@@ -105,7 +105,6 @@ def _photographs() -> tuple[Image.Image, ...]:
 
 
 def crop(number: int) -> Image.Image:
-    """A part of a photograph, another one for every number."""
     draw = random.Random(number)
     photograph = draw.choice(_photographs())
     width, height = draw.randrange(33, 140), draw.randrange(33, 140)
@@ -121,7 +120,6 @@ def jpeg(number: int) -> bytes:
 
 
 def clip(number: int) -> list[Image.Image]:
-    """A few frames of one size."""
     draw = random.Random(number)
     size = draw.choice([(64, 64), (96, 64)])
     return [crop(number * 100 + frame).resize(size) for frame in range(draw.choice([2, 4]))]

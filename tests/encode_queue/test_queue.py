@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from fxsplit_encoder.encode_queue.batch_thread import Landing
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -334,10 +334,7 @@ def test_a_worker_that_does_not_start_tells_its_caller_and_fails_what_waits() ->
     queue = queue_of()
     waiting = queue.submit(1)
 
-    def fail() -> None:
-        raise InputError("no such device")
-
-    started = queue.add_worker(Worker().launch, start=fail)
+    started = queue.add_worker(Worker().launch, start=mock.Mock(side_effect=InputError("no such device")))
     assert str(started.exception(PATIENCE_S)) == "no such device"
     with pytest.raises(EncoderLostError, match="no such device"):
         waiting.result(PATIENCE_S)
@@ -395,7 +392,6 @@ def test_what_cannot_be_counted_is_refused(settings: dict[str, float], message: 
 
 
 def test_every_future_comes_to_its_end_whatever_happens() -> None:
-    """Threads that submit and cancel, items that fail, workers that die and are replaced."""
     queue: EncodeQueue[int, int] = EncodeQueue(8.0, max_items=64, hang_timeout_s=None)
     workers = []
     draw = random.Random(0)
@@ -428,24 +424,6 @@ def test_every_future_comes_to_its_end_whatever_happens() -> None:
     stats = queue.stats()
     assert stats.encoded + stats.failed + stats.cancelled == len(futures)
     assert (stats.waiting, stats.running) == (0, 0)
-
-
-def test_batches_land_in_order_and_a_fault_ends_their_thread() -> None:
-    landed: list[int] = []
-    told = threading.Event()
-
-    def land(batch: int) -> None:
-        if batch == 3:
-            raise SystemExit
-        landed.append(batch)
-
-    landing = Landing(land, told.set, "landing")
-    assert landing.is_empty
-    for batch in (1, 2, 3, 4):
-        landing.add(batch)
-    assert told.wait(PATIENCE_S)
-    landing.finish()
-    assert (landed, isinstance(landing.fault, SystemExit), landing.is_empty) == ([1, 2], True, False)
 
 
 AT_EXIT = """

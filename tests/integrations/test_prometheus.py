@@ -104,23 +104,6 @@ def test_counters_of_items_start_at_zero() -> None:
     assert all(sample(scraped, "item_misses_total", reason=str(reason)) == 0 for reason in MissReason)
 
 
-def test_types_and_names_are_prometheus_own() -> None:
-    source, registry = Source(), CollectorRegistry()
-    source.statistics.record_time(CaptureKey("default", 64), 1.5)
-    PrometheusCollector(source, registry=registry)
-    types = {family.name: family.type for family in registry.collect()}
-    counters = {"item_hits", "item_misses", "replays", "real_tokens", "padded_tokens", "fallback_runs"}
-    assert types == {
-        **{f"encoder_cudagraph_{name}": "counter" for name in counters},
-        "encoder_cudagraph_capture_phase": "gauge",
-        "encoder_cudagraph_graph_bytes": "gauge",
-        "encoder_cudagraph_input_bytes": "gauge",
-        "encoder_cudagraph_derived_bytes": "gauge",
-        "encoder_cudagraph_calibrated_replay_seconds": "gauge",
-    }
-    assert all(family.documentation for family in registry.collect())
-
-
 def test_axis_keys_are_a_label() -> None:
     keys = {CaptureKey("default", 64, axes): BudgetStats(n, 60, 4) for n, axes in ((1, ()), (9, ("wide", 3)))}
     registry = CollectorRegistry()

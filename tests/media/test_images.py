@@ -187,7 +187,6 @@ def test_nothing_is_decoded_to_be_measured() -> None:
     ("media", "message"),
     [
         (b"", "encoded media: cannot be read as an image"),
-        (b"junk" * 100, "encoded media: cannot be read as an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be read as an image"),
         (Path("/absent.png"), r"/absent\.png: no such file"),
         (Path("/dev/zero"), "/dev/zero: expected a regular file"),
@@ -197,7 +196,6 @@ def test_nothing_is_decoded_to_be_measured() -> None:
         (np.zeros((4, 4, 3), np.float32), "an array of uint8, bytes or a path; got ndarray"),
         (np.zeros((5, 4, 5), np.uint8), r"1, 3 or 4 channels; got \(5, 4, 5\)"),
         (np.zeros((0, 4, 3), np.uint8), r"got \(0, 4, 3\)"),
-        (np.zeros((2, 4, 4, 3), np.uint8), r"got \(2, 4, 4, 3\)"),
     ],
 )
 def test_what_is_no_image_is_named(media: object, message: str) -> None:

@@ -2,6 +2,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -164,10 +165,7 @@ def test_a_hub_name_fetches_only_what_is_needed(
     ],
 )
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
-    def download(repository: str, file_name: str) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", mock.Mock(side_effect=error))
     with pytest.raises(InputError, match=f"owner/model: no such directory, and {message}"):
         load_tower("owner/model", torch.float32, CPU)
 

@@ -80,14 +80,6 @@ def test_the_modes_of_deepseek_ocr_are_read(
     assert edge.unique().tolist() == pytest.approx([1.0 if whole == 512 else 127 / 127.5 - 1])
 
 
-def test_a_frame_is_a_tile_for_internvl(tmp_path: Path) -> None:
-    preparation = FAMILIES["internvl"].prepare({"model_type": "internvl"}, ProcessorSettings())
-    inputs = load_inputs([clip(tmp_path / "clip.webp", 3)], preparation)
-    assert inputs.mm_kwargs["pixel_values_videos"].shape == (3, 3, 448, 448)
-    assert inputs.mm_kwargs["video_num_patches"].tolist() == [3]
-    assert inputs.items[0].layout == {"tiles": 3}
-
-
 sides = st.integers(1, 4000)
 
 LLAMA4 = library(

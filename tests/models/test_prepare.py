@@ -79,34 +79,6 @@ def test_images_come_first_then_clips(tmp_path: Path) -> None:
     assert load_inputs([clip]).mm_kwargs.keys() == {"pixel_values_videos", "video_grid_thw"}
 
 
-@pytest.mark.parametrize("suffix", [".webp", ".gif", ".png"])
-def test_every_animated_format_is_a_clip(tmp_path: Path, suffix: str) -> None:
-    # Animated PNG and lossless WebP keep every pixel, GIF has a palette.
-    frames = [noise(64, 64, seed) for seed in range(4)]
-    inputs = load_inputs([save_clip(tmp_path / f"clip{suffix}", frames)])
-    assert [(item.frames, item.layout["grid"]) for item in inputs.items] == [(4, (2, 4, 4))]
-    exact = patchify_video(VIDEO_FORMAT.normalization(frames).numpy(), VIDEO_FORMAT)
-    if suffix != ".gif":
-        np.testing.assert_array_equal(inputs.mm_kwargs["pixel_values_videos"].numpy(), exact[0])
-
-
-def test_images_are_turned_upright_and_made_rgb(tmp_path: Path) -> None:
-    upright = noise(64, 128)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    upright.rotate(90, expand=True).save(tmp_path / "turned.png", exif=exif)
-    upright.save(tmp_path / "upright.png")
-    upright.convert("L").save(tmp_path / "gray.png")
-    upright.convert("RGBA").save(tmp_path / "alpha.png")
-    names = ("upright.png", "turned.png", "alpha.png", "gray.png")
-    inputs = load_inputs([tmp_path / name for name in names])
-    expected, turned, alpha, gray = inputs.mm_kwargs["pixel_values"].chunk(4)
-    assert {item.layout["grid"] for item in inputs.items} == {(1, 8, 4)}
-    torch.testing.assert_close(turned, expected, rtol=0, atol=0)
-    torch.testing.assert_close(alpha, expected, rtol=0, atol=0)
-    assert gray.isfinite().all()
-
-
 def test_keys_stay_unique() -> None:
     names = ["a/x.png", "b/x.png", "x.png#2", "y.png", "x.png"]
     assert unique_keys([Path(name) for name in names]) == [
@@ -149,14 +121,6 @@ def test_unusable_files_are_named(
     with pytest.raises(InputError, match=message) as caught:
         load_inputs([path])
     assert str(path) in str(caught.value)
-
-
-def test_the_examples_keep_their_size() -> None:
-    inputs = load_inputs(find_files([EXAMPLES / "images", EXAMPLES / "videos"]))
-    patches = {item.key: int(item.size) for item in inputs.items}
-    assert patches["cat.jpg"] == 4 * 49
-    assert patches["retina.jpg"] == 4 * 576
-    assert patches["big_buck_bunny.webp"] == 4 * 896
 
 
 # Each rule, the processor that it is of, and what else its method reads from the processor.

@@ -6,6 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,10 +139,8 @@ def test_a_missing_package_names_the_extra(package: str, monkeypatch: pytest.Mon
 
 
 def test_another_missing_module_is_named_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def import_module(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'regex'", name="regex")
-
-    monkeypatch.setattr(importlib, "import_module", import_module)
+    missing = ModuleNotFoundError("No module named 'regex'", name="regex")
+    monkeypatch.setattr(importlib, "import_module", mock.Mock(side_effect=missing))
     with pytest.raises(ModuleNotFoundError, match="regex"):
         importlib.reload(fxsplit_encoder.models)
 
@@ -184,26 +183,6 @@ def test_models_of_images_refuse_clips(tmp_path: Path) -> None:
         preparation = FAMILIES[name].prepare({}, ProcessorSettings())
         with pytest.raises(InputError, match=r"clip\.webp: it is a clip, and this model takes images only"):
             load_inputs([path], preparation)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "layout", "short"),
-    [
-        ("internvl", (1344, 896), {"tiles": 7}, "7"),
-        ("internvl", (300, 300), {"tiles": 1}, "1"),
-        ("llama4", (900, 440), {"tiles": 7}, "7"),
-        ("DeepseekOCRForCausalLM", (1280, 640), {"crops": (2, 1)}, "1+2"),
-        ("DeepseekOCRForCausalLM", (640, 300), {"crops": (0, 0)}, "1"),
-        ("step3p7", (1100, 520), {"crops": (2, 1)}, "1+2"),
-        ("clip", (500, 300), {"tiles": 1}, "1"),
-    ],
-)
-def test_how_an_image_is_cut_is_told(
-    name: str, size: tuple[int, int], layout: dict[str, Any], short: str
-) -> None:
-    settings = {"vision_config": {"image_size": 336}} if name == "llama4" else {}
-    prepared = FAMILIES[name].prepare(settings, ProcessorSettings()).image(Image.new("RGB", size))
-    assert (prepared.layout, prepared.size) == (layout, short)
 
 
 def test_a_processors_statistics_are_used() -> None:

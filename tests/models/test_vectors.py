@@ -27,7 +27,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def inputs_of(model: Any, image: Image.Image, prepared: Any) -> dict[str, torch.Tensor]:
-    """What the model itself takes of an image that was prepared."""
     if type(model).__name__ != "Siglip2Model":
         return {"pixel_values": prepared.tensors["pixel_values"]}
     from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil

@@ -57,7 +57,6 @@ RECORDED = (Preprocessed, Qwen3VLImageEncoding, VisionEncoderBackend)
 
 
 def installed_at() -> Path | None:
-    """The folder of the installed interface."""
     if importlib.util.find_spec("dynamo") is None:
         return None
     spec = importlib.util.find_spec("dynamo.vllm")

@@ -28,8 +28,6 @@ def free_port() -> int:
 
 
 class Running:
-    """A service, its server, and where it answers."""
-
     def __init__(self, model: Path, loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> None:
         self.service = Service(ServiceSettings(model=str(model), served_name="tiny", **{**KEY, **settings}))
         self.port = free_port()
@@ -54,14 +52,12 @@ class Running:
         self.service.encoder.close()
 
     def embed(self, **arguments: Any) -> httpx.Response:
-        """The answer to a request for embeddings."""
         return httpx.post(f"{self.url}/v1/embeddings", timeout=60, **arguments)
 
     def status_of(self, path: str) -> int:
         return httpx.get(self.url + path).status_code
 
     def connect(self, data: bytes = b"") -> socket.socket:
-        """A connection on which these bytes were sent."""
         connection = socket.create_connection((HOST, self.port), timeout=30)
         connection.sendall(data)
         return connection

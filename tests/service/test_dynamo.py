@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -161,9 +162,7 @@ def test_what_fails_a_batch_is_no_senders_fault(
     backend.build(str(qwen))
     item = backend.preprocess(url_of()).item
 
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("of the test")
-
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("of the test"))
     monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", full)
     with pytest.raises(RuntimeError, match="not encoded: out of memory") as caught:
         backend.forward_batch([item])

@@ -49,7 +49,6 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[threading.Thread]]:
-    """On which threads each of these was called."""
     seen: dict[str, set[threading.Thread]] = collections.defaultdict(set)
     for place, names in ON_THREADS.items():
         for name in names:

@@ -88,7 +88,6 @@ def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
 @pytest.mark.parametrize(
     ("sent", "status", "message"),
     [
-        (post(content=b"x"), 415, "expected multipart/form-data"),
         (post(content=b"x", headers={"content-type": "text/plain"}), 415, "text/plain"),
         (post(json=[1]), 400, "expected a JSON object"),
         (post(content=b"{", headers=JSON), 400, "not valid JSON"),
@@ -98,30 +97,21 @@ def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
         (post(content=b'{"dimensions": NaN}', headers=JSON), 400, "not valid JSON"),
         (post(content=b"[" + b"0," * (1 << 20) + b"0]", headers=JSON), 400, "values"),
         (post(json={"input": {"image": "no base64!"}}), 400, "expected base64"),
-        (post(json={"input": {"image": 7}}), 400, "expected base64"),
         (post(json={"input": {"image": "https://h/cat.png"}}), 400, "fetch what a URL names"),
         (post(json={"input": [1, 2]}), 400, "expected a text"),
         (post(json={"input": [{"image": "", "text": ""}]}), 400, "an object with image or text"),
         (post(json={"input": "x" * (MOST_CHARACTERS + 1)}), 400, "at most 32768 characters"),
         (post(content=b'{"input": "\\ud800"}', headers=JSON), 400, "hex escape"),
         (post(json={"input": "a", "modality": "audio"}), 400, "modality"),
-        (post(json={"images": []}), 400, "got images"),
         (post(json={"input": []}), 400, "1 to 3 of them; got 0"),
         (post(json={"input": ["a"] * 4}), 400, "got 4"),
         (post(json={"input": "a", "dimension": 3}), 400, "got dimension"),
         (post(json={"input": "a", "dimensions": 0}), 400, "dimensions: allowed: "),
         (post(json={"input": "a", "dimensions": True}), 400, "dimensions: allowed: "),
-        (post(json={"input": "a", "dimensions": 2.0}), 400, "dimensions: allowed: "),
-        (post(json={"input": "a", "self": 2}), 400, "got self"),
         (post(json={"input": "a", "user": 7}), 400, "user: allowed: "),
         (post(json={"input": "a", "model": "gpt"}), 404, "model: expected m; got 'gpt'"),
         (
             post(json={"input": "a", "encoding_format": "hex"}),
-            400,
-            "encoding_format: allowed: 'float'",
-        ),
-        (
-            post(json={"input": "a", "encoding_format": ["float"]}),
             400,
             "encoding_format: allowed: 'float'",
         ),
@@ -130,7 +120,6 @@ def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
         (form([b"a"], user="m" * 5000), 400, "short fields"),
         (nameless(), 400, "multipart: "),
         (cut_off([b"a" * 100, b"b" * 100], 60), 400, "cut off"),
-        (cut_off([b"a" * 100, b"b" * 100], 4), 400, "cut off"),
         (post(content=b"x", headers={"content-type": "multipart/form-data"}), 400, "boundary"),
         (post(content=b"x", headers={"content-type": "multipart/form-data; boundary=q"}), 400, "multipart"),
     ],
@@ -146,7 +135,8 @@ def test_settings_may_be_text_of_a_command_line() -> None:
     settings = ServiceSettings(model="m", max_requests="2", max_request_bytes="20MiB", request_timeout_s="3")
     assert (settings.max_requests, settings.max_request_bytes, settings.request_timeout_s) == (2, 20 << 20, 3)
     wrong = {"max_requests": 0}, {"max_request_bytes": "much"}, {"max_request_bytes": "2GiB"}, {"colour": 1}
-    for each in (*wrong, {"request_timeout_s": "inf"}, {"pooling": "max"}, {"api_key": ""}):
+    wrong += {"request_timeout_s": "inf"}, {"pooling": "max"}, {"api_key": ""}, {"model": ""}
+    for each in (*wrong, {"config": {"mode": "fast"}}):
         with pytest.raises(ConfigError):
             ServiceSettings(**{"model": "m", **each})
 

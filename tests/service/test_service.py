@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -34,7 +35,7 @@ from fxsplit_encoder.service.encoder import Preparer, QueuedEncoder
 from ..models.checkpoints import save
 from ..models.embedding_models import WORDS, image_vector, save_model, text_vectors
 from ..waiting import wait_until
-from .photographs import EXAMPLES, b64, blank, data_url, encoded, photograph, settings_of
+from .photographs import EXAMPLES, blank, data_url, encoded, photograph, settings_of
 from .serving import HOST, Running, free_port, serving
 
 TEXTS = ["a photo of a cat", "two cups of coffee", "rocket"]
@@ -58,8 +59,6 @@ def running(siglip: tuple[Any, Path]) -> Iterator[Running]:
 
 @pytest.fixture
 def change(running: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Running]:
-    """The service with other settings of requests."""
-
     def changed(**settings: Any) -> Running:
         app = running.service.application
         monkeypatch.setattr(app, "settings", app.settings.model_copy(update=settings))
@@ -113,19 +112,6 @@ def test_vectors_may_keep_their_length(siglip: tuple[Any, Path]) -> None:
         found = running.embed(json={"input": TEXTS}).json()["data"]
     expected = text_vectors(model, directory, TEXTS)
     np.testing.assert_allclose([each["embedding"] for each in found], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_images_come_in_every_form(running: Running) -> None:
-    data = encoded(photograph())
-    forms: list[dict[str, Any]] = [
-        {"files": {"image": ("a.png", data)}},
-        {"json": {"input": {"image": b64(data)}}},
-        {"json": {"input": [data_url(data)]}},
-        {"content": data, "headers": PNG},
-    ]
-    answers = [running.embed(**each).json()["data"][0] for each in forms]
-    assert all(each == answers[0] for each in answers)
-    assert (answers[0]["shape"], answers[0]["layout"]) == ([1, 16], {"tiles": 1})
 
 
 def test_other_towers_have_the_mean_of_their_rows(tmp_path: Path) -> None:
@@ -191,7 +177,6 @@ HEAD = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\nc
 
 
 def test_connections_that_send_nothing_stop_nothing(running: Running) -> None:
-    """Neither the service nor its health check; they are answered or closed in time."""
     silent = [running.connect() for _ in range(32)]
     half = [running.connect(HEAD[:40]) for _ in range(32)]
     without_body = [running.connect(HEAD) for _ in range(64)]
@@ -226,7 +211,6 @@ def test_headers_without_an_end_are_cut_off(running: Running) -> None:
 def test_too_many_pixels_are_refused_by_their_headers(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Little data of many pixels, of which nothing is decoded."""
     monkeypatch.setattr("fxsplit_encoder.service.encoder.load_image", None)
     data = blank(1024)
     answer = running.embed(files=[("image", (f"{n}.png", data)) for n in range(32)])
@@ -274,7 +258,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
-    """The result of a call on a thread of its own."""
     return ThreadPoolExecutor(1).submit(function, *arguments, **named)
 
 
@@ -344,11 +327,7 @@ def test_a_service_whose_encoder_is_lost_says_so(
     siglip: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(siglip[1]) as running:
-
-        def lost(*_: object) -> None:
-            raise EncoderLostError("of the test")
-
-        monkeypatch.setattr(TextEncoder, "__call__", lost)
+        monkeypatch.setattr(TextEncoder, "__call__", mock.Mock(side_effect=EncoderLostError("of the test")))
         answer = running.embed(json={"input": "a"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         wait_until(lambda: running.status_of("/health") == 503)

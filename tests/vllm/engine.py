@@ -83,7 +83,6 @@ def build(vllm_config: Any) -> Any:
 
 
 def randomize(model: nn.Module) -> None:
-    """Every parameter at random: weights small, those of norms around one."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

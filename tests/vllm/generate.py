@@ -78,7 +78,6 @@ def save_model(directory: Path) -> None:
 
 
 def prompts(seed: int) -> list[dict[str, Any]]:
-    """Requests with one, two and no images."""
     draw = np.random.default_rng(seed)
     images = [Image.fromarray(draw.integers(0, 255, (h, w, 3), dtype=np.uint8)) for w, h in SIZES]
     texts = [f"word1 {IMAGE} word2", f"{IMAGE} word3 {IMAGE} word4", "word5 word6", f"word7 {IMAGE}"]
@@ -90,7 +89,6 @@ def prompts(seed: int) -> list[dict[str, Any]]:
 
 
 def main(directory: Path) -> None:
-    """Generates with and without captures."""
     prepare_environment()
     from vllm import LLM, SamplingParams
 

@@ -25,7 +25,6 @@ BATCHES = [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8), (1, 2, 4)]]
 
 
 def run(rank: int, rendezvous: str) -> None:
-    """One rank, in both modes."""
     torch.set_num_threads(1)
     engine.start_vllm(rank, RANKS, rendezvous)
     results = {mode: encode(rank, mode) for mode in ("weights", "data")}

@@ -58,7 +58,6 @@ ATTRIBUTES = {"vllm.v1.worker.encoder_cudagraph": ("EncoderCudaGraphManager",)}
 
 
 def record() -> dict[str, Any]:
-    """What is recorded of this version."""
     import vllm
 
     classes = {
@@ -135,7 +134,6 @@ def _default(field: Any) -> Any:
 
 
 def main() -> None:
-    """Writes the record."""
     recorded = record()
     RECORDED.mkdir(exist_ok=True)
     path = RECORDED / f"{recorded['version']}.json"

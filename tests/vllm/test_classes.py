@@ -183,17 +183,3 @@ def test_relative_positions_are_traced_without_the_kernel() -> None:
     with torch.no_grad():
         traced = torch.compile(layer, backend="eager", fullgraph=True)(x)
         torch.testing.assert_close(traced, layer(x))  # on a CPU without it too
-
-
-@pytest.mark.skipif((0, 32) > VERSION, reason="asks for a whole processor")
-def test_bytes_are_normalized_without_the_kernel_in_traces() -> None:
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
-
-    config = engine.engine_config(TINY["Qwen3-VL, bytes"].config)
-    pixels = torch.randint(0, 256, (8, 96), dtype=torch.uint8)
-    with set_current_vllm_config(config):
-        layer: Any = traceable_input_norm(FusedMMInputNorm)([0.4] * 3, [0.2] * 3, 1 / 255)
-        own = FusedMMInputNorm([0.4] * 3, [0.2] * 3, 1 / 255)
-    traced = torch.compile(layer.forward_cuda, backend="eager", fullgraph=True)(pixels, torch.bfloat16)
-    assert torch.equal(traced, own.forward_native(pixels, torch.bfloat16))

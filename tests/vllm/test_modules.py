@@ -174,7 +174,6 @@ def test_one_checkpoint_gives_the_same_rows(name: str, tmp_path: Path, columns_f
 
 
 def encode(tower: Any, batch: dict[str, Any]) -> Tensor:
-    """Our tower without captures."""
     import fxsplit_encoder as fx
 
     config = fx.EncoderConfig(enabled=False, max_items_per_batch=1)

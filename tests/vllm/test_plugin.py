@@ -9,29 +9,12 @@ import sys
 import pytest
 import vllm
 
-from fxsplit_encoder.integrations.vllm import plugin
-from fxsplit_encoder.integrations.vllm.plugin import StandIn
 from tests.vllm.record import RECORDED, record
 
 
 def test_the_interfaces_are_those_that_were_recorded() -> None:
     recorded = json.loads((RECORDED / f"{vllm.__version__}.json").read_text(encoding="utf-8"))
     assert record() == recorded, "python -m tests.vllm.record refreshes what the main tests run against"
-
-
-def test_both_runners_get_this_librarys_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker import encoder_cudagraph
-    from vllm.v1.worker.gpu.model_states import interface
-
-    original = encoder_cudagraph.EncoderCudaGraphManager
-    for module in (encoder_cudagraph, interface):
-        monkeypatch.setattr(module, "EncoderCudaGraphManager", original)
-    for _ in range(2):
-        plugin.register()
-        stand_in = encoder_cudagraph.EncoderCudaGraphManager
-        assert issubclass(stand_in, StandIn)
-        assert issubclass(stand_in, original)
-        assert interface.EncoderCudaGraphManager is stand_in
 
 
 LOADED = """

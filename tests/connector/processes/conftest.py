@@ -104,7 +104,6 @@ def make_item(rows: int = 3, modality: Modality = "image", **metadata: Any) -> P
 def make_encoder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., ProcessEncoder]]:
-    """Makes encoders in forked processes, started or not; closes them, and asserts that nothing is left."""
     monkeypatch.setattr(process_encoder, "launch", fork)
     made: list[ProcessEncoder] = []
 

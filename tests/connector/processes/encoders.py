@@ -89,22 +89,6 @@ def nothing() -> None:
     return None
 
 
-class DescribingEncoder(DoublingEncoder):
-    """The feature of an item is the text of what the process got, as bytes."""
-
-    def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
-        return [torch.tensor(list(described(item).encode()), dtype=torch.uint8) for item in items]
-
-
-def described(item: PreparedItem) -> str:
-    inputs = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in item.inputs.items()]
-    return f"{item.modality} {item.num_tokens} {item.digest.hex()} {inputs} {dict(item.metadata)}"
-
-
-def describing() -> DescribingEncoder:
-    return DescribingEncoder()
-
-
 OUTSIDE = msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("float32", (1, 1), 1 << 40)))
 LIES: dict[str, Message | bytes] = {
     "more": Encoded([torch.zeros(1, 1)] * 2),

@@ -70,13 +70,6 @@ def test_what_is_made_from_more_than_words_keeps_them(error: Exception) -> None:
     assert len(str(again)) < 10**5
 
 
-def test_where_it_was_raised_is_told() -> None:
-    try:
-        raise errors.InputError("here")
-    except errors.InputError as error:
-        assert "test_where_it_was_raised_is_told" in across(error).__notes__[0]
-
-
 def test_only_known_classes_are_made() -> None:
     for kind in ("system", "SystemExit", "KeyboardInterrupt", "Process", "__import__", ""):
         again = from_wire(Failed(kind, ["rm"], "text", ""), pid=1)

@@ -6,11 +6,12 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -54,21 +55,6 @@ def test_items_are_encoded_in_order_and_owned_by_the_caller(make_encoder: Make) 
     features[0].zero_()
     encoder.start()
     assert_doubled(encoder.encode(items), items)
-
-
-def test_what_an_item_holds_arrives(make_encoder: Make) -> None:
-    encoder = make_encoder(of=EncoderProgram("tests.connector.processes.encoders:describing"))
-    inputs = {"pixel_values": torch.rand(4, 3).t(), "grid": torch.tensor([[1, 2, 3]])}
-    inputs |= {"half": torch.rand(2, 2).bfloat16(), "fp8": torch.rand(3).to(torch.float8_e4m3fn)}
-    item = PreparedItem("video", bytes(range(32)), inputs, 17, {"times": (0.0, 0.5), "fps": 2})
-    (feature,) = encoder.encode([item])
-    described = bytes(feature.tolist()).decode()
-    assert "video" in described
-    assert "17" in described
-    assert bytes(range(32)).hex() in described
-    assert "[0.0, 0.5]" in described
-    assert "torch.float8_e4m3fn (3,)" in described
-    assert "torch.float32 (3, 4)" in described
 
 
 def test_row_bytes_are_declared(make_encoder: Make) -> None:
@@ -119,8 +105,6 @@ def test_features_that_are_no_tensors_or_too_few_are_an_error(make_encoder: Make
     [
         ("tests.connector.processes.encoders:failing", InputError, "no such checkpoint"),
         ("tests.connector.processes.encoders:absent", InputError, "has no function absent"),
-        ("tests.connector.absent:doubling", InputError, r"no module tests\.connector\.absent"),
-        ("doubling", InputError, "package.module:function"),
         ("tests.connector.processes.encoders:nothing", InputError, "no FeatureEncoder"),
     ],
 )
@@ -153,30 +137,14 @@ def test_inputs_that_never_fit_are_refused(make_encoder: Make) -> None:
     assert encoder.pid == pid
 
 
-@pytest.mark.parametrize(("rows", "do"), [((1000, 900, 1000, 10, 2000), ""), ((300,) * 6, "repeat")])
-def test_more_than_fits_at_once_is_encoded_in_halves(
-    make_encoder: Make, rows: Sequence[int], do: str
-) -> None:
-    """Of inputs, and of features, which may be larger."""
+def test_features_that_do_not_fit_at_once_are_refused(make_encoder: Make) -> None:
     encoder = make_encoder(max_bytes=1 << 16)
-    items = [make_item(count, do=do) for count in rows]
+    items = [make_item(300, do="repeat") for _ in range(6)]
     with pytest.raises(InputError, match="at most max_bytes=65536"):
         encoder.encode(items)
-
-    def halved(some: list[PreparedItem]) -> list[torch.Tensor]:
-        try:
-            return encoder.encode(some)
-        except InputError:
-            middle = len(some) // 2
-            return halved(some[:middle]) + halved(some[middle:])
-
-    found = halved(items)
-    if not do:
-        assert_doubled(found, items)
-    else:
-        assert all(
-            torch.equal(f[300:600], i.inputs["pixel_values"]) for f, i in zip(found, items, strict=True)
-        )
+    for item in items:
+        (feature,) = encoder.encode([item])
+        assert torch.equal(feature[300:600], item.inputs["pixel_values"])
 
 
 # --- ends
@@ -228,12 +196,9 @@ def test_a_device_that_is_gone_ends_its_process(make_encoder: Make) -> None:
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ProcessEncoder, list[PreparedItem]], None]:
     """Asks an encoder, and is interrupted while it waits for the answer."""
 
-    def no_answer(self: Channel[Any], timeout: float | None) -> Any:
-        raise KeyboardInterrupt
-
     def ask(encoder: ProcessEncoder, items: list[PreparedItem]) -> None:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Channel, "receive", no_answer)
+            patch.setattr(Channel, "receive", mock.Mock(side_effect=KeyboardInterrupt))
             encoder.encode(items)
 
     return ask
@@ -304,10 +269,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_process_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = running(monkeypatch)
 
-    def fail(pid: int) -> int:
-        raise OSError("too many open files")
-
-    monkeypatch.setattr(os, "pidfd_open", fail)
+    monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError("too many open files")))
     with nothing_left():
         with pytest.raises(OSError, match="too many"):
             ProcessEncoder(DOUBLING, ROWS, ProcessOptions(max_bytes=4096)).start()

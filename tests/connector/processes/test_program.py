@@ -10,10 +10,6 @@ from fxsplit_encoder.connector.processes.process_encoder import EncoderProgram, 
 from fxsplit_encoder.errors import InputError
 
 
-def test_a_program_is_found_by_name() -> None:
-    assert EncoderProgram("os.path:join").resolve() is __import__("os").path.join
-
-
 @pytest.mark.parametrize(
     "factory", ["", "os", "os:", ":join", "os:path.join", "os:nothing", "no_such.module:x", "os:sep"]
 )

@@ -49,7 +49,6 @@ def memory(request: pytest.FixtureRequest) -> Iterator[SharedMemory]:
         (-64, torch.uint8, (64,)),
         (3, torch.uint8, (64,)),
         (16 * PAGE - 64, torch.float32, (17,)),
-        (16 * PAGE, torch.float32, (1,)),
         (0, torch.float32, (-1,)),
         (0, torch.float32, (-1, -1)),
         (0, torch.uint8, (1 << 46, 1 << 46)),

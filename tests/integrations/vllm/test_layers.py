@@ -191,7 +191,6 @@ def test_relative_positions_without_the_kernel_stay_vllms() -> None:
 
 @pytest.fixture
 def registry(vllm: FakeVllm) -> dict[str, Any]:
-    """The layers that plugins have put in place of vLLM's."""
     custom_op = vllm.module(CUSTOM_OP)
     layers: dict[str, Any] = custom_op.op_registry_oot
 

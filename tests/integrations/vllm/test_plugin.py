@@ -48,7 +48,6 @@ def test_what_holds_another_class_keeps_it(vllm: FakeVllm) -> None:
 
 @pytest.fixture
 def settings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A file that the environment names."""
     file = tmp_path / "settings.yaml"
     monkeypatch.setenv(VARIABLE, str(file))
     return file
@@ -185,7 +184,6 @@ COMPILING = {"_torch", "child_process", "kernels", "pauses"}
 
 
 def test_a_process_that_makes_no_manager_imports_little(tmp_path: Path) -> None:
-    """What each further setting imports is added to what was imported before."""
     (tmp_path / "settings.yaml").write_text("compile: true")
     settings = ["off", "", str(tmp_path / "settings.yaml")]
     ran = subprocess.run(

@@ -141,7 +141,6 @@ def test_an_actor_is_killed_in_the_middle(
 
 
 def test_a_run_is_cut_off_and_resumed(whole: Path, photographs: Path, model: Path, tmp_path: Path) -> None:
-    """By SIGKILL of the command; the second run goes on where it was."""
     config = tmp_path / "config.yaml"
     config.write_text("enabled: false\n", encoding="utf-8")
     output = tmp_path / "embeddings.parquet"

@@ -52,7 +52,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(cluster: Any) -> Iterator[Callable[..., RayEncoder]]:
-    """Makes encoders, and closes them."""
     made: list[RayEncoder] = []
 
     def one(factory: Callable[[], FeatureEncoder] = slow_encoder, **options: Any) -> RayEncoder:
@@ -80,7 +79,6 @@ def connector(factory: Callable[[], FeatureEncoder] = slow_encoder, **settings: 
 
 
 def test_an_actor_that_is_killed_loses_nothing_and_is_replaced(cluster: Any) -> None:
-    """Requests are refused while too much waits, and sent again: each is answered once, with its own rows."""
     refused = 0
     with connector(max_waiting_items=12, max_batch_items=3) as each:
         actors = named("ray::_Actor")

@@ -79,28 +79,6 @@ def test_every_request_of_a_crowd_is_answered(url: str) -> None:
     assert set(crowd.statuses) <= {200, *(status for status, _ in work), 429}
 
 
-def test_several_images_are_one_answer_in_order(url: str, photographs: Photographs) -> None:
-    files = [("image", (f"{n}.jpg", data)) for n, (data, _) in enumerate(photographs)]
-    answer = httpx.post(f"{url}/v1/embeddings", files=files, timeout=60).json()
-    assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7, "images": 7, "rows": 7}
-    for index, (entry, (_, expected)) in enumerate(zip(answer["data"], photographs, strict=True)):
-        assert (entry["index"], entry["layout"]) == (index, {"tiles": 1})
-        np.testing.assert_allclose([entry["embedding"]], expected, rtol=0, atol=1e-5)
-    files.insert(2, ("image", ("bad.jpg", b"no image")))
-    error = httpx.post(f"{url}/v1/embeddings", files=files, timeout=60)
-    assert (error.status_code, error.json()["error"]["index"]) == (422, 2)
-
-
-def test_health_and_other_paths(url: str) -> None:
-    health = httpx.get(f"{url}/health").json()
-    assert health["status"] == "ok"
-    assert health["encoder"]["max_batch_tokens"] == 64
-    assert httpx.head(f"{url}/health").status_code == 200
-    assert httpx.get(f"{url}/v1/embeddings").status_code == 405
-    assert httpx.get(f"{url}/nothing").status_code == 404
-    assert httpx.get(f"{url.removesuffix('/images')}/-/healthz").text == "success"
-
-
 def test_metrics_count_what_was_encoded(url: str, photographs: Photographs) -> None:
     data = {"content": photographs[0][0], "headers": JPEG}
     assert httpx.post(f"{url}/v1/embeddings", **data).status_code == 200
