@@ -69,7 +69,7 @@ def test_batches_of_eight_or_of_five_milliseconds(monkeypatch: pytest.MonkeyPatc
         for ticket in (alone, *tickets):
             wait(ticket)
         assert [len(batch) for batch in stage.batches] == [1, 8, 8, 4]
-        assert each.stats().mean_batch_items == 21 / 4
+        assert (each.stats().batch_items, each.stats().batches) == (21, 4)
 
 
 def test_a_batch_that_is_not_full_waits_as_long_as_it_is_told_to() -> None:
