@@ -280,8 +280,8 @@ def _say_rows(document: Document, rows: Sequence[Measured], titles: Mapping[str,
     document.say(f"Milliseconds, medians{what}")
     headers = [
         *columns(item="item", size="size px", **{unit: unit}, tokens="tokens"),
-        *(Column(f"{name}_ms".replace("-", "_"), titles[name], _milliseconds) for name in ways),
-        *([Column("gain", "gain", _gain)] if is_compared else []),
+        *(Column(f"{name}_ms".replace("-", "_"), titles[name], _number) for name in ways),
+        *([Column("gain", "gain", _number)] if is_compared else []),
         *([Column("padding_fraction", "padding", "{:.0%}".format)] if OURS in ways else []),
     ]
     table = [
@@ -296,9 +296,5 @@ def _say_rows(document: Document, rows: Sequence[Measured], titles: Mapping[str,
     document.table("rows", headers, table)
 
 
-def _milliseconds(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.2f}"
-
-
-def _gain(gain: float | None) -> str:
-    return "-" if gain is None else f"{gain:.2f}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
