@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.bar import Bar
-from rich.console import Console
-from rich.table import Table
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
@@ -95,28 +92,7 @@ def _bests(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
 
 
 _COLORS = {"eager": "#8a94a3", "graph": "#c9483f", "reduce-overhead": "#f0a63a", "ours": "#2f6fdb"}
-_LEAST_WIDTH, _MOST_WIDTH = 10, 50
-_NUMBER_WIDTH = 13
 _INCHES_A_BATCH = 0.9
-
-
-def print_bars(rows: Sequence[Measured], titles: Mapping[str, str]) -> None:
-    """A bar for every way of every batch, as long as its time, on stdout."""
-    console = Console(highlight=False, markup=False)
-    longest = max((ms for row in rows for ms in row.ms.values()), default=0.0)
-    beside = max(len(row.item) for row in rows) + max(map(len, titles.values())) + _NUMBER_WIDTH
-    width = max(_LEAST_WIDTH, min(_MOST_WIDTH, console.width - beside))
-    table = Table.grid(padding=(0, 1))
-    for _ in range(3):
-        table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    for number, row in enumerate(rows):
-        for place, name in enumerate(each for each in titles if each in row.ms):
-            bar = Bar(longest, 0, row.ms[name], width=width, color=_COLORS[name])
-            table.add_row("" if place else row.item, titles[name], bar, f"{row.ms[name]:.2f}")
-        if number < len(rows) - 1:
-            table.add_row()
-    console.print(table)
 
 
 def save_png(path: Path, rows: Sequence[Measured], titles: Mapping[str, str], title: str) -> None:
@@ -192,9 +168,6 @@ def run_bench(
     document.facts({"start": f"{starts} (compiling, capturing, first runs)"})
     document.say()
     _say_rows(document, rows, titles, chosen.family.unit)
-    if not document.as_json:
-        document.say()
-        print_bars(rows, titles)
     for path in plots:
         save_png(path, rows, titles, f"{chosen.title}: {describe_device(parameter.device)}")
     is_cuda = parameter.device.type == "cuda"
@@ -307,8 +280,8 @@ def _say_rows(document: Document, rows: Sequence[Measured], titles: Mapping[str,
     document.say(f"Milliseconds, medians{what}")
     headers = [
         *columns(item="item", size="size px", **{unit: unit}, tokens="tokens"),
-        *(Column(f"{name}_ms".replace("-", "_"), titles[name], _milliseconds) for name in ways),
-        *([Column("gain", "gain", _gain)] if is_compared else []),
+        *(Column(f"{name}_ms".replace("-", "_"), titles[name], _number) for name in ways),
+        *([Column("gain", "gain", _number)] if is_compared else []),
         *([Column("padding_fraction", "padding", "{:.0%}".format)] if OURS in ways else []),
     ]
     table = [
@@ -323,9 +296,5 @@ def _say_rows(document: Document, rows: Sequence[Measured], titles: Mapping[str,
     document.table("rows", headers, table)
 
 
-def _milliseconds(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.2f}"
-
-
-def _gain(gain: float | None) -> str:
-    return "-" if gain is None else f"{gain:.2f}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

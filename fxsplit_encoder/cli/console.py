@@ -45,11 +45,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Its name without the module."""
-    return str(dtype).removeprefix("torch.")
-
-
 def describe_device(device: torch.device) -> str:
     """The device and torch's version, in words."""
     name = (
@@ -72,7 +67,7 @@ def describe_replay(device: torch.device, config: EncoderConfig) -> str:
 def describe_tower(tower: torch.nn.Module) -> str:
     """Depth, width, size and dtype of a tower."""
     parameters = sum(parameter.numel() for parameter in tower.parameters())
-    dtype = dtype_name(next(tower.parameters()).dtype)
+    dtype = str(next(tower.parameters()).dtype).removeprefix("torch.")
     stacks = " and ".join(_describe_stack(config) for config in _stacks(tower))
     return f"{stacks}, {parameters / 1e6:.0f} M parameters, {dtype}"
 

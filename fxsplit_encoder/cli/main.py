@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fxsplit_encoder.cli.options import (
-    CONFIG,
+    MODEL,
     AsJson,
+    Config,
     Form,
     Ladder,
+    Model,
     OnRay,
     Place,
     Setup,
@@ -25,10 +27,6 @@ if TYPE_CHECKING:
     import torch
 
 _CHECKPOINT = "A checkpoint, whole or its vision tower: a directory or a hub name."
-_MODEL = (
-    "A tower with random weights at its true width: qwen3-vl-8b, internvl3-8b, deepseek-ocr, ... (a wrong "
-    "name lists them all). Or a checkpoint: a directory or a hub name."
-)
 _IMAGES = "Images, clips (animated WebP, GIF or APNG), or directories of them."
 
 app = typer.Typer(
@@ -72,9 +70,7 @@ def demo(
             show_default="photographs and a clip that come with the package",
         ),
     ] = None,
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help=_MODEL, autocompletion=complete_model)
-    ] = "qwen3-vl-8b",
+    model: Model = "qwen3-vl-8b",
 ) -> None:
     """Encode photographs and a clip with a model's vision tower, and compare with eager.
 
@@ -114,12 +110,7 @@ def encode(
     place: Place,
     cluster: OnRay,
     as_json: AsJson = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="YAML", help=CONFIG, show_default="inferred budgets; on a CPU no captures"
-        ),
-    ] = None,
+    config: Config = None,
 ) -> None:
     """Encode images and clips to a safetensors file, one tensor per item; with --ray, images to Parquet.
 
@@ -168,12 +159,7 @@ def serve(
             show_default="model, or mean where it has none",
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="YAML", help=CONFIG, show_default="inferred budgets; on a CPU no captures"
-        ),
-    ] = None,
+    config: Config = None,
     settings: Annotated[
         Path | None,
         typer.Option(
@@ -199,9 +185,7 @@ def inspect(
     place: Place,
     form: Form,
     setup: Setup,
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help=_MODEL, autocompletion=complete_model)
-    ] = "qwen3-vl-8b",
+    model: Model = "qwen3-vl-8b",
     capture: Annotated[
         bool, typer.Option("--capture", help="Capture too: modes, graphs, breaks and bytes of every budget.")
     ] = False,
@@ -249,9 +233,7 @@ def build(
         Path,
         typer.Option("--output", "-o", metavar="FILE", help="The file to write.", show_default=False),
     ],
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help=_MODEL, autocompletion=complete_model)
-    ] = "qwen3-vl-8b",
+    model: Model = "qwen3-vl-8b",
     as_json: AsJson = False,
 ) -> None:
     """Compile, measure and choose once, for every process that serves this tower on a GPU of this kind.
@@ -277,7 +259,7 @@ def build(
 @with_groups
 def bench(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=complete_model, show_default=False)
+        str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model, show_default=False)
     ],
     place: Place,
     setup: Setup,

@@ -16,6 +16,10 @@ from fxsplit_encoder.config import Packing
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
+MODEL = (
+    "A tower with random weights at its true width: qwen3-vl-8b, internvl3-8b, deepseek-ocr, ... (a wrong "
+    "name lists them all). Or a checkpoint: a directory or a hub name."
+)
 CONFIG = "The budgets and how they are captured: a file, or a name of those that are shipped."
 
 MODELS = (
@@ -49,6 +53,13 @@ class Place:
     ] = "auto"
 
 
+Model = Annotated[str, typer.Option("--model", metavar="MODEL", help=MODEL, autocompletion=complete_model)]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="YAML", help=CONFIG, show_default="inferred budgets; on a CPU no captures"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in place of facts and tables.")]
 
 

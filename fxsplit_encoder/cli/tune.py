@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from fxsplit_encoder.cli.tower import ChosenTower
 
 
-ESTIMATE_NOTE = "without costs it is open which budgets a GPU keeps: record there, or give --model"
-
-
 @dataclass(frozen=True)
 class FoundCosts:
     """Costs of batches."""
@@ -96,7 +93,7 @@ def run_tune(
     what = f"{len(requests)} requests, {num_items} items"
     document.facts({"trace": f"{trace}, {what}", "costs": found.source, "packing": packing})
     if found.costs is None:
-        document.notes([ESTIMATE_NOTE])
+        document.notes(["without costs it is open which budgets a GPU keeps: record there, or give --model"])
     tuning = tune_trace(requests, limits, costs=found.costs, packing=packing, current=found.current)
     document.put("tuning", tuning.as_dict(), f"\n{tuning}\n\n{tuning.advice}")
     settings = tuning.to_config().model_dump(mode="json", exclude_unset=True)

@@ -19,12 +19,7 @@ from fxsplit_encoder.connector.interfaces import (
 )
 from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.positions import (
-    FeatureRows,
-    MergedRows,
-    Placeholder,
-    PositionMap,
-)
+from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, Placeholder, PositionMap
 from fxsplit_encoder.connector.request import (
     FAIL,
     RETRY,

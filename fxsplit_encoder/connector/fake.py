@@ -26,15 +26,12 @@ class FakeProcessor(MediaProcessor):
     with every item that is preprocessed, may wait or raise.
     """
 
-    def __init__(
-        self, default_tokens: int = 4, on_prepare: Callable[[MediaItem], None] = lambda item: None
-    ) -> None:
-        self._default_tokens = default_tokens
+    def __init__(self, on_prepare: Callable[[MediaItem], None] = lambda item: None) -> None:
         self._on_prepare = on_prepare
 
     def count_tokens(self, item: MediaItem) -> int:
-        """Read its option, or take the default."""
-        tokens = item.options.get("tokens", self._default_tokens)
+        """Read its option; 4 without one."""
+        tokens = item.options.get("tokens", 4)
         if not isinstance(tokens, int):
             raise MediaError(f"tokens: expected an integer; got {shown(tokens)}")
         return tokens
@@ -74,12 +71,11 @@ class FakeEncoder(FeatureEncoder):
     def __init__(
         self,
         width: int = 8,
-        dtype: torch.dtype = torch.float32,
         on_encode: Callable[[Sequence[PreparedItem]], None] = lambda items: None,
         modalities: Sequence[Modality] = ("image", "video", "audio"),
     ) -> None:
         self._width = width
-        self.dtype: torch.dtype = dtype
+        self.dtype: torch.dtype = torch.float32
         self._on_encode = on_encode
         self._modalities = modalities
 

@@ -17,7 +17,9 @@ Availability = Literal["ready", "deferred", "unavailable"]
 
 
 class State(StrEnum):
-    """Of an item of a ticket, and of the feature that it shares with equal items of other tickets."""
+    """Of an item of a ticket, and of the feature that it shares with equal items of other tickets; in order,
+    from the one that is furthest behind.
+    """
 
     NEW = "new"
     """Known: it is hashed, waits for memory, or is decoded and preprocessed."""

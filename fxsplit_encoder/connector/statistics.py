@@ -6,9 +6,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-
-from tabulate import tabulate
 
 BOUNDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2, 5))
 """Upper bounds of the buckets that durations are counted in, in seconds: 0.1 ms to 50 s."""
@@ -21,7 +18,6 @@ class Durations:
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     """By bucket; the last one is above every bound."""
     total: float = 0.0
-    longest: float = 0.0
 
     @property
     def count(self) -> int:
@@ -37,20 +33,11 @@ class Durations:
         """Count one."""
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.total += seconds
-        self.longest = max(self.longest, seconds)
-
-    def percentile(self, percent: float) -> float:
-        """A bound that so many percent do not exceed: that of a bucket, or the longest there was."""
-        wanted = self.count * percent / 100
-        for bound, reached in zip(BOUNDS, accumulate(self.counts), strict=False):
-            if reached >= wanted:
-                return min(bound, self.longest)
-        return self.longest
 
 
 @dataclass
 class ConnectorStats:
-    """A snapshot of the counts; printing it shows them as a table."""
+    """A snapshot of the counts; printing it shows the most important ones."""
 
     submitted: int = 0
     """Tickets."""
@@ -114,11 +101,6 @@ class ConnectorStats:
         return (self.hits + self.joins) / looked_up if looked_up else 0.0
 
     @property
-    def mean_batch_items(self) -> float:
-        """Items in one batch; 0.0 before the first."""
-        return self.batch_items / self.batches if self.batches else 0.0
-
-    @property
     def batch_fill(self) -> float:
         """The share of the places in batches that items had; 0.0 before the first."""
         places = self.batches * self.max_batch_items
@@ -131,19 +113,11 @@ class ConnectorStats:
         failed = "".join(f", {count} {kind}" for kind, count in sorted(self.failures.items()))
         lines = [
             f"{self.submitted} tickets ({ended}), {self.items} items; {self.live_tickets} tickets live",
-            f"{self.hit_rate:.1%} shared; {self.batches} batches of {self.mean_batch_items:.1f} items "
-            f"({self.batch_fill:.1%} full); "
+            f"{self.hit_rate:.1%} shared; {self.batches} batches ({self.batch_fill:.1%} full); "
             f"{self.evictions} evictions, {self.retries} retries, {self.failures.total()} failures{failed}",
         ]
         stages = {"prepare": self.prepare, "queue": self.queue, "encode": self.encode, "ready": self.ready}
-        rows = [
-            [name, each.count, *(1e3 * s for s in (each.mean, *map(each.percentile, (50, 99)), each.longest))]
-            for name, each in stages.items()
-        ]
-        headers = ["stage", "count", "mean ms", "p50 ms", "p99 ms", "longest ms"]
-        lines.append(tabulate(rows, headers, floatfmt=".2f"))
         lines += [
-            f"{account}: {used / 2**20:.1f} MiB, {self.bytes_peak.get(account, 0) / 2**20:.1f} at most"
-            for account, used in self.bytes_used.items()
+            f"{name}: {each.count}, {1e3 * each.mean:.2f} ms in the mean" for name, each in stages.items()
         ]
         return "\n".join(lines)

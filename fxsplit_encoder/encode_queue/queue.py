@@ -74,7 +74,6 @@ class QueueStats:
 class _Item:
     value: Any
     cost: float
-    priority: int
     tenant: str
     future: Future[Any]
     deadline: float = math.inf
@@ -90,6 +89,9 @@ class _Batch:
     handle: BatchHandle[Any] | None = None
 
 
+BATCHES_IN_FLIGHT = 2
+"""Batches that a worker has in hand: its device computes one while the host launches the next."""
+
 MOST_LOSSES = 2
 """Workers that an item may cost before it is taken for the cause."""
 
@@ -97,12 +99,11 @@ MOST_LOSSES = 2
 class EncodeQueue(Generic[ItemT, ResultT]):
     """A bounded queue of items that workers encode in batches, with a future for each.
 
-    A free worker takes what waits, as far as costs and number allow: items of higher priority first, then of
-    the tenant that has had the least work, then in order of arrival. InputError: a limit is not positive.
+    A free worker takes what waits, as far as costs allow: first of the tenant that has had the least work,
+    then in order of arrival. InputError: a limit is not positive.
 
     Args:
         max_batch_cost: of the items of a batch together; one that costs more goes alone.
-        max_batch_items: of a batch; None: any number.
         max_items: that may wait; None: any number. Tenants have `Shares` of them.
         hang_timeout_s: seconds after which a worker that has not landed a batch is given up; None: never.
     """
@@ -110,23 +111,16 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def __init__(
         self,
         max_batch_cost: float,
-        max_batch_items: int | None = None,
         max_items: int | None = None,
         *,
         hang_timeout_s: float | None = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        limits = {
-            "max_batch_cost": max_batch_cost,
-            "max_batch_items": max_batch_items,
-            "max_items": max_items,
-            "hang_timeout_s": hang_timeout_s,
-        }
+        limits = {"max_batch_cost": max_batch_cost, "max_items": max_items, "hang_timeout_s": hang_timeout_s}
         for name, limit in limits.items():
             if limit is not None and not limit > 0:
                 raise InputError(f"{name}: expected a positive number; got {limit}")
         self._max_batch_cost = max_batch_cost
-        self._max_batch_items = max_batch_items or math.inf
         self._max_items = max_items
         self._longest = math.inf if hang_timeout_s is None else hang_timeout_s
         self.clock = clock
@@ -158,16 +152,15 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         launch: Launch[ItemT, ResultT],
         start: Callable[[], None] | None = None,
         close: Callable[[], None] | None = None,
-        in_flight: int = 2,
     ) -> Future[None]:
-        """Start a worker, whose thread alone calls `start`, `launch` and `close`; at most `in_flight` batches
-        are launched before the first has landed. What it returns is done once `start` is, or has its error.
+        """Start a worker, whose thread alone calls `start`, `launch` and `close`. The future is done once
+        `start` is, or has its error.
         """
         with self.lock:
             if self._is_closed:
                 raise QueueClosedError("the queue is closed")
             name = f"encode-queue-{len(self._workers) + len(self._given_up)}"
-            worker = _QueueWorker(name, self, launch, start, close, in_flight)
+            worker = _QueueWorker(name, self, launch, start, close)
             self._workers.append(worker)
         worker.thread.start()
         return worker.started
@@ -184,14 +177,12 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self,
         item: ItemT,
         cost: float = 1.0,
-        priority: int = 0,
         tenant: str = "",
         timeout_s: float | None = None,
     ) -> Future[ResultT]:
         """Add an item.
 
         Args:
-            priority: higher ones go first.
             tenant: whose turns it uses.
             timeout_s: seconds within which a worker has to take it; None: any.
 
@@ -210,11 +201,11 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         if timeout_s is not None and not timeout_s > 0:
             raise InputError(f"timeout_s: expected a positive number; got {timeout_s}")
         future: Future[ResultT] = Future()
-        entry = _Item(item, cost, priority, tenant, future)
+        entry = _Item(item, cost, tenant, future)
         with self.lock:
             self._check_open(tenant)
             self._num_submitted += 1
-            self._waiting.push(entry, None, cost, tenant, priority=priority)
+            self._waiting.push(entry, None, cost, tenant)
             self._shares.change(tenant, 1)
             if timeout_s is not None:
                 entry.deadline = self.clock() + timeout_s
@@ -226,7 +217,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
 
     def submit_batch(self, items: Sequence[ItemT]) -> list[Future[ResultT]]:
         """Add a batch that is launched as it is, ahead of items that wait; it cannot be cancelled."""
-        batch = _Batch([_Item(item, 0.0, 0, "", Future()) for item in items])
+        batch = _Batch([_Item(item, 0.0, "", Future()) for item in items])
         for entry in batch.items:
             entry.future.set_running_or_notify_cancel()
         with self.lock:
@@ -294,7 +285,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
 
     def take(self, worker: _QueueWorker) -> _Batch | None:
         """The next batch of a worker; None: there is none, or it has enough. Called with the lock."""
-        if worker.is_lost or len(worker.batches) >= worker.in_flight:
+        if worker.is_lost or len(worker.batches) >= BATCHES_IN_FLIGHT:
             return None
         if self._again:
             batch = self._again.popleft()
@@ -310,7 +301,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def _choose(self) -> list[_Item]:
         chosen: list[_Item] = []
         cost = 0.0
-        while len(chosen) < self._max_batch_items and (entry := self._waiting.first()) is not None:
+        while (entry := self._waiting.first()) is not None:
             if chosen and cost + entry.cost > self._max_batch_cost:
                 break
             self._waiting.take(entry)
@@ -426,12 +417,10 @@ class _QueueWorker(BatchThread[_Batch]):
         launch: Launch[Any, Any],
         start: Callable[[], None] | None,
         close: Callable[[], None] | None,
-        in_flight: int,
     ) -> None:
         super().__init__(name, source.work)
         self._source = source
         self._launch, self._start, self._close = launch, start, close
-        self.in_flight = in_flight
         self.started: Future[None] = Future()
         self.batches: dict[_Batch, None] = {}
         """Those that it has taken and that have not landed."""

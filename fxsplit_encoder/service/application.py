@@ -11,7 +11,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ from starlette.routing import Route
 
 from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
 from fxsplit_encoder.integrations.prometheus import ServiceMetrics
-from fxsplit_encoder.service.encoder import Array, Item, Preparer, QueuedEncoder, Result, thread_pool
+from fxsplit_encoder.service.encoder import Item, Preparer, QueuedEncoder, Result, thread_pool
 from fxsplit_encoder.service.protocol import (
     RequestError,
     Source,
@@ -56,8 +55,8 @@ class Backend(Protocol):
         """
         ...
 
-    async def describe(self) -> dict[str, Any]:
-        """Describe the encoders, and whether one `is_ready`; FxSplitError: they are lost."""
+    async def is_ready(self) -> bool:
+        """Whether an encoder has captured, and takes items; FxSplitError: all are lost."""
         ...
 
 
@@ -69,35 +68,17 @@ class LocalBackend:
 
     async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
         """As of `Backend`; cancelling it cancels the items that wait."""
-        submitted = thread_pool().submit(self._encoder.submit, items, tenant, self._timeout_s)
-        try:
-            futures, tokens = await asyncio.wrap_future(submitted)
-            waiting = map(asyncio.wrap_future, futures)
-            landed: list[Any] = await asyncio.gather(*waiting, return_exceptions=True)
-            return landed, tokens
-        except BaseException:
-            submitted.add_done_callback(_cancel_items)
-            raise
+        counts = await asyncio.wrap_future(thread_pool().submit(self._encoder.count_tokens, items))
+        futures = self._encoder.submit(items, counts, tenant, self._timeout_s)
+        waiting = map(asyncio.wrap_future, futures)
+        landed: list[Any] = await asyncio.gather(*waiting, return_exceptions=True)
+        return landed, sum(counts)
 
-    async def describe(self) -> dict[str, Any]:
-        """Device, dtype, batches and counts."""
+    async def is_ready(self) -> bool:
+        """As of `Backend`."""
         if not self._encoder.queue.is_alive:
             raise EncoderLostError("the encoder is lost; see the log")
-        first = self._encoder.first
-        return {
-            "is_ready": self._encoder.is_ready,
-            "devices": [str(encoder.device) for encoder in self._encoder.encoders],
-            "dtype": str(first.dtype).removeprefix("torch."),
-            "pooling": self._encoder.preparer.pooling,
-            "max_batch_tokens": self._encoder.max_batch_tokens,
-            "items": self._encoder.queue.stats().encoded,
-        }
-
-
-def _cancel_items(submitted: Future[tuple[list[Future[Array]], int]]) -> None:
-    if not submitted.cancelled() and submitted.exception() is None:
-        for future in submitted.result()[0]:
-            future.cancel()
+        return self._encoder.is_ready
 
 
 class Application:
@@ -164,22 +145,21 @@ class Application:
         model = {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "fxsplit_encoder"}
         return json_response({"object": "list", "data": [model]})
 
-    async def _describe(self) -> dict[str, Any]:
+    async def _is_ready(self) -> bool:
         try:
-            return await self._backend.describe()
+            return await self._backend.is_ready()
         except FxSplitError as error:
             raise _unavailable(str(error)) from error
 
     async def _health(self, request: Request) -> Response:
-        found = await self._describe()
-        status = "ok" if found["is_ready"] else "starting"
+        status = "ok" if await self._is_ready() else "starting"
         running = {"requests": self.num_requests, "pending_bytes": self.pending_bytes}
-        return json_response({"status": status, "model": self.settings.name, **running, "encoder": found})
+        return json_response({"status": status, "model": self.settings.name, **running})
 
     async def _ready(self, request: Request) -> Response:
         if self.is_draining:
             raise _unavailable("the service ends")
-        if not (await self._describe())["is_ready"]:
+        if not await self._is_ready():
             raise _unavailable("the encoder starts")
         return json_response({"status": "ready"})
 
@@ -212,9 +192,10 @@ class Application:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 self._check_load()
-                self._check_size(_declared(request))
                 async for chunk in chunks:
-                    self._check_size(len(body) + len(chunk))
+                    if len(body) + len(chunk) > (most := self.settings.max_request_bytes):
+                        message = f"body: expected at most {most} bytes, the limit max_request_bytes"
+                        raise RequestError(413, "too_large", message, headers=_CLOSE)
                     if self.pending_bytes + len(chunk) > MOST_PENDING_BYTES:
                         raise _busy("the bodies that came take all memory for them")
                     self.pending_bytes += len(chunk)
@@ -235,12 +216,6 @@ class Application:
                     left -= len(chunk)
                     if left < 0:
                         break
-
-    def _check_size(self, size: int) -> None:
-        if size > self.settings.max_request_bytes:
-            limit = f"expected at most {self.settings.max_request_bytes} bytes, the limit max_request_bytes"
-            message = f"body: {limit}; got {size} or more"
-            raise RequestError(413, "too_large", message, headers=_CLOSE)
 
     async def _while_connected(self, request: Request, work: Awaitable[Response]) -> Response:
         """The answer; the work is cancelled if the client goes before it."""
@@ -321,11 +296,6 @@ def _refusing(index: int) -> Iterator[None]:
         yield
     except MediaError as error:
         raise RequestError(422, "undecodable_image", str(error), index) from None
-
-
-def _declared(request: Request) -> int:
-    declared = request.headers.get("content-length", "0")
-    return int(declared) if declared.isdecimal() and len(declared) < 20 else 0
 
 
 async def _disconnected(request: Request) -> None:

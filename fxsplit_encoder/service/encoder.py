@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
-from fxsplit_encoder.errors import FxSplitError, InputError, MediaError
+from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.media import MediaSettings, load_image, measure_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
@@ -151,40 +151,22 @@ def upload(
     return made
 
 
-Download = Callable[[], Sequence[Tensor]]
-"""Waits for embeddings that are being copied to the host, and returns that of every item, (rows, width)."""
-
-
-def start_download(joined: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Download:
-    """Begin to copy the embeddings of items that have so many rows, (rows of all, width), in a dtype."""
-    host = joined = joined.to(dtype)
-    done: torch.cuda.Event | None = None
-    if joined.is_cuda:
-        host = torch.empty(joined.shape, dtype=dtype, device="cpu", pin_memory=True)
-        host.copy_(joined, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(joined.device))
-
-    def wait() -> Sequence[Tensor]:
-        if done is not None:
-            done.synchronize()
-        return torch.split(host, list(counts))
-
-    return wait
-
-
-@dataclass(frozen=True)
 class Launched:
-    """A batch that the device works on."""
+    """A batch that the device works on, and whose embeddings, of so many rows each, it copies to the host."""
 
-    download: Download
-    observe: Observe
-    begin: float
+    def __init__(
+        self, rows: Tensor, counts: list[int], dtype: torch.dtype, observe: Observe, begin: float
+    ) -> None:
+        self._host = rows.to(dtype).to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        self._done = torch.cuda.current_stream(rows.device).record_event() if rows.is_cuda else None
+        self._counts, self._observe, self._begin = counts, observe, begin
 
     def wait(self) -> list[Array]:
         """The embedding of every item, in order."""
-        embeddings = [rows.numpy() for rows in self.download()]
-        self.observe(embeddings, time.perf_counter() - self.begin)
+        if self._done is not None:
+            self._done.synchronize()
+        embeddings = [rows.numpy() for rows in torch.split(self._host, self._counts)]
+        self._observe(embeddings, time.perf_counter() - self._begin)
         return embeddings
 
 
@@ -248,7 +230,7 @@ class ImageEncoder:
             if self.preparer.normalizes:
                 joined = normalize(joined.float(), dim=-1)
             dtype = getattr(torch, self.settings.output_dtype)
-            return Launched(start_download(joined, [*map(len, rows)], dtype), self._observe, begin)
+            return Launched(joined, [*map(len, rows)], dtype, self._observe, begin)
         except torch.OutOfMemoryError as error:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # so that halves of the batch have the memory that it had
@@ -274,8 +256,7 @@ class ImageEncoder:
     def _encode_texts(self, texts: Sequence[Tokens]) -> Sequence[Tensor]:
         if not texts:
             return []
-        if self.texts is None:
-            raise InputError(f"text: {self.settings.model} has no text tower, or is not pooled by it")
+        assert self.texts is not None  # else a `Preparer` has no tokenizer
         return torch.split(self.texts(texts), 1)
 
 
@@ -322,22 +303,18 @@ class QueuedEncoder:
         """Whether an encoder has captured, and takes items."""
         return self.queue.is_alive and any(started.done() for started in self.started)
 
+    def count_tokens(self, items: Sequence[Item]) -> list[int]:
+        """As `ImageEncoder.count_tokens`, of each item."""
+        return [self.first.count_tokens(item) for item in items]
+
     def submit(
-        self, items: Sequence[Item], tenant: str = "", timeout_s: float | None = None
-    ) -> tuple[list[Future[Array]], int]:
-        """The future embedding of each item, and the output tokens of all before pooling. InputError: the
-        tower does not take one of them; other errors as of `EncodeQueue.submit`. None is in the queue then.
-        """
-        counts = [self.first.count_tokens(item) for item in items]
-        futures: list[Future[Array]] = []
-        try:
-            for item, tokens in zip(items, counts, strict=True):
-                futures.append(self.queue.submit(item, tokens, tenant=tenant, timeout_s=timeout_s))
-        except FxSplitError:
-            for future in futures:
-                future.cancel()
-            raise
-        return futures, sum(counts)
+        self, items: Sequence[Item], counts: Sequence[int], tenant: str, timeout_s: float
+    ) -> list[Future[Array]]:
+        """The future embedding of each item, of so many output tokens; raises as `EncodeQueue.submit`."""
+        return [
+            self.queue.submit(item, tokens, tenant=tenant, timeout_s=timeout_s)
+            for item, tokens in zip(items, counts, strict=True)
+        ]
 
     def encode(self, items: Sequence[Item]) -> list[Result]:
         """Encode items in batches that depend on them alone, and so do their last bits; an InputError takes
@@ -345,8 +322,7 @@ class QueuedEncoder:
         """
         batches: list[list[Item]] = []
         room = 0
-        for item in items:
-            tokens = self.first.count_tokens(item)
+        for item, tokens in zip(items, self.count_tokens(items), strict=True):
             if not batches or tokens > room:
                 batches.append([])
                 room = self.max_batch_tokens

@@ -79,14 +79,12 @@ class _RemoteBackend:
                 lost = error
         raise EncoderLostError(f"no encoder answers: {lost}")
 
-    async def describe(self) -> dict[str, Any]:
+    async def is_ready(self) -> bool:
         """As of `Backend`, by any encoder."""
         try:
-            asked = self._encoder.describe.remote()
-            found: dict[str, Any] = await asyncio.wait_for(asked, _HEALTH_TIMEOUT_S)
+            return bool(await asyncio.wait_for(self._encoder.is_ready.remote(), _HEALTH_TIMEOUT_S))
         except (TimeoutError, DeploymentUnavailableError, RayActorError) as error:
             raise EncoderLostError(f"no encoder answers: {error}") from error
-        return found
 
 
 class EncoderReplica(LocalBackend):

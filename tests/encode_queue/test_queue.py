@@ -97,17 +97,17 @@ def results(futures: Sequence[Future[int]]) -> list[Any]:
     return [future.exception(PATIENCE_S) or future.result() for future in futures]
 
 
-def test_what_waits_is_encoded_together_as_far_as_cost_and_number_allow() -> None:
+def test_what_waits_is_encoded_together_as_far_as_costs_allow() -> None:
     worker = Worker(is_open=False)
-    queue = queue_of(worker, cost=5.0, max_batch_items=3)
+    queue = queue_of(worker, cost=5.0)
     first = behind(queue, worker)
     futures = [queue.submit(n, cost) for n, cost in enumerate([2, 2, 2, 9, 1, 1, 1, 1], start=1)]
     worker.gate.set()
     assert results([first, *futures]) == [0, 2, 4, 6, 8, 10, 12, 14, 16]
     queue.close()
-    assert worker.batches == [[0], [1, 2], [3], [4], [5, 6, 7], [8]]
+    assert worker.batches == [[0], [1, 2], [3], [4], [5, 6, 7, 8]]
     stats = queue.stats()
-    assert (stats.batches, stats.encoded, stats.waiting, stats.running) == (6, 9, 0, 0)
+    assert (stats.batches, stats.encoded, stats.waiting, stats.running) == (5, 9, 0, 0)
 
 
 def test_a_batch_may_be_submitted_whole_and_goes_before_what_waits() -> None:
@@ -133,18 +133,17 @@ def test_a_whole_batch_that_no_worker_came_for_fails_at_the_end() -> None:
     assert (queue.stats().cancelled, queue.stats().waiting) == (1, 0)
 
 
-def test_urgent_items_go_first_and_tenants_in_turn() -> None:
+def test_tenants_are_served_in_turn() -> None:
     worker = Worker(is_open=False)
-    queue = queue_of(worker, max_batch_items=1)
+    queue = queue_of(worker, cost=1.0)
     behind(queue, worker)
     for number in (1, 2, 3):
         queue.submit(number, tenant="a")
     queue.submit(4, tenant="b")
     queue.submit(5, tenant="c")
-    queue.submit(6, tenant="a", priority=1)
     worker.gate.set()
     queue.close()
-    assert worker.batches == [[0], [6], [1], [4], [5], [2], [3]]
+    assert worker.batches == [[0], [1], [4], [5], [2], [3]]
 
 
 def test_a_batch_is_launched_while_another_is_waited_for() -> None:
@@ -160,7 +159,7 @@ def test_a_batch_is_launched_while_another_is_waited_for() -> None:
         return Slow()
 
     queue: EncodeQueue[int, int] = EncodeQueue(1.0)
-    queue.add_worker(launch, in_flight=2)
+    queue.add_worker(launch)
     futures = [queue.submit(n) for n in range(3)]
     assert launched.acquire(timeout=PATIENCE_S) and launched.acquire(timeout=PATIENCE_S)
     assert not launched.acquire(timeout=0.05), "two batches are in flight already"
@@ -407,7 +406,7 @@ def test_every_future_comes_to_its_end_whatever_happens() -> None:
         own = random.Random(seed)
         for number in range(seed * 500, seed * 500 + 500):
             try:
-                future = queue.submit(number, own.random() * 4, own.randrange(2), str(seed))
+                future = queue.submit(number, own.random() * 4, str(seed))
             except (QueueFullError, EncoderLostError):
                 continue
             futures.append(future)

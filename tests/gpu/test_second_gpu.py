@@ -14,7 +14,7 @@ from fxsplit_encoder.kernels.attention import varlen_attention
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.runtime import Choosers
-from fxsplit_encoder.service.encoder import start_download
+from fxsplit_encoder.service.encoder import Launched
 
 from .support import seeded
 
@@ -66,11 +66,12 @@ def test_captures_between_requests_are_made_there(tower: Any) -> None:
 def test_embeddings_are_complete_when_they_are_there(index: int) -> None:
     weight = torch.randn(4096, 4096, device=f"cuda:{index}") / 64
     rows = torch.randn(4096, 4096, device=f"cuda:{index}")
-    start_download(rows, [len(rows)], torch.float32)()  # pinned memory is there
+    rest = [len(rows)], torch.float32, lambda *_: None, 0.0
+    Launched(rows, *rest).wait()  # pinned memory is there
     for _ in range(50):
         rows = rows @ weight
-    (copied,) = start_download(rows, [len(rows)], torch.float32)()
-    copied = copied.clone()
+    (copied,) = Launched(rows, *rest).wait()
+    copied = torch.from_numpy(copied).clone()
     assert torch.equal(copied, rows.cpu())
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature
 from fxsplit_encoder.connector.states import Residence, State
-from fxsplit_encoder.encode_queue.queue import MOST_LOSSES
+from fxsplit_encoder.encode_queue.queue import BATCHES_IN_FLIGHT, MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -37,9 +37,6 @@ class WorkerStatus(StrEnum):
     LOST = "lost"
     """Its thread or its encoder ended by a fault, and is not started again."""
 
-
-BATCHES_IN_FLIGHT = 2
-"""Batches that a worker has in hand: its device computes one while the host launches the next."""
 
 LIVE = frozenset({WorkerStatus.STARTING, WorkerStatus.RUNNING})
 """Those of a worker that encodes, or will soon."""
@@ -233,10 +230,7 @@ class Encoding:
         for entry in chosen:
             self._holdings.to_encode.take(entry)
             self._holdings.move(entry, State.ENCODING)
-            waited = now - entry.queued_at
-            self._stats.queue.add(waited)
-            for item in entry.holders:
-                item.ticket.queue_seconds = max(item.ticket.queue_seconds, waited)
+            self._stats.queue.add(now - entry.queued_at)
         self._stats.batches += 1
         self._stats.batch_items += len(chosen)
         self._stats.batch_tokens += sum(entry.num_tokens for entry in chosen)
@@ -320,13 +314,10 @@ class Encoding:
         worker.finish(batch, self._clock(), self._config.max_busy_share)
         worker.num_losses = 0
         for entry in batch.entries:
-            seconds = self._clock() - batch.taken_at
-            for item in entry.holders:
-                item.ticket.encode_seconds = max(item.ticket.encode_seconds, seconds)
             if (error := batch.failures.get(entry) or _not_finite(batch, entry)) is not None:
                 self._fail(entry, error, batch)
             else:
-                self._stats.encode.add(seconds)
+                self._stats.encode.add(self._clock() - batch.taken_at)
                 self._arrive(entry)
         batch.close()
 

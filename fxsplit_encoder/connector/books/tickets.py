@@ -225,10 +225,6 @@ class Ticket:
         self.waiting = (0, 0)
         """Items that are not ready yet, and bytes of their raw media, as counted last."""
         self.deadline = float("inf")
-        self.queue_seconds = 0.0
-        """The longest that one of its items waited for an encoder."""
-        self.encode_seconds = 0.0
-        """The longest that one of its items was in a batch."""
         self._settled = settled
         self.waiters: list[Future[None]] = []
         """Of those that await it, changed with the lock."""
@@ -252,7 +248,7 @@ class Ticket:
         if self.is_text:
             return State.RELEASED if self.is_released else State.READY
         states = {item.state for item in self.items}
-        return next(state for state in _FURTHEST_BEHIND if state in states)
+        return next(state for state in State if state in states)
 
     @property
     def is_text(self) -> bool:
@@ -313,14 +309,3 @@ class Ticket:
                 self.waiters.append(Future())
                 future = self.waiters[-1]
             await asyncio.wrap_future(future)
-
-
-_FURTHEST_BEHIND = (
-    State.FAILED,
-    State.NEW,
-    State.QUEUED,
-    State.ENCODING,
-    State.READY,
-    State.RELEASED,
-    State.CANCELLED,
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ class VllmEncoderManager:
         self._inherited.__init__(vllm_config=vllm_config, device=device, dtype=dtype, model=model)
         self.num_left = 0
         """Batches that `execute` left to vLLM's eager forward: nothing was captured, or it failed."""
-        self._is_data_parallel = is_data_parallel(vllm_config)
+        self._is_data_parallel = sharing_of(vllm_config) == "data"
         if (reason := reason_to_leave(vllm_config, torch.device(device))) is not None:
             warn_once(f"vLLM's own manager captures the encoder: {reason}")
             return
@@ -247,7 +247,7 @@ def reason_to_leave(vllm_config: Any, device: torch.device) -> str | None:
     """Why this library does not serve an engine of this configuration; None: it does."""
     if device.type not in ("cuda", "cpu") or torch.version.hip:
         return f"devices of type {'rocm' if torch.version.hip else device.type} are not supported"
-    if shares_weights(vllm_config):
+    if sharing_of(vllm_config) == "weights":
         return (
             "ranks share its weights, and have to capture the same; with --mm-encoder-tp-mode data they "
             "share the images instead"
@@ -261,14 +261,12 @@ def reason_to_leave(vllm_config: Any, device: torch.device) -> str | None:
 # --- vLLM's tensor parallel group
 
 
-def is_data_parallel(vllm_config: Any) -> bool:
-    """Whether ranks share the items of a batch, each with a whole encoder."""
-    return _num_ranks(vllm_config) > 1 and _mode(vllm_config) == "data"
-
-
-def shares_weights(vllm_config: Any) -> bool:
-    """Whether ranks share the encoder's weights."""
-    return _num_ranks(vllm_config) > 1 and _mode(vllm_config) != "data"
+def sharing_of(vllm_config: Any) -> Literal["data", "weights"] | None:
+    """What ranks share: the items of a batch, each with a whole encoder, or its weights; None: it is one."""
+    if vllm_config.parallel_config.tensor_parallel_size < 2:
+        return None
+    multimodal = vllm_config.model_config.multimodal_config
+    return "data" if multimodal is not None and multimodal.mm_encoder_tp_mode == "data" else "weights"
 
 
 def device_group() -> dist.ProcessGroup:
@@ -286,17 +284,6 @@ def all_agree(ready: bool) -> bool:
     vote = torch.tensor([int(ready)], device="cpu")
     dist.all_reduce(vote, dist.ReduceOp.MIN, get_tp_group().cpu_group)
     return bool(vote.item())
-
-
-def _num_ranks(vllm_config: Any) -> int:
-    ranks: int = vllm_config.parallel_config.tensor_parallel_size
-    return ranks
-
-
-def _mode(vllm_config: Any) -> str | None:
-    multimodal = vllm_config.model_config.multimodal_config
-    mode: str | None = None if multimodal is None else multimodal.mm_encoder_tp_mode
-    return mode
 
 
 # --- weights that vLLM loads into a model that runs

@@ -57,8 +57,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """What models and managers exchange."""
 
-ATTENTION_CONSTRUCTOR = ("num_heads", "head_size", "scale", "num_kv_heads", "prefix")
-ATTENTION_FORWARD = ("query", "key", "value", "cu_seqlens", "max_seqlen", "sequence_lengths")
+ATTENTION: Mapping[str, tuple[str, ...]] = {
+    "__init__": ("num_heads", "head_size", "scale", "num_kv_heads", "prefix"),
+    "forward_native": ("query", "key", "value", "cu_seqlens", "max_seqlen", "sequence_lengths"),
+}
 ROTARY: Mapping[str, tuple[str, ...]] = {
     "forward_static": ("x", "cos", "sin", "is_neox_style", "enable_fp32_compute"),
     "forward_cuda": ("x", "cos", "sin"),
@@ -73,9 +75,8 @@ def manager_problem(manager: type, protocol: type, definitions: Any) -> str | No
     if public != set(MEMBERS):
         return f"its manager has the methods {', '.join(sorted(public))}"
     for owner, recorded in ((manager, {"__init__": CONSTRUCTOR, **MEMBERS}), (protocol, PROTOCOL)):
-        for name, names in recorded.items():
-            if (problem := _parameter_problem(getattr(owner, name, None), names)) is not None:
-                return f"{owner.__name__}.{name} {problem}"
+        if (problem := member_problem(owner, recorded)) is not None:
+            return problem
     for name, names in FIELDS.items():
         kind = getattr(definitions, name, None)
         fields = tuple(field.name for field in dataclasses.fields(kind)) if kind is not None else ()
@@ -84,22 +85,11 @@ def manager_problem(manager: type, protocol: type, definitions: Any) -> str | No
     return None
 
 
-def attention_problem(custom_op: type, attention: type) -> str | None:
-    """What of vLLM's encoder attention is not as it was recorded; None: nothing."""
-    recorded = {"__init__": ATTENTION_CONSTRUCTOR, "forward_native": ATTENTION_FORWARD}
+def member_problem(owner: type, recorded: Mapping[str, Sequence[str]]) -> str | None:
+    """Which method of a class of vLLM is not as it was recorded; None: none."""
     for name, names in recorded.items():
-        if (problem := _parameter_problem(getattr(attention, name, None), names)) is not None:
-            return f"{attention.__name__}.{name} {problem}"
-    if not callable(getattr(custom_op, "register_oot", None)):
-        return f"{custom_op.__name__} has no register_oot"
-    return None
-
-
-def rotary_problem(rotary: type) -> str | None:
-    """What of vLLM's rotary embedding is not as it was recorded; None: nothing."""
-    for name, names in ROTARY.items():
-        if (problem := _parameter_problem(getattr(rotary, name, None), names)) is not None:
-            return f"{rotary.__name__}.{name} {problem}"
+        if (problem := _parameter_problem(getattr(owner, name, None), names)) is not None:
+            return f"{owner.__name__}.{name} {problem}"
     return None
 
 

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.integrations.vllm.compatibility import attention_problem, rotary_problem
+from fxsplit_encoder.integrations.vllm.compatibility import ATTENTION, ROTARY, member_problem
 from fxsplit_encoder.kernels.attention import varlen_attention
-
-_ATTENTION = "MMEncoderAttention"
 
 # Bounds of the longest segment by layer and tokens, while they are noted.
 _noted: ContextVar[dict[Any, dict[int, int]] | None] = ContextVar("fxsplit_encoder_vllm_bounds", default=None)
@@ -24,16 +22,21 @@ _noted: ContextVar[dict[Any, dict[int, int]] | None] = ContextVar("fxsplit_encod
 
 def install_attention() -> str | None:
     """Has encoders that vLLM builds from now on attend through this library's op; what prevents it."""
-    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
-    if (problem := attention_problem(CustomOp, MMEncoderAttention)) is not None:
-        return problem
-    present = op_registry_oot.get(_ATTENTION)
+    problem = member_problem(MMEncoderAttention, ATTENTION)
+    return problem or _register("MMEncoderAttention", split_attention(MMEncoderAttention), "segment_bound")
+
+
+def _register(name: str, layer: type[nn.Module], own: str) -> str | None:
+    """Puts a layer with a member `own` in place of vLLM's of a name, once; what prevents it."""
+    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+
+    present = op_registry_oot.get(name)
     if present is None:
-        CustomOp.register_oot(name=_ATTENTION)(split_attention(MMEncoderAttention))
-    elif not hasattr(present, "segment_bound"):
-        return f"another plugin has replaced {_ATTENTION} by {present.__qualname__}"
+        CustomOp.register_oot(name=name)(layer)
+    elif not hasattr(present, own):
+        return f"another plugin has replaced {name} by {present.__qualname__}"
     return None
 
 
@@ -132,22 +135,13 @@ def noting_bounds() -> Iterator[None]:
 # On a GPU vLLM calls a Triton kernel for each, which no pass sees through and no compiler fuses with what is
 # around it. In traces they are PyTorch's operations, as vLLM computes without Triton.
 
-_ROTARY = "ApplyRotaryEmb"
-
 
 def install_rotary() -> str | None:
     """Has encoders that vLLM builds from now on trace to PyTorch's operations. Returns what prevents it."""
-    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
-    if (problem := rotary_problem(ApplyRotaryEmb)) is not None:
-        return problem
-    present = op_registry_oot.get(_ROTARY)
-    if present is None:
-        CustomOp.register_oot(name=_ROTARY)(traceable_rotary(ApplyRotaryEmb))
-    elif not hasattr(present, "forward_traced"):
-        return f"another plugin has replaced {_ROTARY} by {present.__qualname__}"
-    return None
+    problem = member_problem(ApplyRotaryEmb, ROTARY)
+    return problem or _register("ApplyRotaryEmb", traceable_rotary(ApplyRotaryEmb), "forward_traced")
 
 
 @functools.cache
@@ -175,19 +169,17 @@ def traceable_rotary(base: type[nn.Module]) -> type[nn.Module]:
     return TraceableRotary
 
 
-_INPUT_NORM = "FusedMMInputNorm"
 _NORM_METHODS = ("forward_cuda", "forward_native")
 
 
 def install_input_norm() -> None:
     """Has such layers that vLLM builds from now on trace to PyTorch's operations, if it knows them."""
     try:
-        from vllm.model_executor.custom_op import CustomOp, op_registry_oot
         from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
     except ImportError:
         return
-    if _INPUT_NORM not in op_registry_oot and all(hasattr(FusedMMInputNorm, name) for name in _NORM_METHODS):
-        CustomOp.register_oot(name=_INPUT_NORM)(traceable_input_norm(FusedMMInputNorm))
+    if all(hasattr(FusedMMInputNorm, name) for name in _NORM_METHODS):
+        _register("FusedMMInputNorm", traceable_input_norm(FusedMMInputNorm), "forward_cuda")
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Prepared images and embeddings as columns of Arrow tables, which is what Ray's blocks are.
 
 path, ...   whatever else a row has is kept
-inputs      what the tower takes, as safetensors: pixels of uint8, grids and counts
+inputs      what the tower takes, the bytes of safetensors as a list: pixels of uint8, grids and counts
 layout      how the image was cut, as JSON
 error       why the row has no embedding; null: it has one
 embedding   its values, row by row
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,9 @@ from fxsplit_encoder.service.encoder import (
     Preparer,
     QueuedEncoder,
     Result,
-    thread_pool,
 )
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
-_SOURCES = ("bytes", "image", "path")
 _DTYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64, "I32": np.int32}
 
 
@@ -63,7 +61,7 @@ def _source_of(table: object, expected: Sequence[str]) -> str:
             f'batch_format: expected "pyarrow", whose batches are tables; got {shown(type(table))}'
         )
     if (name := next((name for name in expected if name in table.column_names), None)) is None:
-        columns = f"one of the columns {', '.join(_SOURCES)}"
+        columns = f"one of the columns {', '.join(expected)}"
         raise InputError(f"images: expected {columns}; got {names_of(table.column_names)}")
     return name
 
@@ -78,14 +76,14 @@ def errors_of(table: pa.Table) -> list[str | None]:
 
 def with_inputs(table: pa.Table, prepared: Sequence[PreparedImage | str]) -> pa.Table:
     """The table with prepared images, or their errors, in place of encoded or decoded ones."""
-    inputs = [None if isinstance(each, str) else save(dict(each.inputs)) for each in prepared]
+    inputs = [None if isinstance(each, str) else _packed(each.inputs) for each in prepared]
     layouts = [None if isinstance(each, str) else json.dumps(each.layout) for each in prepared]
     errors = [each if isinstance(each, str) else None for each in prepared]
     return _replaced(
         table,
         ("bytes", "image"),
         {
-            "inputs": pa.array(inputs, pa.large_binary()),
+            "inputs": pa.array(inputs, pa.large_list(pa.uint8())),  # whose values, unlike binary's, are views
             "layout": pa.array(layouts, pa.string()),
             "error": pa.array(errors, pa.string()),
         },
@@ -94,11 +92,10 @@ def with_inputs(table: pa.Table, prepared: Sequence[PreparedImage | str]) -> pa.
 
 def inputs_of(table: pa.Table) -> list[PreparedImage | str]:
     """The prepared images, views of the table's memory, or their errors."""
-    packed = (data for chunk in table["inputs"].chunks for data in buffers(chunk))
-    rows = zip(packed, table["layout"].to_pylist(), errors_of(table), strict=True)
+    rows = zip(table["inputs"], table["layout"].to_pylist(), errors_of(table), strict=True)
     return [
-        error or PreparedImage(_unpacked(memoryview(data)), json.loads(layout))
-        for data, layout, error in rows
+        error or PreparedImage(_unpacked(packed.values.to_numpy()), json.loads(layout))
+        for packed, layout, error in rows
     ]
 
 
@@ -106,11 +103,12 @@ def with_embeddings(table: pa.Table, results: Sequence[Result | str], dtype: str
     """The table with embeddings, or errors, in place of inputs."""
     arrays = [each if isinstance(each, np.ndarray) else None for each in results]
     errors = [None if isinstance(each, np.ndarray) else str(each) for each in results]
+    flat = [None if array is None else array.reshape(-1) for array in arrays]
     return _replaced(
         table,
         ("inputs",),
         {
-            "embedding": _lists(arrays, np.dtype(dtype)),
+            "embedding": pa.array(flat, pa.large_list(pa.from_numpy_dtype(np.dtype(dtype)))),
             "tokens": pa.array([None if a is None else a.shape[0] for a in arrays], pa.int32()),
             "width": pa.array([None if a is None else a.shape[1] for a in arrays], pa.int32()),
             "error": pa.array(errors, pa.string()),
@@ -125,35 +123,17 @@ def _replaced(table: pa.Table, old: Sequence[str], new: dict[str, pa.Array]) -> 
     return kept
 
 
-def _lists(arrays: Sequence[Array | None], dtype: np.dtype[Any]) -> pa.Array:
-    sizes = [0 if array is None else array.size for array in arrays]
-    flat = [array.reshape(-1) for array in arrays if array is not None]
-    values = pa.array(np.concatenate(flat) if flat else np.zeros(0, dtype))
-    offsets = pa.array(np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]), pa.int64())
-    mask = pa.array([array is None for array in arrays], pa.bool_())
-    return pa.LargeListArray.from_arrays(offsets, values, mask=mask)
+def _packed(inputs: Mapping[str, Array]) -> Array:
+    return np.frombuffer(save(dict(inputs)), np.uint8)
 
 
-def buffers(chunk: pa.Array) -> Iterator[Any]:
-    """The values of a binary array where they lie, or None; Arrow's own scalars are copies."""
-    _, ends, data = chunk.buffers()
-    size = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
-    offsets = np.frombuffer(ends, size)[chunk.offset :].tolist() if len(chunk) else []
-    for index, is_valid in enumerate(chunk.is_valid().to_pylist()):
-        start = offsets[index]
-        yield data.slice(start, offsets[index + 1] - start) if is_valid else None
-
-
-def _unpacked(data: memoryview) -> dict[str, Array]:
+def _unpacked(data: Array) -> dict[str, Array]:
     # Arrays of safetensors, as views.
-    size = int.from_bytes(data[:8], "little")
-    start = 8 + size
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    entries, body = json.loads(data[8:start].tobytes()), data[start:]
     return {
-        name: np.frombuffer(
-            data[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]], _DTYPES[entry["dtype"]]
-        ).reshape(entry["shape"])
-        for name, entry in json.loads(bytes(data[8:start])).items()
-        if name != "__metadata__"
+        name: body[slice(*entry["data_offsets"])].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in entries.items()
     }
 
 
@@ -168,12 +148,8 @@ def prepare_images(table: pa.Table, **settings: Any) -> pa.Table:
     Returns:
         The rows, in order, with `inputs` and `layout` in place of `bytes` or `image`; or with an `error`.
     """
-    return _prepared(table, preparer_of(ImageEncoderSettings(**settings)), map)
-
-
-def _prepared(table: pa.Table, preparer: Preparer, each: Callable[..., Iterable[Any]]) -> pa.Table:
-    """As `prepare_images`; `each` is `map`, or that of an executor."""
-    name = _source_of(table, _SOURCES)
+    preparer = preparer_of(ImageEncoderSettings(**settings))
+    name = _source_of(table, ("bytes", "image", "path"))
 
     def prepare(error: str | None, source: Any) -> PreparedImage | str:
         if error is not None or source is None:
@@ -183,7 +159,7 @@ def _prepared(table: pa.Table, preparer: Preparer, each: Callable[..., Iterable[
         except MediaError as refused:
             return str(refused)
 
-    return with_inputs(table, list(each(prepare, errors_of(table), table[name].to_pylist())))
+    return with_inputs(table, [*map(prepare, errors_of(table), table[name].to_pylist())])
 
 
 @functools.lru_cache(maxsize=4)
@@ -208,11 +184,10 @@ class EncodeImages:
         self.encoder.wait_started()
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Encode what `prepare_images` returns, or takes: it is then prepared here. The rows, in order, have
-        `embedding`, `tokens`, `width` and `error`.
+        """Encode what `prepare_images` returns. The rows, in order, have `embedding`, `tokens`, `width` and
+        `error`.
         """
-        if _source_of(table, ("inputs", *_SOURCES)) != "inputs":
-            table = _prepared(table, self.encoder.preparer, thread_pool().map)
+        _source_of(table, ("inputs",))
         rows = inputs_of(table)
         embeddings = iter(self.encoder.encode([row for row in rows if isinstance(row, PreparedImage)]))
         results = [next(embeddings) if isinstance(row, PreparedImage) else row for row in rows]
@@ -225,7 +200,6 @@ def encode_images(
     workers: int | tuple[int, int] = 1,
     num_gpus: float | None = None,
     batch_size: int = 128,
-    prepare_apart: bool = True,
     **settings: Any,
 ) -> ray.data.Dataset:
     """Encode a dataset of images to one of embeddings, in the order of its rows.
@@ -236,16 +210,14 @@ def encode_images(
         num_gpus: of each actor; 0: on a CPU. None: one, if the cluster has any and `device` is not cpu. More
             than there are is an InputError: Ray would wait for ever.
         batch_size: images that an actor gets together, which it packs. Large enough to fill budgets.
-        prepare_apart: whether images are decoded in tasks, on any node; else by each actor, on its own.
         settings: those of `ImageEncoderSettings`.
     """
     checked = ImageEncoderSettings(**settings)  # here, before actors are started
     gpus = gpus_of(checked, num_gpus)
-    if prepare_apart:
-        dataset = dataset.map_batches(
-            prepare_images, fn_kwargs=settings, batch_size=32, batch_format="pyarrow", **PREPARING
-        )
-    encoded = encode_batches(dataset, EncodeImages, checked, workers, gpus, batch_size)
+    prepared = dataset.map_batches(
+        prepare_images, fn_kwargs=settings, batch_size=32, batch_format="pyarrow", **PREPARING
+    )
+    encoded = encode_batches(prepared, EncodeImages, checked, workers, gpus, batch_size)
     encoded.context.execution_options.preserve_order = True
     return encoded
 

@@ -90,16 +90,15 @@ def checkpoint_digest(model: str) -> str:
 
 # --- the files of a run
 
-Run = Mapping[str, Any]
-"""What tells runs apart, of numbers, texts, and lists and mappings of them; of equal ones the parts fit."""
-
 _KEY = b"fxsplit_encoder.run"
 
 
 class Parts:
-    """The files of a run, whose output is a Parquet file; or a directory, which exists or has no suffix."""
+    """The files of a run, whose output is a Parquet file; or a directory, which exists or has no suffix. The
+    parts of a run are those of another with equal values.
+    """
 
-    def __init__(self, output: Path, run: Run, num_shards: int) -> None:
+    def __init__(self, output: Path, run: Mapping[str, Any], num_shards: int) -> None:
         self.output = output
         self.num_shards = num_shards
         self._metadata = {_KEY: json.dumps(run, sort_keys=True)}
@@ -249,17 +248,15 @@ class Outcome:
     @property
     def encoding_share(self) -> float:
         """The part of the time, from the first shard to the last, in which a worker was encoding."""
-        if not self.shards:
-            return 0.0
         begins, ends = zip(*(shard["encode"] for shard in self.shards), strict=True)
-        whole = max(ends) - min(begins)
-        return self.seconds["encode"] / (whole * self.workers) if whole else 1.0
+        whole: float = max(ends) - min(begins)
+        return self.seconds["encode"] / (whole * self.workers)
 
     @property
     def cpus_per_worker(self) -> float:
         """CPUs that would have to prepare and write for one worker to encode all the time."""
         seconds = self.seconds
-        return (seconds["prepare"] + seconds["write"]) / seconds["encode"] if seconds["encode"] else 0.0
+        return (seconds["prepare"] + seconds["write"]) / seconds["encode"]
 
 
 # --- the run

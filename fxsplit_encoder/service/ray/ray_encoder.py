@@ -18,7 +18,6 @@ from torch import Tensor
 from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.encode_queue.batch_thread import BatchThread
 from fxsplit_encoder.errors import EncoderLostError, InputError
-from fxsplit_encoder.service.encoder import start_download
 
 
 class HostTensor(NamedTuple):
@@ -210,16 +209,12 @@ class _Actor:
             replace(item, inputs={name: tensor.copy() for name, tensor in inputs.items()})
             for item, inputs in sent
         ]
-        return [HostTensor.of(feature) for feature in _on_host(self._encoder.encode(items))]
+        features = self._encoder.encode(items)
+        host = [feature.to("cpu", non_blocking=True) for feature in features]  # from a GPU into pinned memory
+        if features and features[0].is_cuda:
+            torch.cuda.synchronize(features[0].device)
+        return [*map(HostTensor.of, host)]
 
     def close(self) -> None:
         if self._encoder is not None:
             self._encoder.close()
-
-
-def _on_host(features: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Features of one kind in one copy, through pinned memory."""
-    if not features or not features[0].is_cuda or len({(f.shape[1:], f.dtype) for f in features}) > 1:
-        return features
-    counts = [len(feature) for feature in features]
-    return start_download(torch.cat(list(features)), counts, features[0].dtype)()
