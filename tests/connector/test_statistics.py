@@ -11,7 +11,7 @@ from torch import nn
 
 from fxsplit_encoder.connector.request import TEXT_ONLY, EncodeRequest
 from fxsplit_encoder.connector.states import State, check_transition
-from fxsplit_encoder.connector.statistics import Durations
+from fxsplit_encoder.connector.statistics import BOUNDS, Durations
 
 from .scenes import Stage, connector, image, prompt, request, rows_of, wait
 
