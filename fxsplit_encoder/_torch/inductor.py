@@ -58,6 +58,10 @@ def compile_graph(
     # for long rows that take many registers is made when a kernel is loaded, at every start anew: it is
     # compiled and timed then, which took a second, and neither is kept.
     channels_last = not invariant and is_faster_channels_last(module)
+    if channels_last:  # inside: results have the strides that other pieces were compiled for
+        results = module.graph.output_node()
+        count = len(results.args[0]) if isinstance(results.args[0], tuple | list) else 1
+        results.meta["user_visible_output_idxs"] = [*range(count)]
     with (
         tracing_context(fake_mode),
         V.set_fake_mode(fake_mode),

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxsplit_encoder.compile.pieces import (
     PIECE_COMPILERS,
@@ -149,3 +150,24 @@ def test_inductor_compiles_pieces_with_long_rows(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(inductor, "compile_fx_inner", compile_inner)
     trace_packed(lambda y, i: torch.nn.functional.layer_norm(y, (8,)), piece_compiler="inductor")
     assert seen and set(seen) == {inductor.PersistentRows}
+
+
+def test_inductor_keeps_the_strides_of_results_where_channels_come_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fxsplit_encoder._torch import inductor
+
+    def convolve(rows: Tensor, depthwise: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+        made = torch.nn.functional.conv2d(rows.relu(), depthwise, padding=3, groups=8)
+        return made, torch.nn.functional.conv2d(made, whole, padding=1).relu()
+
+    monkeypatch.setattr(inductor, "is_faster_channels_last", lambda module: True)
+    inputs = [torch.randn(shape) for shape in ((2, 8, 6, 6), (8, 1, 7, 7), (8, 8, 3, 3))]
+    with FakeTensorMode() as mode, torch.no_grad():
+        fakes = [mode.from_tensor(value) for value in inputs]
+        graph = make_fx(convolve)(*fakes)
+    compiled = PIECE_COMPILERS["inductor"](graph, fakes)
+    with torch.no_grad():
+        for made, expected in zip(compiled(*inputs), convolve(*inputs), strict=True):
+            assert made.stride() == expected.stride()
+            torch.testing.assert_close(made, expected)

@@ -230,7 +230,10 @@ class Encoding:
         for entry in chosen:
             self._holdings.to_encode.take(entry)
             self._holdings.move(entry, State.ENCODING)
-            self._stats.queue.add(now - entry.queued_at)
+            waited = now - entry.queued_at
+            self._stats.queue.add(waited)
+            for item in entry.holders:
+                item.ticket.queue_seconds = max(item.ticket.queue_seconds, waited)
         self._stats.batches += 1
         self._stats.batch_items += len(chosen)
         self._stats.batch_tokens += sum(entry.num_tokens for entry in chosen)
@@ -314,10 +317,13 @@ class Encoding:
         worker.finish(batch, self._clock(), self._config.max_busy_share)
         worker.num_losses = 0
         for entry in batch.entries:
+            seconds = self._clock() - batch.taken_at
+            for item in entry.holders:
+                item.ticket.encode_seconds = max(item.ticket.encode_seconds, seconds)
             if (error := batch.failures.get(entry) or _not_finite(batch, entry)) is not None:
                 self._fail(entry, error, batch)
             else:
-                self._stats.encode.add(self._clock() - batch.taken_at)
+                self._stats.encode.add(seconds)
                 self._arrive(entry)
         batch.close()
 

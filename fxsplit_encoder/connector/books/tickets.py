@@ -225,6 +225,10 @@ class Ticket:
         self.waiting = (0, 0)
         """Items that are not ready yet, and bytes of their raw media, as counted last."""
         self.deadline = float("inf")
+        self.queue_seconds = 0.0
+        """The longest that one of its items waited for an encoder."""
+        self.encode_seconds = 0.0
+        """The longest that one of its items was in a batch."""
         self._settled = settled
         self.waiters: list[Future[None]] = []
         """Of those that await it, changed with the lock."""
