@@ -319,7 +319,7 @@ class Bench:
         with self.connector() as connector:
             run = Engine(self._decoder_at(WAYS[variant]), Beside(connector)).run(load)
             stats = connector.stats()
-        batches = {"items a batch": stats.batch_items / stats.batches, "batch fill": stats.batch_fill}
+        batches = {"items a batch": stats.batch_items / max(stats.batches, 1), "batch fill": stats.batch_fill}
         return {**_summary(run), **batches, **_stages(run)}
 
     def _decoder_at(self, priority: int) -> Decoder:
