@@ -193,8 +193,9 @@ class Application:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 self._check_load()
                 async for chunk in chunks:
-                    if len(body) + len(chunk) > (most := self.settings.max_request_bytes):
-                        message = f"body: expected at most {most} bytes, the limit max_request_bytes"
+                    if (size := len(body) + len(chunk)) > (most := self.settings.max_request_bytes):
+                        limit = f"expected at most {most} bytes, the limit max_request_bytes"
+                        message = f"body: {limit}; got {size} or more"
                         raise RequestError(413, "too_large", message, headers=_CLOSE)
                     if self.pending_bytes + len(chunk) > MOST_PENDING_BYTES:
                         raise _busy("the bodies that came take all memory for them")
