@@ -498,8 +498,8 @@ def backend(result: Result) -> str:
             times = {row["way"]: row["p50"] for row in its_rows if "p50" in row}
             errors = {row["way"]: row["error"] for row in its_rows if "error" in row}
             best = min(filter(None, map(times.get, ways[1:3])), default=None)
-            ratio = times["encoder_cg"] / best if best and "encoder_cg" in times else None
-            error = errors["encoder_cg"] / errors["eager"] if errors.get("eager") else None
+            ratio = _ratio(times.get("encoder_cg"), best)
+            error = _ratio(errors.get("encoder_cg"), errors.get("eager") or None)
             lines.append([name, batch, *map(times.get, ways), ratio, error])
     failures = [f"{row['model']}: {row['failure']}" for row in result["rows"] if "failure" in row]
     table = formatted(["model", "batch", *ways, "ratio", "error"], lines)

@@ -23,7 +23,7 @@ version_of = attrgetter("_version")
 
 
 def lie_at(tensors: list[Tensor], addresses: list[int]) -> bool:
-    """Whether tensors begin at these addresses, one each; with CUDA hundreds take microseconds."""
+    """Compares the addresses of tensors with as many others; torch that is built with CUDA does so in C++."""
     if len(tensors) != len(addresses):
         return False
     compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
