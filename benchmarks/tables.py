@@ -13,6 +13,7 @@ touched but the README's claim. A test fails where a table is not what is stored
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -488,22 +489,30 @@ def accelerate(result: Result) -> str:
 
 
 def backend(result: Result) -> str:
-    """A line for each model and batch; "ratio": this backend's time over that of the faster of torch's modes;
-    "error": over eager's.
+    """A line for each model: this backend's time over that of the faster of torch's modes, both compiled for
+    each batch size (`dynamic=False`) and both as `torch.compile` does by default; its error over eager's.
     """
-    ways = ("eager", "reduce-overhead", "max-autotune", "encoder_cg")
+    rows = [row for row in result["rows"] if "p50" in row]
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
     lines = []
-    for name, rows in _grouped(result["rows"], "model").items():
-        for batch, its_rows in _grouped([row for row in rows if "way" in row], "batch").items():
-            times = {row["way"]: row["p50"] for row in its_rows if "p50" in row}
-            errors = {row["way"]: row["error"] for row in its_rows if "error" in row}
-            best = min(filter(None, map(times.get, ways[1:3])), default=None)
-            ratio = _ratio(times.get("encoder_cg"), best)
-            error = _ratio(errors.get("encoder_cg"), errors.get("eager") or None)
-            lines.append([name, batch, *map(times.get, ways), ratio, error])
+    for name, its_rows in _grouped(rows, "model").items():
+        found = {(row["way"], row["sizes"], row["batch"]): row for row in its_rows}
+        line: list[Any] = [name]
+        for sizes, batch in itertools.product(("one", "any"), batches):
+            modes = ("reduce-overhead", "max-autotune")
+            times = [found[way, sizes, batch]["p50"] for way in modes if (way, sizes, batch) in found]
+            ours = found.get(("encoder_cg", sizes, batch), {}).get("p50")
+            line.append(_ratio(ours, min(times, default=None)))
+        errors = [
+            row["error"] / found["eager", "any", row["batch"]]["error"]
+            for row in its_rows
+            if row["way"] == "encoder_cg" and found.get(("eager", "any", row["batch"]), {}).get("error")
+        ]
+        lines.append([*line, max(errors, default=None)])
     failures = [f"{row['model']}: {row['failure']}" for row in result["rows"] if "failure" in row]
-    table = formatted(["model", "batch", *ways, "ratio", "error"], lines)
-    return _told(result, "\n\n".join([table, *failures]), _MEDIANS)
+    columns = [f"{sizes}, {batch}" for sizes in ("constant", "default") for batch in batches]
+    table = formatted(["model", *columns, "error"], lines)
+    return _told(result, "\n\n".join([table, *failures]), "Ratios of medians, by batch.")
 
 
 def _made(result: Result, what: str) -> list[dict[str, int]]:

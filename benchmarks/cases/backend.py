@@ -5,9 +5,9 @@
 Models of timm and transformers at their default sizes, bf16, seeded random weights, batches of 1, 8 and 32
 images of random pixels. Milliseconds, medians of calls in turn, wall time to the end of the device's work:
 
-* "eager": without `torch.compile`; "reduce-overhead" and "max-autotune": those modes with `dynamic=False`, a
-  compilation for each batch size, which is their best; "encoder_cg": one
-  `torch.compile(model, backend="encoder_cg")` for all batch sizes.
+* "eager": without `torch.compile`; "reduce-overhead" and "max-autotune": those modes; "encoder_cg": this
+  backend. `--sizes one` compiles each way for each batch size, with `dynamic=False`; `--sizes any` compiles
+  it as `torch.compile` does by default, where batches above 1 share a graph of symbolic sizes.
 * "error" of a way: relative root mean square against the model in float32.
 
 A process for each model, which sees one GPU. They compile side by side, `--jobs` on each GPU, and are timed
@@ -50,6 +50,7 @@ TRANSFORMERS = (
     "ViT Dinov2 Dinov2WithRegisters SiglipVision CLIPVision ConvNext ConvNextV2 Swin Swinv2 "
     "Beit DINOv3ViT ResNet"
 ).split()
+Way = tuple[str, str]
 MODES = ("reduce-overhead", "max-autotune")
 TINY: dict[str, dict[str, Any]] = {
     "ViT": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*(f"timm/{name}" for name in TIMM), *(f"transformers/{name}" for name in TRANSFORMERS)]
     parser.add_argument("--models", nargs="+", default=names, metavar="NAME")
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
+    parser.add_argument("--sizes", nargs="+", choices=("one", "any"), default=["one", "any"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--jobs", type=int, default=6, help="models that compile at once on a GPU")
     parser.add_argument("--compile-seconds", type=float, default=1200)
@@ -99,8 +101,8 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
     end = time.monotonic() + options.compile_seconds
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = _RECOMPILATIONS
     device = options.device
-    calls: dict[tuple[str, int], Callable[[], Tensor]] = {}
-    rows: dict[tuple[str, int], Row] = {}
+    calls: dict[tuple[Way, int], Callable[[], Tensor]] = {}
+    rows: dict[tuple[Way, int], Row] = {}
     with torch.no_grad():  # parameters made in inference mode have no versions
         model, side = make(name, options.tiny)
         model.to(device)
@@ -109,22 +111,23 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
         dtype = torch.float32 if options.tiny else torch.bfloat16
         model = make(name, options.tiny)[0].to(device, dtype)  # a new one: some keep tensors of their calls
         pixels = {n: each.to(dtype) for n, each in pixels.items()}
-        ours = torch.compile(copy.deepcopy(model), backend="encoder_cg")
-        ways: dict[str, Callable[[], Any]] = {"eager": lambda: model, "encoder_cg": lambda: ours}
-        for mode in () if options.tiny else options.modes:
-            ways[mode] = functools.partial(compiled_for_a_size, model, mode)
-        for way, n in itertools.product(ways, options.batches):
+        names = ["encoder_cg", *(() if options.tiny else options.modes)]
+        ways = [("eager", "any"), *((way, sizes) for way in names for sizes in options.sizes)]
+        compiled: dict[Way, Any] = {("eager", "any"): model}
+        for (way, sizes), n in itertools.product(ways, options.batches):
             begin = time.monotonic()
             if begin > end:
                 break
-            row: Row = {"model": name, "batch": n, "way": way}
+            row: Row = {"model": name, "batch": n, "way": way, "sizes": sizes}
             with failing(row):  # which the other ways need not share
-                call = functools.partial(output_of, ways[way](), pixels[n])
+                if sizes == "one" or (way, sizes) not in compiled:
+                    compiled[way, sizes] = compiled_by(way, sizes, copy.deepcopy(model))
+                call = functools.partial(output_of, compiled[way, sizes], pixels[n])
                 for _ in range(_WARMUPS):
                     made = call()
                 error = relative_error(made.float(), expected[n])
-                rows[way, n] = {**row, "warm-up s": time.monotonic() - begin, "error": error}
-                calls[way, n] = call
+                rows[(way, sizes), n] = {**row, "warm-up s": time.monotonic() - begin, "error": error}
+                calls[(way, sizes), n] = call
             if "failure" in row:
                 yield row
     ready.set()
@@ -136,9 +139,12 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
                 yield {**rows[way, n], "p50": statistics.median(wall for wall, _ in times)}
 
 
-def compiled_for_a_size(model: nn.Module, mode: str) -> Any:
-    """A copy of a model by one of torch's modes, for a single batch size."""
-    return torch.compile(copy.deepcopy(model), mode=mode, dynamic=False)
+def compiled_by(way: str, sizes: str, model: nn.Module) -> Any:
+    """A model by this backend or by one of torch's modes."""
+    dynamic = False if sizes == "one" else None
+    if way == "encoder_cg":
+        return torch.compile(model, backend=way, dynamic=dynamic)
+    return torch.compile(model, mode=way, dynamic=dynamic)
 
 
 def run(arguments: argparse.Namespace, record: Record) -> None:

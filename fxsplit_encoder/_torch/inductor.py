@@ -53,19 +53,19 @@ def compile_graph(
     Returns a function of the list of arguments, which it empties.
     """
     fake_mode = fake_mode_of(inputs)
-    # Inductor keeps convolutions of symbolic sizes as they are on CUDA. On a CPU it makes them channels-last,
-    # and where the batch is unbacked it then expects other strides than the kernel returns. A smaller block
-    # for long rows that take many registers is made when a kernel is loaded, at every start anew: it is
-    # compiled and timed then, which took a second, and neither is kept.
-    channels_last = not invariant and is_faster_channels_last(module)
-    if channels_last:  # inside: results have the strides that other pieces were compiled for
+    # On a CPU Inductor makes convolutions channels-last, and where the batch is unbacked it then expects
+    # other strides than the kernel returns. A smaller block for long rows that take many registers is made
+    # when a kernel is loaded, at every start anew: it is compiled and timed then, which took a second, and
+    # neither is kept.
+    layouts = {} if invariant else choice_of_layouts(module)
+    if layouts:  # inside: results have the strides that other pieces were compiled for
         results = module.graph.output_node()
         count = len(results.args[0]) if isinstance(results.args[0], tuple | list) else 1
         results.meta["user_visible_output_idxs"] = [*range(count)]
     with (
         tracing_context(fake_mode),
         V.set_fake_mode(fake_mode),
-        config.patch(layout_optimization=channels_last, force_layout_optimization=channels_last),
+        config.patch({"layout_optimization": False, **layouts}),
         config.patch(dynamic_scale_rblock=False),
         config.patch({name: True for name in _INVARIANT if invariant and hasattr(config, name)}),
         persistent_rows(),
@@ -75,18 +75,25 @@ def compile_graph(
     return compiled  # type: ignore[no-any-return]
 
 
-def is_faster_channels_last(module: fx.GraphModule) -> bool:
-    """Whether a graph on CUDA alternates depthwise convolutions with linear layers, as ConvNeXt's does.
+def choice_of_layouts(module: fx.GraphModule) -> dict[str, bool]:
+    """Returns Inductor's settings for the layouts of a graph's convolutions on CUDA; empty: those they have.
 
-    Linear layers read channels as the innermost dimension; depthwise convolutions that do so, too, save a
-    transpose on either side. Where convolutions of one pixel take their place, layouts stay as they are.
+    Channels are the innermost dimension where depthwise convolutions alternate with linear layers, as
+    ConvNeXt's do: linear layers read them so, and a transpose on either side is saved. For constant batches
+    of several images Inductor decides, which it refuses for symbolic sizes; a single image loses by it.
     """
     convolutions = [node for node in module.graph.nodes if node.target is torch.ops.aten.convolution.default]
-    weights = [node.args[1].meta["val"] for node in convolutions]
-    if any(weight.device.type != "cuda" or weight.shape[2:].numel() == 1 for weight in weights):
-        return False
+    images, weights = ([node.args[index].meta["val"] for node in convolutions] for index in (0, 1))
+    if any(weight.device.type != "cuda" for weight in weights):
+        return {}
     groups = [node.args[8] for node in convolutions]
-    return any(count > 1 and weight.shape[1] == 1 for count, weight in zip(groups, weights, strict=True))
+    depthwise = [count > 1 and weight.shape[1] == 1 for count, weight in zip(groups, weights, strict=True)]
+    if any(depthwise) and not any(weight.shape[2:].numel() == 1 for weight in weights):
+        return {"layout_optimization": True, "force_layout_optimization": True}
+    sizes = [size for image in images for size in image.shape]
+    if convolutions and all(isinstance(size, int) for size in sizes) and images[0].shape[0] > 1:
+        return {"layout_optimization": True}
+    return {}
 
 
 class PersistentRows(InductorChoices):

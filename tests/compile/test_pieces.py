@@ -161,7 +161,8 @@ def test_inductor_keeps_the_strides_of_results_where_channels_come_last(
         made = torch.nn.functional.conv2d(rows.relu(), depthwise, padding=3, groups=8)
         return made, torch.nn.functional.conv2d(made, whole, padding=1).relu()
 
-    monkeypatch.setattr(inductor, "is_faster_channels_last", lambda module: True)
+    last = {"layout_optimization": True, "force_layout_optimization": True}
+    monkeypatch.setattr(inductor, "choice_of_layouts", lambda module: last)
     inputs = [torch.randn(shape) for shape in ((2, 8, 6, 6), (8, 1, 7, 7), (8, 8, 3, 3))]
     with FakeTensorMode() as mode, torch.no_grad():
         fakes = [mode.from_tensor(value) for value in inputs]

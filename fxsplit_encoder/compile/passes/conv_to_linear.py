@@ -28,10 +28,19 @@ def conv_to_linear(module: fx.GraphModule) -> int:
     Exact: each of their sums is the inner product of one flattened window of the input with a flattened
     filter. A remainder of the input that fills no window, which no convolution reads, is cut off first.
     The product stores the features of a window side by side; a convolution stays where an operation after it
-    cannot read that. cuDNN's 3-D convolution took 15 % of the GPU time of a 256-patch image of Qwen3-VL-8B.
+    cannot read that, and one of a pixel where Inductor chooses the layouts of a net: it reads any of them.
+    cuDNN's 3-D convolution took 15 % of the GPU time of a 256-patch image of Qwen3-VL-8B.
     """
     nodes = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
-    return sum(_replace_by_product(module.graph, node) for node in nodes if _has_separate_windows(node))
+    due = [node for node in nodes if _has_separate_windows(node) and not _has_chosen_layouts(node)]
+    return sum(_replace_by_product(module.graph, node) for node in due)
+
+
+def _has_chosen_layouts(node: fx.Node) -> bool:
+    """Whether a convolution of one pixel gets its layout from Inductor, see `choice_of_layouts`."""
+    images, weight = (argument.meta["val"] for argument in _arguments(node)[:2])
+    number = images.shape[0]
+    return bool(weight.is_cuda and weight.shape[2:].numel() == 1 and isinstance(number, int) and number > 1)
 
 
 def _has_separate_windows(node: fx.Node) -> bool:

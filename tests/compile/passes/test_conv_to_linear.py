@@ -127,22 +127,33 @@ def test_filters_are_rows_followed_by_zeros(channels: int, more: int) -> None:
     assert filters[:, 6 * channels :].eq(0).all()
 
 
-def test_on_cuda_rows_of_an_odd_width_are_padded_for_the_product() -> None:
-    """588 features of 14 x 14 pixels are 8 bytes too many. No device is needed to trace."""
+def on_cuda(images: int, pixels: int) -> fx.GraphModule:
+    """A patch embedding of so many pixels a side. No device is needed to trace."""
     graph, mode = fx.Graph(), FakeTensorMode()
     inputs = [graph.placeholder(name) for name in ("weight", "bias", "pixels")]
-    shapes = ((32, 3, 14, 14), (32,), (2, 3, 28, 28))
+    shapes = ((32, 3, pixels, pixels), (32,), (images, 3, 28, 28))
     for node, shape in zip(inputs, shapes, strict=True):
         with mode:
             node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     mark_parameters(graph, [0, 1])
-    arguments = (inputs[2], *inputs[:2], [14, 14], [0, 0], [1, 1], False, [0, 0], 1)
+    arguments = (inputs[2], *inputs[:2], [pixels, pixels], [0, 0], [1, 1], False, [0, 0], 1)
     graph.output((call_function(graph, CONVOLUTION, *arguments),))
-    assert conv_to_linear(fx.GraphModule(nn.Module(), graph)) == 1
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_on_cuda_rows_of_an_odd_width_are_padded_for_the_product() -> None:
+    """588 features of 14 x 14 pixels are 8 bytes too many."""
+    graph = (module := on_cuda(images=2, pixels=14)).graph
+    assert conv_to_linear(module) == 1
     (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
     assert [tuple(n.meta["val"].shape) for n in product.args] == [(32,), (8, 592), (592, 32)]
     (derived,) = [node for node in graph.nodes if derivation(node) is not None]
     assert derived.meta["val"].shape == (32, 592)
+
+
+def test_on_cuda_convolutions_of_one_pixel_stay_where_inductor_chooses_layouts() -> None:
+    assert conv_to_linear(on_cuda(images=2, pixels=1)) == 0
+    assert conv_to_linear(on_cuda(images=1, pixels=1)) == 1
 
 
 @pytest.mark.parametrize(
