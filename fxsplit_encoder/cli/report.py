@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from fxsplit_encoder import __version__
-from fxsplit_encoder.cli.document import Column, Document, columns
+from fxsplit_encoder.cli.document import Document, mebibytes
 from fxsplit_encoder.tuning.summary import RunSummary, summarize, what_to_do
 from fxsplit_encoder.tuning.trace import read_run
 
@@ -26,15 +25,34 @@ def run_report(trace: Path, output: Path, document: Document) -> None:
     document.content["summary"] = summary.as_dict()
     document.facts(facts(summary))
     document.say()
-    _say_budgets(summary, document)
+    percent = "{:.1%}".format
+    rows = [
+        {
+            **vars(use),
+            "mode": use.mode or "exact",
+            "padding_fraction": use.padding_fraction,
+            "share": summary.share(use.cost),
+        }
+        for use in summary.budgets
+    ]
+    headers = {"path": "path", "budget": "budget", "mode": "mode", "num_bytes": "MiB", "replays": "replays"}
+    headers |= {"tokens": "tokens", "padding_fraction": "padding", "cost": f"cost, {summary.unit}"}
+    formats = {"num_bytes": mebibytes, "padding_fraction": percent, "cost": _number, "share": percent}
+    document.table("budgets", headers | {"share": "of all"}, rows, formats=formats)
     if summary.misses:
         document.say()
-        rows = [[reason, count, what_to_do(reason)] for reason, count in summary.misses.items()]
-        document.table("misses", columns(reason="missed as", items="items", remedy="what helps"), rows)
+        misses = [
+            {"reason": reason, "items": count, "remedy": what_to_do(reason)}
+            for reason, count in summary.misses.items()
+        ]
+        headers = {"reason": "missed as", "items": "items", "remedy": "what helps"}
+        document.table("misses", headers, misses)
     document.say()
-    costs = Column("cost", f"cost, {summary.unit}", _number)
-    share = Column("share", "share", "{:.1%}".format)
-    document.table("places", [*columns(place="where time goes"), costs, share], _shares(summary))
+    places = [
+        {"place": place, "cost": cost, "share": summary.share(cost)} for place, cost in summary.places.items()
+    ]
+    headers = {"place": "where time goes", "cost": f"cost, {summary.unit}", "share": "share"}
+    document.table("places", headers, places, formats=formats)
     document.say()
     for line in summary.advice:
         document.say(line)
@@ -63,49 +81,12 @@ def render(summary: RunSummary, name: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=_number, percent="{:.1%}".format, mib=_mebibytes)
-    largest = max((count for *_, count in summary.sizes), default=0)
-    return environment.get_template(_TEMPLATE).render(
-        name=name,
-        version=__version__,
-        summary=summary,
-        facts=facts(summary),
-        shares=_shares(summary),
-        total=sum(summary.places.values()),
-        most_in_a_range=largest,
-        what_to_do=what_to_do,
+    environment.filters.update(number=_number, percent="{:.1%}".format, mib=mebibytes)
+    template = environment.get_template(_TEMPLATE)
+    return template.render(
+        name=name, version=__version__, summary=summary, facts=facts(summary), what_to_do=what_to_do
     )
-
-
-def _say_budgets(summary: RunSummary, document: Document) -> None:
-    total = sum(summary.places.values())
-    rows: list[list[Any]] = [
-        [
-            *(use.path, use.budget, use.mode or "exact", use.num_bytes, use.replays, use.tokens),
-            *(use.padding_fraction, use.cost, use.cost / total if total else 0.0),
-        ]
-        for use in summary.budgets
-    ]
-    headers = [
-        *columns(path="path", budget="budget", mode="mode"),
-        Column("num_bytes", "MiB", _mebibytes),
-        *columns(replays="replays", tokens="tokens"),
-        Column("padding_fraction", "padding", "{:.1%}".format),
-        Column("cost", f"cost, {summary.unit}", _number),
-        Column("share", "of all", "{:.1%}".format),
-    ]
-    document.table("budgets", headers, rows)
-
-
-def _shares(summary: RunSummary) -> list[tuple[str, float, float]]:
-    """Where time goes: the place, the cost and its share."""
-    total = sum(summary.places.values())
-    return [(place, cost, cost / total if total else 0.0) for place, cost in summary.places.items()]
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.2f}"
-
-
-def _mebibytes(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / 2**20:.1f}"

@@ -6,13 +6,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from fxsplit_encoder.tuning.costs import BatchCosts, parse_costs
-from fxsplit_encoder.tuning.trace import RecordedRun, RunRecord, ServedPath, ServedRequest
+from fxsplit_encoder.tuning.trace import RecordedRun, RunRecord, ServedPath, TracedRequest
 
-_SLOWEST = 10
 _SERVED = ("hit", "skipped")
 
 IN_REPLAYS, IN_PADDING = "replays, for items", "replays, for padding"
@@ -42,19 +40,6 @@ class BudgetUse:
 
 
 @dataclass(frozen=True)
-class SlowRequest:
-    """One of the requests that took longest."""
-
-    number: int
-    """Its place in the trace, from 1."""
-    items: int
-    tokens: int
-    batches: int
-    results: str
-    cost: float
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """The figures of a recorded run."""
 
@@ -73,9 +58,6 @@ class RunSummary:
     """Costs by where they arose, of `PLACES`."""
     host_ms: Mapping[str, float]
     """Milliseconds that a call kept its thread: "median", "p90" and "total"."""
-    sizes: tuple[tuple[int, int, int], ...]
-    """(from, to, how many) output tokens of items, in ranges of doubling width."""
-    slowest: tuple[SlowRequest, ...] = field(default=())
 
     @property
     def hit_fraction(self) -> float:
@@ -93,23 +75,21 @@ class RunSummary:
         """Returns advice about large shares of misses and padding."""
         return tuple(_advice(self))
 
+    @property
+    def cost(self) -> float:
+        """All costs, in `unit`."""
+        return sum(self.places.values())
+
+    def share(self, cost: float) -> float:
+        """The share of all costs that `cost` is."""
+        return cost / self.cost if self.cost else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain values that JSON can hold."""
-        return {
-            "requests": self.requests,
-            "items": self.items,
-            "hit_fraction": self.hit_fraction,
-            "padding_fraction": self.padding_fraction,
-            "misses": dict(self.misses),
-            "unit": self.unit,
-            "places": dict(self.places),
-            "host_ms": dict(self.host_ms),
-            "budgets": [{**asdict(use), "padding_fraction": use.padding_fraction} for use in self.budgets],
-            "sizes": [list(each) for each in self.sizes],
-            "slowest": [asdict(each) for each in self.slowest],
-            "advice": list(self.advice),
-            "run": self.run.model_dump(mode="json"),
-        }
+        budgets = [{**asdict(use), "padding_fraction": use.padding_fraction} for use in self.budgets]
+        fractions = {"hit_fraction": self.hit_fraction, "padding_fraction": self.padding_fraction}
+        run = self.run.model_dump(mode="json")
+        return {**asdict(self), **fractions, "budgets": budgets, "advice": list(self.advice), "run": run}
 
 
 def summarize(recorded: RecordedRun) -> RunSummary:
@@ -140,8 +120,6 @@ def summarize(recorded: RecordedRun) -> RunSummary:
         tuple(uses[key] for key in sorted(uses)),
         places,
         _host(recorded.requests),
-        tuple(_sizes(recorded.requests)),
-        tuple(_slowest(recorded.requests, pricing)),
     )
 
 
@@ -149,8 +127,8 @@ class _Pricing:
     """Costs of served paths: in milliseconds where all of them are known, else in output tokens."""
 
     def __init__(self, recorded: RecordedRun) -> None:
-        self._curves: dict[str, BatchCosts] = {
-            name: parse_costs(path.costs, f"costs of path {name}")
+        self._curves = {
+            name: path.costs.curves()
             for run in recorded.runs
             for name, path in run.paths.items()
             if path.costs is not None
@@ -184,53 +162,22 @@ def _count(
     """Adds one path of one batch to the budget that served it, and to where its time went."""
     if path.result == "skipped":
         return
-    if path.budget is None:
+    if not path.budget:
         places[EAGERLY if path.eager else AT_EXACT_SHAPE] += cost
         return
     use = uses.setdefault((name, path.budget), BudgetUse(name, path.budget))
     use.replays += 1
     use.tokens += path.tokens
     use.cost += cost
-    share = path.tokens / path.budget if path.budget else 1.0
+    share = path.tokens / path.budget
     places[IN_REPLAYS] += cost * share
     places[IN_PADDING] += cost * (1 - share)
 
 
-def _host(requests: Sequence[ServedRequest]) -> dict[str, float]:
+def _host(requests: Sequence[TracedRequest]) -> dict[str, float]:
     times = sorted(request.host_ms for request in requests)
     p90 = times[math.ceil(0.9 * len(times)) - 1]
     return {"median": statistics.median(times), "p90": p90, "total": sum(times)}
-
-
-def _sizes(requests: Sequence[ServedRequest]) -> Iterator[tuple[int, int, int]]:
-    """Counts items with 1, 2 to 3, 4 to 7, ... output tokens."""
-    counts = Counter(
-        item.spec.output_tokens.bit_length()
-        for request in requests
-        for item in request.items
-        if item.spec.output_tokens
-    )
-    for bits in range(min(counts, default=1), max(counts, default=0) + 1):
-        yield 1 << (bits - 1), (1 << bits) - 1, counts[bits]
-
-
-def _slowest(requests: Sequence[ServedRequest], pricing: _Pricing) -> Iterator[SlowRequest]:
-    costs = [
-        sum(pricing.cost(name, path) for batch in request.batches for name, path in batch.paths.items())
-        for request in requests
-    ]
-    for index in sorted(range(len(requests)), key=lambda n: -costs[n])[:_SLOWEST]:
-        request = requests[index]
-        results = Counter(path.result for batch in request.batches for path in batch.paths.values())
-        tokens = sum(item.spec.output_tokens for item in request.items)
-        yield SlowRequest(
-            index + 1,
-            len(request.items),
-            tokens,
-            len(request.batches),
-            ", ".join(f"{count} {result}" for result, count in results.most_common()),
-            costs[index],
-        )
 
 
 # --- what to do
@@ -269,9 +216,8 @@ def _advice(summary: RunSummary) -> Iterator[str]:
     for reason, count in summary.misses.items():
         if count >= _MUCH * summary.items:
             yield f"{count / summary.items:.0%} of the items missed as {reason}: {what_to_do(reason)}."
-    total = sum(summary.places.values())
-    if total and summary.places[IN_PADDING] >= _MUCH * total:
-        share = summary.places[IN_PADDING] / total
+    share = summary.share(summary.places[IN_PADDING])
+    if share >= _MUCH:
         yield f"{share:.0%} of the work is padding: `encoder-cg tune` finds budgets for this trace."
     unused = [use for use in summary.budgets if use.mode and not use.replays]
     if unused:

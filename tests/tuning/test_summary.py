@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxsplit_encoder.planning.plan import Item, MissReason
-from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.tuning.summary import (
     AT_EXACT_SHAPE,
     EAGERLY,
@@ -17,7 +16,7 @@ from fxsplit_encoder.tuning.summary import (
     summarize,
     what_to_do,
 )
-from fxsplit_encoder.tuning.trace import RecordedRun, RunRecord, ServedBatch, ServedRequest
+from fxsplit_encoder.tuning.trace import RecordedRun, RunRecord, TracedRequest
 
 from .test_recording import RUN
 
@@ -30,16 +29,14 @@ def run(costs: Any = None) -> RunRecord:
     return RunRecord.model_validate({**RUN, "paths": {"default": path}})
 
 
-def served(*batches: dict[str, Any], host_ms: float = 1.0) -> ServedRequest:
+def served(*batches: dict[str, Any], host_ms: float = 1.0) -> TracedRequest:
     """A request; of each batch the path "default", an item each."""
-    made = tuple(
-        ServedBatch.model_validate(
-            {"items": [n], "output_tokens": path["tokens"], "paths": {"default": path}}
-        )
+    made = [
+        {"items": [n], "output_tokens": path["tokens"], "paths": {"default": path}}
         for n, path in enumerate(batches)
-    )
-    items = tuple(Item(EncoderItemSpec(4 * path["tokens"], path["tokens"])) for path in batches)
-    return ServedRequest(items, made, host_ms)
+    ]
+    items = [{"input_size": 4 * path["tokens"], "output_tokens": path["tokens"]} for path in batches]
+    return TracedRequest.model_validate({"items": items, "batches": made, "host_ms": host_ms})
 
 
 def hit(tokens: int, budget: int, milliseconds: float | None = None) -> dict[str, Any]:
@@ -58,7 +55,7 @@ REQUESTS = (
 )
 
 
-def summary(requests: tuple[ServedRequest, ...] = REQUESTS, costs: Any = None) -> RunSummary:
+def summary(requests: tuple[TracedRequest, ...] = REQUESTS, costs: Any = None) -> RunSummary:
     return summarize(RecordedRun((run(costs),), requests))
 
 
@@ -96,22 +93,6 @@ def test_captures_of_recurring_sizes_are_listed_too() -> None:
     found = summary((served(hit(100, 100)), served(hit(100, 100))))
     (exact,) = [use for use in found.budgets if not use.mode]
     assert (exact.budget, exact.replays, exact.num_bytes, exact.padding_fraction) == (100, 2, None, 0)
-
-
-def test_sizes_double_and_have_no_gaps() -> None:
-    assert summary((served(hit(5, 64), hit(7, 64), hit(16, 64)),)).sizes == (
-        (4, 7, 2),
-        (8, 15, 0),
-        (16, 31, 1),
-    )
-
-
-def test_the_costliest_requests_come_first() -> None:
-    first, *rest = summary().slowest
-    assert (first.number, first.items, first.tokens, first.results) == (3, 1, 200, "1 over_largest_budget")
-    assert [each.cost for each in (first, *rest)] == [200, 200, 192, 64]
-    assert rest[0].results == "2 not_captured"
-    assert len(summary(REQUESTS * 5).slowest) == 10
 
 
 def test_advice_names_what_stands_out() -> None:
