@@ -158,7 +158,7 @@ def run_bench(
     document.say()
     is_cuda = chosen.device.type == "cuda"
     is_compared = is_cuda and OURS in titles and len(titles) > 1
-    _say_rows(document, rows, titles, chosen.family.unit, is_compared=is_compared)
+    _say_rows(document, rows, titles, is_compared=is_compared)
     for path in plots:
         save_png(path, rows, titles, f"{chosen.title}: {describe_device(chosen.device)}")
     said = advice(rows, titles) if is_cuda else "No advice: without a GPU these times say nothing about one."
@@ -257,7 +257,7 @@ def _free(chosen: ChosenTower) -> None:
 
 
 def _say_rows(
-    document: Document, rows: Sequence[Measured], titles: Mapping[str, str], unit: str, *, is_compared: bool
+    document: Document, rows: Sequence[Measured], titles: Mapping[str, str], *, is_compared: bool
 ) -> None:
     what = "; gain: how many times as fast ours is as the best other" if is_compared else ""
     document.say(f"Milliseconds, medians{what}")
@@ -265,10 +265,8 @@ def _say_rows(
     table = []
     for each in rows:
         times = {name: each.ms.get(way) for way, name in names.items()}
-        gain = {"gain": each.gain} if is_compared else {}
-        table.append({**each.row, **times, **gain})
-    headers = {"item": "item", "size": "size px", unit: unit, "tokens": "tokens"}
+        table.append({**each.row, **times, **({"gain": each.gain} if is_compared else {})})
+    headers = {"size": "size px", "padding_fraction": "padding"}
     headers |= {name: titles[way] for way, name in names.items()}
-    headers |= {"gain": "gain", "padding_fraction": "padding"}
     formats = dict.fromkeys([*names.values(), "gain"], "{:.2f}".format)
-    document.table("rows", headers, table, formats={**formats, "padding_fraction": "{:.0%}".format})
+    document.table("rows", table, headers, {**formats, "padding_fraction": "{:.0%}".format})

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from tabulate import tabulate
@@ -15,8 +15,6 @@ from fxsplit_encoder.cli.files import check_output
 
 # Numbers, sizes such as 16x448x256, sums such as 64+128, and what is left out.
 _NUMERIC = re.compile(r"-?|[\d.,x+]+(e-?\d+)?%?")
-
-Format = Callable[[Any], str]
 
 
 class Document:
@@ -77,25 +75,25 @@ class Document:
     def table(
         self,
         key: str,
-        headers: Mapping[str, str],
         rows: Sequence[Mapping[str, Any]],
-        *,
-        formats: Mapping[str, Format] | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        formats: Mapping[str, Callable[[Any], str]] = MappingProxyType({}),
         within: Sequence[str] = (),
     ) -> None:
-        """Rows by the names of JSON; people see a column for each name in `headers` that a row has.
+        """Rows by the names of their cells, in the order in which these first come.
 
         Args:
-            formats: how people see a value that is not None; without one as a string.
+            headers: what people see above a column in place of its name.
+            formats: how people see a cell that is not None, where not as a string.
             within: as for `facts`.
         """
         self._inside(within)[key] = rows
-        shown = [name for name in headers if any(name in row for row in rows)]
+        names = list(dict.fromkeys(name for row in rows for name in row))
         cells = [
-            ["" if row.get(name) is None else (formats or {}).get(name, str)(row[name]) for name in shown]
+            ["" if row.get(name) is None else formats.get(name, str)(row[name]) for name in names]
             for row in rows
         ]
-        self.say(_as_text([headers[name] for name in shown], cells))
+        self.say(_as_text([headers.get(name, name) for name in names], cells))
 
     def _inside(self, within: Sequence[str]) -> dict[str, Any]:
         found = self.content

@@ -45,20 +45,18 @@ def run_encode(
     document.notes(manager.reports)
     batches = manager.plan(inputs.mm_kwargs).batches
     results = {index: str(batch.reason or "hit") for batch in batches for index in batch.indices}
-    unit = chosen.family.unit
     rows = [
         {
             "item": item.key,
             "size": item.pixels,
-            unit: item.size,
+            chosen.family.unit: item.size,
             "embedding": tuple(embedding.shape),
             "served": results[index],
         }
         for index, (item, embedding) in enumerate(zip(inputs.items, embeddings, strict=True))
     ]
-    headers = {"item": "item", "size": "size px", unit: unit, "embedding": "embedding", "served": "served"}
     document.say()
-    document.table("items", headers, rows)
+    document.table("items", rows, {"size": "size px"})
     document.put("file", str(output), f"\nwrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -66,11 +64,7 @@ def _metadata(
     inputs: EncoderInputs, embeddings: Sequence[torch.Tensor], config: fx.EncoderConfig, model: str
 ) -> dict[str, str]:
     items = {
-        item.key: {
-            "kind": "video" if item.frames else "image",
-            **item.layout,
-            "tokens": embedding.shape[0],
-        }
+        item.key: {"kind": "video" if item.frames else "image", **item.layout, "tokens": embedding.shape[0]}
         for item, embedding in zip(inputs.items, embeddings, strict=True)
     }
     settings = config.model_dump(mode="json", exclude_unset=True)

@@ -40,15 +40,6 @@ from fxsplit_encoder.runtime import Choosers
 
 _SHOWN_OPERATORS = 3
 
-_STEPS = {
-    "distinct": "distinct",
-    "times": "times",
-    "nodes": "nodes",
-    "operators": "most frequent operators but views",
-    "positions": "positions",
-    "padding": "padding",
-}
-
 
 class TracedPiece:
     """A piece that runs as traced and keeps its graph; as a piece compiler, the class itself."""
@@ -120,12 +111,16 @@ def say_towers(checkpoint: Checkpoint, document: Document) -> bool:
     except fx.UnsupportedTowerError as error:
         document.notes([str(error)])
         return is_known
-    served = [
-        (t.name, type(t.module).__name__, f"by {'name' if is_named(t.module) else 'rule'}") for t in found
+    rows = [
+        {
+            "tower": each.name,
+            "kind": type(each.module).__name__,
+            "served": "by name" if is_named(each.module) else "by rule",
+        }
+        for each in found
     ]
-    refused = [(each.name, each.kind, f"no: {each.reason}") for each in refusals]
-    headers = {"tower": "tower", "kind": "class", "served": "accelerate serves it"}
-    document.table("towers", headers, [dict(zip(headers, row, strict=True)) for row in [*served, *refused]])
+    rows += [{"tower": each.name, "kind": each.kind, "served": f"no: {each.reason}"} for each in refusals]
+    document.table("towers", rows, {"kind": "class", "served": "accelerate serves it"})
     document.say()
     return is_known
 
@@ -144,18 +139,19 @@ def _say_program(document: Document, path: str, program: Program, *, declared: b
     changed = ", ".join(f"{name} {places}" for name, places in program.pass_report.items())
     facts = {"steps": f"{len(program.steps)}: {parts}", "padding": padding, "passes": changed or "none"}
     document.facts(facts, within=("programs", path))
-    rows: list[tuple[object, ...]] = []
+    rows: list[dict[str, Any]] = []
     for number in range(program.num_distinct):
         positions = [n for n, step in enumerate(program.pieces) if step.distinct == number]
         steps = [program.pieces[n] for n in positions]
-        padding = _padding(program, steps)
-        rows.append((f"piece {number}", len(steps), *_nodes(steps[0]), _ranges(positions), padding))
+        row = {"distinct": f"piece {number}", "times": len(steps), **_nodes(steps[0])}
+        rows.append({**row, "positions": _ranges(positions), "padding": _padding(program, steps)})
     for name in dict.fromkeys(operator_name(step.call) for step in program.splits):
         steps = [step for step in program.splits if operator_name(step.call) == name]
-        rows.append(("splitting op", len(steps), None, name, None, _padding(program, steps)))
+        row = {"distinct": "splitting op", "times": len(steps), "operators": name}
+        rows.append({**row, "padding": _padding(program, steps)})
     document.say()
-    kinds_of_steps = [dict(zip(_STEPS, row, strict=True)) for row in rows]
-    document.table("steps_by_kind", _STEPS, kinds_of_steps, within=("programs", path))
+    headers = {"operators": "most frequent operators but views"}
+    document.table("steps_by_kind", rows, headers, within=("programs", path))
     document.say()
 
 
@@ -179,14 +175,15 @@ def _padding(program: Program, steps: Sequence[Step]) -> str:
     return "proved" if program.padding.proved or program.padding.mixed else "not analyzed"
 
 
-def _nodes(step: Step) -> tuple[int, str]:
+def _nodes(step: Step) -> dict[str, Any]:
     """How many nodes a piece has, and which operators that are no views are the most frequent."""
     assert isinstance(step.call, TracedPiece)
     graph = step.call.graph
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     operators = Counter(_short_name(target) for target in targets if not _is_view(target))
     shown = [f"{count} {name}" for name, count in operators.most_common(_SHOWN_OPERATORS)]
-    return len(targets), ", ".join([*shown, *(["..."] if len(operators) > len(shown) else [])])
+    more = ["..."] if len(operators) > len(shown) else []
+    return {"nodes": len(targets), "operators": ", ".join([*shown, *more])}
 
 
 def _short_name(target: Any) -> str:
@@ -218,7 +215,7 @@ def _say_budgets(document: Document, limits: Limits) -> None:
         for path, budgets in limits.path_budgets.items()
         for budget in budgets
     ]
-    document.table("budgets", {name: name for name in ("path", "budget", "segments")}, rows)
+    document.table("budgets", rows)
 
 
 # --- what a machine makes of it
@@ -238,9 +235,7 @@ def say_captures(wrapped: fx.SupportsEncoderCudaGraph, config: fx.EncoderConfig,
             if one := path.ladder.captured_single_segment.get(budget):
                 rows.append({"path": name, "budget": f"{budget}, one image", **_figures(one), "bytes": None})
     document.say()
-    names = ("path", "budget", "mode", "graphs", "breaks", "segments")
-    headers = {**{name: name for name in names}, "bytes": "MiB"}
-    document.table("captures", headers, rows, formats={"bytes": mebibytes})
+    document.table("captures", rows, {"bytes": "MiB"}, {"bytes": mebibytes})
     later = [
         name for name, path in manager.paths.items() if path.recurring_counts == "hits" and not path.captured
     ]
@@ -267,16 +262,11 @@ def say_kernels(device: torch.device, config: fx.EncoderConfig, document: Docume
             "state": "on this device",
             "classes": "chosen for classes",
         }
-        document.table(f"{operation}_kernels", headers, kernel_rows(device, chooser))
+        document.table(f"{operation}_kernels", kernel_rows(device, chooser), headers)
         if classes := class_rows(device, chooser):
             document.say()
-            headers = {
-                "shape": "class of calls",
-                "chosen": "chosen",
-                "how": "",
-                "microseconds": "microseconds",
-            }
-            document.table(f"{operation}_classes", headers, classes, formats={"microseconds": _times})
+            headers, formats = {"shape": "class of calls", "how": ""}, {"microseconds": _times}
+            document.table(f"{operation}_classes", classes, headers, formats)
 
 
 def kernel_rows(device: torch.device, chooser: Chooser[Any, Any]) -> list[dict[str, Any]]:

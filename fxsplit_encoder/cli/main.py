@@ -1,31 +1,152 @@
-"""The `encoder-cg` command and its verbs. What needs torch is imported by the verb that runs."""
+"""The `encoder-cg` command and its verbs. What needs torch is imported by the verb that runs.
+
+Errors of the parser, the library and Python are lines on stderr, with exit code 2.
+"""
 
 from __future__ import annotations
 
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
+from typer.core import TyperGroup
 
+from fxsplit_encoder import __version__
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.files import check_output, read_config
-from fxsplit_encoder.cli.options import (
-    CHECKPOINT,
-    EXAMPLES,
-    IMAGES,
-    MODEL,
-    AsJson,
-    Blocks,
-    Config,
-    Device,
-    Dtype,
-    JsonFile,
-    Model,
-    OutputFile,
-    complete_model,
+from fxsplit_encoder.errors import FxSplitError, InputError, MissingExtraError
+from fxsplit_encoder.messages import nearest
+
+PROGRAM = "encoder-cg"
+_EXTRA_PACKAGES = {"PIL", "huggingface_hub", "jinja2", "matplotlib", "rich", "safetensors", "transformers"}
+
+
+class OneLineErrors(TyperGroup):
+    """A group of commands that says in a line what is wrong; typer draws a box, Python a traceback."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs a command line and exits: 0 for success, 1 where outputs differ, 2 for a mistake."""
+        arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
+        try:
+            code = super().main(arguments, PROGRAM, complete_var, False, windows_expand_args, **extra)
+        except typer.Abort:
+            code = 1
+        except Exception as error:
+            lines = _lines_of(error)
+            if not lines:
+                raise
+            for line in lines:
+                typer.echo(f"{PROGRAM}: error: {line}", err=True)
+            code = 2
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of a name; raises InputError where there is none."""
+        name, commands = args[0], list(self.commands)
+        if name not in self.commands and not name.startswith("-"):
+            asked = nearest(name, commands)
+            raise InputError(f"{name}: no such command; {asked}expected one of {', '.join(commands)}")
+        return super().resolve_command(ctx, args)
+
+
+def _lines_of(error: Exception) -> list[str]:
+    """Returns the lines of an error for the user; none: it is a bug of this package."""
+    if isinstance(error, MissingExtraError) and error.extra not in ("ray", "serve"):
+        return [str(MissingExtraError(PROGRAM, "cli"))]  # which brings the packages of `hf`
+    if isinstance(error, FxSplitError):
+        return str(error).splitlines()
+    if hasattr(error, "format_message"):  # of the parser, whose base class moves between typer's versions
+        return [" ".join(error.format_message().replace("Value error, ", "").split())]
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRA_PACKAGES:
+        return [str(MissingExtraError(PROGRAM, "cli"))]
+    if type(error).__name__ == "OutOfMemoryError":
+        return ["out of memory on the device; give it smaller images, fewer blocks, or list fewer budgets"]
+    return []
+
+
+def versions() -> str:
+    """This command's, and those of what it runs on, in one line."""
+    found = [f"{PROGRAM} {__version__}"]
+    for package in ("torch", "transformers"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
+# --- options that several commands share
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+MODEL = (
+    "A tower with random weights at its true width: qwen3-vl-8b, internvl3-8b, deepseek-ocr, ... (a wrong "
+    "name lists them all). Or a checkpoint: a directory or a hub name."
 )
-from fxsplit_encoder.cli.usage import PROGRAM, OneLineErrors, versions
-from fxsplit_encoder.errors import InputError
+CHECKPOINT = "A checkpoint, whole or its vision tower: a directory or a hub name."
+IMAGES = "Images, clips (animated WebP, GIF or APNG), or directories of them."
+EXAMPLES = "photographs and a clip that come with the package"
+
+MODELS = (
+    *("qwen3-vl-8b", "qwen3.5-9b", "qwen3.5-27b", "qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen2-vl-2b"),
+    *("qwen2-vl-7b", "glm-4.1v-9b", "glm-4.6v", "kimi-vl-a3b", "kimi-k2.5", "internvl3-8b", "internvl3-38b"),
+    *("llama4", "deepseek-ocr", "step3-vl", "step3p7", "siglip-so400m-384", "clip-l-336", "dinov2-l-518"),
+)
+"""The names that `--model` takes beside checkpoints; here, so that a shell can complete them at once."""
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """The models whose name begins so."""
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
+Device = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:N; auto: CUDA if there is a GPU.")
+]
+Dtype = Annotated[
+    DtypeName,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help=f"{', '.join(get_args(DtypeName)[1:])}; auto: bfloat16 on CUDA, else float32.",
+    ),
+]
+Model = Annotated[str, typer.Option("--model", metavar="MODEL", help=MODEL, autocompletion=complete_model)]
+Blocks = Annotated[
+    int | None,
+    typer.Option(
+        "--blocks", min=1, metavar="N", help="Depth of a tower with random weights, at most the model's own."
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="YAML",
+        help="The budgets and how they are captured: a file, or a name of those that are shipped.",
+        show_default="inferred; of the demo few; of encode on a CPU none",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in place of facts and tables.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write the JSON document there.")
+]
+OutputFile = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")]
+
+
+# --- the commands
 
 app = typer.Typer(
     name=PROGRAM,
@@ -92,7 +213,7 @@ def demo(
 
 @app.command()
 def encode(
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGES", help=IMAGES, show_default=False)],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGES", help=IMAGES)],
     model: Annotated[str, typer.Option("--model", metavar="DIR_OR_NAME", help=CHECKPOINT)],
     output: Annotated[
         Path,
@@ -167,7 +288,7 @@ def encode(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=CHECKPOINT, show_default=False)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=CHECKPOINT)],
     device: Device = "auto",
     dtype: Dtype = "auto",
     host: Annotated[str, typer.Option("--host", help="The address to bind; 0.0.0.0: all.")] = "127.0.0.1",
@@ -193,10 +314,7 @@ def serve(
     ] = None,
     config: Config = None,
     settings: Annotated[
-        Path | None,
-        typer.Option(
-            "--settings", metavar="YAML", help="Limits and timeouts: ServiceSettings.", show_default=False
-        ),
+        Path | None, typer.Option("--settings", metavar="YAML", help="Limits and timeouts: ServiceSettings.")
     ] = None,
 ) -> None:
     """Answer requests for embeddings of images and texts over HTTP, as OpenAI's clients send them.
@@ -277,9 +395,7 @@ def build(
 
 @app.command()
 def bench(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model, show_default=False)
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
     images: Annotated[
         list[Path] | None, typer.Argument(metavar="[IMAGES]", help=IMAGES, show_default=EXAMPLES)
     ] = None,
@@ -297,7 +413,6 @@ def bench(
             "-o",
             metavar="FILE",
             help="Write the plot (.png) or the numbers (.json) there; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -332,7 +447,6 @@ def tune(
         typer.Argument(
             metavar="TRACE",
             help="Requests as JSON lines, best those of EncoderCudaGraphManager.record_trace.",
-            show_default=False,
         ),
     ],
     max_graphs: Annotated[
@@ -390,12 +504,7 @@ def tune(
 @app.command()
 def report(
     trace: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE",
-            help="A run that EncoderCudaGraphManager.record_trace wrote.",
-            show_default=False,
-        ),
+        Path, typer.Argument(metavar="TRACE", help="A run that EncoderCudaGraphManager.record_trace wrote.")
     ],
     output: Annotated[
         Path | None,

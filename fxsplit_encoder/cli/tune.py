@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -100,23 +100,22 @@ def _say(tuning: Tuning, document: Document) -> None:
     document.say(
         f"\nPredicted cost of all batches in {tuning.unit}, and its ratio to that of the {other} ladder:"
     )
-    names = ("path", "ladder", "budgets", "padding_fraction", "hit_fraction", "cost", "ratio")
-    document.table(
-        "ladders",
-        dict(zip(names, ("path", "ladder", "budgets", "padding", "hit", "cost", "ratio"), strict=True)),
-        rows,
-        within=("tuning",),
-        formats={
-            "budgets": lambda budgets: fill(", ".join(map(str, budgets)), _BUDGETS_COLUMN_WIDTH),
-            "padding_fraction": "{:.1%}".format,
-            "hit_fraction": "{:.1%}".format,
-            "cost": "{:.1f}".format,
-            "ratio": "{:.3f}".format,
-        },
-    )
+    percent = "{:.1%}".format
+    headers = {"padding_fraction": "padding", "hit_fraction": "hit"}
+    formats: dict[str, Callable[[Any], str]] = {
+        "padding_fraction": percent,
+        "hit_fraction": percent,
+        "cost": "{:.1f}".format,
+    }
+    formats |= {"ratio": "{:.3f}".format, "budgets": _budgets}
+    document.table("ladders", rows, headers, formats, within=("tuning",))
     said = {"unit": tuning.unit, "gain": tuning.gain, "advice": tuning.advice, "baseline": other}
     document.content["tuning"].update(said)
     document.say(f"\n{tuning.advice}")
+
+
+def _budgets(budgets: Sequence[int]) -> str:
+    return fill(", ".join(map(str, budgets)), _BUDGETS_COLUMN_WIDTH)
 
 
 def parse_bytes(size: str) -> int:

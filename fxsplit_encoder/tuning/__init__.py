@@ -5,12 +5,4 @@ from fxsplit_encoder.tuning.search import LadderLimits
 from fxsplit_encoder.tuning.trace import MeasuredCosts, read_run, read_trace
 from fxsplit_encoder.tuning.tune import Tuning, tune_trace
 
-__all__ = [
-    "BatchCosts",
-    "LadderLimits",
-    "MeasuredCosts",
-    "Tuning",
-    "read_run",
-    "read_trace",
-    "tune_trace",
-]
+__all__ = ["BatchCosts", "LadderLimits", "MeasuredCosts", "Tuning", "read_run", "read_trace", "tune_trace"]

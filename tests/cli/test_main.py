@@ -19,10 +19,8 @@ from typer.testing import CliRunner
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli import demo, files
 from fxsplit_encoder.cli.files import read_config, shipped
-from fxsplit_encoder.cli.main import app
-from fxsplit_encoder.cli.options import MODELS
+from fxsplit_encoder.cli.main import MODELS, OneLineErrors, app
 from fxsplit_encoder.cli.tower import choose_device, choose_tower
-from fxsplit_encoder.cli.usage import OneLineErrors
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.patches import IMAGE_FORMAT, VIDEO_FORMAT, BlockPatches, block_eager
 from fxsplit_encoder.models.prepare import load_inputs
@@ -305,7 +303,7 @@ def test_versions() -> None:
     assert result.stdout.startswith(f"encoder-cg {fx.__version__}, torch {version('torch')}, transformers ")
 
 
-@pytest.mark.parametrize("package", ["transformers", "rich", "plotext"])
+@pytest.mark.parametrize("package", ["transformers", "rich"])
 def test_a_missing_package_names_what_to_install(package: str) -> None:
     result = CliRunner().invoke(
         failing(ModuleNotFoundError(f"No module named {package!r}", name=package)), ["demo"]

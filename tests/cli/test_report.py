@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxsplit_encoder.planning.plan import MissReason
-from fxsplit_encoder.tuning.summary import (
+from fxsplit_encoder.cli.report import (
     AT_EXACT_SHAPE,
     EAGERLY,
     IN_PADDING,
@@ -16,9 +15,10 @@ from fxsplit_encoder.tuning.summary import (
     summarize,
     what_to_do,
 )
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.tuning.trace import RecordedRun, RunRecord, TracedRequest
 
-from .test_recording import RUN
+from ..tuning.test_recording import RUN
 
 COSTS = {"replay_ms": {"64": 1.0, "128": 2.0}, "exact_ms": {"64": 6.0, "128": 8.0}}
 
