@@ -162,6 +162,7 @@ class _OnPrepared(Way):
         self.adapter = chosen.family.wrap(share_weights(chosen.module))
         self._kernels = KernelChooser("torch_flash" if chosen.device.type == "cuda" else "auto")
 
+    @torch.no_grad()
     def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
         """What returns the items of a batch."""
         prepared, run_path = prepare(self.adapter, mm_kwargs), self.start()
