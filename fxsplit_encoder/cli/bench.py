@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,8 +30,7 @@ _WORTH = 1.05
 class Measured:
     """One batch by every way."""
 
-    row: dict[str, Any]
-    """Names and sizes of its items, and at last what is measured."""
+    batch: Batch
     ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds by the way's name; one that failed or cannot run is not in it."""
 
@@ -68,7 +66,7 @@ def advice(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
         found += f", {_range(eager)} times as fast as eager"
     if not others:
         return f"{found}."
-    named = ", ".join(row.row["item"] for row in others)
+    named = ", ".join(row.batch.row["item"] for row in others)
     return f"{found}; nothing to gain on {named}, where {_bests(others, titles)} is as fast."
 
 
@@ -101,7 +99,9 @@ def save_png(path: Path, rows: Sequence[Measured], titles: Mapping[str, str], ti
         )
         labels = [f" {row.ms[name]:.2f}" if name in row.ms else "" for row in rows]
         axes.bar_label(bars, labels=labels, fontsize=8)
-    axes.set_yticks(range(len(rows)), [f"{row.row['item']}\n{row.row['size'] or ''}".strip() for row in rows])
+    axes.set_yticks(
+        range(len(rows)), [f"{row.batch.row['item']}\n{row.batch.row['size'] or ''}".strip() for row in rows]
+    )
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("milliseconds, less is better")
@@ -148,15 +148,15 @@ def run_bench(
             "device": describe_device(chosen.device),
         }
     )
-    batches = _batches(chosen, inputs, document)
-    runnable = {name: WAYS[name] for name in ways if _can_run(name, chosen.device, document)}
-    rows = [Measured(batch.row) for batch in batches]
-    seconds = _measure_all(chosen, config or fx.EncoderConfig(), runnable, batches, rows, document)
+    is_cuda = chosen.device.type == "cuda"
+    rows = [Measured(batch) for batch in _batches(chosen, inputs, document)]
+    runnable = {name: WAYS[name] for name in ways if is_cuda or not WAYS[name].needs_cuda}
+    document.notes([f"{WAYS[name].title} needs a GPU" for name in ways if name not in runnable])
+    seconds = _measure_all(chosen, config or fx.EncoderConfig(), runnable, rows, document)
     titles = {name: runnable[name].title for name in sorted(runnable, key=lambda name: name == OURS)}
     starts = ", ".join(f"{titles[name]} {seconds[name]:.1f} s" for name in titles if name in seconds)
     document.facts({"start": f"{starts} (compiling, capturing, first runs)"})
     document.say()
-    is_cuda = chosen.device.type == "cuda"
     is_compared = is_cuda and OURS in titles and len(titles) > 1
     _say_rows(document, rows, titles, is_compared=is_compared)
     for path in plots:
@@ -182,18 +182,10 @@ def _batches(chosen: ChosenTower, inputs: EncoderInputs, document: Document) -> 
     return batches if len(inputs.items) > 1 else batches[:1]
 
 
-def _can_run(name: str, device: torch.device, document: Document) -> bool:
-    if WAYS[name].needs_cuda and device.type != "cuda":
-        document.notes([f"{WAYS[name].title} needs a GPU"])
-        return False
-    return True
-
-
 def _measure_all(
     chosen: ChosenTower,
     config: fx.EncoderConfig,
     ways: Mapping[str, type[Way]],
-    batches: Sequence[Batch],
     rows: Sequence[Measured],
     document: Document,
 ) -> dict[str, float]:
@@ -204,31 +196,28 @@ def _measure_all(
         for number, (name, way) in enumerate(ways.items()):
             update(number, len(ways))
             try:
-                seconds[name] = _measure_way(chosen, config, name, way, batches, rows)
+                seconds[name] = _measure_way(chosen, config, name, way, rows)
             except (InputError, MemoryError):
                 raise
             except Exception as error:  # of a compiler, say: the others are measured all the same
                 reason = next(iter(str(error).splitlines()), "")
                 document.notes([f"{way.title} failed: {type(error).__name__}: {reason}"])
-            _free(chosen)
+            gc.collect()
+            torch.cuda.empty_cache()
         update(len(ways), len(ways))
     return seconds
 
 
 def _measure_way(
-    chosen: ChosenTower,
-    config: fx.EncoderConfig,
-    name: str,
-    way: type[Way],
-    batches: Sequence[Batch],
-    rows: Sequence[Measured],
+    chosen: ChosenTower, config: fx.EncoderConfig, name: str, way: type[Way], rows: Sequence[Measured]
 ) -> float:
     start = time.perf_counter()
     running = way(chosen, config)
     seconds = time.perf_counter() - start
     eager = chosen.family.eager_tower(chosen.module)
     try:
-        for row, (_, mm_kwargs) in zip(rows, batches, strict=True):
+        for row in rows:
+            mm_kwargs = row.batch.mm_kwargs
             start = time.perf_counter()
             run = running.prepared(mm_kwargs)
             results = run()
@@ -236,7 +225,7 @@ def _measure_way(
             _check(results, eager(mm_kwargs))
             row.ms[name] = measure_ms(run, chosen.device, _REPEATS)
             if isinstance(running, Ours):
-                row.row["padding_fraction"] = running.manager.plan(mm_kwargs).padding_fraction
+                row.batch.row["padding_fraction"] = running.manager.plan(mm_kwargs).padding_fraction
     finally:
         running.close()
     return seconds
@@ -250,12 +239,6 @@ def _check(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
         raise RuntimeError(f"it is wrong: differs from eager by {error:.2g} of its root mean square")
 
 
-def _free(chosen: ChosenTower) -> None:
-    gc.collect()
-    if chosen.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _say_rows(
     document: Document, rows: Sequence[Measured], titles: Mapping[str, str], *, is_compared: bool
 ) -> None:
@@ -265,7 +248,7 @@ def _say_rows(
     table = []
     for each in rows:
         times = {name: each.ms.get(way) for way, name in names.items()}
-        table.append({**each.row, **times, **({"gain": each.gain} if is_compared else {})})
+        table.append({**each.batch.row, **times, **({"gain": each.gain} if is_compared else {})})
     headers = {"size": "size px", "padding_fraction": "padding"}
     headers |= {name: titles[way] for way, name in names.items()}
     formats = dict.fromkeys([*names.values(), "gain"], "{:.2f}".format)

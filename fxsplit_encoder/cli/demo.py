@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
@@ -135,13 +134,11 @@ def _compare(
             measure_ms(lambda: eager(mm_kwargs), device),
             measure_ms(lambda: manager.execute(mm_kwargs), device),
         )
-    ratio = None if exact is None else _error_ratio(ours, expected, exact(mm_kwargs))
+    ratio = None
+    if exact is not None:
+        right = exact(mm_kwargs)
+        ratio = rms_error(ours, right) / rms_error(expected, right)
     return Comparison(manager.plan(mm_kwargs), times, max_error(ours, expected), ratio)
-
-
-def _error_ratio(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Our root mean square error as a multiple of eager's own."""
-    return rms_error(ours, exact) / rms_error(eager, exact)
 
 
 def _tile_budgets(wrapped: Any, device: torch.device) -> fx.EncoderConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,23 +63,12 @@ def _on_device(adapter: Any, value: Any) -> Tensor:
     return tensor.to(adapter.device)
 
 
-class CapturedLayout(NamedTuple):
-    """A graph of the eager model for one layout."""
-
-    graph: torch.cuda.CUDAGraph
-    static: Mapping[str, Tensor]
-    """What the graph reads; nothing else keeps its memory."""
-    sources: Mapping[str, Tensor]
-    """What is copied there before every replay."""
-    output: Tensor
-
-
 class EagerGraphs:
     """The eager model in one CUDA graph for every layout of segments, as SGLang's runner keys them."""
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter
-        self.captured: dict[int, CapturedLayout] = {}
+        self._replays: dict[int, Callable[[], Tensor]] = {}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         # What a layout determines is captured with it; only the pixels of a batch are copied.
@@ -88,15 +77,11 @@ class EagerGraphs:
     def __call__(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
         """The packed output of one path. Captures when `values`, of one `Prepared`, come first."""
         key = id(values)
-        if key not in self.captured:
-            self.captured[key] = self._capture(path, values)
-        captured = self.captured[key]
-        for name, source in captured.sources.items():
-            captured.static[name].copy_(source)
-        captured.graph.replay()
-        return captured.output
+        if key not in self._replays:
+            self._replays[key] = self._capture(path, values)
+        return self._replays[key]()
 
-    def _capture(self, path: str, values: Mapping[str, Tensor]) -> CapturedLayout:
+    def _capture(self, path: str, values: Mapping[str, Tensor]) -> Callable[[], Tensor]:
         static = {name: tensor.clone() for name, tensor in values.items()}
         forward = self.adapter.encoder_cudagraph_forward
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -108,7 +93,14 @@ class EagerGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             output = forward(dict(static), path=path)
         sources = {name: value for name, value in values.items() if name not in self._metadata}
-        return CapturedLayout(graph, static, sources, output)
+
+        def replay() -> Tensor:
+            for name, source in sources.items():
+                static[name].copy_(source)  # nothing but this function keeps what the graph reads
+            graph.replay()
+            return output
+
+        return replay
 
 
 REDUCE_OVERHEAD: Mapping[str, Any] = {"dynamic": False, "mode": "reduce-overhead"}

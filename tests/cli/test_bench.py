@@ -10,6 +10,7 @@ from PIL import Image
 
 from fxsplit_encoder.cli import bench as bench_run
 from fxsplit_encoder.cli.bench import Measured, advice
+from fxsplit_encoder.cli.tower import Batch
 from fxsplit_encoder.cli.ways import WAYS, Ours, check_ways
 from fxsplit_encoder.errors import InputError
 
@@ -20,7 +21,7 @@ TITLES = {name: way.title for name, way in WAYS.items()}
 
 
 def measured(item: str, **ms: float) -> Measured:
-    return Measured({"item": item}, {name.replace("_", "-"): each for name, each in ms.items()})
+    return Measured(Batch({"item": item}, {}), {name.replace("_", "-"): each for name, each in ms.items()})
 
 
 @pytest.fixture
