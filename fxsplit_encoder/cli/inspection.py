@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
-from fxsplit_encoder._torch.dispatch import schema_of
 from fxsplit_encoder._torch.transformers import no_init_weights
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.inputs import segment_capacity
@@ -38,20 +35,6 @@ from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.runtime import Choosers
 
-_SHOWN_OPERATORS = 3
-
-
-class TracedPiece:
-    """A piece that runs as traced and keeps its graph; as a piece compiler, the class itself."""
-
-    def __init__(self, module: torch_fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.graph = module.graph
-        self._forward = module.forward
-
-    def __call__(self, *args: Any) -> Any:
-        """The piece's results."""
-        return self._forward(*args)
-
 
 def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig, document: Document) -> None:
     """Trace and split a tower, without compiling its pieces or capturing, and say what became of it.
@@ -70,7 +53,7 @@ def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig
             token_budgets=(),
             paths=_small_budgets(wrapped, limits),
             max_items_per_batch=0,
-            piece_compiler=TracedPiece,
+            piece_compiler="eager",
         ),
     )
     with progress_bars() as bar:
@@ -139,20 +122,21 @@ def _say_program(document: Document, path: str, program: Program, *, declared: b
     changed = ", ".join(f"{name} {places}" for name, places in program.pass_report.items())
     facts = {"steps": f"{len(program.steps)}: {parts}", "padding": padding, "passes": changed or "none"}
     document.facts(facts, within=("programs", path))
-    rows: list[dict[str, Any]] = []
+    rows = []
     for number in range(program.num_distinct):
-        positions = [n for n, step in enumerate(program.pieces) if step.distinct == number]
-        steps = [program.pieces[n] for n in positions]
-        row = {"distinct": f"piece {number}", "times": len(steps), **_nodes(steps[0])}
-        rows.append({**row, "positions": _ranges(positions), "padding": _padding(program, steps)})
+        steps = [step for step in program.pieces if step.distinct == number]
+        rows.append(_row(program, f"piece {number}", steps))
     for name in dict.fromkeys(operator_name(step.call) for step in program.splits):
         steps = [step for step in program.splits if operator_name(step.call) == name]
-        row = {"distinct": "splitting op", "times": len(steps), "operators": name}
-        rows.append({**row, "padding": _padding(program, steps)})
+        rows.append(_row(program, f"splitting op {name}", steps))
     document.say()
-    headers = {"operators": "most frequent operators but views"}
-    document.table("steps_by_kind", rows, headers, within=("programs", path))
+    document.table("steps_by_kind", rows, within=("programs", path))
     document.say()
+
+
+def _row(program: Program, distinct: str, steps: Sequence[Step]) -> dict[str, Any]:
+    padding = _padding(program, steps)
+    return {"distinct": distinct, "times": len(steps), "nodes": len(steps[0].nodes), "padding": padding}
 
 
 def _verdict(padding: PaddingReport, declared: bool) -> str:
@@ -173,37 +157,6 @@ def _padding(program: Program, steps: Sequence[Step]) -> str:
     if not nodes.isdisjoint(program.padding.mixed):
         return "reads rows that are not proved"
     return "proved" if program.padding.proved or program.padding.mixed else "not analyzed"
-
-
-def _nodes(step: Step) -> dict[str, Any]:
-    """How many nodes a piece has, and which operators that are no views are the most frequent."""
-    assert isinstance(step.call, TracedPiece)
-    graph = step.call.graph
-    targets = [node.target for node in graph.nodes if node.op == "call_function"]
-    operators = Counter(_short_name(target) for target in targets if not _is_view(target))
-    shown = [f"{count} {name}" for name, count in operators.most_common(_SHOWN_OPERATORS)]
-    more = ["..."] if len(operators) > len(shown) else []
-    return {"nodes": len(targets), "operators": ", ".join([*shown, *more])}
-
-
-def _short_name(target: Any) -> str:
-    return operator_name(target).removeprefix("aten::").split(".")[0]
-
-
-def _is_view(target: Any) -> bool:
-    schema = schema_of(target)
-    return target is operator.getitem or (schema is not None and any(r.alias_info for r in schema.returns))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Increasing numbers, runs of them shortened: 1-7, 9."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _say_budgets(document: Document, limits: Limits) -> None:

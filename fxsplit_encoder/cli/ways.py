@@ -91,7 +91,7 @@ class EagerGraphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = forward(dict(static), path=path)
+            output: Tensor = forward(dict(static), path=path)
         sources = {name: value for name, value in values.items() if name not in self._metadata}
 
         def replay() -> Tensor:
