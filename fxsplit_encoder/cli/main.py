@@ -19,7 +19,6 @@ from fxsplit_encoder import __version__
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.files import check_output, read_config
 from fxsplit_encoder.errors import FxSplitError, InputError, MissingExtraError
-from fxsplit_encoder.messages import nearest
 
 PROGRAM = "encoder-cg"
 _EXTRA_PACKAGES = {"PIL", "huggingface_hub", "jinja2", "matplotlib", "rich", "safetensors", "transformers"}
@@ -28,19 +27,12 @@ _EXTRA_PACKAGES = {"PIL", "huggingface_hub", "jinja2", "matplotlib", "rich", "sa
 class OneLineErrors(TyperGroup):
     """A group of commands that says in a line what is wrong; typer draws a box, Python a traceback."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, args: Sequence[str] | None = None, *_: Any, **options: Any) -> Any:
         """Runs a command line and exits: 0 for success, 1 where outputs differ, 2 for a mistake."""
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
+        options.update(prog_name=PROGRAM, standalone_mode=False)
         try:
-            code = super().main(arguments, PROGRAM, complete_var, False, windows_expand_args, **extra)
+            code = super().main(arguments, **options)
         except typer.Abort:
             code = 1
         except Exception as error:
@@ -51,14 +43,6 @@ class OneLineErrors(TyperGroup):
                 typer.echo(f"{PROGRAM}: error: {line}", err=True)
             code = 2
         sys.exit(code if isinstance(code, int) else 0)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of a name; raises InputError where there is none."""
-        name, commands = args[0], list(self.commands)
-        if name not in self.commands and not name.startswith("-"):
-            asked = nearest(name, commands)
-            raise InputError(f"{name}: no such command; {asked}expected one of {', '.join(commands)}")
-        return super().resolve_command(ctx, args)
 
 
 def _lines_of(error: Exception) -> list[str]:

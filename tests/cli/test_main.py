@@ -206,7 +206,7 @@ ERRORS = {
     "blocks": (["demo", "--blocks", "28"], "blocks: expected 1 to 27; got 28"),
     "dtype": (["demo", "--dtype", "int8"], "'--dtype': 'int8' is not one of 'auto', 'float32'"),
     "option": (["demo", "--imags", "x"], "No such option: --imags"),
-    "command": (["dmo"], "dmo: no such command; did you mean demo? expected one of demo, encode"),
+    "command": (["dmo"], "No such command 'dmo'. Did you mean 'demo'?"),
     "missing option": (["encode", "x.png"], "Missing option '--model'"),
     "directory": (["demo", "-o", "."], "--output .: a directory; expected the file to write"),
     "encode to a directory": (["encode", "x.png", "--model", ".", "-o", "."], "--output .: a directory"),
