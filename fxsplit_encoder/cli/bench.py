@@ -12,7 +12,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
-from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
+from fxsplit_encoder.cli.console import describe_device, progress_bars, say_tower
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.tower import Batch, ChosenTower
 from fxsplit_encoder.cli.ways import WAYS, Ours, Way
@@ -142,12 +142,7 @@ def run_bench(
         InputError: a file is not usable.
     """
     inputs = chosen.inputs(images)
-    document.facts(
-        {
-            "tower": f"{chosen.title}, {describe_tower(chosen.module)}",
-            "device": describe_device(chosen.device),
-        }
-    )
+    say_tower(document, chosen)
     is_cuda = chosen.device.type == "cuda"
     rows = [Measured(batch) for batch in _batches(chosen, inputs, document)]
     runnable = {name: WAYS[name] for name in ways if is_cuda or not WAYS[name].needs_cuda}

@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fxsplit_encoder.cli.document import Document
+from fxsplit_encoder.cli.tower import ChosenTower
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.manager import EncoderCudaGraphManager
@@ -40,6 +42,12 @@ def capture(manager: EncoderCudaGraphManager) -> None:
     with progress_bars() as bar:
         manager.compile(progress=bar("compiling"))
         manager.capture(progress=bar("capturing"))
+
+
+def say_tower(document: Document, chosen: ChosenTower) -> None:
+    """Whose tower runs, its size, and where."""
+    tower = f"{chosen.title}, {describe_tower(chosen.module)}"
+    document.facts({"tower": tower, "device": describe_device(chosen.device)})
 
 
 def describe_device(device: torch.device) -> str:

@@ -13,14 +13,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
-from fxsplit_encoder.cli.console import (
-    capture,
-    describe_device,
-    describe_replay,
-    describe_split,
-    describe_tower,
-    progress_bars,
-)
+from fxsplit_encoder.cli.console import capture, describe_replay, describe_split, progress_bars, say_tower
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.files import shipped
 from fxsplit_encoder.cli.tower import Batch, ChosenTower
@@ -91,13 +84,8 @@ def run_demo(
     if config is None and family.unit == "patches":
         config = fx.EncoderConfig.from_yaml(shipped("configs/demo.yaml"))
     config = config or _tile_budgets(wrapped, chosen.device)
-    document.facts(
-        {
-            "tower": f"{chosen.title}, {describe_tower(tower)}",
-            "device": describe_device(chosen.device),
-            "replays": describe_replay(chosen.device, config),
-        }
-    )
+    say_tower(document, chosen)
+    document.facts({"replays": describe_replay(chosen.device, config)})
     exact = None if chosen.dtype == torch.float32 else family.eager_tower(copy.deepcopy(tower).float())
     eager = family.eager_tower(tower)
     manager = fx.EncoderCudaGraphManager(wrapped, config)

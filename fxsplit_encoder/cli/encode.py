@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.console import capture, describe_device, describe_replay, describe_tower
+from fxsplit_encoder.cli.console import capture, describe_replay, say_tower
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.tower import ChosenTower
 from fxsplit_encoder.models.prepare import EncoderInputs
@@ -35,7 +35,7 @@ def run_encode(
     if config is None:
         # Captures pay off over many calls on a GPU. On a CPU they only cost.
         config = fx.EncoderConfig() if device.type == "cuda" else fx.EncoderConfig(mode="none")
-    document.facts({"tower": describe_tower(chosen.module), "device": describe_device(device)})
+    say_tower(document, chosen)
     document.facts({"replays": describe_replay(device, config)})
     manager = fx.EncoderCudaGraphManager(chosen.family.wrap(chosen.module), config)
     capture(manager)

@@ -177,6 +177,9 @@ BAD_LINES = {
     '{"items": [{"input_size": 4, "output_tokens": "1"}]}': (
         "request.items.0.output_tokens: Input should be a valid integer; got '1'"
     ),
+    '{"items": [{"input_size": 4, "output_tokens": 1, "segment": 2}]}': (
+        "request.items.0.segment: Extra inputs are not permitted"
+    ),
     '{"items": [{"input_size": -1, "output_tokens": 1}]}': "should be greater than or equal to 0",
     '{"items": [{"input_size": 4, "output_tokens": 1, "path_output_tokens": {"a": 1.5}}]}': (
         "request.items.0.path_output_tokens.a: Input should be a valid integer"
