@@ -198,7 +198,7 @@ def tune_trace(
     smallest = max(items, *(_smallest_item(requests, path) for path in paths))
     loads = np.array([max(load, smallest) for load in batch_loads(requests, items)])
     loads = _kept(np.unique(loads), [costs[path] for path in paths], limits, "any path")
-    default: dict[str, Ladder] = {}
+    default: dict[str, Ladder] = {}  # for the largest cut, which comes first
     found: list[tuple[float, tuple[Ladder, ...]]] = []
     for cut in _cuts(loads, len(paths), limits):
         demands = trace_demands(requests, maximum=cut, max_items_per_batch=items)
