@@ -7,20 +7,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
-from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
-from fxsplit_encoder.cli.demo import example_images
-from fxsplit_encoder.cli.document import Column, Document, columns
-from fxsplit_encoder.cli.tower import ChosenTower
-from fxsplit_encoder.cli.ways import WAYS, Inputs, Ours, Way
+from fxsplit_encoder.cli.console import describe_device, progress_bars, say_tower
+from fxsplit_encoder.cli.document import Document
+from fxsplit_encoder.cli.tower import Batch, ChosenTower
+from fxsplit_encoder.cli.ways import WAYS, Ours, Way
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.eager import as_tensors, rms_error
-from fxsplit_encoder.models.prepare import EncoderInputs, find_files, load_inputs
+from fxsplit_encoder.models.eager import rms_error
+from fxsplit_encoder.models.prepare import EncoderInputs
 
 OURS = "ours"
 
@@ -32,17 +30,9 @@ _WORTH = 1.05
 class Measured:
     """One batch by every way."""
 
-    item: str
-    """The image, or how many of them."""
-    size: str
-    """In pixels; of several images empty."""
-    patches: str
-    """Patches or tiles, as the family counts."""
-    tokens: int
+    batch: Batch
     ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds by the way's name; one that failed or cannot run is not in it."""
-    padding: float = 0.0
-    """The share of padding in what ours replays."""
 
     @property
     def best_other(self) -> tuple[str, float] | None:
@@ -54,7 +44,7 @@ class Measured:
     def gain(self) -> float | None:
         """How many times as fast ours is as the best of the others; None: not both were measured."""
         best = self.best_other
-        return best[1] / self.ms[OURS] if best and OURS in self.ms else None
+        return self.times_of(best[0]) if best else None
 
     def times_of(self, way: str) -> float | None:
         """How many times as fast ours is as one way; None: not both were measured."""
@@ -76,7 +66,7 @@ def advice(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
         found += f", {_range(eager)} times as fast as eager"
     if not others:
         return f"{found}."
-    named = ", ".join(row.item for row in others)
+    named = ", ".join(row.batch.row["item"] for row in others)
     return f"{found}; nothing to gain on {named}, where {_bests(others, titles)} is as fast."
 
 
@@ -109,7 +99,9 @@ def save_png(path: Path, rows: Sequence[Measured], titles: Mapping[str, str], ti
         )
         labels = [f" {row.ms[name]:.2f}" if name in row.ms else "" for row in rows]
         axes.bar_label(bars, labels=labels, fontsize=8)
-    axes.set_yticks(range(len(rows)), [f"{row.item}\n{row.size}".strip() for row in rows])
+    axes.set_yticks(
+        range(len(rows)), [f"{row.batch.row['item']}\n{row.batch.row['size'] or ''}".strip() for row in rows]
+    )
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("milliseconds, less is better")
@@ -149,38 +141,30 @@ def run_bench(
     Raises:
         InputError: a file is not usable.
     """
-    files = find_files(images or example_images(chosen.preparation))
-    inputs = load_inputs(files, chosen.preparation)
-    parameter = next(chosen.module.parameters())
-    inputs = inputs.to(parameter.device, parameter.dtype)
-    document.facts(
-        {
-            "tower": f"{chosen.title}, {describe_tower(chosen.module)}",
-            "device": describe_device(parameter.device),
-        }
-    )
-    batches = _batches(chosen, inputs, document)
-    runnable = {name: WAYS[name] for name in ways if _can_run(name, parameter.device, document)}
-    seconds = _measure_all(chosen, config or fx.EncoderConfig(), runnable, batches, document)
+    inputs = chosen.inputs(images)
+    say_tower(document, chosen)
+    is_cuda = chosen.device.type == "cuda"
+    rows = [Measured(batch) for batch in _batches(chosen, inputs, document)]
+    runnable = {name: WAYS[name] for name in ways if is_cuda or not WAYS[name].needs_cuda}
+    document.notes([f"{WAYS[name].title} needs a GPU" for name in ways if name not in runnable])
+    seconds = _measure_all(chosen, config or fx.EncoderConfig(), runnable, rows, document)
     titles = {name: runnable[name].title for name in sorted(runnable, key=lambda name: name == OURS)}
-    rows = [row for row, _ in batches]
     starts = ", ".join(f"{titles[name]} {seconds[name]:.1f} s" for name in titles if name in seconds)
     document.facts({"start": f"{starts} (compiling, capturing, first runs)"})
     document.say()
-    _say_rows(document, rows, titles, chosen.family.unit)
+    is_compared = is_cuda and OURS in titles and len(titles) > 1
+    _say_rows(document, rows, titles, is_compared=is_compared)
     for path in plots:
-        save_png(path, rows, titles, f"{chosen.title}: {describe_device(parameter.device)}")
-    is_cuda = parameter.device.type == "cuda"
+        save_png(path, rows, titles, f"{chosen.title}: {describe_device(chosen.device)}")
     said = advice(rows, titles) if is_cuda else "No advice: without a GPU these times say nothing about one."
     document.put("advice", said, f"\n{said}")
     for path in plots:
         document.put("plot", str(path), f"wrote {path}")
 
 
-def _batches(chosen: ChosenTower, inputs: EncoderInputs, document: Document) -> list[tuple[Measured, Inputs]]:
+def _batches(chosen: ChosenTower, inputs: EncoderInputs, document: Document) -> list[Batch]:
     """Every size alone, at most `_MOST_ALONE` from the smallest to the largest, and everything together."""
-    adapter: Any = chosen.family.eager_tower(chosen.module).adapter
-    tokens = [spec.output_tokens for spec in adapter.get_encoder_cudagraph_item_specs(inputs.mm_kwargs)]
+    tokens = chosen.tokens(inputs)
     sizes: dict[tuple[str, int], int] = {}
     for index, item in enumerate(inputs.items):
         sizes.setdefault((str(item.layout), item.frames), index)
@@ -189,29 +173,15 @@ def _batches(chosen: ChosenTower, inputs: EncoderInputs, document: Document) -> 
         step = (len(alone) - 1) / (_MOST_ALONE - 1)
         document.notes([f"of {len(alone)} sizes {_MOST_ALONE} are measured alone, from smallest to largest"])
         alone = [alone[round(step * n)] for n in range(_MOST_ALONE)]
-    batches = []
-    for index in alone:
-        item = inputs.items[index]
-        one = as_tensors(adapter.select_encoder_cudagraph_items(inputs.mm_kwargs, [index]))
-        batches.append((Measured(item.key, item.pixels, item.size, tokens[index]), one))
-    if len(inputs.items) > 1:
-        together = Measured(f"all {len(inputs.items)}", "", "", sum(tokens))
-        batches.append((together, inputs.mm_kwargs))
-    return batches
-
-
-def _can_run(name: str, device: torch.device, document: Document) -> bool:
-    if WAYS[name].needs_cuda and device.type != "cuda":
-        document.notes([f"{WAYS[name].title} needs a GPU"])
-        return False
-    return True
+    batches = chosen.batches(inputs, alone)
+    return batches if len(inputs.items) > 1 else batches[:1]
 
 
 def _measure_all(
     chosen: ChosenTower,
     config: fx.EncoderConfig,
     ways: Mapping[str, type[Way]],
-    batches: Sequence[tuple[Measured, Inputs]],
+    rows: Sequence[Measured],
     document: Document,
 ) -> dict[str, float]:
     """Times every way, and returns the seconds that each took before it could be timed."""
@@ -221,39 +191,36 @@ def _measure_all(
         for number, (name, way) in enumerate(ways.items()):
             update(number, len(ways))
             try:
-                seconds[name] = _measure_way(chosen, config, name, way, batches)
+                seconds[name] = _measure_way(chosen, config, name, way, rows)
             except (InputError, MemoryError):
                 raise
             except Exception as error:  # of a compiler, say: the others are measured all the same
                 reason = next(iter(str(error).splitlines()), "")
                 document.notes([f"{way.title} failed: {type(error).__name__}: {reason}"])
-            _free(chosen)
+            gc.collect()
+            torch.cuda.empty_cache()
         update(len(ways), len(ways))
     return seconds
 
 
 def _measure_way(
-    chosen: ChosenTower,
-    config: fx.EncoderConfig,
-    name: str,
-    way: type[Way],
-    batches: Sequence[tuple[Measured, Inputs]],
+    chosen: ChosenTower, config: fx.EncoderConfig, name: str, way: type[Way], rows: Sequence[Measured]
 ) -> float:
-    device = next(chosen.module.parameters()).device
     start = time.perf_counter()
     running = way(chosen, config)
     seconds = time.perf_counter() - start
     eager = chosen.family.eager_tower(chosen.module)
     try:
-        for row, mm_kwargs in batches:
+        for row in rows:
+            mm_kwargs = row.batch.mm_kwargs
             start = time.perf_counter()
-            results = running(mm_kwargs)
+            run = running.prepared(mm_kwargs)
+            results = run()
             seconds += time.perf_counter() - start
             _check(results, eager(mm_kwargs))
-            row.ms[name] = measure_ms(lambda batch=mm_kwargs: running(batch), device, _REPEATS)  # type: ignore[misc]
+            row.ms[name] = measure_ms(run, chosen.device, _REPEATS)
             if isinstance(running, Ours):
-                row.padding = running.manager.plan(mm_kwargs).padding_fraction
-            running.forget()
+                row.batch.row["padding_fraction"] = running.manager.plan(mm_kwargs).padding_fraction
     finally:
         running.close()
     return seconds
@@ -267,34 +234,17 @@ def _check(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
         raise RuntimeError(f"it is wrong: differs from eager by {error:.2g} of its root mean square")
 
 
-def _free(chosen: ChosenTower) -> None:
-    gc.collect()
-    if next(chosen.module.parameters()).device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _say_rows(document: Document, rows: Sequence[Measured], titles: Mapping[str, str], unit: str) -> None:
-    ways = list(titles)
-    is_compared = OURS in ways and len(ways) > 1 and torch.cuda.is_available()
+def _say_rows(
+    document: Document, rows: Sequence[Measured], titles: Mapping[str, str], *, is_compared: bool
+) -> None:
     what = "; gain: how many times as fast ours is as the best other" if is_compared else ""
     document.say(f"Milliseconds, medians{what}")
-    headers = [
-        *columns(item="item", size="size px", **{unit: unit}, tokens="tokens"),
-        *(Column(f"{name}_ms".replace("-", "_"), titles[name], _number) for name in ways),
-        *([Column("gain", "gain", _number)] if is_compared else []),
-        *([Column("padding_fraction", "padding", "{:.0%}".format)] if OURS in ways else []),
-    ]
-    table = [
-        [
-            *(row.item, row.size or None, row.patches or None, row.tokens),
-            *(row.ms.get(name) for name in ways),
-            *([row.gain] if is_compared else []),
-            *([row.padding] if OURS in ways else []),
-        ]
-        for row in rows
-    ]
-    document.table("rows", headers, table)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    names = {way: f"{way}_ms".replace("-", "_") for way in titles}
+    table = []
+    for each in rows:
+        times = {name: each.ms.get(way) for way, name in names.items()}
+        table.append({**each.batch.row, **times, **({"gain": each.gain} if is_compared else {})})
+    headers = {"size": "size px", "padding_fraction": "padding"}
+    headers |= {name: titles[way] for way, name in names.items()}
+    formats = dict.fromkeys([*names.values(), "gain"], "{:.2f}".format)
+    document.table("rows", table, headers, {**formats, "padding_fraction": "{:.0%}".format})

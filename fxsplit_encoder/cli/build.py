@@ -5,18 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import torch
-
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
+from fxsplit_encoder.cli.console import capture, say_tower
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.tower import ChosenTower
 from fxsplit_encoder.kernels.compile_jobs import keep_flash_attention
 
 
-def run_build(
-    chosen: ChosenTower, config: fx.EncoderConfig, device: torch.device, output: Path, document: Document
-) -> None:
+def run_build(chosen: ChosenTower, config: fx.EncoderConfig, output: Path, document: Document) -> None:
     """Compile and capture a tower as `config` says, and save what was found.
 
     Raises:
@@ -25,14 +21,12 @@ def run_build(
     if not config.enabled:
         raise fx.InputError("--config: enabled: false captures nothing, so there is nothing to save")
     keep_flash_attention()
-    document.facts({"tower": describe_tower(chosen.module), "device": describe_device(device)})
+    say_tower(document, chosen)
     # What an older file knows is not what this one is to know.
     config = config.replace(start_file=None)
     manager = fx.EncoderCudaGraphManager(chosen.family.wrap(chosen.module), config)
     begin = time.perf_counter()
-    with progress_bars() as bar:
-        manager.compile(progress=bar("compiling"))
-        manager.capture(progress=bar("capturing"))
+    capture(manager)
     seconds = time.perf_counter() - begin
     document.notes(manager.reports)
     if not manager.can_replay():
@@ -43,6 +37,6 @@ def run_build(
     document.content["seconds"] = round(seconds, 1)
     for name, budgets in captured.items():
         document.say(f"{'path':<8} {name}: budgets {', '.join(map(str, budgets)) or 'none'}")
-    if device.type != "cuda":
+    if chosen.device.type != "cuda":
         document.notes(["no GPU: nothing was measured, and on GPUs this file is refused"])
     document.put("file", str(output), f"\nwrote {output}, {num_bytes / 2**20:.1f} MiB, in {seconds:.1f} s")

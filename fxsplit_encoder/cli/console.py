@@ -11,9 +11,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fxsplit_encoder.cli.document import Document
+from fxsplit_encoder.cli.tower import ChosenTower
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.models.load import device_of
+from fxsplit_encoder.manager import EncoderCudaGraphManager
 
 Update = Callable[[int, int], None]
 """Takes what is done, and how much there is in total."""
@@ -35,14 +37,17 @@ def progress_bars() -> Iterator[Callable[[str], Update]]:
                 progress.remove_task(task.id)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that an option means, see `device_of`. A GPU that is named by its number becomes the current
-    one.
-    """
-    device = device_of(name, "--device")
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # of streams and events that are made without saying where
-    return device
+def capture(manager: EncoderCudaGraphManager) -> None:
+    """Compiles and captures behind two bars."""
+    with progress_bars() as bar:
+        manager.compile(progress=bar("compiling"))
+        manager.capture(progress=bar("capturing"))
+
+
+def say_tower(document: Document, chosen: ChosenTower) -> None:
+    """Whose tower runs, its size, and where."""
+    tower = f"{chosen.title}, {describe_tower(chosen.module)}"
+    document.facts({"tower": tower, "device": describe_device(chosen.device)})
 
 
 def describe_device(device: torch.device) -> str:

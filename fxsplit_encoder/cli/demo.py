@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,32 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
-from fxsplit_encoder.cli.console import (
-    Update,
-    describe_device,
-    describe_replay,
-    describe_split,
-    describe_tower,
-    progress_bars,
-)
-from fxsplit_encoder.cli.document import Column, Document, columns
+from fxsplit_encoder.cli.console import capture, describe_replay, describe_split, progress_bars, say_tower
+from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.files import shipped
-from fxsplit_encoder.cli.tower import ChosenTower
-from fxsplit_encoder.models.eager import EagerTower, as_tensors, max_error, rms_error, share_weights
-from fxsplit_encoder.models.family import Family
-from fxsplit_encoder.models.prepare import EncoderInputs, Preparation, find_files, load_inputs
+from fxsplit_encoder.cli.tower import Batch, ChosenTower
+from fxsplit_encoder.models.eager import EagerTower, max_error, rms_error, share_weights
 from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.towers.tiles import DenseTower
+
+CPU_BLOCKS = 2
+"""The depth of a tower with random weights on a CPU."""
 
 FLOAT32_TOLERANCE = 1e-4
 """The largest difference of a value from eager's, in float32."""
 
 ERROR_RATIO_TOLERANCE = 1.1
 """In shorter dtypes: the largest error against float32, as a multiple of eager's own."""
+
+# Tiles of the budgets, where no configuration is given; on a CPU every tile takes seconds.
+_TILES = {"cpu": (1, 2, 5), "cuda": (1, 2, 4, 8, 16)}
+_WHOLE_VIEWS = {"cpu": (1, 2), "cuda": (1, 2, 4, 8)}
 
 
 @dataclass(frozen=True)
@@ -65,47 +61,6 @@ class Comparison:
         return f"has {self.error_ratio:.2f} times eager's error; allowed: {ERROR_RATIO_TOLERANCE} times"
 
 
-class Comparer:
-    """Encodes batches both ways."""
-
-    def __init__(
-        self, manager: fx.EncoderCudaGraphManager, eager: EagerTower, reference: EagerTower | None
-    ) -> None:
-        self.manager = manager
-        self.eager = eager
-        self.reference = reference
-        self.device: torch.device = manager.device
-
-    def compare(self, mm_kwargs: dict[str, Any]) -> Comparison:
-        """Encode a batch both ways, and take times on a GPU."""
-        expected, ours = self.eager(mm_kwargs), self.manager.execute(mm_kwargs)
-        times = None
-        if self.device.type == "cuda":
-            times = (
-                measure_ms(lambda: self.eager(mm_kwargs), self.device),
-                measure_ms(lambda: self.manager.execute(mm_kwargs), self.device),
-            )
-        return Comparison(
-            self.manager.plan(mm_kwargs),
-            times,
-            max_error(ours, expected),
-            None if self.reference is None else error_ratio(ours, expected, self.reference(mm_kwargs)),
-        )
-
-
-def error_ratio(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Our root mean square error as a multiple of eager's own."""
-    return rms_error(ours, exact) / rms_error(eager, exact)
-
-
-CPU_BLOCKS = 2
-"""The depth of a tower with random weights on a CPU."""
-
-# Tiles of the budgets, where no configuration is given; on a CPU every tile takes seconds.
-_TILES = {"cpu": (1, 2, 5), "cuda": (1, 2, 4, 8, 16)}
-_WHOLE_VIEWS = {"cpu": (1, 2), "cuda": (1, 2, 4, 8)}
-
-
 def run_demo(
     chosen: ChosenTower, images: Sequence[Path], config: fx.EncoderConfig | None, document: Document
 ) -> bool:
@@ -123,43 +78,55 @@ def run_demo(
     Raises:
         InputError: a file is not usable.
     """
-    inputs = load_inputs(find_files(images or example_images(chosen.preparation)), chosen.preparation)
+    inputs = chosen.inputs(images)
     tower, family = chosen.module, chosen.family
-    parameter = next(tower.parameters())
-    device = parameter.device
-    inputs = inputs.to(device, parameter.dtype)
     wrapped = family.wrap(share_weights(tower))
     if config is None and family.unit == "patches":
         config = fx.EncoderConfig.from_yaml(shipped("configs/demo.yaml"))
-    config = config or _tile_budgets(wrapped, device)
-    document.facts(
-        {
-            "tower": f"{chosen.title}, {describe_tower(tower)}",
-            "device": describe_device(device),
-            "replays": describe_replay(device, config),
-        }
-    )
-    comparer = _comparer(family, tower, wrapped, config)
-    manager = comparer.manager
+    config = config or _tile_budgets(wrapped, chosen.device)
+    say_tower(document, chosen)
+    document.facts({"replays": describe_replay(chosen.device, config)})
+    exact = None if chosen.dtype == torch.float32 else family.eager_tower(copy.deepcopy(tower).float())
+    eager = family.eager_tower(tower)
+    manager = fx.EncoderCudaGraphManager(wrapped, config)
+    capture(manager)
+    batches = chosen.batches(inputs, range(len(inputs.items)))
+    comparisons = []
     with progress_bars() as bar:
-        manager.compile(progress=bar("compiling"))
-        manager.capture(progress=bar("capturing"))
-        comparisons = _compare_all(comparer, inputs, bar("encoding"))
+        update = bar("encoding")
+        for number, batch in enumerate(batches, start=1):
+            comparisons.append(_compare(manager, eager, exact, batch.mm_kwargs))
+            update(number, len(batches))
     for path, program in manager.programs.items():
         document.facts({"split": describe_split(path, program)}, within=("programs", path))
     document.notes(manager.reports)
-    plan = manager.plan(inputs.mm_kwargs)
+    plan = comparisons[-1].plan
     document.put("plan", plan.as_dict(), f"\nThe plan for the whole batch\n{plan}\n")
-    _say_comparisons(document, manager, inputs, family.unit, comparisons)
+    _say_comparisons(document, manager, batches, comparisons)
     stats = manager.stats()
     document.put("stats", stats.as_dict(), f"\nWhat the manager served, all runs together\n{stats}\n")
-    return _verdict(inputs, comparisons, document)
+    return _verdict(batches, comparisons, document)
 
 
-def example_images(preparation: Preparation) -> list[Path]:
-    """The photographs that come with the package, and the clip, if a model takes any."""
-    kinds = ("images", "videos") if preparation.takes_clips else ("images",)
-    return [shipped(f"examples/{kind}") for kind in kinds]
+def _compare(
+    manager: fx.EncoderCudaGraphManager,
+    eager: EagerTower,
+    exact: EagerTower | None,
+    mm_kwargs: dict[str, Any],
+) -> Comparison:
+    """Encodes a batch both ways, and in float32 where `exact` is given; takes times on a GPU."""
+    expected, ours = eager(mm_kwargs), manager.execute(mm_kwargs)
+    times, device = None, manager.device
+    if device.type == "cuda":
+        times = (
+            measure_ms(lambda: eager(mm_kwargs), device),
+            measure_ms(lambda: manager.execute(mm_kwargs), device),
+        )
+    ratio = None
+    if exact is not None:
+        right = exact(mm_kwargs)
+        ratio = rms_error(ours, right) / rms_error(expected, right)
+    return Comparison(manager.plan(mm_kwargs), times, max_error(ours, expected), ratio)
 
 
 def _tile_budgets(wrapped: Any, device: torch.device) -> fx.EncoderConfig:
@@ -177,90 +144,45 @@ def _tile_budgets(wrapped: Any, device: torch.device) -> fx.EncoderConfig:
     )
 
 
-def _comparer(family: Family, tower: Any, wrapped: Any, config: fx.EncoderConfig) -> Comparer:
-    is_short = next(tower.parameters()).dtype != torch.float32
-    exact = family.eager_tower(copy.deepcopy(tower).float()) if is_short else None
-    eager = family.eager_tower(tower)
-    return Comparer(fx.EncoderCudaGraphManager(wrapped, config), eager, exact)
-
-
-def _compare_all(comparer: Comparer, inputs: EncoderInputs, update: Update) -> list[Comparison]:
-    """Every item alone, then the whole batch."""
-    select = comparer.eager.adapter.select_encoder_cudagraph_items
-    singles = [as_tensors(select(inputs.mm_kwargs, [index])) for index in range(len(inputs.items))]
-    comparisons: list[Comparison] = []
-    batches = [*singles, inputs.mm_kwargs]
-    for batch in batches:
-        update(len(comparisons), len(batches))
-        comparisons.append(comparer.compare(batch))
-    update(len(batches), len(batches))
-    return comparisons
-
-
 def _say_comparisons(
     document: Document,
     manager: fx.EncoderCudaGraphManager,
-    inputs: EncoderInputs,
-    unit: str,
+    batches: Sequence[Batch],
     comparisons: Sequence[Comparison],
 ) -> None:
-    tokens = [s.output_tokens for s in manager.tower.get_encoder_cudagraph_item_specs(inputs.mm_kwargs)]
-    rows: list[list[object]] = [
-        [_stem(item.key), item.pixels, item.size, count, *_served(manager, comparison)]
-        for item, count, comparison in zip(inputs.items, tokens, comparisons, strict=False)
-    ]
+    rows = []
+    for batch, comparison in zip(batches, comparisons, strict=True):
+        row = {**batch.row, **_served(manager, comparison.plan)}
+        if comparison.times is not None:
+            eager, ours = comparison.times
+            row.update(eager_ms=eager, ours_ms=ours, ratio=eager / ours)
+        rows.append({**row, "difference": comparison.difference})
     plan = comparisons[-1].plan
-    rows.append([f"all {plan.num_items}", None, None, sum(tokens), *(None, None)])
-    rows[-1].append(f"{plan.hits} of {plan.num_items}")
-    is_timed = comparisons[-1].times is not None
-    what = "milliseconds, and the largest" if is_timed else "and the largest"
+    rows[-1].update(budget=None, mode=None, served=f"{plan.hits} of {plan.num_items}")
+    what = "and the largest" if comparisons[-1].times is None else "milliseconds, and the largest"
     document.say(f"Each item alone, then all in one batch; {what} difference from eager")
-    headers = [
-        *columns(item="item", size="size px", **{unit: unit}, tokens="tokens"),
-        *columns(budget="budget", mode="mode", served="served"),
-        *(_TIMES if is_timed else ()),
-        Column("difference", "|diff|", "{:.0e}".format),
-    ]
-    document.table("items", headers, [[*r, *_measured(c)] for r, c in zip(rows, comparisons, strict=True)])
+    headers = {"size": "size px", "eager_ms": "eager", "ours_ms": "ours", "difference": "|diff|"}
+    formats = {"eager_ms": _milliseconds, "ours_ms": _milliseconds, "ratio": "{:.2f}".format}
+    document.table("items", rows, headers, {**formats, "difference": "{:.0e}".format})
 
 
-def _stem(key: str) -> str:
-    """A key without the file's extension: `clip.webp[1]` is `clip[1]`, and `photo.png#2` `photo#2`."""
-    return re.sub(r"\.\w+(?=$|#\d|\[\d)", "", key)
-
-
-def _served(manager: fx.EncoderCudaGraphManager, comparison: Comparison) -> list[object]:
+def _served(manager: fx.EncoderCudaGraphManager, plan: Plan) -> dict[str, str]:
     """Budget, mode, and hit or the reason of a miss, of an item encoded alone."""
-    batches = comparison.plan.batches
-    paths = [(name, path) for batch in batches for name, path in batch.paths.items() if path.tokens]
+    paths = [(name, path) for batch in plan.batches for name, path in batch.paths.items() if path.tokens]
     replayed = [(name, path.budget) for name, path in paths if path.budget is not None]
     modes = [manager.budget_graphs[name][budget].mode for name, budget in replayed]
     budgets = [str(budget) for _, budget in replayed]
     reason = next((path.reason for _, path in paths if path.reason), None)
-    return ["+".join(budgets) or "-", "+".join(modes) or "-", str(reason or "hit")]
+    served = str(reason or "hit")
+    return {"budget": "+".join(budgets) or "-", "mode": "+".join(modes) or "-", "served": served}
 
 
 def _milliseconds(value: float) -> str:
     return f"{value:.{0 if value >= 1000 else 2}f}"
 
 
-_TIMES = (
-    Column("eager_ms", "eager", _milliseconds),
-    Column("ours_ms", "ours", _milliseconds),
-    Column("ratio", "ratio", "{:.2f}".format),
-)
-
-
-def _measured(comparison: Comparison) -> list[float]:
-    """On a GPU eager's time and ours and their ratio; and the largest difference."""
-    if comparison.times is None:
-        return [comparison.difference]
-    eager, ours = comparison.times
-    return [eager, ours, eager / ours, comparison.difference]
-
-
-def _verdict(inputs: EncoderInputs, comparisons: Sequence[Comparison], document: Document) -> bool:
-    names = [*(item.key for item in inputs.items), "the whole batch"]
+def _verdict(batches: Sequence[Batch], comparisons: Sequence[Comparison], document: Document) -> bool:
+    names = [*(batch.row["item"] for batch in batches[:-1]), "the whole batch"]
     problems = [f"{n} {c.problem}" for n, c in zip(names, comparisons, strict=True) if c.problem]
     for problem in problems:
         print(f"encoder-cg: FAILED: {problem}", file=sys.stderr)

@@ -6,47 +6,49 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType, TracebackType
+from typing import Any
 
 from tabulate import tabulate
 
+from fxsplit_encoder.cli.files import check_output
+
 # Numbers, sizes such as 16x448x256, sums such as 64+128, and what is left out.
-_NUMERIC = re.compile(r"-?|[\d.x+]+(e-?\d+)?")
-
-
-def shown(value: object) -> str:
-    """A cell for people: nothing for what is not there."""
-    return "" if value is None else str(value)
-
-
-class Column(NamedTuple):
-    """A column of a table."""
-
-    key: str
-    """Its name in JSON."""
-    header: str
-    show: Callable[[Any], str] = shown
-    """A value for people."""
-
-
-def columns(**headers: str) -> list[Column]:
-    """Columns by their keys, whose cells are shown as they are."""
-    return [Column(key, header) for key, header in headers.items()]
+_NUMERIC = re.compile(r"-?|[\d.,x+]+(e-?\d+)?%?")
 
 
 class Document:
-    """The facts and tables of one command.
+    """The facts and tables of one command, whose JSON is printed and written at the end of a `with` block.
 
     Args:
-        as_json: whether they are printed as JSON, by `finish`, in place of text.
+        as_json: whether they are printed as JSON, in place of text.
         file: where the JSON goes too.
+
+    Raises:
+        InputError: the file cannot be written.
     """
 
     def __init__(self, as_json: bool = False, file: Path | None = None) -> None:
+        check_output(file)
         self.content: dict[str, Any] = {}
         """What is said so far, as JSON has it."""
         self.as_json = as_json
         self._file = file
+
+    def __enter__(self) -> Document:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return
+        text = json.dumps(self.content, indent=2, default=str)
+        if self.as_json:
+            print(text)
+        if self._file is not None:
+            self._file.write_text(f"{text}\n", encoding="utf-8")
+            self.say(f"\nwrote {self._file}")
 
     def say(self, text: str = "") -> None:
         """A line for people alone."""
@@ -54,7 +56,7 @@ class Document:
             print(text)
 
     def facts(self, facts: Mapping[str, str], within: Sequence[str] = ()) -> None:
-        """Short labeled lines, aligned."""
+        """Short labeled lines, aligned; in JSON inside objects of these names."""
         self._inside(within).update(facts)
         for label, text in facts.items():
             self.say(f"{label:<8} {text}")
@@ -73,15 +75,25 @@ class Document:
     def table(
         self,
         key: str,
-        columns: Sequence[Column],
-        rows: Sequence[Sequence[Any]],
+        rows: Sequence[Mapping[str, Any]],
+        headers: Mapping[str, str] = MappingProxyType({}),
+        formats: Mapping[str, Callable[[Any], str]] = MappingProxyType({}),
         within: Sequence[str] = (),
     ) -> None:
-        """Rows with a cell for each column; `within` as for `facts`."""
-        keys = [column.key for column in columns]
-        self._inside(within)[key] = [dict(zip(keys, row, strict=True)) for row in rows]
-        cells = [[c.show(cell) for c, cell in zip(columns, row, strict=True)] for row in rows]
-        self.say(_as_text([column.header for column in columns], cells))
+        """Rows by the names of their cells, in the order in which these first come.
+
+        Args:
+            headers: what people see above a column in place of its name.
+            formats: how people see a cell that is not None, where not as a string.
+            within: as for `facts`.
+        """
+        self._inside(within)[key] = rows
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        cells = [
+            ["" if row.get(name) is None else formats.get(name, str)(row[name]) for name in names]
+            for row in rows
+        ]
+        self.say(_as_text([headers.get(name, name) for name in names], cells))
 
     def _inside(self, within: Sequence[str]) -> dict[str, Any]:
         found = self.content
@@ -89,21 +101,17 @@ class Document:
             found = found.setdefault(name, {})
         return found
 
-    def finish(self) -> None:
-        """Prints and writes the JSON, if requested."""
-        text = json.dumps(self.content, indent=2, default=str)
-        if self.as_json:
-            print(text)
-        if self._file is not None:
-            self._file.write_text(f"{text}\n", encoding="utf-8")
-            self.say(f"\nwrote {self._file}")
-
 
 def _as_text(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Numbers to the right and words to the left, no wider than what is in it."""
     columns = list(zip(headers, *cells, strict=True))
-    rulers = ["-" * max(map(len, column)) for column in columns]
+    widths = [max(len(line) for cell in column for line in cell.splitlines() or [""]) for column in columns]
     alignments = ["right" if all(map(_NUMERIC.fullmatch, column[1:])) else "left" for column in columns]
     # As a header the first row would be padded by two more columns each.
-    lines = [list(headers), rulers, *cells]
+    lines = [list(headers), ["-" * width for width in widths], *cells]
     return tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=alignments)
+
+
+def mebibytes(num_bytes: int) -> str:
+    """A size for people, whose column says the unit."""
+    return f"{num_bytes / 2**20:.1f}"

@@ -10,20 +10,17 @@ import torch
 from safetensors.torch import save_file
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.console import describe_device, describe_replay, describe_tower, progress_bars
-from fxsplit_encoder.cli.document import Document, columns
-from fxsplit_encoder.cli.tower import locate
-from fxsplit_encoder.models.load import load_tower, read_family
-from fxsplit_encoder.models.prepare import EncoderInputs, find_files, load_inputs
-from fxsplit_encoder.planning.plan import Plan
+from fxsplit_encoder.cli.console import capture, describe_replay, say_tower
+from fxsplit_encoder.cli.document import Document
+from fxsplit_encoder.cli.tower import ChosenTower
+from fxsplit_encoder.models.prepare import EncoderInputs
 
 
 def run_encode(
     files: Sequence[Path],
-    model: str,
+    chosen: ChosenTower,
     config: fx.EncoderConfig | None,
     output: Path,
-    place: tuple[torch.device, torch.dtype],
     document: Document,
 ) -> None:
     """Encode files and save their embeddings.
@@ -34,26 +31,32 @@ def run_encode(
     Raises:
         InputError: an input or the checkpoint is not usable.
     """
-    device, dtype = place
-    checkpoint = locate(model)
-    family, settings = read_family(checkpoint)
-    inputs = load_inputs(find_files(files), family.prepare(settings, checkpoint.processors()))
-    tower = load_tower(checkpoint, dtype, device)
+    inputs, device = chosen.inputs(files), chosen.device
     if config is None:
         # Captures pay off over many calls on a GPU. On a CPU they only cost.
         config = fx.EncoderConfig() if device.type == "cuda" else fx.EncoderConfig(mode="none")
-    document.facts({"tower": describe_tower(tower), "device": describe_device(device)})
+    say_tower(document, chosen)
     document.facts({"replays": describe_replay(device, config)})
-    inputs = inputs.to(device, dtype)
-    manager = fx.EncoderCudaGraphManager(family.wrap(tower), config)
-    with progress_bars() as bar:
-        manager.compile(progress=bar("compiling"))
-        manager.capture(progress=bar("capturing"))
+    manager = fx.EncoderCudaGraphManager(chosen.family.wrap(chosen.module), config)
+    capture(manager)
     embeddings = manager.execute(inputs.mm_kwargs)
     tensors = {i.key: e.cpu().contiguous() for i, e in zip(inputs.items, embeddings, strict=True)}
-    save_file(tensors, output, _metadata(inputs, embeddings, config, model))
+    save_file(tensors, output, _metadata(inputs, embeddings, config, chosen.title))
     document.notes(manager.reports)
-    _say_items(document, inputs, family.unit, manager.plan(inputs.mm_kwargs), embeddings)
+    batches = manager.plan(inputs.mm_kwargs).batches
+    results = {index: str(batch.reason or "hit") for batch in batches for index in batch.indices}
+    rows = [
+        {
+            "item": item.key,
+            "size": item.pixels,
+            chosen.family.unit: item.size,
+            "embedding": tuple(embedding.shape),
+            "served": results[index],
+        }
+        for index, (item, embedding) in enumerate(zip(inputs.items, embeddings, strict=True))
+    ]
+    document.say()
+    document.table("items", rows, {"size": "size px"})
     document.put("file", str(output), f"\nwrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -61,29 +64,8 @@ def _metadata(
     inputs: EncoderInputs, embeddings: Sequence[torch.Tensor], config: fx.EncoderConfig, model: str
 ) -> dict[str, str]:
     items = {
-        item.key: {
-            "kind": "video" if item.frames else "image",
-            **item.layout,
-            "tokens": embedding.shape[0],
-        }
+        item.key: {"kind": "video" if item.frames else "image", **item.layout, "tokens": embedding.shape[0]}
         for item, embedding in zip(inputs.items, embeddings, strict=True)
     }
     settings = config.model_dump(mode="json", exclude_unset=True)
     return {"items": json.dumps(items), "config": json.dumps(settings), "model": json.dumps(model)}
-
-
-def _say_items(
-    document: Document,
-    inputs: EncoderInputs,
-    unit: str,
-    plan: Plan,
-    embeddings: Sequence[torch.Tensor],
-) -> None:
-    results = {index: str(batch.reason or "hit") for batch in plan.batches for index in batch.indices}
-    rows = [
-        [item.key, item.pixels, item.size, tuple(embedding.shape), results[index]]
-        for index, (item, embedding) in enumerate(zip(inputs.items, embeddings, strict=True))
-    ]
-    headers = columns(item="item", size="size px", **{unit: unit}, embedding="embedding", served="served")
-    document.say()
-    document.table("items", headers, rows)

@@ -6,11 +6,10 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import fxsplit_encoder as fx
 from fxsplit_encoder.cli.console import progress_bars
 from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.options import OnRay, Place
 from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
@@ -27,12 +26,13 @@ _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+):/(?!/)")
 
 def run_encode_ray(
     images: Sequence[Path],
-    model: str,
-    config: fx.EncoderConfig | None,
     output: Path,
-    place: Place,
-    cluster: OnRay,
     document: Document,
+    *,
+    shard_size: int,
+    workers: int | None,
+    model: str,
+    **settings: Any,
 ) -> None:
     """Encode images and save their embeddings, a row an image, in the order of the paths.
 
@@ -40,30 +40,22 @@ def run_encode_ray(
 
     Args:
         images: files, directories at any depth, and URIs.
-        model: a checkpoint that every node finds.
-        config: budgets; None: inferred, and on a CPU no captures.
         output: the Parquet file, or a directory, see `EncodeJob`.
-        place: of the workers.
-        cluster: how it encodes.
         document: what is said of it.
+        shard_size, workers: of `EncodeJob`.
+        model, settings: of `ImageEncoderSettings`.
 
     Raises:
         InputError: an input, the checkpoint or the output is not usable.
     """
     if output.suffix not in (".parquet", ""):
         raise InputError(f"--output {output}: with --ray, expected a name.parquet, or a directory")
-    settings = ImageEncoderSettings(
-        model=_everywhere(model),
-        config=config,
-        device=place.device,
-        dtype=place.dtype,
-        pooling=cluster.pooling,
-    )
+    encoder = ImageEncoderSettings(model=_everywhere(model), **settings)
     paths = [_SCHEME.sub(r"\1://", str(path)) for path in images]  # a Path has joined the two slashes
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.init(ignore_reinit_error=True, logging_level=logging.WARNING)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    job = EncodeJob(paths, output, settings, shard_size=cluster.shard_size, workers=cluster.workers)
+    job = EncodeJob(paths, output, encoder, shard_size=shard_size, workers=workers)
     with progress_bars() as bar:
         outcome = job.run(bar("encoding"))
     if outcome.shards:

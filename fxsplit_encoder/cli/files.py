@@ -41,13 +41,12 @@ def read_config(given: Path | None) -> EncoderConfig | None:
     raise InputError(f"--config {given}: no such file; {asked}expected one, or one of {', '.join(names)}")
 
 
-def check_output(path: Path | None, *endings: str, option: str = "--output") -> None:
+def check_output(path: Path | None, *endings: str) -> None:
     """Refuses what cannot be written, before any work is done.
 
     Args:
         path: the file that will be written; None: none.
         endings: of which its name has to have one; none: any will do.
-        option: what it is called in messages.
 
     Raises:
         InputError: it is a directory, its directory does not exist or takes no files, or it ends otherwise.
@@ -55,10 +54,10 @@ def check_output(path: Path | None, *endings: str, option: str = "--output") -> 
     if path is None:
         return
     if path.is_dir():
-        raise InputError(f"{option} {path}: a directory; expected the file to write")
+        raise InputError(f"--output {path}: a directory; expected the file to write")
     if not path.parent.is_dir():
-        raise InputError(f"{option} {path}: no such directory: {path.parent}")
+        raise InputError(f"--output {path}: no such directory: {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{option} {path}: cannot be written")
+        raise InputError(f"--output {path}: cannot be written")
     if endings and path.suffix not in endings:
-        raise InputError(f"{option} {path}: expected a name that ends in {' or '.join(endings)}")
+        raise InputError(f"--output {path}: expected a name that ends in {' or '.join(endings)}")

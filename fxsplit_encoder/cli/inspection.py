@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
-from fxsplit_encoder._torch.dispatch import schema_of
 from fxsplit_encoder._torch.transformers import no_init_weights
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.inputs import segment_capacity
 from fxsplit_encoder.cli.console import (
+    capture,
     describe_device,
     describe_split,
     describe_tower,
     operator_name,
     progress_bars,
 )
-from fxsplit_encoder.cli.document import Column, Document, columns
+from fxsplit_encoder.cli.document import Document, mebibytes
 from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.program import Program
@@ -36,40 +34,6 @@ from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.runtime import Choosers
-
-_SHOWN_OPERATORS = 3
-
-_STEPS = columns(
-    distinct="distinct",
-    times="times",
-    nodes="nodes",
-    operators="most frequent operators but views",
-    positions="positions",
-    padding="padding",
-)
-_CAPTURES = [
-    *columns(
-        path="path", budget="budget", mode="mode", graphs="graphs", breaks="breaks", segments="segments"
-    ),
-    Column("bytes", "MiB", lambda num_bytes: "" if num_bytes is None else f"{num_bytes / 2**20:.1f}"),
-]
-_MICROSECONDS = Column(
-    "microseconds",
-    "microseconds",
-    lambda times: ", ".join(f"{name} {time:.1f}" for name, time in times.items()),
-)
-
-
-class TracedPiece:
-    """A piece that runs as traced and keeps its graph; as a piece compiler, the class itself."""
-
-    def __init__(self, module: torch_fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.graph = module.graph
-        self._forward = module.forward
-
-    def __call__(self, *args: Any) -> Any:
-        """The piece's results."""
-        return self._forward(*args)
 
 
 def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig, document: Document) -> None:
@@ -89,7 +53,7 @@ def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig
             token_budgets=(),
             paths=_small_budgets(wrapped, limits),
             max_items_per_batch=0,
-            piece_compiler=TracedPiece,
+            piece_compiler="eager",
         ),
     )
     with progress_bars() as bar:
@@ -130,9 +94,16 @@ def say_towers(checkpoint: Checkpoint, document: Document) -> bool:
     except fx.UnsupportedTowerError as error:
         document.notes([str(error)])
         return is_known
-    rows = [[t.name, type(t.module).__name__, "by name" if is_named(t.module) else "by rule"] for t in found]
-    rows += [[each.name, each.kind, f"no: {each.reason}"] for each in refusals]
-    document.table("towers", columns(tower="tower", kind="class", served="accelerate serves it"), rows)
+    rows = [
+        {
+            "tower": each.name,
+            "kind": type(each.module).__name__,
+            "served": "by name" if is_named(each.module) else "by rule",
+        }
+        for each in found
+    ]
+    rows += [{"tower": each.name, "kind": each.kind, "served": f"no: {each.reason}"} for each in refusals]
+    document.table("towers", rows, {"kind": "class", "served": "accelerate serves it"})
     document.say()
     return is_known
 
@@ -151,18 +122,21 @@ def _say_program(document: Document, path: str, program: Program, *, declared: b
     changed = ", ".join(f"{name} {places}" for name, places in program.pass_report.items())
     facts = {"steps": f"{len(program.steps)}: {parts}", "padding": padding, "passes": changed or "none"}
     document.facts(facts, within=("programs", path))
-    rows: list[list[object]] = []
+    rows = []
     for number in range(program.num_distinct):
-        positions = [n for n, step in enumerate(program.pieces) if step.distinct == number]
-        steps = [program.pieces[n] for n in positions]
-        padding = _padding(program, steps)
-        rows.append([f"piece {number}", len(steps), *_nodes(steps[0]), _ranges(positions), padding])
+        steps = [step for step in program.pieces if step.distinct == number]
+        rows.append(_row(program, f"piece {number}", steps))
     for name in dict.fromkeys(operator_name(step.call) for step in program.splits):
         steps = [step for step in program.splits if operator_name(step.call) == name]
-        rows.append(["splitting op", len(steps), None, name, None, _padding(program, steps)])
+        rows.append(_row(program, f"splitting op {name}", steps))
     document.say()
-    document.table("steps_by_kind", _STEPS, rows, within=("programs", path))
+    document.table("steps_by_kind", rows, within=("programs", path))
     document.say()
+
+
+def _row(program: Program, distinct: str, steps: Sequence[Step]) -> dict[str, Any]:
+    padding = _padding(program, steps)
+    return {"distinct": distinct, "times": len(steps), "nodes": len(steps[0].nodes), "padding": padding}
 
 
 def _verdict(padding: PaddingReport, declared: bool) -> str:
@@ -185,46 +159,16 @@ def _padding(program: Program, steps: Sequence[Step]) -> str:
     return "proved" if program.padding.proved or program.padding.mixed else "not analyzed"
 
 
-def _nodes(step: Step) -> tuple[int, str]:
-    """How many nodes a piece has, and which operators that are no views are the most frequent."""
-    assert isinstance(step.call, TracedPiece)
-    graph = step.call.graph
-    targets = [node.target for node in graph.nodes if node.op == "call_function"]
-    operators = Counter(_short_name(target) for target in targets if not _is_view(target))
-    shown = [f"{count} {name}" for name, count in operators.most_common(_SHOWN_OPERATORS)]
-    return len(targets), ", ".join([*shown, *(["..."] if len(operators) > len(shown) else [])])
-
-
-def _short_name(target: Any) -> str:
-    return operator_name(target).removeprefix("aten::").split(".")[0]
-
-
-def _is_view(target: Any) -> bool:
-    schema = schema_of(target)
-    return target is operator.getitem or (schema is not None and any(r.alias_info for r in schema.returns))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Increasing numbers, runs of them shortened: 1-7, 9."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def _say_budgets(document: Document, limits: Limits) -> None:
     items, frames = limits.max_items_per_batch, limits.max_frames_per_batch
     document.content["max_items_per_batch"], document.content["max_frames_per_batch"] = items, frames
     document.say(f"A replay holds at most {items} items, {frames} video frames, and on each path:")
     rows = [
-        [path, budget, segment_capacity(budget, max(items, frames))]
+        {"path": path, "budget": budget, "segments": segment_capacity(budget, max(items, frames))}
         for path, budgets in limits.path_budgets.items()
         for budget in budgets
     ]
-    document.table("budgets", columns(path="path", budget="budget", segments="segments"), rows)
+    document.table("budgets", rows)
 
 
 # --- what a machine makes of it
@@ -235,17 +179,16 @@ def say_captures(wrapped: fx.SupportsEncoderCudaGraph, config: fx.EncoderConfig,
     A budget's bytes are those of its captures together.
     """
     manager = fx.EncoderCudaGraphManager(wrapped, config)
-    with progress_bars() as bar:
-        manager.compile(progress=bar("compiling"))
-        manager.capture(progress=bar("capturing"))
-    rows = []
+    capture(manager)
+    rows: list[dict[str, Any]] = []
     for name, path in manager.paths.items():
         for budget, captured in sorted(path.captured.items()):
-            rows.append([name, budget, *_figures(captured), path.ladder.num_bytes(budget)])
+            num_bytes = path.ladder.num_bytes(budget)
+            rows.append({"path": name, "budget": budget, **_figures(captured), "bytes": num_bytes})
             if one := path.ladder.captured_single_segment.get(budget):
-                rows.append([name, f"{budget}, one image", *_figures(one), None])
+                rows.append({"path": name, "budget": f"{budget}, one image", **_figures(one), "bytes": None})
     document.say()
-    document.table("captures", _CAPTURES, rows)
+    document.table("captures", rows, {"bytes": "MiB"}, {"bytes": mebibytes})
     later = [
         name for name, path in manager.paths.items() if path.recurring_counts == "hits" and not path.captured
     ]
@@ -254,57 +197,10 @@ def say_captures(wrapped: fx.SupportsEncoderCudaGraph, config: fx.EncoderConfig,
     manager.clear()
 
 
-def _figures(captured: CapturedForward) -> tuple[str, int, int, int]:
-    capture = captured.capture
-    return captured.mode, capture.num_graphs, capture.num_eager_breaks, len(capture.segments)
-
-
-class KernelReport(NamedTuple):
-    """A kernel and the classes of calls that it computes."""
-
-    name: str
-    unavailable: str | None
-    chosen: tuple[str, ...]
-    failed: str | None = None
-    """What it raises there, of `failing`."""
-
-
-class ClassReport(NamedTuple):
-    """A measured class of calls: microseconds by kernel, and why others may not be chosen."""
-
-    shape: str
-    chosen: str
-    pinned: bool
-    microseconds: Mapping[str, float]
-    rejected: Mapping[str, str]
-
-
-class OperationReport(NamedTuple):
-    """All kernels of an operation, in order of preference, and all classes, by their size."""
-
-    kernels: tuple[KernelReport, ...]
-    classes: tuple[ClassReport, ...]
-
-
-def describe(device: torch.device, chooser: Chooser[Any, Any]) -> OperationReport:
-    """The measurements of an operation on a device, and the choices by them."""
-    table = chooser.measurements.table(device)
-    classes = []
-    for shape in sorted(table, key=lambda s: (str(s.dtype), s.kind(), s.extents())):
-        found = table[shape]
-        chosen, pinned = chooser.ranking(shape)[0].name, chooser.pinned(shape) is not None
-        classes.append(ClassReport(str(shape), chosen, pinned, found.microseconds, found.rejected))
-    failed = failing(table)
-    kernels = tuple(
-        KernelReport(
-            kernel.name,
-            kernel.unavailable_reason(device),
-            tuple(each.shape for each in classes if each.chosen == kernel.name),
-            failed.get(kernel.name),
-        )
-        for kernel in chooser.measurements.kernels
-    )
-    return OperationReport(kernels, tuple(classes))
+def _figures(captured: CapturedForward) -> dict[str, Any]:
+    made = captured.capture
+    counts = {"graphs": made.num_graphs, "breaks": made.num_eager_breaks, "segments": len(made.segments)}
+    return {"mode": captured.mode, **counts}
 
 
 def say_kernels(device: torch.device, config: fx.EncoderConfig, document: Document) -> None:
@@ -312,21 +208,48 @@ def say_kernels(device: torch.device, config: fx.EncoderConfig, document: Docume
     class of calls that was measured there, now or by an earlier process.
     """
     for chooser in Choosers.of(config).all:
-        _say_operation(chooser.measurements.shape.operation, describe(device, chooser), document)
-
-
-def _say_operation(operation: str, report: OperationReport, document: Document) -> None:
-    document.say()
-    rows = [[k.name, k.unavailable or k.failed or "works", len(k.chosen)] for k in report.kernels]
-    headers = columns(kernel=f"{operation} kernel", state="on this device", classes="chosen for classes")
-    document.table(f"{operation}_kernels", headers, rows)
-    if report.classes:
+        operation = chooser.measurements.shape.operation
         document.say()
-        document.table(
-            f"{operation}_classes",
-            [*columns(shape="class of calls", chosen="chosen", how=""), _MICROSECONDS],
-            [
-                [each.shape, each.chosen, "pinned" if each.pinned else "measured", dict(each.microseconds)]
-                for each in report.classes
-            ],
-        )
+        headers = {
+            "kernel": f"{operation} kernel",
+            "state": "on this device",
+            "classes": "chosen for classes",
+        }
+        document.table(f"{operation}_kernels", kernel_rows(device, chooser), headers)
+        if classes := class_rows(device, chooser):
+            document.say()
+            headers, formats = {"shape": "class of calls", "how": ""}, {"microseconds": _times}
+            document.table(f"{operation}_classes", classes, headers, formats)
+
+
+def kernel_rows(device: torch.device, chooser: Chooser[Any, Any]) -> list[dict[str, Any]]:
+    """The kernels of an operation, in order of preference: whether each works, and how often it is chosen."""
+    table = chooser.measurements.table(device)
+    chosen = Counter(chooser.ranking(shape)[0].name for shape in table)
+    failed = failing(table)
+    return [
+        {
+            "kernel": kernel.name,
+            "state": kernel.unavailable_reason(device) or failed.get(kernel.name) or "works",
+            "classes": chosen[kernel.name],
+        }
+        for kernel in chooser.measurements.kernels
+    ]
+
+
+def class_rows(device: torch.device, chooser: Chooser[Any, Any]) -> list[dict[str, Any]]:
+    """The measured classes of calls, by their size: the chosen kernel, and microseconds by kernel."""
+    table = chooser.measurements.table(device)
+    return [
+        {
+            "shape": str(shape),
+            "chosen": chooser.ranking(shape)[0].name,
+            "how": "measured" if chooser.pinned(shape) is None else "pinned",
+            "microseconds": dict(table[shape].microseconds),
+        }
+        for shape in sorted(table, key=lambda s: (str(s.dtype), s.kind(), s.extents()))
+    ]
+
+
+def _times(microseconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {time:.1f}" for name, time in microseconds.items())

@@ -10,7 +10,6 @@ from typing import Any
 import typer
 
 from fxsplit_encoder._torch.allocator import freeze_objects
-from fxsplit_encoder.cli.options import Place
 from fxsplit_encoder.errors import MissingExtraError
 from fxsplit_encoder.settings_model import read_settings
 
@@ -35,9 +34,7 @@ def run_serve(model: str, host: str, port: int, given: Mapping[str, Any], file: 
         InputError: the checkpoint or the device is not usable.
         EncoderLostError: the encoders could not start, or were lost.
     """
-    chosen = {
-        name: value for name, value in given.items() if value not in (None, getattr(Place(), name, None))
-    }
+    chosen = {name: value for name, value in given.items() if value not in (None, "auto")}
     settings = ServiceSettings(**{**({} if file is None else read_settings(file)), "model": model, **chosen})
     if settings.api_key is None and not _is_loopback(host):
         typer.echo(f"{host} may be reached by others, and no --api-key is set", err=True)

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fxsplit_encoder.cli.files import shipped
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import nearest
 from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.eager import as_tensors
 from fxsplit_encoder.models.family import Family
-from fxsplit_encoder.models.load import load_tower, read_family
-from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
+from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
+from fxsplit_encoder.models.prepare import (
+    EncoderInputs,
+    Preparation,
+    ProcessorSettings,
+    find_files,
+    load_inputs,
+)
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import ARCHITECTURES
+
+
+class Batch(NamedTuple):
+    """Items that are encoded together."""
+
+    row: dict[str, Any]
+    """Their names and sizes in a table."""
+    mm_kwargs: dict[str, Any]
 
 
 @dataclass
@@ -28,6 +44,8 @@ class ChosenTower:
     """Whose it is, in words."""
     family: Family
     preparation: Preparation
+    device: torch.device
+    dtype: torch.dtype
     load: Callable[[], Any]
     """Makes the module, which takes a while."""
 
@@ -36,35 +54,79 @@ class ChosenTower:
         """What `wrap` takes; made when it is asked for first."""
         return self.load()
 
+    @property
+    def _adapter(self) -> Any:
+        return self.family.eager_tower(self.module).adapter
 
-def choose_tower(model: str, blocks: int | None, device: torch.device, dtype: torch.dtype) -> ChosenTower:
+    def inputs(self, images: Sequence[Path]) -> EncoderInputs:
+        """The batch of images, clips and directories of them, with its pixels on the device; of none: of the
+        photographs that come with the package, and of the clip, if the model takes any.
+
+        Raises:
+            InputError: a file is not usable.
+        """
+        kinds = ("images", "videos") if self.preparation.takes_clips else ("images",)
+        files = find_files(images or [shipped(f"examples/{kind}") for kind in kinds])
+        return load_inputs(files, self.preparation).to(self.device, self.dtype)
+
+    def tokens(self, inputs: EncoderInputs) -> list[int]:
+        """The output tokens of every item."""
+        specs = self._adapter.get_encoder_cudagraph_item_specs(inputs.mm_kwargs)
+        return [spec.output_tokens for spec in specs]
+
+    def batches(self, inputs: EncoderInputs, indices: Sequence[int]) -> list[Batch]:
+        """Some items of a batch, each alone, and the whole batch."""
+        unit, tokens = self.family.unit, self.tokens(inputs)
+        select = self._adapter.select_encoder_cudagraph_items
+        batches = []
+        for index in indices:
+            item = inputs.items[index]
+            row = {"item": item.key, "size": item.pixels, unit: item.size, "tokens": tokens[index]}
+            batches.append(Batch(row, as_tensors(select(inputs.mm_kwargs, [index]))))
+        together = {"item": f"all {len(inputs.items)}", "size": None, unit: None, "tokens": sum(tokens)}
+        return [*batches, Batch(together, inputs.mm_kwargs)]
+
+
+def choose_tower(model: str, blocks: int | None, device: str, dtype: str) -> ChosenTower:
     """A published model's tower with random weights, or that of a checkpoint.
 
     Args:
         model: a name of `ARCHITECTURES`, a directory or a hub name.
         blocks: the depth of a tower with random weights; None: the model's own.
-        device: where its parameters go.
-        dtype: of its parameters.
+        device, dtype: of its parameters, as options name them.
 
     Raises:
-        InputError: there is no such tower, or `blocks` is given for a checkpoint.
+        InputError: there is no such tower or device, or `blocks` is given for a checkpoint.
     """
-    if not is_checkpoint(model):
-        known = ARCHITECTURES[model]
-        preparation = known.family.prepare(known.settings(blocks), ProcessorSettings())
-        load = functools.partial(demo_tower, blocks, device, dtype, model=model)
-        return ChosenTower(f"{known.title}'s, random weights", known.family, preparation, load)
-    check_blocks(model, blocks)
-    checkpoint = locate(model)
+    if is_checkpoint(model):
+        if blocks is not None:
+            raise InputError("--blocks: only for a tower with random weights; leave it out, or name one")
+        return checkpoint_tower(model, device, dtype)
+    place = choose_device(device)
+    known, own_dtype = ARCHITECTURES[model], dtype_of(dtype, place)
+    preparation = known.family.prepare(known.settings(blocks), ProcessorSettings())
+    load = functools.partial(demo_tower, blocks, place, own_dtype, model=model)
+    return ChosenTower(f"{known.title}'s, random weights", known.family, preparation, place, own_dtype, load)
+
+
+def checkpoint_tower(model: str, device: str, dtype: str) -> ChosenTower:
+    """The tower of a checkpoint; arguments and errors as of `choose_tower`."""
+    place = choose_device(device)
+    checkpoint, own_dtype = locate(model), dtype_of(dtype, place)
     family, settings = read_family(checkpoint)
     preparation = family.prepare(settings, checkpoint.processors())
-    return ChosenTower(model, family, preparation, lambda: load_tower(checkpoint, dtype, device))
+    load = functools.partial(load_tower, checkpoint, own_dtype, place)
+    return ChosenTower(model, family, preparation, place, own_dtype, load)
 
 
-def check_blocks(model: str, blocks: int | None) -> None:
-    """Raises InputError if `blocks` is given for a checkpoint."""
-    if blocks is not None and is_checkpoint(model):
-        raise InputError("--blocks: only for a tower with random weights; leave it out, or name one")
+def choose_device(name: str) -> torch.device:
+    """The device that an option means, see `device_of`. A GPU that is named by its number becomes the current
+    one.
+    """
+    device = device_of(name, "--device")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # of streams and events that are made without saying where
+    return device
 
 
 def locate(model: str) -> Checkpoint:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.choice import choosing
 from fxsplit_encoder.messages import nearest
 from fxsplit_encoder.models.eager import share_weights
+
+RunPath = Callable[[str, Mapping[str, Tensor]], Tensor]
+"""From a path and its inputs to its packed output."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,45 +63,25 @@ def _on_device(adapter: Any, value: Any) -> Tensor:
     return tensor.to(adapter.device)
 
 
-class CapturedLayout(NamedTuple):
-    """A graph of the eager model for one layout."""
-
-    graph: torch.cuda.CUDAGraph
-    static: Mapping[str, Tensor]
-    """What the graph reads; nothing else keeps its memory."""
-    sources: Mapping[str, Tensor]
-    """What is copied there before every replay."""
-    output: Tensor
-
-
 class EagerGraphs:
     """The eager model in one CUDA graph for every layout of segments, as SGLang's runner keys them."""
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter
-        self.captured: dict[int, CapturedLayout] = {}
+        self._replays: dict[int, Callable[[], Tensor]] = {}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         # What a layout determines is captured with it; only the pixels of a batch are copied.
         self._metadata = set(getattr(adapter, "metadata_names", ()))
 
-    def clear(self) -> None:
-        """Gives all captures back."""
-        self.captured.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # torch takes no captures into a pool that lost its last
-
     def __call__(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
         """The packed output of one path. Captures when `values`, of one `Prepared`, come first."""
         key = id(values)
-        if key not in self.captured:
-            self.captured[key] = self._capture(path, values)
-        captured = self.captured[key]
-        for name, source in captured.sources.items():
-            captured.static[name].copy_(source)
-        captured.graph.replay()
-        return captured.output
+        if key not in self._replays:
+            self._replays[key] = self._capture(path, values)
+        return self._replays[key]()
 
-    def _capture(self, path: str, values: Mapping[str, Tensor]) -> CapturedLayout:
+    def _capture(self, path: str, values: Mapping[str, Tensor]) -> Callable[[], Tensor]:
         static = {name: tensor.clone() for name, tensor in values.items()}
         forward = self.adapter.encoder_cudagraph_forward
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -108,9 +91,16 @@ class EagerGraphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = forward(dict(static), path=path)
+            output: Tensor = forward(dict(static), path=path)
         sources = {name: value for name, value in values.items() if name not in self._metadata}
-        return CapturedLayout(graph, static, sources, output)
+
+        def replay() -> Tensor:
+            for name, source in sources.items():
+                static[name].copy_(source)  # nothing but this function keeps what the graph reads
+            graph.replay()
+            return output
+
+        return replay
 
 
 REDUCE_OVERHEAD: Mapping[str, Any] = {"dynamic": False, "mode": "reduce-overhead"}
@@ -118,10 +108,8 @@ REDUCE_OVERHEAD: Mapping[str, Any] = {"dynamic": False, "mode": "reduce-overhead
 overwritten once `torch.compiler.cudagraph_mark_step_begin` was called."""
 
 
-def compile_forward(
-    adapter: Any, settings: Mapping[str, Any]
-) -> Callable[[str, Mapping[str, Tensor]], Tensor]:
-    """The eager model through `torch.compile`: from a path and its inputs to its packed output."""
+def compile_forward(adapter: Any, settings: Mapping[str, Any]) -> RunPath:
+    """The eager model through `torch.compile`."""
     compiled: Any = torch.compile(adapter.encoder_cudagraph_forward, fullgraph=True, **settings)
     return lambda path, values: compiled(dict(values), path=path)
 
@@ -137,18 +125,13 @@ class Way(ABC):
 
     def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
         self.chosen = chosen
-        self.config = config
 
     @abstractmethod
-    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
-        """The items of a batch. What is of one size only is made when that size comes first."""
+    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
+        """What returns the items of a batch. It holds what is of this size only."""
 
-    def forget(self) -> None:  # noqa: B027 - most make nothing for one size
-        """Gives back what was made for the sizes so far."""
-
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most hold nothing for long
         """Gives memory back."""
-        self.forget()
 
 
 class Eager(Way):
@@ -157,42 +140,36 @@ class Eager(Way):
     title = "eager"
     needs_cuda = False
 
-    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
-        super().__init__(chosen, config)
-        self._tower = chosen.family.eager_tower(chosen.module)
-
-    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
-        """The items of a batch."""
-        return self._tower(mm_kwargs)
+    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
+        """What returns the items of a batch."""
+        tower = self.chosen.family.eager_tower(self.chosen.module)
+        return lambda: tower(mm_kwargs)
 
 
 class _OnPrepared(Way):
-    """Runs on metadata that is computed when a batch comes first, with torch's FlashAttention."""
+    """Runs on metadata that is computed beforehand, with torch's FlashAttention."""
 
     def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
         super().__init__(chosen, config)
         self.adapter = chosen.family.wrap(share_weights(chosen.module))
-        on_cuda = self.adapter.device.type == "cuda"
-        self._kernels = KernelChooser("torch_flash" if on_cuda else "auto")
-        self._prepared: dict[int, tuple[Inputs, Prepared]] = {}
+        self._kernels = KernelChooser("torch_flash" if chosen.device.type == "cuda" else "auto")
 
     @torch.no_grad()
-    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
-        """The items of a batch."""
-        if id(mm_kwargs) not in self._prepared:  # the inputs are kept, so that no other takes their address
-            self._prepared[id(mm_kwargs)] = mm_kwargs, prepare(self.adapter, mm_kwargs)
-        prepared = self._prepared[id(mm_kwargs)][1]
-        with choosing(self._kernels):
-            outputs = {path: self.run_path(path, values) for path, values in prepared.inputs.items()}
-        return cut_items(self.adapter, outputs, prepared)
+    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
+        """What returns the items of a batch."""
+        prepared, run_path = prepare(self.adapter, mm_kwargs), self.start()
+
+        @torch.no_grad()
+        def run() -> list[Tensor]:
+            with choosing(self._kernels):
+                outputs = {path: run_path(path, values) for path, values in prepared.inputs.items()}
+            return cut_items(self.adapter, outputs, prepared)
+
+        return run
 
     @abstractmethod
-    def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
-        """The packed output of one path."""
-
-    def forget(self) -> None:
-        """Gives back what was made for the sizes so far."""
-        self._prepared.clear()
+    def start(self) -> RunPath:
+        """What runs the paths of batches of one size."""
 
 
 class CudaGraph(_OnPrepared):
@@ -200,18 +177,9 @@ class CudaGraph(_OnPrepared):
 
     title = "CUDA graph"
 
-    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
-        super().__init__(chosen, config)
-        self._graphs = EagerGraphs(self.adapter)
-
-    def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
-        """The packed output of one path."""
-        return self._graphs(path, values)
-
-    def forget(self) -> None:
-        """Gives back what was made for the sizes so far."""
-        super().forget()
-        self._graphs.clear()  # by the addresses of what was prepared
+    def start(self) -> RunPath:
+        """What runs the paths of batches of one size."""
+        return EagerGraphs(self.adapter)
 
 
 class ReduceOverhead(_OnPrepared):
@@ -219,22 +187,23 @@ class ReduceOverhead(_OnPrepared):
 
     title = "reduce-overhead"
 
-    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
-        super().__init__(chosen, config)
-        self._compiled = compile_forward(self.adapter, REDUCE_OVERHEAD)
+    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
+        """What returns the items of a batch."""
+        run = super().prepared(mm_kwargs)
 
-    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
-        """The items of a batch."""
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        return super().__call__(mm_kwargs)
+        def run_step() -> list[Tensor]:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            return run()
 
-    def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
-        """The packed output of one path."""
-        return self._compiled(path, values)
+        return run_step
 
-    def forget(self) -> None:
-        """Every size is a compilation, and torch allows a function only few of them."""
-        super().forget()
+    def start(self) -> RunPath:
+        """What runs the paths of batches of one size."""
+        torch.compiler.reset()  # torch allows a function only few compilations
+        return compile_forward(self.adapter, REDUCE_OVERHEAD)
+
+    def close(self) -> None:
+        """Gives memory back."""
         torch.compiler.reset()
 
 
@@ -251,9 +220,9 @@ class Ours(Way):
         self.manager.compile()
         self.manager.capture()
 
-    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
-        """The items of a batch."""
-        return self.manager.execute(mm_kwargs)
+    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
+        """What returns the items of a batch."""
+        return lambda: self.manager.execute(mm_kwargs)
 
     def close(self) -> None:
         """Gives memory back."""

@@ -7,18 +7,18 @@ service's processes count by Ray's metrics, which Ray exposes on every node.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from fxsplit_encoder.connector.states import FAILURE_KINDS, State
 from fxsplit_encoder.connector.statistics import BOUNDS, ConnectorStats, Durations
+from fxsplit_encoder.encode_queue.queue import QueueStats
 from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import FALLBACK_KINDS, PHASES, ManagerStats
 
 try:
-    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.registry import Collector
 except ModuleNotFoundError:
@@ -163,35 +163,9 @@ def _budget_values(key: tuple[Any, ...]) -> tuple[str, ...]:
 
 _ENDS = (State.RELEASED, State.FAILED, State.CANCELLED)
 
-_COUNTERS = {
-    "submitted": "Tickets.",
-    "items": "Items of all tickets.",
-    "refused": "Requests for which too much was waiting.",
-    "text_only": "Tickets that went on without their media.",
-    "rejected_hits": "Rows that were there, but not as many as the item has tokens.",
-    "evictions": "Features that made way for others.",
-    "evicted_bytes": "Bytes of these.",
-    "discarded": "Features that nobody wanted any more when they were encoded.",
-    "retries": "Encodings that were tried again.",
-    "reductions": "Items of which less was asked after memory ran out.",
-    "batches": "Batches.",
-    "batch_items": "Items of all batches.",
-    "batch_tokens": "Output tokens of all batches.",
-    "split_batches": "Batches that failed and were halved.",
-    "lost_workers": "Workers that were lost.",
-    "worker_restarts": "Workers that were started again.",
-}
-_GAUGES = {
-    "waiting_items": "Items that are not ready.",
-    "live_tickets": "Tickets that wait for something or hold something.",
-    "batch_fill": "Share of the places in batches that items had.",
-}
-_DURATIONS = {
-    "prepare": "Hashing, decoding and preprocessing of one item.",
-    "queue": "From being preprocessed to being taken into a batch.",
-    "encode": "From being taken into a batch to being ready.",
-    "ready": "From a ticket's submission to its being ready.",
-}
+_LOOKUPS = {"hit": "hits", "join": "joins", "miss": "misses"}
+_GAUGES = ("waiting_items", "live_tickets", "batch_fill")
+_NO_COUNTERS = {*_LOOKUPS.values(), *_GAUGES, "max_batch_items"}
 
 
 class ConnectorCollector(_StatsCollector[ConnectorStats]):
@@ -213,16 +187,20 @@ class ConnectorCollector(_StatsCollector[ConnectorStats]):
 
     def _metrics(self, stats: ConnectorStats) -> Iterator[Metric]:
         counter, gauge = CounterMetricFamily, GaugeMetricFamily
-        for name, text in _COUNTERS.items():
-            yield self._family(counter, name, text, getattr(stats, name))
-        for name, text in _GAUGES.items():
-            yield self._family(gauge, name, text, getattr(stats, name))
+        for name, value in vars(stats).items():
+            text = f"`{name}` of ConnectorStats."
+            if isinstance(value, Durations):
+                yield self._histogram(f"{name}_seconds", text, value)
+            elif isinstance(value, int) and name not in _NO_COUNTERS:
+                yield self._family(counter, name, text, value)
+        for name in _GAUGES:
+            yield self._family(gauge, name, f"`{name}` of ConnectorStats.", getattr(stats, name))
         # There from the start, so that a rate sees the first of each kind.
         ended = [((str(end),), stats.outcomes.get(end, 0)) for end in _ENDS]
         yield self._family(counter, "tickets_ended", "Tickets.", ended, ["state"])
         failed = [((kind,), stats.failures.get(kind, 0)) for kind in FAILURE_KINDS]
         yield self._family(counter, "item_failures", "Items that failed.", failed, ["kind"])
-        found = [(("hit",), stats.hits), (("join",), stats.joins), (("miss",), stats.misses)]
+        found = [((result,), getattr(stats, name)) for result, name in _LOOKUPS.items()]
         yield self._family(counter, "lookups", "Items by what was found of them.", found, ["found"])
         for name, text, used in (
             ("bytes", "Memory that is reserved.", stats.bytes_used),
@@ -230,8 +208,6 @@ class ConnectorCollector(_StatsCollector[ConnectorStats]):
         ):
             samples = [((account,), num_bytes) for account, num_bytes in used.items()]
             yield self._family(gauge, name, text, samples, ["account"])
-        for name, text in _DURATIONS.items():
-            yield self._histogram(f"{name}_seconds", text, getattr(stats, name))
 
     def _histogram(self, name: str, text: str, durations: Durations) -> Metric:
         histogram = HistogramMetricFamily(f"{self._prefix}_{name}", text, labels=list(self._labels))
@@ -239,6 +215,17 @@ class ConnectorCollector(_StatsCollector[ConnectorStats]):
         buckets = list(zip(bounds, map(float, accumulate(durations.counts)), strict=True))
         histogram.add_metric(list(self._labels.values()), buckets, durations.total)
         return histogram
+
+
+class QueueCollector(_StatsCollector[QueueStats]):
+    """Exports the counts of `QueueStats` as gauges whose names begin with `encoder_service_queue_`."""
+
+    _prefix = "encoder_service_queue"
+    _own_labels = frozenset()
+
+    def _metrics(self, stats: QueueStats) -> Iterator[Metric]:
+        for name, value in vars(stats).items():
+            yield self._family(GaugeMetricFamily, name, f"`{name}` of QueueStats.", value)
 
 
 _SECONDS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
@@ -304,30 +291,14 @@ class LocalMetrics(ServiceMetrics):
 
         super().__init__(make)
 
-    def watch(self, queue: StatsSource[Any], managers: Sequence[StatsSource[ManagerStats]]) -> None:
+    def watch(self, queue: StatsSource[QueueStats], managers: Sequence[StatsSource[ManagerStats]]) -> None:
         """Export the statistics of a queue, and those of managers together, at each scrape."""
-        for name, text in _QUEUE_GAUGES.items():
-            gauge = Gauge(f"encoder_service_queue_{name}", text, registry=self.registry)
-            gauge.set_function(partial(_count_of, queue, name))
+        QueueCollector(queue, registry=self.registry)
         PrometheusCollector(lambda: ManagerStats.total([m.stats() for m in managers]), registry=self.registry)
 
     async def exposition(self) -> str:
         """All counts in Prometheus' text format."""
         return generate_latest(self.registry).decode()
-
-
-def _count_of(source: StatsSource[Any], name: str) -> float:
-    return float(getattr(source.stats(), name))
-
-
-_QUEUE_GAUGES = {
-    "waiting": "Items that wait for an encoder.",
-    "running": "Items in batches.",
-    "bisections": "Batches that failed and were halved, since the start.",
-    "expired": "Items that no encoder took in time, since the start.",
-    "cancelled": "Items whose clients have gone, since the start.",
-    "lost_workers": "Encoders that were lost.",
-}
 
 
 class RayMetrics(ServiceMetrics):

@@ -491,7 +491,7 @@ class Recorder(TraceWriter):
         self.write(items, batches=served, host_ms=round(host_ms, 3))
 
     def _describe(self) -> dict[str, Any]:
-        """Returns a run as `tuning.recording.RunRecord` holds it."""
+        """Returns a run as `tuning.trace.RunRecord` holds it."""
         is_cuda, tower, limits = self.device.type == "cuda", self.spec.tower, self.spec.limits
         return {
             "tower": type(getattr(tower, "tower", tower)).__name__,
@@ -507,7 +507,7 @@ class Recorder(TraceWriter):
 
 
 def measured_costs(path: EncoderPath) -> dict[str, Any] | None:
-    """Returns measurements of a path for `tuning.read_costs`; None: nothing, or no capture was kept."""
+    """Returns measurements of a path as `tuning.MeasuredCosts` holds them; None: no capture was kept."""
     costs = path.costs
     if not (costs.measured and costs.replay and costs.exact):
         return None

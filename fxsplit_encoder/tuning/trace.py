@@ -10,60 +10,227 @@ have changed. A trace holds sizes and times, no media.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
+from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import shown
 from fxsplit_encoder.planning.packing import pack_greedy
 from fxsplit_encoder.planning.plan import Capacity, Item, Loads
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.tuning.costs import BatchCosts, parse_costs
-
-_ITEM_KEYS = ("input_size", "output_tokens", "segments", "path_output_tokens")
-_REQUEST_KEYS = ("items", "batches", "host_ms")
-_SHOWN_CHARACTERS = 60
+from fxsplit_encoder.tuning.costs import BatchCosts, rising
 
 Request = tuple[Item, ...]
 """The items of one request, in order, with their sizes and segments."""
 
+_Count = Annotated[int, Field(strict=True, ge=0)]
+_Times = Annotated[
+    dict[Annotated[int, Field(ge=0)], Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]],
+    Field(min_length=1),
+]
 
-def read_trace(path: str | os.PathLike[str]) -> list[Request]:
-    """Reads the requests of a trace, in order; an empty file and empty lines hold none.
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class MeasuredCosts(_Record):
+    """Measured milliseconds of a path by output tokens."""
+
+    replay_ms: _Times
+    exact_ms: _Times
+    not_kept_from: _Count | None = None
+    """The smallest budget from which on `mode: auto` kept none; None: it kept all."""
+
+    def curves(self) -> BatchCosts:
+        """The costs of a batch of any size."""
+        return BatchCosts(rising(self.replay_ms), rising(self.exact_ms), "ms", self.not_kept_from)
+
+
+class CaptureRecord(_Record):
+    """One capture that served."""
+
+    budget: int
+    mode: str
+    num_bytes: int
+    """Device memory that capturing it added."""
+
+
+class PathRecord(_Record):
+    """One path of the tower."""
+
+    budgets: tuple[int, ...]
+    """Output tokens of the budgets that were asked for."""
+    captures: tuple[CaptureRecord, ...] = ()
+    not_kept: tuple[int, ...] = ()
+    """Budgets whose exact shape was measured to be as fast."""
+    costs: MeasuredCosts | None = None
+    """None: not measured, as on a CPU."""
+
+
+class RunRecord(_Record):
+    """Captures and settings that served requests."""
+
+    tower: str
+    device: str
+    dtype: str
+    versions: Mapping[str, str]
+    config: Mapping[str, Any]
+    """The settings that were set."""
+    max_items_per_batch: int
+    max_frames_per_batch: int
+    paths: Mapping[str, PathRecord]
+    notes: tuple[str, ...] = ()
+    """Lines about settings that could not be followed."""
+
+    @property
+    def packing(self) -> Packing:
+        """How requests were packed."""
+        packing: Packing = self.config.get("packing", EncoderConfig().packing)
+        return packing
+
+    def costs(self) -> dict[str, BatchCosts] | None:
+        """The measured costs by path; None: not every path was measured."""
+        measured = {name: path.costs.curves() for name, path in self.paths.items() if path.costs is not None}
+        return measured if len(measured) == len(self.paths) else None
+
+    def ladders(self) -> dict[str, tuple[int, ...]] | None:
+        """The captured budgets by path; None: not every path has any."""
+        found = {name: tuple(each.budget for each in path.captures) for name, path in self.paths.items()}
+        return found if all(found.values()) else None
+
+
+class ServedPath(_Record):
+    """Budget or fallback that served one path of a batch."""
+
+    tokens: int
+    budget: int | None = None
+    """In output tokens; None: no replay."""
+    result: str
+    """hit, skipped, or the reason of the miss."""
+    eager: bool = False
+    """Whether a miss ran eagerly."""
+    milliseconds: float | None = None
+    """The predicted time on the device."""
+
+
+class ServedBatch(_Record):
+    """Items that were encoded together."""
+
+    items: tuple[int, ...]
+    output_tokens: int
+    paths: Mapping[str, ServedPath]
+
+
+class TracedItem(_Record, extra="forbid"):
+    """The sizes of one image or video."""
+
+    input_size: _Count
+    output_tokens: _Count
+    segments: _Count = 1
+    path_output_tokens: dict[str, _Count] = Field(default_factory=dict)
+
+
+class TracedRequest(_Record, extra="forbid"):
+    """A line of one request."""
+
+    items: tuple[TracedItem, ...]
+    batches: tuple[ServedBatch, ...] = ()
+    """As it was served; empty: that is not recorded."""
+    host_ms: float = 0.0
+    """How long the call kept its thread."""
+
+
+class _RunLine(_Record, extra="forbid"):
+    run: RunRecord
+
+
+def _kind_of(line: Any) -> str:
+    return "run" if isinstance(line, dict) and "run" in line else "request"
+
+
+_LINE: TypeAdapter[_RunLine | TracedRequest] = TypeAdapter(
+    Annotated[
+        Annotated[_RunLine, Tag("run")] | Annotated[TracedRequest, Tag("request")], Discriminator(_kind_of)
+    ]
+)
+
+
+class RecordedRun(NamedTuple):
+    """The contents of a trace."""
+
+    runs: tuple[RunRecord, ...]
+    """What served, in order; empty in a trace of sizes alone."""
+    requests: tuple[TracedRequest, ...]
+
+    def planned(self) -> list[Request]:
+        """The items of the requests, as planners take them."""
+        return [
+            tuple(
+                Item(
+                    EncoderItemSpec(item.input_size, item.output_tokens, item.path_output_tokens),
+                    segments=item.segments,
+                )
+                for item in request.items
+            )
+            for request in self.requests
+        ]
+
+
+def read_trace(path: str | os.PathLike[str]) -> RecordedRun:
+    """Reads a trace; an empty file and empty lines hold nothing.
 
     Raises:
-        InputError: the file cannot be read, or a line is not a request.
+        InputError: the file cannot be read, or a line is malformed.
     """
-    return [read_request(line, where) for where, line in read_lines(path) if "run" not in line]
+    lines = list(_read_lines(path))
+    runs = tuple(line.run for line in lines if isinstance(line, _RunLine))
+    return RecordedRun(runs, tuple(line for line in lines if isinstance(line, TracedRequest)))
 
 
-def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the JSON object of every non-empty line of a trace, and its place for messages.
-
-    Raises:
-        InputError: the file cannot be read, or a line is no object.
-    """
+def _read_lines(path: str | os.PathLike[str]) -> Iterator[_RunLine | TracedRequest]:
+    name = os.fspath(path)
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"{os.fspath(path)}, line {number}"
-                    yield where, _read_line(line, where)
+                if not line.strip():
+                    continue
+                try:
+                    yield _LINE.validate_json(line)
+                except ValidationError as error:
+                    raise InputError(f"{name}, line {number}, {_first_problem(error)}") from None
     except OSError as error:
-        raise InputError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{name}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{os.fspath(path)}: expected UTF-8 text; got {error}") from None
+        raise InputError(f"{name}: expected UTF-8 text; got {error}") from None
 
 
-def read_request(line: Mapping[str, Any], where: str) -> Request:
-    """The items of a request's line; raises InputError where it is not a request."""
-    request = _object(line, where, required=("items",), allowed=_REQUEST_KEYS)
-    if not isinstance(request["items"], list):
-        raise InputError(f"{where}, items: expected a list; got {request['items']!r}")
-    return tuple(_read_item(item, f"{where}, items[{n}]") for n, item in enumerate(request["items"]))
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}; got {shown(first['input'])}"
+
+
+def read_run(path: str | os.PathLike[str]) -> RecordedRun:
+    """Reads a recorded run: what served, and the requests of which is known how.
+
+    Raises:
+        InputError: the file cannot be read, a line is malformed, or it holds sizes alone.
+    """
+    runs, requests = read_trace(path)
+    served = tuple(request for request in requests if request.batches)
+    if not runs or not served:
+        raise InputError(
+            f"{os.fspath(path)}: expected a run that EncoderCudaGraphManager.record_trace wrote, with how "
+            "requests were served; this file holds " + ("no request" if runs else "sizes alone, or nothing")
+        )
+    return RecordedRun(runs, served)
+
+
+# --- what a trace asks of budgets
 
 
 def traced_paths(requests: Sequence[Request]) -> list[str]:
@@ -117,200 +284,3 @@ def batch_loads(requests: Sequence[Request], max_items_per_batch: int) -> set[in
             for start, before in enumerate(sums[:-1]):
                 loads.update(total - before for total in sums[start + 1 : start + 1 + max_items_per_batch])
     return loads - {0}
-
-
-def _read_line(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        shown = line.strip()[:_SHOWN_CHARACTERS]
-        raise InputError(
-            f"{where}: expected a JSON object; got {shown!r} ({error.msg}, column {error.colno})"
-        ) from None
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: expected a JSON object; got {value!r}")
-    return value
-
-
-def _read_item(value: Any, where: str) -> Item:
-    item = _object(value, where, required=_ITEM_KEYS[:2], allowed=_ITEM_KEYS)
-    paths = item.get("path_output_tokens", {})
-    if not isinstance(paths, dict):
-        raise InputError(f"{where}.path_output_tokens: expected an object, path to tokens; got {paths!r}")
-    spec = EncoderItemSpec(
-        _count(item["input_size"], f"{where}.input_size"),
-        _count(item["output_tokens"], f"{where}.output_tokens"),
-        {name: _count(tokens, f"{where}.path_output_tokens.{name}") for name, tokens in paths.items()},
-    )
-    return Item(spec, segments=_count(item.get("segments", 1), f"{where}.segments"))
-
-
-def _object(value: Any, where: str, required: Sequence[str], allowed: Sequence[str]) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: expected a JSON object; got {value!r}")
-    for key in required:
-        if key not in value:
-            raise InputError(f"{where}: expected the key {key!r}; got {', '.join(value) or 'no keys'}")
-    for key in value:
-        if key not in allowed:
-            raise InputError(f"{where}: expected only the keys {', '.join(allowed)}; got {key!r}")
-    return value
-
-
-def _count(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(f"{where}: expected an integer of at least 0; got {value!r}")
-    return value
-
-
-# --- recorded runs
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
-
-
-class CaptureRecord(_Record):
-    """One capture that served."""
-
-    budget: int
-    mode: str
-    num_bytes: int
-    """Device memory that capturing it added."""
-
-
-class PathRecord(_Record):
-    """One path of the tower."""
-
-    budgets: tuple[int, ...]
-    """Output tokens of the budgets that were asked for."""
-    captures: tuple[CaptureRecord, ...] = ()
-    not_kept: tuple[int, ...] = ()
-    """Budgets whose exact shape was measured to be as fast."""
-    costs: Mapping[str, Any] | None = None
-    """Measured, as `read_costs` takes them; None: not measured, as on a CPU."""
-
-
-class RunRecord(_Record):
-    """Captures and settings that served requests."""
-
-    tower: str
-    device: str
-    dtype: str
-    versions: Mapping[str, str]
-    config: Mapping[str, Any]
-    """The settings that were set."""
-    max_items_per_batch: int
-    max_frames_per_batch: int
-    paths: Mapping[str, PathRecord]
-    notes: tuple[str, ...] = ()
-    """Lines about settings that could not be followed."""
-
-
-class ServedPath(_Record):
-    """Budget or fallback that served one path of a batch."""
-
-    tokens: int
-    budget: int | None = None
-    """In output tokens; None: no replay."""
-    result: str
-    """hit, skipped, or the reason of the miss."""
-    eager: bool = False
-    """Whether a miss ran eagerly."""
-    milliseconds: float | None = None
-    """The predicted time on the device."""
-
-
-class ServedBatch(_Record):
-    """Items that were encoded together."""
-
-    items: tuple[int, ...]
-    output_tokens: int
-    paths: Mapping[str, ServedPath]
-
-
-class ServedRequest(NamedTuple):
-    """One request."""
-
-    items: Request
-    batches: tuple[ServedBatch, ...]
-    host_ms: float
-    """How long the call kept its thread."""
-
-
-class RecordedRun(NamedTuple):
-    """The contents of a trace with a run."""
-
-    runs: tuple[RunRecord, ...]
-    """What served, in order; at least one."""
-    requests: tuple[ServedRequest, ...]
-
-
-def read_run(path: str | os.PathLike[str]) -> RecordedRun:
-    """Reads a recorded run.
-
-    Raises:
-        InputError: the file cannot be read, a line is malformed, or it holds sizes alone.
-    """
-    name = os.fspath(path)
-    runs: list[RunRecord] = []
-    requests: list[ServedRequest] = []
-    for where, line in read_lines(path):
-        if "run" in line:
-            runs.append(_validated(RunRecord, line["run"], where))
-        elif "batches" in line:
-            requests.append(_read_served(line, where))
-    if not runs or not requests:
-        raise InputError(
-            f"{name}: expected a run that EncoderCudaGraphManager.record_trace wrote, with how requests were "
-            "served; this file holds " + ("no request" if runs else "sizes alone, or nothing")
-        )
-    return RecordedRun(tuple(runs), tuple(requests))
-
-
-def recorded_costs(
-    path: str | os.PathLike[str],
-) -> tuple[dict[str, BatchCosts] | None, dict[str, tuple[int, ...]]]:
-    """Returns the costs that the last run in a trace measured, by path, and its budgets.
-
-    Returns:
-        The costs; None: it did not measure every path. The budgets; empty: there is no run.
-
-    Raises:
-        InputError: a line is malformed.
-    """
-    last = None
-    for where, line in read_lines(path):
-        if "run" in line:
-            last = where, _validated(RunRecord, line["run"], where)
-    if last is None:
-        return None, {}
-    where, run = last
-    current = {name: tuple(c.budget for c in record.captures) for name, record in run.paths.items()}
-    current = current if all(current.values()) else {}
-    if any(record.costs is None for record in run.paths.values()):
-        return None, current
-    costs = {name: parse_costs(record.costs, f"{where}, {name}") for name, record in run.paths.items()}
-    return costs, current
-
-
-def _read_served(line: Mapping[str, Any], where: str) -> ServedRequest:
-    batches, host_ms = line["batches"], line.get("host_ms", 0.0)
-    if not isinstance(batches, list):
-        raise InputError(f"{where}, batches: expected a list; got {batches!r}")
-    if isinstance(host_ms, bool) or not isinstance(host_ms, int | float):
-        raise InputError(f"{where}, host_ms: expected milliseconds; got {host_ms!r}")
-    served = tuple(_validated(ServedBatch, batch, where) for batch in batches)
-    return ServedRequest(read_request(line, where), served, host_ms)
-
-
-R = TypeVar("R", bound=_Record)
-
-
-def _validated(record: type[R], value: Any, where: str) -> R:
-    try:
-        return record.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise InputError(f"{where}, {field}: {first['msg']}") from None

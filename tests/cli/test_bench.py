@@ -10,6 +10,7 @@ from PIL import Image
 
 from fxsplit_encoder.cli import bench as bench_run
 from fxsplit_encoder.cli.bench import Measured, advice
+from fxsplit_encoder.cli.tower import Batch
 from fxsplit_encoder.cli.ways import WAYS, Ours, check_ways
 from fxsplit_encoder.errors import InputError
 
@@ -20,7 +21,7 @@ TITLES = {name: way.title for name, way in WAYS.items()}
 
 
 def measured(item: str, **ms: float) -> Measured:
-    return Measured(item, "2x2", "4", 1, {name.replace("_", "-"): each for name, each in ms.items()})
+    return Measured(Batch({"item": item}, {}), {name.replace("_", "-"): each for name, each in ms.items()})
 
 
 @pytest.fixture
@@ -72,8 +73,8 @@ def fail(self: Ours, mm_kwargs: Any) -> Any:
     raise RuntimeError("no kernel\nimage is available")
 
 
-def double(self: Ours, mm_kwargs: Any, right: Any = Ours.__call__) -> Any:
-    return [2 * item for item in right(self, mm_kwargs)]
+def double(self: Ours, mm_kwargs: Any) -> Any:
+    return lambda: [2 * item for item in self.manager.execute(mm_kwargs)]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_way_that_fails_or_is_wrong_leaves_the_others(
     call: Any,
     note: str,
 ) -> None:
-    monkeypatch.setattr(Ours, "__call__", call)
+    monkeypatch.setattr(Ours, "prepared", call)
     found = json.loads(run("bench", checkpoint, images[0], *options, "--json").stdout)
     assert any(each.startswith(note) for each in found["notes"])
     assert found["rows"][0]["eager_ms"] > 0 and found["rows"][0]["ours_ms"] is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.cli.inspection import describe
+from fxsplit_encoder.cli.inspection import class_rows, kernel_rows
 from fxsplit_encoder.kernels.attention import (
     KERNELS,
     AttentionKernel,
@@ -243,14 +243,14 @@ def test_measuring_chooses_per_class_and_says_what_it_found(
     with measuring():
         chosen = chooser.of(query, cumulative([4096]), 4096)
         chooser.ranking(shape_of(query, 4096, 1, host_lengths=True, equal=True))
-    report = describe(device, chooser)
-    assert chosen.name in {each.name for each in report.kernels if each.unavailable is None}
-    equal = [each for each in report.classes if each.shape.endswith("equal")]
+    assert chosen.name in {row["kernel"] for row in kernel_rows(device, chooser) if row["state"] == "works"}
+    equal = [row for row in class_rows(device, chooser) if row["shape"].endswith("equal")]
     assert len(equal) == 3
     for each in equal:
-        assert {"torch_flash", "batched_dense"} <= each.microseconds.keys(), each.rejected
-        assert all(0.5 < microseconds < 1e5 for microseconds in each.microseconds.values())
-        assert each.microseconds[each.chosen] <= min(each.microseconds.values()) / 0.95
+        times = each["microseconds"]
+        assert {"torch_flash", "batched_dense"} <= times.keys(), each
+        assert all(0.5 < microseconds < 1e5 for microseconds in times.values())
+        assert times[each["chosen"]] <= min(times.values()) / 0.95
     other = Measurements().keep(tmp_path)
     assert other.table(device) == {k: v for k, v in measurements.table(device).items() if v.microseconds}
 
@@ -267,9 +267,9 @@ def test_cuts_at_whole_waves_are_measured_for_the_size_itself(measurements: Meas
         pytest.skip("this device has other waves")
     with measuring():
         chooser.of(query, cumulative([3136]), 3136)
-    (found,) = describe(device, chooser).classes
-    assert "tokens 3136" in found.shape
-    assert {kernel.name for kernel in waves} <= found.microseconds.keys(), found.rejected
+    (found,) = class_rows(device, chooser)
+    assert "tokens 3136" in found["shape"]
+    assert {kernel.name for kernel in waves} <= found["microseconds"].keys(), found
 
 
 @torch.no_grad()
@@ -300,7 +300,7 @@ def test_a_kernel_that_cannot_be_captured_is_rejected_and_leaves_the_device_usab
     query = projection(512, 64)[0]
     with measuring():
         assert chooser.of(query, cumulative([512]), 512) is KERNELS[0]
-    (found,) = describe(query.device, chooser).classes
+    (found,) = chooser.measurements.table(query.device).values()
     assert list(found.rejected) == ["waits"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -45,19 +45,16 @@ def test_every_way_is_right_and_timed(model: str, images: list[Path], tmp_path: 
     assert output.stat().st_size > 0
 
 
-def test_tune_measures_writes_and_uses_the_costs_of_this_gpu(tmp_path: Path) -> None:
+def test_tune_measures_and_uses_the_costs_of_this_gpu(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     with closing(TraceWriter(trace)) as writer:
         for tokens in (64, 200, 300) * 5:
             writer.write([Item(EncoderItemSpec(4 * tokens, tokens))])
     result = run("tune", trace, "--model", "qwen3-vl-8b", "--json")
     assert result.exit_code == 0, result.output
-    costs = json.loads((tmp_path / "trace.costs.json").read_text(encoding="utf-8"))
-    assert costs["default"].keys() >= {"replay_ms", "exact_ms"}
     found = json.loads(result.stdout)
-    assert found["tuning"]["unit"] == "ms"
-    limit = costs["default"].get("not_kept_from", 10**9)
-    assert all(budget < limit for budget in found["config"]["token_budgets"])
+    assert (found["costs"], found["tuning"]["unit"]) == ("measured on this GPU", "ms")
+    assert set(found["config"]["token_budgets"]) <= {64, 200, 300}
 
 
 def test_demo_shows_times(images: list[Path]) -> None:

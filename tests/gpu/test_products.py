@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder.cli.inspection import describe
+from fxsplit_encoder.cli.inspection import class_rows
 from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, measuring
 from fxsplit_encoder.kernels.kernel import works
 from fxsplit_encoder.kernels.products.measured import (
@@ -109,7 +109,7 @@ def test_measuring_finds_times_of_all_that_are_there_and_keeps_them(tmp_path: Pa
     chooser = ProductChooser(measurements=first)
     with measuring():
         chosen = chooser.of(each.rows, each.weights[0], each.bias, each.activation)
-    (found,) = describe(each.rows.device, chooser).classes
-    assert "cublas" in found.microseconds, found.rejected
-    assert found.chosen == chosen.name
+    (found,) = class_rows(each.rows.device, chooser)
+    assert "cublas" in found["microseconds"], found
+    assert found["chosen"] == chosen.name
     assert measurements().table(each.rows.device) == first.table(each.rows.device)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.inspection import KernelReport, describe
+from fxsplit_encoder.cli.inspection import class_rows, kernel_rows
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import Measurements, parse_attention
 from fxsplit_encoder.kernels.choice import Pin, measuring
@@ -27,21 +27,19 @@ def test_a_report_says_what_was_measured_and_what_is_chosen_and_why_not() -> Non
             chooser.ranking(shape(tokens))
     (condition,) = parse_attention({"tokens>=4096": "auto"})[0].conditions
     chooser.pins = (Pin((condition,), "base"),)
-    report = describe(CUDA, chooser)
     small, large = (str(shape(tokens)) for tokens in (1024, 4096))
     assert small == "bfloat16 16x72, tokens 1024, longest 1024, segments 1, captured"
-    assert report.kernels == (
-        KernelReport("base", None, (large,)),
-        KernelReport("fast", None, (small,)),
-        KernelReport("wrong", None, ()),
-        KernelReport("gone", "no", ()),
-    )
-    assert [(each.shape, each.chosen, each.pinned) for each in report.classes] == [
-        (small, "fast", False),
-        (large, "base", True),
+    assert [tuple(row.values()) for row in kernel_rows(CUDA, chooser)] == [
+        ("base", "works", 1),
+        ("fast", "works", 1),
+        ("wrong", "works", 0),
+        ("gone", "no", 0),
     ]
-    assert report.classes[0].microseconds == {"base": 9.0, "fast": 4.0}
-    assert report.classes[0].rejected == {"wrong": "error 1; allowed: 0.1"}
+    first, second = class_rows(CUDA, chooser)
+    assert (first["shape"], first["chosen"], first["how"]) == (small, "fast", "measured")
+    assert (second["shape"], second["chosen"], second["how"]) == (large, "base", "pinned")
+    assert first["microseconds"] == {"base": 9.0, "fast": 4.0}
+    assert chooser.measurements.table(CUDA)[shape(1024)].rejected == {"wrong": "error 1; allowed: 0.1"}
 
 
 def test_what_raises_for_all_calls_of_a_kind_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +61,8 @@ def test_what_raises_for_all_calls_of_a_kind_is_said_in_a_line(monkeypatch: pyte
     choosers = Choosers(KernelChooser(measurements=measurements))
     (line,) = choosers.failures(CUDA)
     assert line.startswith("attention: one, other: TypeError: epilogue fn depends on") and len(line) < 200
-    failed = {each.name: each.failed for each in describe(CUDA, choosers.attention).kernels}
-    assert [name for name, reason in failed.items() if reason] == ["one", "other"]
+    states = {row["kernel"]: row["state"] for row in kernel_rows(CUDA, choosers.attention)}
+    assert [name for name, state in states.items() if state != "works"] == ["one", "other"]
     monkeypatch.setattr(Choosers, "of", classmethod(lambda cls, config: choosers))
     monkeypatch.setattr(choosers, "check", lambda device: None)
     monkeypatch.setattr(measurements, "table", lambda device: table)

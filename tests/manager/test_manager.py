@@ -158,7 +158,7 @@ def test_every_request_is_a_line_of_the_trace(tiny_towers: Any, make_batch: Any,
         manager.execute({**make_batch([(1, 4, 4)]), "pixel_values": torch.zeros(15, 1536)})
     manager.execute({"pixel_values": torch.zeros(0, 1536), "image_grid_thw": torch.zeros(0, 3).long()})
     manager.execute(make_batch([(1, 2, 4)]))
-    read = read_trace(tmp_path / "trace.jsonl")
+    read = read_trace(tmp_path / "trace.jsonl").planned()
     sizes = [[(item.spec.input_size, item.spec.output_tokens) for item in request] for request in read]
     assert sizes == [[(16, 4), (4, 1), (24, 6)], [], [(8, 2)]]
     assert [tuple(item.segments for item in request) for request in read] == [(1, 1, 3), (), (1,)]

@@ -14,14 +14,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.manager import TraceWriter
 from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.tuning.trace import (
-    Request,
-    read_run,
-    read_trace,
-    recorded_costs,
-    trace_demands,
-    traced_paths,
-)
+from fxsplit_encoder.tuning.trace import Request, read_run, read_trace, trace_demands, traced_paths
 
 COSTS = {"replay_ms": {"64": 1.0}, "exact_ms": {"64": 6.0}}
 RUN: dict[str, Any] = {
@@ -68,41 +61,43 @@ def test_a_run_is_read_and_is_a_trace_too(tmp_path: Path) -> None:
     served = recorded.requests[0]
     assert served.host_ms == 0.25
     assert served.batches[0].paths["default"].budget == 64
-    assert [[item.spec.output_tokens for item in request] for request in read_trace(path)] == [[50], [50]]
+    assert [[item.output_tokens for item in each.items] for each in read_trace(path).requests] == [[50], [50]]
 
 
-def test_the_last_run_says_what_it_cost(tmp_path: Path) -> None:
-    later = {
-        **RUN,
-        "paths": {"default": {**RUN["paths"]["default"], "costs": {**COSTS, "not_kept_from": 128}}},
-    }
-    costs, current = recorded_costs(write(tmp_path / "run.jsonl", {"run": RUN}, REQUEST, {"run": later}))
+def test_a_run_says_what_it_cost_and_captured(tmp_path: Path) -> None:
+    (run,), _ = read_trace(
+        write(tmp_path / "run.jsonl", {"run": with_costs({**COSTS, "not_kept_from": 128})})
+    )
+    costs = run.costs()
     assert costs is not None
-    assert costs["default"].not_kept_from == 128
-    assert current == {"default": (64,)}
+    assert (costs["default"].not_kept_from, costs["default"].unit) == (128, "ms")
+    assert (run.ladders(), run.packing) == ({"default": (64,)}, "cost")
 
 
 def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
-    on_cpu = write(tmp_path / "cpu.jsonl", {"run": with_costs(None)})
-    assert recorded_costs(on_cpu) == (None, {"default": (64,)})
-    nothing = {**RUN, "paths": {"default": {"budgets": [64]}}}
-    assert recorded_costs(write(tmp_path / "nothing.jsonl", {"run": nothing})) == (None, {})
-    assert recorded_costs(write(tmp_path / "sizes.jsonl", {"items": REQUEST["items"]})) == (None, {})
+    (on_cpu,), _ = read_trace(write(tmp_path / "cpu.jsonl", {"run": with_costs(None)}))
+    assert (on_cpu.costs(), on_cpu.ladders()) == (None, {"default": (64,)})
+    nothing = {**RUN, "config": {"packing": "greedy"}, "paths": {"default": {"budgets": [64]}}}
+    (empty,), _ = read_trace(write(tmp_path / "nothing.jsonl", {"run": nothing}))
+    assert (empty.costs(), empty.ladders(), empty.packing) == (None, None, "greedy")
 
 
 BAD: dict[str, tuple[list[Any], str]] = {
     "sizes alone": ([{"items": REQUEST["items"]}], "expected a run .* this file holds sizes alone"),
     "no request": ([{"run": RUN}], "this file holds no request"),
-    "a run that is none": ([{"run": 3}], "line 1, : Input should be a valid dictionary"),
+    "a run that is none": ([{"run": 3}], "line 1, run.run: Input should be an object"),
     "a batch without paths": (
         [{"run": RUN}, {**REQUEST, "batches": [{"items": [0], "output_tokens": 1}]}],
-        "line 2, paths: Field required",
+        "line 2, request.batches.0.paths: Field required",
     ),
-    "batches that are none": ([{"run": RUN}, {**REQUEST, "batches": 3}], "line 2, batches: expected a list"),
-    "a time that is none": (
-        [{"run": RUN}, {**REQUEST, "host_ms": "x"}],
-        "line 2, host_ms: expected milliseconds",
+    "costs without times": (
+        [{"run": with_costs({"replay_ms": {"64": 1}})}],
+        "default.costs.exact_ms: Field required",
     ),
+    "no costs": ([{"run": with_costs({**COSTS, "exact_ms": {}})}], "exact_ms: .* at least 1 item"),
+    "costs below zero": ([{"run": with_costs({**COSTS, "exact_ms": {"6": -1}})}], "6: .* greater than 0"),
+    "costs that are none": ([{"run": with_costs({**COSTS, "exact_ms": {"6": True}})}], "6: .* valid number"),
+    "tokens that are none": ([{"run": with_costs({**COSTS, "not_kept_from": True})}], "valid integer"),
 }
 
 
@@ -111,12 +106,6 @@ def test_what_is_no_run_is_named(name: str, tmp_path: Path) -> None:
     lines, message = BAD[name]
     with pytest.raises(InputError, match=message):
         read_run(write(tmp_path / "bad.jsonl", *lines))
-
-
-def test_costs_that_are_malformed_are_named(tmp_path: Path) -> None:
-    bad = with_costs({"replay_ms": {}})
-    with pytest.raises(InputError, match="line 1, default: expected an object with replay_ms and exact_ms"):
-        recorded_costs(write(tmp_path / "bad.jsonl", {"run": bad}))
 
 
 counts = st.integers(0, 10_000)
@@ -145,19 +134,19 @@ def test_what_was_written_is_read(
     with closing(TraceWriter(path)) as writer:
         for request_items in written:
             writer.write(request_items)
-    assert read_trace(path) == list(map(tuple, written))
+    assert read_trace(path).planned() == list(map(tuple, written))
 
 
 def test_a_line_is_there_at_once_and_a_second_writer_appends(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     first = TraceWriter(path)
     first.write(request(1))
-    assert read_trace(path) == [request(1)]
+    assert read_trace(path).planned() == [request(1)]
     first.close()
     first.close()
     with closing(TraceWriter(path)) as second:
         second.write(request(2))
-    assert read_trace(path) == [request(1), request(2)]
+    assert read_trace(path).planned() == [request(1), request(2)]
     with pytest.raises(InputError, match=r"trace\.jsonl: the writer is closed"):
         first.write([])
 
@@ -167,7 +156,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     with closing(TraceWriter(path)) as writer, ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(writer.write, request(*[n] * 50)) for n in range(60)]:
             future.result()
-    read = read_trace(path)
+    read = read_trace(path).planned()
     assert sorted(r[0].spec.output_tokens for r in read) == list(range(60))
     assert all(len({item.spec.output_tokens for item in r}) == 1 and len(r) == 50 for r in read)
 
@@ -179,22 +168,21 @@ def test_a_writer_refuses_a_file_that_it_cannot_write(tmp_path: Path) -> None:
 
 GOOD = '{"items": [{"input_size": 4, "output_tokens": 1}]}'
 BAD_LINES = {
-    "{": "expected a JSON object; got '{'",
-    "{}": "expected the key 'items'; got no keys",
-    '{"items": [], "time": 3}': "expected only the keys items, batches, host_ms; got 'time'",
-    '{"items": 3}': "items: expected a list; got 3",
-    '{"items": [{"input_size": 4}]}': "items[0]: expected the key 'output_tokens'; got input_size",
+    "{": "Invalid JSON",
+    "3": "request: Input should be an object; got 3",
+    "{}": "request.items: Field required; got {}",
+    '{"items": [], "time": 3}': "request.time: Extra inputs are not permitted; got 3",
+    '{"items": 3}': "request.items: Input should be a valid array; got 3",
+    '{"items": [{"input_size": 4}]}': "request.items.0.output_tokens: Field required",
     '{"items": [{"input_size": 4, "output_tokens": "1"}]}': (
-        "items[0].output_tokens: expected an integer of at least 0; got '1'"
+        "request.items.0.output_tokens: Input should be a valid integer; got '1'"
     ),
-    '{"items": [{"input_size": true, "output_tokens": 1}]}': (
-        "items[0].input_size: expected an integer of at least 0; got True"
+    '{"items": [{"input_size": 4, "output_tokens": 1, "segment": 2}]}': (
+        "request.items.0.segment: Extra inputs are not permitted"
     ),
-    '{"items": [{"input_size": 4, "output_tokens": 1, "path_output_tokens": [1]}]}': (
-        "items[0].path_output_tokens: expected an object, path to tokens; got [1]"
-    ),
+    '{"items": [{"input_size": -1, "output_tokens": 1}]}': "should be greater than or equal to 0",
     '{"items": [{"input_size": 4, "output_tokens": 1, "path_output_tokens": {"a": 1.5}}]}': (
-        "items[0].path_output_tokens.a: expected an integer of at least 0; got 1.5"
+        "request.items.0.path_output_tokens.a: Input should be a valid integer"
     ),
 }
 
@@ -217,7 +205,7 @@ def test_a_file_that_is_no_text_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"trace\.jsonl: expected UTF-8 text"):
         read_trace(path)
     path.write_bytes(b"")
-    assert read_trace(path) == []
+    assert read_trace(path) == ((), ())
 
 
 def test_larger_requests_are_cut_by_ascending_size() -> None:

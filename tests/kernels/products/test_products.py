@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.cli.inspection import describe
+from fxsplit_encoder.cli.inspection import class_rows
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, measuring
 from fxsplit_encoder.kernels.meter import Measured
@@ -95,11 +95,12 @@ def test_accuracy_comes_before_time_and_the_fastest_is_chosen() -> None:
         chooser.ranking(shape())
     assert chooser.ranking(shape(40))[0].name == "fast"  # the nearest that is known
     assert clock.measured == [shape()]
-    (found,) = describe(CPU, chooser).classes
-    assert found.shape == "bfloat16 16 to 8 + bias + gelu, rows 48"
-    assert (found.chosen, found.microseconds) == ("fast", {"base": 10.0, "fast": 5.0})
-    assert found.rejected["wrong"].startswith("error 0.0")
-    assert found.rejected["fails"] == "RuntimeError: no tile for it"
+    (found,) = class_rows(CPU, chooser)
+    assert found["shape"] == "bfloat16 16 to 8 + bias + gelu, rows 48"
+    assert (found["chosen"], found["microseconds"]) == ("fast", {"base": 10.0, "fast": 5.0})
+    rejected = chooser.measurements.table(CPU)[shape()].rejected
+    assert rejected["wrong"].startswith("error 0.0")
+    assert rejected["fails"] == "RuntimeError: no tile for it"
 
 
 def test_an_activation_or_a_row_more_makes_another_class() -> None:
@@ -177,8 +178,7 @@ def test_products_are_pinned_as_attention_is() -> None:
 
 
 def test_on_a_cpu_there_is_nothing_to_choose_from() -> None:
-    report = describe(CPU, ProductChooser())
-    assert report.classes == ()
+    assert class_rows(CPU, ProductChooser()) == []
     assert [kernel.name for kernel in KERNELS if kernel.supports(shape())] == ["cublas"]
 
 
