@@ -205,15 +205,14 @@ class Connector:
             raise InputError(f"token_range: expected one within 0 to {length}; got {start} to {stop}")
         if embeddings.dim() != 2 or embeddings.shape[0] != stop - start:
             raise InputError(f"embeddings: expected ({stop - start}, width); got {tuple(embeddings.shape)}")
-        runs = placeholders.runs(counts, start, stop)
-        items = sorted({run.item for run in runs})
-        with self.read(ticket, items, device=embeddings.device) as features:
+        places = placeholders.places(counts, start, stop)
+        with self.read(ticket, sorted({*places.items.tolist()}), device=embeddings.device) as features:
             if levels is None:
                 # Of any item, so that a chunk of text alone has the levels of its request too.
                 known = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
                 levels = int(next(known, 0))  # type: ignore[call-overload]
             rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
-            return merge_rows(rows, runs, embeddings, start, levels)
+            return merge_rows(rows, places, embeddings, levels)
 
     # --- workers and books
 
