@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from fxsplit_encoder.connector.books.holdings import Holdings
-from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature
+from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature, has_passed
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.encode_queue.queue import BATCHES_IN_FLIGHT, MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
@@ -303,7 +303,7 @@ class Encoding:
 
     def _publish_over(self, worker: Worker) -> None:
         for batch in [batch for batch in worker.batches if batch.is_launched]:
-            if all(event.has_succeeded() for event in batch.events):
+            if all(has_passed(event, if_lost=False) for event in batch.events):
                 self.publish(batch)
 
     def publish(self, batch: Batch) -> None:

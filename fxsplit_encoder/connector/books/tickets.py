@@ -64,15 +64,19 @@ class Event:
     """A point of a device's stream, as `torch.cuda.Event`; this one has passed."""
 
     def query(self) -> bool:
-        """Whether the device has passed it, or is lost: nothing uses memory on its account any more."""
-        return True
-
-    def has_succeeded(self) -> bool:
-        """Whether the device has passed it, and not because it was lost."""
+        """Whether the device has passed it; RuntimeError: the device was lost."""
         return True
 
     def synchronize(self) -> None:
         """Block until the device has passed it; RuntimeError: the device was lost."""
+
+
+def has_passed(event: Event, *, if_lost: bool = True) -> bool:
+    """Whether a device has passed an event, or is lost, after which nothing uses its memory any more."""
+    try:
+        return event.query()
+    except RuntimeError:
+        return if_lost
 
 
 @dataclass(eq=False)
@@ -92,7 +96,7 @@ class Feature:
     @property
     def is_idle(self) -> bool:
         """Whether no read of the rows is issued or running, so that their memory can be reused."""
-        self.read_events = [event for event in self.read_events if not event.query()]
+        self.read_events = [event for event in self.read_events if not has_passed(event)]
         return not self.num_reads and not self.read_events
 
 

@@ -13,30 +13,6 @@ from torch import Tensor
 from fxsplit_encoder.connector.books.tickets import Event
 
 
-class _CudaEvent(Event):
-    """A CUDA event which has also passed once its device is lost: nothing uses the memory any more."""
-
-    def __init__(self, device: torch.device) -> None:
-        # A thread that waits leaves the processor to others.
-        self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(device))
-
-    def query(self) -> bool:
-        try:
-            return bool(self._event.query())
-        except RuntimeError:
-            return True
-
-    def has_succeeded(self) -> bool:
-        try:
-            return bool(self._event.query())
-        except RuntimeError:
-            return False
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
 class Copies:
     """Copies as the device in question makes them; without CUDA the calling thread does, at once. Nothing
     else in the connector knows of devices.
@@ -84,7 +60,9 @@ class Copies:
         """When everything is over that this thread has given the current stream of a device."""
         if device.type != "cuda":
             return Event()
-        return _CudaEvent(device)
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event  # type: ignore[no-any-return]
 
     def _stream(self, device: torch.device) -> Any:
         """A side stream, so that the next batch runs while rows are copied."""

@@ -36,7 +36,6 @@ class Preparers:
             threading.Thread(target=self._run, name=f"connector-cpu-{number}", daemon=True)
             for number in range(num_threads)
         ]
-        core.cpu_threads = frozenset(self.threads)
 
     def _run(self) -> None:
         while self._run_next():  # which keeps no media of a job while it waits for the next
@@ -54,7 +53,7 @@ class Preparers:
 
     def _take(self) -> Ticket | DigestJob | Entry | None:
         with self._core.lock:
-            while not self._core.is_stopping:
+            while not self._core.books.is_closed:
                 if (job := self._core.books.preparation.take()) is not None:
                     return job
                 self._core.cpu_work.wait()

@@ -45,8 +45,6 @@ class ManualEvent(Event):
     def query(self) -> bool:
         return self.passed
 
-    has_succeeded = query
-
     def synchronize(self) -> None:
         assert self.passed
 
