@@ -34,9 +34,7 @@ def _tickets(books: Books) -> Iterator[str]:
 def _ticket(ticket: Ticket, waits_for_memory: bool) -> Iterator[str]:
     for item in ticket.items:
         yield from _item(item)
-    undigested = sum(item.state is State.NEW and item.digest is None for item in ticket.items)
-    if undigested != ticket.num_undigested:
-        yield f"{ticket}: {undigested} items to hash, {ticket.num_undigested} counted"
+    undigested = any(item.is_undigested for item in ticket.items)
     if waits_for_memory != (bool(ticket.without_memory) and not undigested):
         yield f"{ticket}: {len(ticket.without_memory)} items need memory, and it waits: {waits_for_memory}"
     if ticket.state in GONE or ticket.state is State.RELEASED:

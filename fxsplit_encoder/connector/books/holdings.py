@@ -86,9 +86,10 @@ class Holdings:
         entry, item.entry = item.entry, None
         ticket = item.ticket
         item.num_holds = 0
-        if item.digest is None and item.state is State.NEW:
-            self.count_digested(ticket)
+        was_undigested = item.is_undigested
         item.move(state)
+        if was_undigested:
+            self.await_memory(ticket)
         self.to_digest.discard(item)
         self.drop_memory(item)
         if entry is not None:
@@ -199,10 +200,8 @@ class Holdings:
 
     def _reduce(self, item: Occurrence) -> None:
         item.digest = None
-        item.is_reducing = True
         if item.state is not State.NEW:
             item.move(State.NEW)
-        item.ticket.num_undigested += 1
         tenant = item.ticket.request.tenant
         self.to_digest.push(item, item.ticket.number, 1.0, tenant, priority=FIRST)
         self.touch(item.ticket)
@@ -214,14 +213,10 @@ class Holdings:
         self.tickets[ticket.number] = ticket
         self._changed[ticket] = None
 
-    def count_digested(self, ticket: Ticket) -> None:
-        """One item less of a ticket is to be hashed before memory is reserved."""
-        ticket.num_undigested -= 1
-        if not ticket.num_undigested:
-            self.await_memory(ticket)
-
     def await_memory(self, ticket: Ticket) -> None:
-        """A ticket waits until there is memory for all of its items that have none."""
+        """A ticket waits until there is memory for all of its items that have none, once all are hashed."""
+        if any(item.is_undigested for item in ticket.items):
+            return
         if ticket not in self.to_admit:
             self.to_admit.push(ticket, None, 1.0, ticket.request.tenant)
         self.storage.was_freed = True

@@ -119,8 +119,6 @@ class Occurrence:
         self.memory: Memory | None = None
         """On the host, of its own: while less is asked of it."""
         self.error: ConnectorError | None = None
-        self.is_reducing = False
-        """Whether less is about to be asked of it."""
         self.metadata: Mapping[str, object] = {}
 
     @property
@@ -134,6 +132,16 @@ class Occurrence:
     def is_live(self) -> bool:
         """Whether it waits for rows or holds some."""
         return self.state in WAITING or self.state is State.READY
+
+    @property
+    def is_undigested(self) -> bool:
+        """Whether it is to be hashed before memory is reserved for its ticket."""
+        return self.state is State.NEW and self.digest is None
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether less is about to be asked of it: until then it has memory of its own."""
+        return self.is_undigested and self.memory is not None
 
     def __repr__(self) -> str:
         return f"item {self.index} of {self._ticket()}"
@@ -222,8 +230,6 @@ class Ticket:
         """When it was ready for the first time, on the monotonic clock."""
         self.is_released = False
         """Of a ticket without media: whether it was released."""
-        self.num_undigested = len(self.items)
-        """Items that are to be hashed before memory is reserved for all of them."""
         self.num_overtaken = 0
         """How many later tickets got memory before it."""
         self.waiting = (0, 0)

@@ -149,7 +149,7 @@ class EncoderProgram(Message, frozen=True):
             found = None
         if not callable(found):
             raise InputError(f"factory: no package.module:function is {shown(self.factory)}")
-        return found
+        return found  # type: ignore[no-any-return]
 
 
 class Encode(Message, frozen=True):

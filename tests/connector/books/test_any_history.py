@@ -19,8 +19,8 @@ from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.encoding import Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.books.holdings import Admission, Holdings
-from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, Problem
-from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, Ticket
+from fxsplit_encoder.connector.books.preparation import Digested
+from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, Occurrence, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.states import WAITING, State
@@ -93,11 +93,11 @@ class Bench:
             bench.start_worker(f"w{number}")
         return bench
 
-    def submit(self, request: EncodeRequest, counts: Sequence[int], problem: Problem | None = None) -> Ticket:
+    def submit(self, request: EncodeRequest, counts: Sequence[int]) -> Ticket:
         """A ticket whose media's headers were read."""
         ticket = self.books.submit(request)
         self.books.holdings.to_count.discard(ticket)
-        self.books.preparation.counted(ticket, counts, problem)
+        self.books.preparation.counted(ticket, counts, None)
         return ticket
 
     def start_worker(self, name: str) -> Worker:
@@ -152,9 +152,9 @@ class AnyHistory(RuleBasedStateMachine):
     def take_over(self, bench: Bench) -> None:
         self.bench, self.books = bench, bench.books
         self.tickets: list[Ticket] = []
-        self.headers: dict[Ticket, tuple[list[int], Problem | None]] = {}
+        self.headers: dict[Ticket, tuple[list[int], ConnectorError | None, int | None]] = {}
         self.counting: list[Ticket] = []
-        self.digesting: list[DigestJob] = []
+        self.digesting: list[tuple[Ticket, Occurrence]] = []
         self.preparing: list[Entry] = []
         self.encoding: list[Batch] = []
         self.launched: list[Batch] = []
@@ -200,15 +200,15 @@ class AnyHistory(RuleBasedStateMachine):
         )
         counts = [MEDIA[name] - (name == odd) for name in names]
         distinct = sum(max(4, MEDIA[name]) for name in set(names))
-        problem = None
+        error, index = None, None
         if names and (broken or distinct * ROW_BYTES > self.books.holdings.config.host_bytes):
-            problem = Problem(len(names) - 1, ConnectorError("broken", "media", False))
+            error, index = ConnectorError("broken", "media", False), len(names) - 1
         try:
             self.tickets.append(self.books.submit(request))
         except ConnectorFullError:
             assert self.books.holdings.waiting.used + len(names) > 12
             return
-        self.headers[self.tickets[-1]] = counts, problem
+        self.headers[self.tickets[-1]] = counts, error, index
         self.books.settle()
         self.work(until)  # so that histories are not all about beginnings
 
@@ -267,7 +267,7 @@ class AnyHistory(RuleBasedStateMachine):
         job = self.books.preparation.take()
         if isinstance(job, Ticket):
             self.counting.append(job)
-        elif isinstance(job, DigestJob):
+        elif isinstance(job, tuple):
             self.digesting.append(job)
         elif job is not None:
             self.preparing.append(job)
@@ -282,26 +282,25 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(which=indices, fails=st.sampled_from([False, False, True]))
     def digested(self, which: int, fails: bool) -> None:
         job = self.take(self.digesting, which)
-        self.books.preparation.digested(job, self.digest(job) if not fails else _error("media"))
+        self.books.preparation.digested(*job, self.digest(job[1]) if not fails else _error("media"))
 
-    def digest(self, job: DigestJob) -> Digested | ConnectorError:
-        name, tokens = job.media.media, job.item.num_tokens
-        if job.reduction is None:
-            return Digested(job.media, tokens, name.encode())
+    def digest(self, item: Occurrence) -> Digested | ConnectorError:
+        name, tokens = str(item.media.media), item.num_tokens
+        if not item.is_reducing:
+            return Digested(item.media, tokens, name.encode())
         if tokens < 2:
             return _error("out_of_memory")
         return Digested(MediaItem("image", f"{name}-"), tokens // 2, f"{name}-".encode())
 
     @precondition(lambda self: self.preparing)
-    @rule(which=indices, outcome=st.sampled_from(["ok", "ok", "ok", "broken", "count", "digest"]))
+    @rule(which=indices, outcome=st.sampled_from(["ok", "ok", "ok", "broken", "again"]))
     def prepared(self, which: int, outcome: str) -> None:
         entry = self.take(self.preparing, which)
-        result: Any = _error("media")
-        if outcome != "broken":
-            digest = entry.digest if outcome != "digest" else b"?"
-            tokens = entry.num_tokens + (outcome == "count")
-            result = PreparedItem("image", digest, {"pixels": PIXELS}, tokens)
-        self.books.preparation.prepared(entry, result, cost=float(entry.num_tokens))
+        result: Any = _error("media" if outcome == "broken" else "encoder")
+        if outcome == "ok":
+            item = PreparedItem("image", entry.digest, {"pixels": PIXELS}, entry.num_tokens)
+            result = item, float(entry.num_tokens)
+        self.books.preparation.prepared(entry, result)
 
     # --- workers
 
@@ -487,7 +486,7 @@ def random_move(machine: AnyHistory, draw: random.Random) -> None:
         (
             9,
             machine.preparing,
-            lambda: machine.prepared(which, draw.choice(["ok"] * 9 + ["broken", "count"])),
+            lambda: machine.prepared(which, draw.choice(["ok"] * 9 + ["broken", "again"])),
         ),
         (5, True, lambda: machine.take_batch(draw.randrange(2))),
         (5, machine.encoding, lambda: machine.encoded(which, kinds, draw.random() < 0.1)),
