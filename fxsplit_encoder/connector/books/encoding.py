@@ -6,24 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature, has_passed
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.encode_queue.queue import BATCHES_IN_FLIGHT, MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
-
-
-class Arrival(NamedTuple):
-    """Rows that were encoded, and where they will lie."""
-
-    entry: Entry
-    feature: Feature
-    rows: Any
-    """As the encoder returned them."""
-    capacity: int
-    """Bytes of the host buffer that they have to be copied to; 0: they stay where they are."""
 
 
 class WorkerStatus(StrEnum):
@@ -56,8 +45,8 @@ class Worker:
     """Those that it has in hand, unless it was given up."""
     leftovers: dict[Batch, list[Feature]] = field(default_factory=dict)
     """What batches may still write to, if it was given up while they ran."""
-    was_busy_until: float = 0.0
-    """When its last batch was over."""
+    counted_until: float = 0.0
+    """Up to when it was asked to rest for what it did."""
     rests_until: float = 0.0
     """Until when it takes none."""
 
@@ -71,21 +60,16 @@ class Worker:
         """Whether it may be given another batch."""
         return self.status is WorkerStatus.RUNNING and len(self.batches) < BATCHES_IN_FLIGHT
 
-    def finish(self, batch: Batch, now: float, busy_share: float) -> None:
-        """One of its batches is over; it takes no other before it was busy for no more than this share."""
-        begin = max(batch.taken_at, self.was_busy_until, batch.rested_until)
-        self.was_busy_until = now
-        self._rest(begin, now, busy_share)
-
-    def finish_slice(self, batch: Batch, begin: float, now: float, busy_share: float) -> None:
-        """Part of a batch is over that was given to the device after the last one's rest."""
-        self._rest(max(begin, batch.rested_until), now, busy_share)
-        if busy_share < 1:
-            batch.rested_until = self.rests_until
-
-    def _rest(self, begin: float, now: float, busy_share: float) -> None:
+    def finish(self, begin: float, now: float, busy_share: float, *, is_slice: bool = False) -> None:
+        """It was busy, and takes no other batch, or gives its device no other slice, before it was busy for
+        no more than this share.
+        """
+        begin = max(begin, self.counted_until)
+        self.counted_until = now
         if busy_share < 1:
             self.rests_until = max(self.rests_until, begin) + (now - begin) / busy_share
+            if is_slice:  # what it has in hand rests, too
+                self.counted_until = self.rests_until
 
 
 _OUT_OF_PROPORTION = 3.0
@@ -106,8 +90,6 @@ class Batch:
         self.taken_at = now
         self.progressed_at = now
         """When it was taken, or the last of its slices was over."""
-        self.rested_until = 0.0
-        """The end of the worker's last rest between slices of it: up to then it has rested enough."""
         self.outputs: Any = None
         """Rows as the encoder returned them, for as long as a device may read them."""
         self.events: list[Event] = []
@@ -265,30 +247,25 @@ class Encoding:
 
     # --- rows
 
-    def place(self, batch: Batch, outputs: Sequence[Any]) -> list[Arrival]:
+    def place(self, batch: Batch, outputs: Sequence[Any]) -> dict[Entry, Feature]:
         """Where the rows of a batch will lie: each stays where it is, or has to be copied to the host."""
         if batch.is_lost:
-            return []
+            return {}
         batch.outputs = outputs
-        arrivals = []
         for entry, rows in zip(batch.entries, outputs, strict=True):
             if not isinstance(rows, ConnectorError):
-                assert entry.memory is not None  # until rows are there, for another try
                 if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
                     entry.feature = Feature(rows, Residence.DEVICE, memory)
-                else:
-                    entry.feature = Feature(None, Residence.HOST, None)
-                capacity = 0 if memory is not None else entry.memory.num_bytes
-                arrivals.append(Arrival(entry, entry.feature, rows, capacity))
-        return arrivals
+                else:  # the memory that it has until rows are there becomes theirs
+                    entry.feature = Feature(None, Residence.HOST, entry.memory)
+                    entry.memory = None
+        return {entry: entry.feature for entry in batch.entries if entry.feature is not None}
 
     def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
-        """Take rows that will not arrive from their entry, and the buffer that they may be copied to."""
+        """Take rows that will not arrive from their entry, with the buffer that they may be copied to."""
         feature, entry.feature = entry.feature, None
         assert feature is not None
         feature.read_events = list(events)
-        if feature.residence is Residence.HOST:
-            feature.memory, entry.memory = entry.memory, None
         return feature
 
     def launched(self, batch: Batch) -> None:
@@ -314,7 +291,7 @@ class Encoding:
             return
         if batch not in worker.batches:
             return  # somebody saw it before
-        worker.finish(batch, self._clock(), self._config.max_busy_share)
+        worker.finish(batch.taken_at, self._clock(), self._config.max_busy_share)
         worker.num_losses = 0
         for entry in batch.entries:
             seconds = self._clock() - batch.taken_at
@@ -328,12 +305,9 @@ class Encoding:
         batch.close()
 
     def _arrive(self, entry: Entry) -> None:
-        memory, entry.memory = entry.memory, None
-        assert entry.feature is not None and memory is not None
-        if entry.feature.residence is Residence.HOST:  # its memory becomes theirs, or is free
-            entry.feature.memory = memory
-        else:
-            memory.free()
+        if entry.memory is not None:  # they lie on a device
+            entry.memory.free()
+            entry.memory = None
         entry.media = None
         entry.drop_inputs()
         self._storage.was_freed = True

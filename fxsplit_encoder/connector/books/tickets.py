@@ -87,7 +87,6 @@ class Feature:
     """A tensor (tokens, width)."""
     residence: Residence
     memory: Memory | None
-    """That of the rows; None: of rows on their way to the host, their entry has it."""
     num_reads: int = 0
     """Reads that are being issued."""
     read_events: list[Event] = field(default_factory=list)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.books.tickets import Entry, Event
+from fxsplit_encoder.connector.books.encoding import LIVE, Batch, Worker, WorkerStatus
+from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, capacity_of
 from fxsplit_encoder.connector.interfaces import MODALITIES, FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.connector.states import failure_of
+from fxsplit_encoder.connector.states import Residence, failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.encode_queue.batch_thread import BatchThread
@@ -261,19 +261,20 @@ class _WorkerThread(BatchThread[Batch]):
                 total = rows.detach().sum(dtype=torch.float32)
                 batch.totals[entry] = total.to("cpu", non_blocking=True)
         with self._core.change() as books:
-            arrivals = books.encoding.place(batch, checked)
-        batch.events += map(self._copies.mark, {each.rows.device for each in arrivals})
-        for arrival in arrivals:
-            if arrival.capacity:
-                self._copy(batch, arrival)
+            placed = books.encoding.place(batch, checked)
+        by_entry = dict(zip(batch.entries, checked, strict=True))
+        rows = {entry: each for entry, each in by_entry.items() if isinstance(each, Tensor)}
+        batch.events += map(self._copies.mark, {rows[entry].device for entry in placed})
+        for entry, feature in placed.items():
+            if feature.residence is Residence.HOST:
+                self._copy(batch, entry, feature, rows[entry])
 
-    def _copy(self, batch: Batch, arrival: Arrival) -> None:
+    def _copy(self, batch: Batch, entry: Entry, feature: Feature, rows: Tensor) -> None:
         try:
-            buffer = self._allocate(arrival.capacity)
-            arrival.feature.rows, event = self._copies.to_host(arrival.rows, buffer)
+            feature.rows, event = self._copies.to_host(rows, self._allocate(capacity_of(rows.nbytes)))
             batch.events.append(event)
         except (MemoryError, RuntimeError) as error:
-            batch.failures[arrival.entry] = failure_of(error, "encoder")
+            batch.failures[entry] = failure_of(error, "encoder")
 
     def _allocate(self, num_bytes: int) -> Any:
         """A host buffer. The allocator keeps those that were let go; they count as free memory, too."""
@@ -312,7 +313,7 @@ class _WorkerThread(BatchThread[Batch]):
             while len(events) >= (_QUEUED if config.max_busy_share == 1 else 1):
                 events.pop(0).synchronize()
             if config.max_busy_share < 1:
-                self._rest(batch, begin)
+                self._rest(begin)
             batch.progressed_at = self._core.now()
             with self._core.lock:
                 other = self._core.books.encoding.take(self.worker, config.max_slice_cost)
@@ -321,11 +322,11 @@ class _WorkerThread(BatchThread[Batch]):
         except RuntimeError as error:  # of the device: no item is to blame
             raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
 
-    def _rest(self, batch: Batch, begin: float) -> None:
+    def _rest(self, begin: float) -> None:
         """Rest for as long as a slice asks for, or until the worker has to end."""
         core, clock = self._core, self._core.now
         with core.lock:
-            self.worker.finish_slice(batch, begin, clock(), core.config.max_busy_share)
+            self.worker.finish(begin, clock(), core.config.max_busy_share, is_slice=True)
             while self.worker.status is WorkerStatus.RUNNING:
                 if (left := self.worker.rests_until - clock()) <= 0:
                     break

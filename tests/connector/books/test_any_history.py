@@ -23,7 +23,7 @@ from fxsplit_encoder.connector.books.preparation import Digested
 from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, Occurrence, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
-from fxsplit_encoder.connector.states import WAITING, State
+from fxsplit_encoder.connector.states import WAITING, Residence, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
 
 ROW_BYTES = 1024
@@ -320,17 +320,17 @@ class AnyHistory(RuleBasedStateMachine):
             entry: _error(kind) for entry, kind in zip(batch.entries, kinds, strict=False) if kind is not None
         }
         outputs = [failures.get(entry) or Rows(entry.num_bytes) for entry in batch.entries]
-        arrivals = self.books.encoding.place(batch, outputs)
+        placed = self.books.encoding.place(batch, outputs)
         batch.failures = failures
-        batch.events = [self.new_event()] if arrivals else []
-        for arrival in arrivals:
-            if not arrival.capacity:
+        batch.events = [self.new_event()] if placed else []
+        for entry, feature in placed.items():
+            if feature.residence is Residence.DEVICE:
                 continue
-            assert arrival.capacity >= arrival.rows.nbytes
+            assert feature.memory is not None and feature.memory.num_bytes >= entry.num_bytes
             if copy_fails:
-                failures[arrival.entry] = _error("encoder")
+                failures[entry] = _error("encoder")
                 continue
-            arrival.feature.rows = Rows(arrival.rows.nbytes, "host")
+            feature.rows = Rows(entry.num_bytes, "host")
             batch.events.append(self.new_event())
         self.books.encoding.launched(batch)
         self.launched.append(batch)
