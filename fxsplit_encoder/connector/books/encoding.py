@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature, has_passed
 from fxsplit_encoder.connector.states import Residence, State
+from fxsplit_encoder.encode_queue.fair_queue import FIRST
 from fxsplit_encoder.encode_queue.queue import BATCHES_IN_FLIGHT, MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
 
@@ -43,8 +44,8 @@ class Worker:
     status: WorkerStatus = WorkerStatus.STARTING
     batches: dict[Batch, None] = field(default_factory=dict)
     """Those that it has in hand, unless it was given up."""
-    leftovers: dict[Batch, list[Feature]] = field(default_factory=dict)
-    """What batches may still write to, if it was given up while they ran."""
+    is_running: bool = True
+    """Whether its thread may still write to what its batches have."""
     counted_until: float = 0.0
     """Up to when it was asked to rest for what it did."""
     rests_until: float = 0.0
@@ -77,8 +78,8 @@ _OUT_OF_PROPORTION = 3.0
 is lost by encoding it apart."""
 
 
-class Batch:
-    """Entries that one worker encodes together."""
+class Batch(Event):
+    """Entries that one worker encodes together. As an event, it has passed once nothing writes for it."""
 
     def __init__(self, worker: Worker, entries: list[Entry], now: float) -> None:
         self.worker = worker
@@ -100,9 +101,14 @@ class Batch:
         """What is known to have failed."""
         self.is_launched = False
         """Whether the device was given everything, and what is above will not change."""
-        self.is_lost = False
-        """Whether its worker was given up; nobody waits for its results."""
+        self.is_lost = self.has_returned = False
+        """Whether its worker was given up, so that nobody waits for its results; whether that is done."""
         worker.batches[self] = None
+
+    def query(self) -> bool:
+        """Whether its thread is through with it, and the device with what it was given."""
+        has_ended = self.has_returned or not self.worker.is_running
+        return has_ended and all(map(has_passed, self.events))
 
     def close(self) -> None:
         """Take it from its worker, with its memory."""
@@ -146,11 +152,9 @@ class Encoding:
             self._stats.lost_workers += 1
         worker.status = WorkerStatus.LOST
         self._publish_over(worker)
+        worker.is_running = is_running
         for batch in list(worker.batches):
-            self._lose(batch, is_running=is_running)
-        if not is_running:
-            for batch in list(worker.leftovers):
-                self._returned(batch)
+            self._lose(batch)
 
     # --- batches
 
@@ -247,21 +251,19 @@ class Encoding:
 
     # --- rows
 
-    def place(self, batch: Batch, outputs: Sequence[Any]) -> dict[Entry, Feature]:
-        """Where the rows of a batch will lie: each stays where it is, or has to be copied to the host."""
-        if batch.is_lost:
-            return {}
-        batch.outputs = outputs
-        for entry, rows in zip(batch.entries, outputs, strict=True):
-            if not isinstance(rows, ConnectorError):
-                if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
-                    entry.feature = Feature(rows, Residence.DEVICE, memory)
-                else:  # the memory that it has until rows are there becomes theirs
-                    entry.feature = Feature(None, Residence.HOST, entry.memory)
-                    entry.memory = None
-        return {entry: entry.feature for entry in batch.entries if entry.feature is not None}
+    def place(self, batch: Batch, outputs: Mapping[Entry, Any]) -> dict[Entry, Feature]:
+        """Where rows of a batch will lie: each stays where it is, or has to be copied to the host."""
+        placed = {}
+        for entry, rows in outputs.items() if not batch.is_lost else ():
+            if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
+                entry.feature = Feature(rows, Residence.DEVICE, memory)
+            else:  # the memory that it has until rows are there becomes theirs
+                entry.feature = Feature(None, Residence.HOST, entry.memory)
+                entry.memory = None
+            placed[entry] = entry.feature
+        return placed
 
-    def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
+    def _orphan(self, entry: Entry, events: Sequence[Event]) -> Feature:
         """Take rows that will not arrive from their entry, with the buffer that they may be copied to."""
         feature, entry.feature = entry.feature, None
         assert feature is not None
@@ -286,11 +288,9 @@ class Encoding:
     def publish(self, batch: Batch) -> None:
         """Every row of a batch is where it will lie, but for those of entries that failed."""
         worker = batch.worker
-        if batch.is_lost:
-            self._returned(batch)
-            return
+        batch.has_returned = True
         if batch not in worker.batches:
-            return  # somebody saw it before
+            return  # it is lost, or somebody saw it before
         worker.finish(batch.taken_at, self._clock(), self._config.max_busy_share)
         worker.num_losses = 0
         for entry in batch.entries:
@@ -337,19 +337,14 @@ class Encoding:
 
     # --- lost workers
 
-    def _lose(self, batch: Batch, *, is_running: bool) -> None:
+    def _lose(self, batch: Batch) -> None:
         """Pass the entries of a batch on, each alone; its memory is kept until its thread has returned."""
         batch.is_lost = True
         del batch.worker.batches[batch]
-        rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.memory)
-        rest.read_events = list(batch.events)
+        rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.memory, read_events=[batch])
         placed = [entry for entry in batch.entries if entry.feature is not None]
-        left = [rest, *(self._orphan(entry, batch.events) for entry in placed)]
-        for feature in left:
-            feature.num_reads = int(is_running)
+        for feature in (rest, *(self._orphan(entry, [batch]) for entry in placed)):
             self._storage.free(feature)
-        if is_running:
-            batch.worker.leftovers[batch] = left
         for entry in batch.entries:
             self._pass_on(entry)
 
@@ -365,14 +360,7 @@ class Encoding:
             error = ConnectorError(message, "worker_lost", retryable=True)
             self._holdings.fail(entry, error, may_retry=False)
         else:
-            self._holdings.requeue(entry)
-
-    def _returned(self, batch: Batch) -> None:
-        """The thread of a batch that was given up has come to its end."""
-        for feature in batch.worker.leftovers.pop(batch, []):
-            feature.num_reads = 0
-            feature.read_events = list(batch.events)
-        self._storage.settle()
+            self._holdings.enqueue(entry, FIRST)
 
 
 def _not_finite(batch: Batch, entry: Entry) -> ConnectorError | None:

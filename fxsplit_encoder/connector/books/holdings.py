@@ -267,7 +267,7 @@ class Holdings:
             for item in entry.holders:
                 item.retries_left -= 1
             self.stats.retries += 1
-            self.requeue(entry)
+            self.enqueue(entry, FIRST)
         else:
             self.drop(entry, State.FAILED)
         for item in reducing:
@@ -276,16 +276,16 @@ class Holdings:
             if item not in reducing and item.state in WAITING:  # else it went with another item of its ticket
                 self.fail_item(item, error)
 
-    def requeue(self, entry: Entry) -> None:
-        """An entry goes back to where its work begins, ahead of others."""
+    def enqueue(self, entry: Entry, priority: float = 0.0) -> None:
+        """An entry waits for what it needs next."""
         assert entry.feature is None
         if entry.prepared is None:
             assert entry.state is State.NEW
-            self.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, priority=FIRST)
+            self.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, priority=priority)
         else:
             if entry.state is not State.QUEUED:
                 self.move(entry, State.QUEUED)
-            self.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, priority=FIRST)
+            self.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, priority=priority)
 
     def fail_item(self, item: Occurrence, error: ConnectorError, *, may_go_on: bool = True) -> None:
         """An item fails, and its request goes on as text or not, as it asked, if it may."""
@@ -380,9 +380,6 @@ class Holdings:
 _MOST_LOOKED_AT = 16
 """Tickets of a tenant that may find too little memory before its others are not tried."""
 
-MOST_OVERTAKES = 64
-"""Requests that may get memory before one that came earlier and needs more than is free."""
-
 
 @dataclass
 class _Group:
@@ -403,13 +400,13 @@ class _Group:
 class Admission:
     """Lets requests in whose items are hashed; `key_of` names a feature by digest and salt."""
 
-    def __init__(
-        self, holdings: Holdings, key_of: Callable[[bytes, str], bytes], max_overtakes: int = MOST_OVERTAKES
-    ) -> None:
+    max_overtakes = 64
+    """Requests that may get memory before one that came earlier and needs more than is free."""
+
+    def __init__(self, holdings: Holdings, key_of: Callable[[bytes, str], bytes]) -> None:
         self._holdings = holdings
         self._storage = holdings.storage
         self._key_of = key_of
-        self._max_overtakes = max_overtakes
 
     def run(self) -> None:
         """Lets in whom memory suffices for, tenants in turn."""
@@ -427,7 +424,7 @@ class Admission:
                         self._holdings.to_admit.take(ticket)
                     for earlier in itertools.chain(*blocked.values()):
                         earlier.num_overtaken += 1
-                if any(each.num_overtaken >= self._max_overtakes for each in own):
+                if any(each.num_overtaken >= self.max_overtakes for each in own):
                     break  # nobody may overtake it any more
 
     def admit(self, ticket: Ticket, items: Sequence[Occurrence]) -> bool:
@@ -477,7 +474,7 @@ class Admission:
             stats.misses += 1
             stats.rejected_hits += group.is_rejected
             self._storage.add(entry)
-            self._holdings.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant)
+            self._holdings.enqueue(entry)
         if entry.state is State.READY:
             stats.hits += len(group.items)
         else:

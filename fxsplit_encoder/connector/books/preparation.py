@@ -111,5 +111,4 @@ class Preparation:
         entry.inputs = self._inputs.take(entry.prepared.num_bytes)
         entry.metadata = entry.prepared.metadata
         entry.queued_at = holdings.clock()
-        holdings.move(entry, State.QUEUED)
-        holdings.to_encode.push(entry, entry.flow, entry.cost, entry.tenant)
+        holdings.enqueue(entry)

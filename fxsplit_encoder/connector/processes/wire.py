@@ -175,7 +175,6 @@ class Failed(Message, frozen=True):
 
     kind: str
     arguments: list[bool | int | float | str]
-    text: str
     traceback: str
 
 
@@ -335,7 +334,7 @@ def to_wire(error: BaseException) -> Failed:
     text = str(error) if is_itself else f"{type(error).__name__}: {error}"
     plain = [_cut(value) for value in error.args if isinstance(value, bool | int | float | str)]
     arguments = plain if is_itself and len(plain) == len(error.args) else [_cut(text)]
-    return Failed(kind.__name__, arguments, _cut(text), _cut("".join(traceback.format_exception(error))))
+    return Failed(kind.__name__, arguments, _cut("".join(traceback.format_exception(error))))
 
 
 def _cut(value: Any) -> Any:
@@ -351,6 +350,6 @@ def from_wire(wire: Failed, pid: int) -> Exception:
     except (KeyError, TypeError, ValueError):
         # A class that this process does not know, or one that is made from other things than a message, such
         # as `UnicodeDecodeError` and `ExceptionGroup`.
-        error = RuntimeError(f"{wire.kind}: {wire.text}")
+        error = RuntimeError(f"{wire.kind}: {', '.join(map(str, wire.arguments))}")
     error.add_note(f"In the encoder process {pid}:\n{wire.traceback}")
     return error

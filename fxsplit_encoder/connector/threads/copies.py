@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-        self._lock = threading.Lock()
+        self._stream: Callable[[torch.device], Any] = functools.cache(torch.cuda.Stream)
+        """Side streams, so that the next batch runs while rows are copied."""
 
     def allocate(self, num_bytes: int) -> Tensor:
         """A host buffer of so many bytes, pinned where there is CUDA."""
@@ -63,10 +63,3 @@ class Copies:
         event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event  # type: ignore[no-any-return]
-
-    def _stream(self, device: torch.device) -> Any:
-        """A side stream, so that the next batch runs while rows are copied."""
-        with self._lock:
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            return self._streams[device]

@@ -88,7 +88,8 @@ class Bench:
         settled = threading.Condition()
         settled.acquire()  # this thread is the only one
         holdings = Holdings(config, row_bytes, settled, clock, can_reduce)
-        bench = cls(Books(holdings, Admission(holdings, key_of, max_overtakes)), clock)
+        bench = cls(Books(holdings, Admission(holdings, key_of)), clock)
+        bench.books.admission.max_overtakes = max_overtakes
         for number in range(num_workers):
             bench.start_worker(f"w{number}")
         return bench
@@ -319,7 +320,7 @@ class AnyHistory(RuleBasedStateMachine):
         failures = {
             entry: _error(kind) for entry, kind in zip(batch.entries, kinds, strict=False) if kind is not None
         }
-        outputs = [failures.get(entry) or Rows(entry.num_bytes) for entry in batch.entries]
+        outputs = {entry: Rows(entry.num_bytes) for entry in batch.entries if entry not in failures}
         placed = self.books.encoding.place(batch, outputs)
         batch.failures = failures
         batch.events = [self.new_event()] if placed else []
