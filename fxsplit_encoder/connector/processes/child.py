@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import select
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from fxsplit_encoder.connector.processes.wire import (
     SharedMemory,
     Started,
     ToEncoder,
+    has_ended,
     to_wire,
 )
 from fxsplit_encoder.encode_queue.batch_thread import BatchThread
@@ -93,9 +93,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _end_with(process: int) -> None:
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    poll.poll()
+    has_ended(process)
     os._exit(EXIT_PARENT_GONE)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from fxsplit_encoder.connector.processes.wire import (
     SharedMemory,
     Started,
     from_wire,
+    has_ended,
 )
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
 
@@ -130,9 +130,7 @@ class ProcessEncoder(FeatureEncoder):
         self._reason = _NOT_STARTED
 
     def _has_ended(self, seconds: float) -> bool:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(1e3 * seconds))
+        return has_ended(self._pidfd, seconds)
 
     def _lose(self, reason: str = "") -> EncoderLostError:
         """End the process, which is of no use any more; the error that says why."""
@@ -181,8 +179,7 @@ class ProcessEncoder(FeatureEncoder):
         try:
             self._channel.send(data)
         except OSError as error:
-            reason = f"the encoder process {self.pid} does not read what it is sent: {error}"
-            raise self._lose("" if self._has_ended(_END_SECONDS) else reason) from error
+            raise self._lose() from error
         reply = self._receive(timeout)
         if isinstance(reply, Failed):
             raise from_wire(reply, self._process.pid)

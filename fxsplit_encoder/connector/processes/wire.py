@@ -182,7 +182,6 @@ ToEncoder = EncoderProgram | Encode
 FromEncoder = Started | Encoded | Failed
 
 _PACKET = struct.Struct("<QQ")
-_SEND_SECONDS = 30.0
 _TENSOR, _ARRAY = 1, 2
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
@@ -203,7 +202,6 @@ class Channel(Generic[T]):
     def __init__(
         self, connection: socket.socket, process: int, kinds: Any, memory: SharedMemory, half: int
     ) -> None:
-        connection.settimeout(_SEND_SECONDS)
         self._socket = connection
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -306,11 +304,16 @@ class Channel(Generic[T]):
         tensor = self._memory.view(1 - self._half, offset, DTYPES[name], shape)
         return tensor if code == _TENSOR else tensor.numpy()
 
-    # --- the end
-
     def close(self) -> None:
         """Close the socket, which ends an encoder process after the batch that it has; idempotent."""
         self._socket.close()
+
+
+def has_ended(process: int, seconds: float | None = None) -> bool:
+    """Whether a process has ended, by its descriptor, within so many seconds; None: wait until it has."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else 1e3 * seconds))
 
 
 # --- errors
