@@ -149,8 +149,8 @@ class Source:
         """Writes features to their places among the embeddings of some positions of the prompt."""
         medium = request.arrival.medium
         assert medium is not None
-        places = request.prompt.runs(request.counts, start, stop)
-        merge_rows([request.handle], places, out, start, medium.levels)
+        places = request.prompt.places(request.counts, start, stop)
+        merge_rows([request.handle], places, out, medium.levels)
 
     def release(self, request: Served) -> None:
         """The prompt is prefilled."""

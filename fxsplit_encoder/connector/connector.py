@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Self
@@ -76,7 +77,7 @@ class Connector:
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
         self._threads = [*preparers.threads, self._core.clock.thread]
-        for thread in (*self._threads, self._core.warden):
+        for thread in self._threads:
             thread.start()
         self._pool.start()
         self._at_exit = partial(self.close, EXIT_SECONDS)
@@ -205,15 +206,14 @@ class Connector:
             raise InputError(f"token_range: expected one within 0 to {length}; got {start} to {stop}")
         if embeddings.dim() != 2 or embeddings.shape[0] != stop - start:
             raise InputError(f"embeddings: expected ({stop - start}, width); got {tuple(embeddings.shape)}")
-        runs = placeholders.runs(counts, start, stop)
-        items = sorted({run.item for run in runs})
-        with self.read(ticket, items, device=embeddings.device) as features:
+        places = placeholders.places(counts, start, stop)
+        with self.read(ticket, sorted({*places.items.tolist()}), device=embeddings.device) as features:
             if levels is None:
                 # Of any item, so that a chunk of text alone has the levels of its request too.
                 known = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
                 levels = int(next(known, 0))  # type: ignore[call-overload]
             rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
-            return merge_rows(rows, runs, embeddings, start, levels)
+            return merge_rows(rows, places, embeddings, levels)
 
     # --- workers and books
 
@@ -269,11 +269,13 @@ class Connector:
         while threads := [thread for thread in self._pool.threads() if thread not in joined]:
             join(threads, deadline)
             joined += threads
-        self._core.stop()
-        join([*self._threads, self._core.warden], deadline)
-        with self._core.change() as books:
-            books.clear_cache()
-        self._copies.give_back()
+        with self._core.lock:
+            self._core.clock.stop()
+        join(self._threads, deadline)
+        self.clear_cache()
+        while self._core.books.holdings.storage.quarantine and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self.clear_cache()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Self:

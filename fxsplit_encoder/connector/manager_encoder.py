@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -113,36 +112,30 @@ class ManagerEncoder(FeatureEncoder):
 
     def _joined(self, items: Sequence[PreparedItem]) -> dict[str, Any]:
         """The inputs of several items as one `mm_kwargs`."""
-        parts: dict[str, list[Tensor]] = {}
-        tables: dict[str, list[Tensor | None]] = {}
-        for item in items:
-            for name, tensor in item.inputs.items():
-                if name != PIXEL_TABLE:
-                    parts.setdefault(name, []).append(tensor)
-                    tables.setdefault(name, []).append(item.inputs.get(PIXEL_TABLE))
         for modality in {item.modality for item in items}:
             names = {frozenset(item.inputs) for item in items if item.modality == modality}
             if len(names) > 1:
                 raise InputError(
                     f"{modality}: expected items of the same inputs; got {' and '.join(map(names_of, names))}"
                 )
-        return {name: self._join(tensors, tables[name]) for name, tensors in parts.items()}
+        keys = dict.fromkeys(name for item in items for name in item.inputs if name != PIXEL_TABLE)
+        return {name: self._join(name, [item for item in items if name in item.inputs]) for name in keys}
 
-    def _join(self, tensors: list[Tensor], tables: list[Tensor | None]) -> Tensor | list[Tensor]:
-        if tensors[0].dtype == torch.uint8 and tables[0] is not None:
-            tensors = self._normalized(tensors, tables)
+    def _join(self, name: str, items: Sequence[PreparedItem]) -> Tensor | list[Tensor]:
+        tensors = [item.inputs[name] for item in items]
+        if tensors[0].dtype == torch.uint8 and PIXEL_TABLE in items[0].inputs:
+            tensors = self._normalized(name, items)
         # Pixels are left in parts where the tower takes them so: joining would copy them once more.
         takes_parts = isinstance(self.manager.tower, WrappedTower) and tensors[0].is_floating_point()
         if len(tensors) == 1:
             return tensors[0]
         return tensors if takes_parts else torch.cat(tensors)
 
-    def _normalized(self, pixels: list[Tensor], tables: list[Tensor | None]) -> list[Tensor]:
+    def _normalized(self, name: str, items: Sequence[PreparedItem]) -> list[Tensor]:
         """Pixels on the device, neighbors with the same table in one piece."""
         pieces = []
-        given = (b"" if table is None else table.numpy().tobytes() for table in tables)
-        for table, pairs in groupby(zip(given, pixels, strict=True), key=operator.itemgetter(0)):
-            sent = [to_device(tensor, self.manager.pool.device) for _, tensor in pairs]
+        for table, group in groupby(items, key=_table_of):
+            sent = [to_device(item.inputs[name], self.manager.pool.device) for item in group]
             piece = torch.cat(sent) if len(sent) > 1 else sent[0]
             pieces.append(self._values(table)(piece) if table else piece)
         return pieces
@@ -159,6 +152,11 @@ class ManagerEncoder(FeatureEncoder):
     def close(self) -> None:
         """Releases the captures; `start` makes them again."""
         self.manager.clear()
+
+
+def _table_of(item: PreparedItem) -> bytes:
+    table = item.inputs.get(PIXEL_TABLE)
+    return b"" if table is None else table.numpy().tobytes()
 
 
 def _video_keys(tower: object) -> tuple[str, str] | None:

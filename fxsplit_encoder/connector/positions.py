@@ -22,14 +22,15 @@ _TEXT = -1
 _KEPT_LAYOUTS = 4
 
 
-class Run(NamedTuple):
-    """Neighboring rows of one item that go to neighboring positions."""
+class Places(NamedTuple):
+    """Which row of which item is at which position of a range of the merged sequence, (rows,) each; a chunk
+    has neighboring rows of an item one after the other.
+    """
 
-    item: int
-    row: int
-    position: int
-    """Of the first row, in the merged sequence."""
-    length: int
+    items: Integers
+    rows: Integers
+    positions: Integers
+    """Counted from the beginning of the range, rising."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,12 @@ class PositionMap:
         """Positions of the merged sequence; InputError: the counts are not what the prompt was made for."""
         return len(self._layout(token_counts).token_ids)
 
-    def runs(self, token_counts: Sequence[int], start: int, stop: int) -> list[Run]:
-        """Runs within the positions from `start` up to `stop`, in order; raises as `merged_length`."""
-        return self._layout(token_counts).between(start, stop)
+    def places(self, token_counts: Sequence[int], start: int, stop: int) -> Places:
+        """The rows within the positions from `start` up to `stop`; raises as `merged_length`."""
+        layout = self._layout(token_counts)
+        items = layout.items[start:stop]
+        positions = np.flatnonzero(items != _TEXT)
+        return Places(items[positions], layout.rows[start:stop][positions], positions)
 
     def token_ids(self, token_counts: Sequence[int]) -> Integers:
         """The token at every position of the merged sequence, (length,); raises as `merged_length`."""
@@ -105,17 +109,24 @@ class PositionMap:
             expected = f"{len(self.modalities)} of at least 0, one for each item"
             raise InputError(f"token_counts: expected {expected}; got {shown(key)}")
         counts = np.array(key, np.int64)
-        owner = np.full(len(self.prompt_ids), _TEXT)
         times = np.ones(len(self.prompt_ids), np.int64)
         """How often every token of the prompt comes."""
+        indices = {modality: _indices(self.modalities, modality) for modality in self._placeholders}
         for modality, placeholder in self._placeholders.items():
-            items = np.array([i for i, own in enumerate(self.modalities) if own == modality], np.int64)
+            own = indices[modality]
             where = np.flatnonzero(self.prompt_ids == placeholder.token)
-            announced = None if self._announced is None else self._announced[items]
-            owned, times[where] = _assign(modality, where, counts[items], announced)
-            owner[where] = items[owned]
-            self._leave_out_frames(placeholder, where[counts[owner[where]] == 0], times)
-        return _Layout.of(self.prompt_ids, owner, times)
+            announced = None if self._announced is None else self._announced[own]
+            owned, times[where] = _assign(modality, where, counts[own], announced)
+            self._leave_out_frames(placeholder, where[counts[own][owned] == 0], times)
+        token_ids = np.repeat(self.prompt_ids, times)
+        layout = _Layout(token_ids, np.full_like(token_ids, _TEXT), np.zeros_like(token_ids))
+        for modality, placeholder in self._placeholders.items():
+            own = indices[modality]
+            firsts = np.cumsum(counts[own]) - counts[own]
+            merged = np.flatnonzero(token_ids == placeholder.token)
+            layout.items[merged] = np.repeat(own, counts[own])
+            layout.rows[merged] = np.arange(len(merged)) - np.repeat(firsts, counts[own])
+        return layout
 
     def _leave_out_frames(self, placeholder: Placeholder, where: Integers, times: Integers) -> None:
         """The tokens around the runs of items that are left out, where they are the modality's own."""
@@ -123,6 +134,19 @@ class PositionMap:
             if token is not None:
                 inside = neighbors[(neighbors >= 0) & (neighbors < len(self.prompt_ids))]
                 times[inside[self.prompt_ids[inside] == token]] = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """The merged sequence for certain token counts: of every position its token, its item and its row."""
+
+    token_ids: Integers
+    items: Integers
+    rows: Integers
+
+
+def _indices(modalities: Sequence[Modality], modality: Modality) -> Integers:
+    return np.array([index for index, each in enumerate(modalities) if each == modality], np.int64)
 
 
 def _checked(
@@ -186,51 +210,6 @@ def _check_borders(modality: Modality, where: Integers, owned: Integers) -> None
                 )
 
 
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """The merged sequence for certain token counts. The four columns describe its runs, by position."""
-
-    token_ids: Integers
-    items: Integers
-    rows: Integers
-    positions: Integers
-    lengths: Integers
-
-    @classmethod
-    def of(cls, prompt_ids: Integers, owner: Integers, times: Integers) -> _Layout:
-        """From the item that every token of the prompt belongs to, and how often it comes."""
-        merged = np.repeat(owner, times)
-        begins = np.flatnonzero(np.diff(merged, prepend=_TEXT - 1))
-        lengths = np.diff(begins, append=len(merged))
-        is_item = merged[begins] != _TEXT
-        begins, lengths = begins[is_item], lengths[is_item]
-        items = merged[begins]
-        # A run goes on where the item's run before it ended.
-        order = np.argsort(items, kind="stable")
-        ends = np.cumsum(lengths[order])
-        firsts = np.flatnonzero(np.diff(items[order], prepend=_TEXT))
-        before = np.repeat((ends - lengths[order])[firsts], np.diff(firsts, append=len(items)))
-        rows = np.empty_like(lengths)
-        rows[order] = ends - lengths[order] - before
-        return cls(np.repeat(prompt_ids, times), items, rows, begins, lengths)
-
-    def between(self, start: int, stop: int) -> list[Run]:
-        """The runs, or parts of them, from position `start` up to `stop`."""
-        first = int(np.searchsorted(self.positions + self.lengths, start, side="right"))
-        last = int(np.searchsorted(self.positions, stop, side="left"))
-        columns = (self.items, self.rows, self.positions, self.lengths)
-        found = []
-        for item, row, position, length in zip(*(c[first:last].tolist() for c in columns), strict=True):
-            low, high = max(position, start), min(position + length, stop)
-            if low < high:
-                found.append(Run(item, row + low - position, low, high - low))
-        return found
-
-
-_NONE = np.empty(0, np.int64)
-_FEW = 16
-"""Up to so many runs their positions are made one after the other."""
-
 _WORD = torch.int64
 """Rows are copied as such words: torch's kernels for strided rows take an element at a time."""
 
@@ -256,47 +235,38 @@ class MergedRows:
     the levels of a row are neighbors there."""
 
 
-def merge_rows(
-    rows: Sequence[Tensor | None], runs: Sequence[Run], out: Tensor, start: int, levels: int = 0
-) -> MergedRows:
+def merge_rows(rows: Sequence[Tensor | None], places: Places, out: Tensor, levels: int = 0) -> MergedRows:
     """Copies the main output's rows to their places, and returns their deepstack levels; nothing waits for
     the device. Rows of another dtype or device are converted.
 
     Args:
         rows: of each item, (tokens, width * (1 + levels)): the main output, then every level.
-        runs: what belongs into the range, by position.
-        out: (positions, width), embeddings of the range, which has all runs; written in place.
-        start: its first position in the merged sequence.
+        places: what belongs into the range.
+        out: (positions, width), embeddings of the range; written in place.
         levels: how many follow the main output.
 
     Raises:
         InputError: rows are not as many or as wide as they have to be; nothing is written then.
     """
-    width = out.shape[1]
-    pieces = _pieces(runs)
+    width, positions = out.shape[1], places.positions
+    if not len(positions):
+        return MergedRows(
+            torch.empty(0, dtype=torch.int64, device=out.device), out.new_empty(levels, 0, width)
+        )
+    begins = np.flatnonzero(np.diff(places.items, prepend=_TEXT))
+    ends = np.append(begins[1:], len(positions)) - 1
+    columns = (places.items[begins], places.rows[begins], places.rows[ends] + 1)
+    pieces = zip(*(column.tolist() for column in columns), strict=True)
     parts = [_part(rows[item], item, first, stop, width * (1 + levels)) for item, first, stop in pieces]
-    if not parts:
-        return MergedRows(_positions(runs, start, out.device), out.new_empty(levels, 0, width))
-    joined = _joined(parts, out, is_own=levels > 0)  # while the device does that, the host counts positions
-    positions = _positions(runs, start, out.device)
-    _copy(joined[:, :width], runs, positions, out, start)
-    return MergedRows(positions, joined[:, width:].view(len(joined), levels, width).transpose(0, 1))
-
-
-def _pieces(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Join runs to (item, first row, the one after the last)."""
-    # For a few hundred runs this takes less than making an array of them.
-    pieces = []
-    current, first, end = -1, 0, 0
-    for item, row, _, length in runs:
-        if item != current or row != end:
-            if end > first:
-                pieces.append((current, first, end))
-            current, first = item, row
-        end = row + length
-    if end > first:
-        pieces.append((current, first, end))
-    return pieces
+    joined = _joined(parts, out, is_own=levels > 0)
+    main, first, count = joined[:, :width], int(positions[0]), len(positions)
+    if positions[-1] - first + 1 == count:  # neighbors
+        where = torch.arange(first, first + count, device=out.device)
+        _copy(main, out[first : first + count])
+    else:
+        where = to_device(torch.from_numpy(positions), out.device)
+        _copy(main, out, where)
+    return MergedRows(where, joined[:, width:].view(count, levels, width).transpose(0, 1))
 
 
 def _part(own: Tensor | None, item: int, first: int, stop: int, columns: int) -> Tensor:
@@ -306,21 +276,6 @@ def _part(own: Tensor | None, item: int, first: int, stop: int, columns: int) ->
         got = "none" if own is None else str(tuple(shape))
         raise InputError(f"item {item}: expected rows of ({stop} or more, {columns}); got {got}")
     return own if first == 0 and stop == shape[0] else own[first:stop]
-
-
-def _positions(runs: Sequence[Run], start: int, device: torch.device) -> Tensor:
-    """Where the rows of all runs go, counted from `start`."""
-    if len(runs) == 1:  # made where it is needed
-        return torch.arange(
-            runs[0].position - start, runs[0].position - start + runs[0].length, device=device
-        )
-    if len(runs) <= _FEW:
-        made = np.concatenate([_NONE, *(np.arange(run[2] - start, run[2] - start + run[3]) for run in runs)])
-    else:
-        begins, lengths = np.array([run[2] for run in runs]), np.array([run[3] for run in runs])
-        made = np.repeat(begins - start - (np.cumsum(lengths) - lengths), lengths)
-        made += np.arange(len(made))
-    return to_device(torch.from_numpy(made), device)
 
 
 def _joined(parts: Sequence[Tensor], out: Tensor, *, is_own: bool) -> Tensor:
@@ -337,15 +292,14 @@ def _joined(parts: Sequence[Tensor], out: Tensor, *, is_own: bool) -> Tensor:
     return torch.cat(moved) if len(moved) > 1 or (is_own and moved[0] is parts[0]) else moved[0]
 
 
-def _copy(main: Tensor, runs: Sequence[Run], positions: Tensor, out: Tensor, start: int) -> None:
-    """Rows to their positions in `out`, by one copy."""
-    if _have_words(main, out):
-        main, out = main.view(_WORD), out.view(_WORD)
-    if len(runs) == 1:
-        position = runs[0].position - start
-        out[position : position + runs[0].length].copy_(main)
+def _copy(rows: Tensor, out: Tensor, where: Tensor | None = None) -> None:
+    """Rows to some of `out`, or to all of it, by one copy."""
+    if _have_words(rows, out):
+        rows, out = rows.view(_WORD), out.view(_WORD)
+    if where is None:
+        out.copy_(rows)
     else:
-        out.index_copy_(0, positions, main)
+        out.index_copy_(0, where, rows)
 
 
 def _have_words(*tensors: Tensor) -> bool:

@@ -142,8 +142,6 @@ class SlowEvent:
     def query(self) -> bool:
         return self._has_passed
 
-    has_succeeded = query
-
     def synchronize(self) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: self._has_passed or self._fault, PATIENCE_S)

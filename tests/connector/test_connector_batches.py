@@ -201,7 +201,7 @@ def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
     machine.digested(0, False)
     bench.books.settle()
     entry = bench.books.preparation.take()
-    bench.books.preparation.prepared(entry, PreparedItem("image", entry.digest, {}, 4), cost)
+    bench.books.preparation.prepared(entry, (PreparedItem("image", entry.digest, {}, 4), cost))
     bench.books.settle()
 
 

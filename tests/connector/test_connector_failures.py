@@ -138,7 +138,9 @@ def test_rows_have_the_dtype_of_the_first_where_the_encoder_does_not_tell() -> N
         assert wait(each.submit(request("a"))) == "ready"
         bad = each.submit(request("b", retention="keep"))
         assert kind_of(bad) == ("mismatch", False)
-        assert "expected rows of torch.float32; the encoder returned torch.int32" in str(bad.error)
+        assert "rows of torch.float32, 128 bytes in all; the encoder returned (4, 8) of torch.int32" in str(
+            bad.error
+        )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

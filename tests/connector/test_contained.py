@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
-from fxsplit_encoder.connector.positions import Run, merge_rows
+from fxsplit_encoder.connector.positions import Places, merge_rows
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import InputError
@@ -161,7 +162,11 @@ def test_rows_for_the_host_are_there_when_they_are_merged() -> None:
 
     out = torch.zeros(3, 8)
     with Watch():
-        merge_rows([torch.ones(3, 8, dtype=torch.float64)], [Run(0, 0, 0, 3)], out, 0)
+        merge_rows(
+            [torch.ones(3, 8, dtype=torch.float64)],
+            Places(np.zeros(3, np.int64), np.arange(3), np.arange(3)),
+            out,
+        )
     assert asked == [False] and bool((out == 1).all())
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import Modality
-from fxsplit_encoder.connector.positions import Placeholder, PositionMap, Run, merge_rows
+from fxsplit_encoder.connector.positions import Placeholder, Places, PositionMap, merge_rows
 from fxsplit_encoder.errors import InputError
 
 IMAGE, VIDEO, BEGIN, END = 900, 901, 800, 801
@@ -37,7 +37,7 @@ def test_a_count_that_does_not_match_is_an_error(
     tokens: list[int], modalities: list[Any], counts: list[int], message: str
 ) -> None:
     prompt = PositionMap(tokens, modalities, TOKENS)
-    for ask in (prompt.merged_length, lambda counts: prompt.runs(counts, 0, 9), prompt.token_ids):
+    for ask in (prompt.merged_length, lambda counts: prompt.places(counts, 0, 9), prompt.token_ids):
         with pytest.raises(InputError, match=message):
             ask(counts)
     with pytest.raises(InputError, match=message):
@@ -62,10 +62,14 @@ def test_every_modality_has_a_token_of_its_own() -> None:
         PositionMap([[IMAGE]], ["image"], {"image": IMAGE})
 
 
+def walked(places: Places) -> list[tuple[int, int, int]]:
+    return list(zip(*(column.tolist() for column in places), strict=True))
+
+
 def test_items_without_rows_are_left_out_with_the_tokens_around_them() -> None:
     single = PositionMap(PROMPT, ["image", "image"], TOKENS)
     assert single.token_ids([0, 2]).tolist() == [1, 2, 3, BEGIN, IMAGE, IMAGE, END, 4]
-    assert single.runs([0, 2], 0, 99) == [Run(1, 0, 4, 2)]
+    assert walked(single.places([0, 2], 0, 99)) == [(1, 0, 4), (1, 1, 5)]
     assert single.token_ids([0, 0]).tolist() == [1, 2, 3, 4]
     expanded = PositionMap(single.token_ids([3, 2]), ["image", "image"], TOKENS)
     assert expanded.token_ids([0, 0]).tolist() == [1, 2, 3, 4]
@@ -79,11 +83,11 @@ def test_a_reduced_item_has_fewer_tokens_where_it_was_expanded() -> None:
     tokens = [1, *[IMAGE] * 4, *[IMAGE] * 3, 2]
     known = PositionMap(tokens, ["image", "image"], TOKENS, [4, 3])
     assert known.token_ids([2, 3]).tolist() == [1, *[IMAGE] * 5, 2]
-    assert known.runs([2, 3], 0, 9) == [Run(0, 0, 1, 2), Run(1, 0, 3, 3)]
-    assert known.runs([4, 5], 0, 99) == [Run(0, 0, 1, 4), Run(1, 0, 5, 5)]
+    assert known.places([2, 3], 0, 9).items.tolist() == [0, 0, 1, 1, 1]
+    assert known.places([4, 5], 0, 99).rows.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
     apart = PositionMap([VIDEO, 1, VIDEO, VIDEO], ["video"], TOKENS, [3])
     with pytest.raises(InputError, match="video 0 has 2 rows where the prompt was expanded for 3"):
-        apart.runs([2], 0, 9)
+        apart.places([2], 0, 9)
     assert apart.token_ids([0]).tolist() == [1]
 
 
@@ -126,9 +130,8 @@ def test_every_row_is_where_a_walk_over_the_tokens_puts_it(
     assert (prompt.token_ids(counts).tolist(), prompt.merged_length(counts)) == (expanded, len(expanded))
     start, stop = (data.draw(st.integers(0, len(expanded) + 3)) for _ in range(2))
     got: list[tuple[int, int] | None] = [None] * len(expanded[start:stop])
-    for item, row, position, length in prompt.runs(counts, start, stop):
-        for step in range(length):
-            got[position + step - start] = (item, row + step)
+    for item, row, position in walked(prompt.places(counts, start, stop)):
+        got[position] = (item, row)
     assert got == expected[start:stop]
 
 
@@ -137,9 +140,8 @@ def test_a_map_of_many_tokens_is_made_once() -> None:
     counts = [10_000] * 10
     assert prompt.merged_length(counts) == 100_000
     prompt.prompt_ids = np.empty(0, np.int64)  # of which another would be made
-    assert [prompt.runs(counts, i * 512, (i + 1) * 512)[0].position for i in range(190)] == [
-        512 * i for i in range(190)
-    ]
+    for start in range(0, 97_280, 512):
+        assert prompt.places(counts, start, start + 512).rows[0] == start % 10_000
 
 
 WIDTH = 6
@@ -192,7 +194,7 @@ def test_chunks_put_every_row_where_it_belongs(
         whole = torch.full((1 + stop - start, width + 3), -1.0, dtype=dtype)
         expected = whole.clone()
         out = whole[shift : shift + stop - start, shift : shift + width]
-        merged = merge_rows(rows, prompt.runs(counts, start, stop), out, start, levels)
+        merged = merge_rows(rows, prompt.places(counts, start, stop), out, levels)
         for each in rows:
             each.fill_(-7)
         inside = (where >= start) & (where < stop)
@@ -218,26 +220,15 @@ def test_many_runs_are_as_many_copies_as_one(
 
         monkeypatch.setattr(owner, name, counted)
     tokens = [5, 9, 9] * 400
-    runs = PositionMap(tokens, ["video"] * len(counts), {"video": 9}).runs(counts, 0, 1200)
-    assert len(runs) == 400
-    merge_rows(features(counts, levels), runs, torch.zeros(1200, WIDTH), 0, levels)
+    places = PositionMap(tokens, ["video"] * len(counts), {"video": 9}).places(counts, 0, 1200)
+    merge_rows(features(counts, levels), places, torch.zeros(1200, WIDTH), levels)
     assert calls == ["cat"] * (levels > 0 or len(counts) > 1) + ["index_copy_"]
-
-
-@pytest.mark.parametrize("levels", [0, 1])
-def test_runs_whose_rows_do_not_follow_one_another_are_copied_too(levels: int) -> None:
-    runs = [Run(0, row, 2 * (9 - row), 1) for row in range(9)]
-    out = torch.zeros(20, WIDTH)
-    merged = merge_rows(features([9], levels), runs, out, 0, levels)
-    expected = features([9], levels)[0]
-    assert torch.equal(out[2:20:2], expected[:, :WIDTH].flip(0))
-    assert torch.equal(merged.levels.flatten(), expected[:, WIDTH:].flatten())
 
 
 def test_embeddings_that_autograd_watches_are_written_too() -> None:
     weight = torch.ones(1, 8, requires_grad=True)
     out = weight.expand(4, 8) * 1
-    merge_rows([torch.zeros(4, 8)], [Run(0, 0, 0, 1), Run(0, 1, 2, 1)], out, 0)
+    merge_rows([torch.zeros(2, 8)], PositionMap([9, 5, 9, 5], ["image"], {"image": 9}).places([2], 0, 4), out)
     out.sum().backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((1, 8), 2.0))
@@ -254,5 +245,5 @@ def test_embeddings_that_autograd_watches_are_written_too() -> None:
 def test_nothing_is_written_unless_everything_fits(rows: Tensor | None, message: str) -> None:
     out = torch.full((9, WIDTH), 7.0)
     with pytest.raises(InputError, match=message):
-        merge_rows([rows], [Run(0, 0, 1, 4)], out, 0)
+        merge_rows([rows], PositionMap([5, 9], ["image"], {"image": 9}).places([4], 0, 5), out)
     assert (out == 7).all()

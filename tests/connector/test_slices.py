@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.encoding import Batch, Worker
+from fxsplit_encoder.connector.books.encoding import Worker
 from fxsplit_encoder.connector.books.tickets import Account
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder
@@ -161,13 +161,11 @@ def test_a_device_that_is_lost_between_slices_is_no_items_fault() -> None:
 
 def test_a_worker_rests_after_every_slice_and_not_again_at_the_end() -> None:
     worker = Worker("w", frozenset(), Account("staging", 0))
-    batch = Batch(worker, [], 0.0)
-    batch.cost = 3.0
-    worker.finish_slice(batch, 0.0, 1.0, 0.25)
-    assert (worker.rests_until, batch.rested_until) == (4.0, 4.0)
-    worker.finish_slice(batch, 4.0, 6.0, 0.25)
+    worker.finish(0.0, 1.0, 0.25, is_slice=True)
+    assert worker.rests_until == 4.0
+    worker.finish(4.0, 6.0, 0.25, is_slice=True)
     assert worker.rests_until == 12.0
-    worker.finish(batch, 13.0, 0.25)
+    worker.finish(0.0, 13.0, 0.25)
     assert worker.rests_until == 16.0, "of the last slice alone"
 
 

@@ -133,8 +133,6 @@ class LateEvent:
     def query(self) -> bool:
         return time.monotonic() >= self._due
 
-    has_succeeded = query
-
     def synchronize(self) -> None:
         time.sleep(max(0.0, self._due - time.monotonic()))
 
@@ -146,9 +144,8 @@ class FailingEvent:
         self._was_told = False
 
     def query(self) -> bool:
-        return self._was_told
-
-    def has_succeeded(self) -> bool:
+        if self._was_told:
+            raise RuntimeError("the device is lost")
         return False
 
     def synchronize(self) -> None:

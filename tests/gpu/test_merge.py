@@ -41,7 +41,7 @@ def test_rows_reach_their_places_without_a_synchronization(name: str, levels: in
     rows = [torch.randn(count, wide, device="cuda", dtype=torch.bfloat16) for count in counts]
     out = torch.zeros(len(tokens), 64, device="cuda", dtype=torch.bfloat16)
     with no_synchronization():
-        merged = merge_rows(rows, prompt.runs(counts, 0, len(tokens)), out, 0, levels)
+        merged = merge_rows(rows, prompt.places(counts, 0, len(tokens)), out, levels)
     where = np.flatnonzero(np.array(tokens) == IMAGE)
     assert merged.positions.tolist() == where.tolist()
     assert torch.equal(out[merged.positions], torch.cat(rows)[:, :64])
@@ -56,16 +56,15 @@ def test_five_thousand_rows_take_little_longer_than_torchs_copies_of_them(name: 
     tokens, counts, prompt = prompt_of(name)
     rows = [torch.randn(count, WIDTH, device="cuda", dtype=torch.bfloat16) for count in counts]
     out = torch.zeros(len(tokens), WIDTH, device="cuda", dtype=torch.bfloat16)
-    runs = prompt.runs(counts, 0, len(tokens))
+    places = prompt.places(counts, 0, len(tokens))
 
     def copy() -> None:
-        positions = np.concatenate([np.arange(run[2], run[2] + run[3]) for run in runs])
-        moved = torch.from_numpy(positions).pin_memory().to("cuda", non_blocking=True)
+        moved = torch.from_numpy(places.positions).pin_memory().to("cuda", non_blocking=True)
         out.index_copy_(0, moved, torch.cat(rows))
 
     best = {"merge": float("inf"), "copy": float("inf")}
     for _ in range(50):
-        for which, call in (("merge", lambda: merge_rows(rows, runs, out, 0)), ("copy", copy)):
+        for which, call in (("merge", lambda: merge_rows(rows, places, out)), ("copy", copy)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             start.record()

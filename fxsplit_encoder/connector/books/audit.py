@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.tickets import Memory, Occurrence, Ticket, capacity_of
-from fxsplit_encoder.connector.states import GONE, WAITING, State
+from fxsplit_encoder.connector.states import GONE, WAITING, Residence, State
 
 
 def audit(books: Books) -> list[str]:
@@ -34,9 +34,7 @@ def _tickets(books: Books) -> Iterator[str]:
 def _ticket(ticket: Ticket, waits_for_memory: bool) -> Iterator[str]:
     for item in ticket.items:
         yield from _item(item)
-    undigested = sum(item.state is State.NEW and item.digest is None for item in ticket.items)
-    if undigested != ticket.num_undigested:
-        yield f"{ticket}: {undigested} items to hash, {ticket.num_undigested} counted"
+    undigested = any(item.is_undigested for item in ticket.items)
     if waits_for_memory != (bool(ticket.without_memory) and not undigested):
         yield f"{ticket}: {len(ticket.without_memory)} items need memory, and it waits: {waits_for_memory}"
     if ticket.state in GONE or ticket.state is State.RELEASED:
@@ -69,7 +67,9 @@ def _entries(books: Books) -> Iterator[str]:
         has_rows = entry.feature is not None and entry.feature.rows is not None
         if is_ready != has_rows and entry.state is not State.ENCODING:
             yield f"{entry}: has {entry.feature}"
-        own = entry.memory.num_bytes if entry.memory is not None else 0
+        is_copied = entry.feature is not None and entry.feature.residence is Residence.HOST and not is_ready
+        memory = entry.feature.memory if is_copied and entry.feature is not None else entry.memory
+        own = memory.num_bytes if memory is not None else 0
         if (own > 0) == is_ready or 0 < own < capacity_of(entry.num_bytes):
             yield f"{entry}: has {own} bytes to be encoded"
 

@@ -11,13 +11,16 @@ from typing import NamedTuple
 from fxsplit_encoder.connector.books.encoding import Encoding
 from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.preparation import Preparation
-from fxsplit_encoder.connector.books.tickets import Account, Event, Feature, Occurrence, Ticket
+from fxsplit_encoder.connector.books.tickets import Account, Event, Feature, Occurrence, Ticket, has_passed
 from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
 from fxsplit_encoder.connector.states import GONE, WAITING, Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.encode_queue.fair_queue import Shares
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 from fxsplit_encoder.messages import shown
+
+_LOOK_SECONDS = 0.002
+"""After which a device is asked again whether it is through with memory that was let go of."""
 
 
 class Step(NamedTuple):
@@ -46,9 +49,11 @@ class Books:
         self.is_closed = False
         self._deadlines: list[tuple[float, int]] = []
         self._num_submitted = 0
+        self._settled_at = 0.0
 
     def settle(self) -> None:
         """At the end of every change: admit requests for which there is memory, tell what became of them."""
+        self._settled_at = self.holdings.clock()
         self.holdings.storage.settle()
         self.encoding.fail_unserved()
         self.admission.run()
@@ -169,8 +174,10 @@ class Books:
                     self.holdings.fail_item(item, error)
 
     def next_deadline(self) -> float:
-        """When a ticket has to be failed or a worker given up next; infinite: nothing waits."""
-        return min(self._next_timeout(), self.encoding.next_hang())
+        """When a ticket has to be failed, a worker given up or a device asked next; infinite: never."""
+        is_used = any(feature.read_events for feature in self.holdings.storage.quarantine)
+        look = self._settled_at + _LOOK_SECONDS if is_used else math.inf
+        return min(self._next_timeout(), self.encoding.next_hang(), look)
 
     def _next_timeout(self) -> float:
         while self._deadlines:
@@ -221,9 +228,8 @@ class Books:
         """Every read of some features was given to the device, which is through with them at an event."""
         for feature in features:
             feature.num_reads -= 1
-            feature.read_events = [each for each in feature.read_events if not each.query()]
-            if event is not None and not event.query():
-                feature.read_events.append(event)
+            events = [*feature.read_events, *([] if event is None else [event])]
+            feature.read_events = [each for each in events if not has_passed(each)]
         self.settle()
 
     # --- the end

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxsplit_encoder.connector.books.holdings import Holdings
-from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature
+from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature, has_passed
 from fxsplit_encoder.connector.states import Residence, State
+from fxsplit_encoder.encode_queue.fair_queue import FIRST
 from fxsplit_encoder.encode_queue.queue import BATCHES_IN_FLIGHT, MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
-
-
-class Arrival(NamedTuple):
-    """Rows that were encoded, and where they will lie."""
-
-    entry: Entry
-    feature: Feature
-    rows: Any
-    """As the encoder returned them."""
-    capacity: int
-    """Bytes of the host buffer that they have to be copied to; 0: they stay where they are."""
 
 
 class WorkerStatus(StrEnum):
@@ -54,10 +44,10 @@ class Worker:
     status: WorkerStatus = WorkerStatus.STARTING
     batches: dict[Batch, None] = field(default_factory=dict)
     """Those that it has in hand, unless it was given up."""
-    leftovers: dict[Batch, list[Feature]] = field(default_factory=dict)
-    """What batches may still write to, if it was given up while they ran."""
-    was_busy_until: float = 0.0
-    """When its last batch was over."""
+    is_running: bool = True
+    """Whether its thread may still write to what its batches have."""
+    counted_until: float = 0.0
+    """Up to when it was asked to rest for what it did."""
     rests_until: float = 0.0
     """Until when it takes none."""
 
@@ -71,21 +61,16 @@ class Worker:
         """Whether it may be given another batch."""
         return self.status is WorkerStatus.RUNNING and len(self.batches) < BATCHES_IN_FLIGHT
 
-    def finish(self, batch: Batch, now: float, busy_share: float) -> None:
-        """One of its batches is over; it takes no other before it was busy for no more than this share."""
-        begin = max(batch.taken_at, self.was_busy_until, batch.rested_until)
-        self.was_busy_until = now
-        self._rest(begin, now, busy_share)
-
-    def finish_slice(self, batch: Batch, begin: float, now: float, busy_share: float) -> None:
-        """Part of a batch is over that was given to the device after the last one's rest."""
-        self._rest(max(begin, batch.rested_until), now, busy_share)
-        if busy_share < 1:
-            batch.rested_until = self.rests_until
-
-    def _rest(self, begin: float, now: float, busy_share: float) -> None:
+    def finish(self, begin: float, now: float, busy_share: float, *, is_slice: bool = False) -> None:
+        """It was busy, and takes no other batch, or gives its device no other slice, before it was busy for
+        no more than this share.
+        """
+        begin = max(begin, self.counted_until)
+        self.counted_until = now
         if busy_share < 1:
             self.rests_until = max(self.rests_until, begin) + (now - begin) / busy_share
+            if is_slice:  # what it has in hand rests, too
+                self.counted_until = self.rests_until
 
 
 _OUT_OF_PROPORTION = 3.0
@@ -93,8 +78,8 @@ _OUT_OF_PROPORTION = 3.0
 is lost by encoding it apart."""
 
 
-class Batch:
-    """Entries that one worker encodes together."""
+class Batch(Event):
+    """Entries that one worker encodes together. As an event, it has passed once nothing writes for it."""
 
     def __init__(self, worker: Worker, entries: list[Entry], now: float) -> None:
         self.worker = worker
@@ -106,8 +91,6 @@ class Batch:
         self.taken_at = now
         self.progressed_at = now
         """When it was taken, or the last of its slices was over."""
-        self.rested_until = 0.0
-        """The end of the worker's last rest between slices of it: up to then it has rested enough."""
         self.outputs: Any = None
         """Rows as the encoder returned them, for as long as a device may read them."""
         self.events: list[Event] = []
@@ -118,9 +101,14 @@ class Batch:
         """What is known to have failed."""
         self.is_launched = False
         """Whether the device was given everything, and what is above will not change."""
-        self.is_lost = False
-        """Whether its worker was given up; nobody waits for its results."""
+        self.is_lost = self.has_returned = False
+        """Whether its worker was given up, so that nobody waits for its results; whether that is done."""
         worker.batches[self] = None
+
+    def query(self) -> bool:
+        """Whether its thread is through with it, and the device with what it was given."""
+        has_ended = self.has_returned or not self.worker.is_running
+        return has_ended and all(map(has_passed, self.events))
 
     def close(self) -> None:
         """Take it from its worker, with its memory."""
@@ -164,11 +152,9 @@ class Encoding:
             self._stats.lost_workers += 1
         worker.status = WorkerStatus.LOST
         self._publish_over(worker)
+        worker.is_running = is_running
         for batch in list(worker.batches):
-            self._lose(batch, is_running=is_running)
-        if not is_running:
-            for batch in list(worker.leftovers):
-                self._returned(batch)
+            self._lose(batch)
 
     # --- batches
 
@@ -265,30 +251,23 @@ class Encoding:
 
     # --- rows
 
-    def place(self, batch: Batch, outputs: Sequence[Any]) -> list[Arrival]:
-        """Where the rows of a batch will lie: each stays where it is, or has to be copied to the host."""
-        if batch.is_lost:
-            return []
-        batch.outputs = outputs
-        arrivals = []
-        for entry, rows in zip(batch.entries, outputs, strict=True):
-            if not isinstance(rows, ConnectorError):
-                assert entry.memory is not None  # until rows are there, for another try
-                if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
-                    entry.feature = Feature(rows, Residence.DEVICE, memory)
-                else:
-                    entry.feature = Feature(None, Residence.HOST, None)
-                capacity = 0 if memory is not None else entry.memory.num_bytes
-                arrivals.append(Arrival(entry, entry.feature, rows, capacity))
-        return arrivals
+    def place(self, batch: Batch, outputs: Mapping[Entry, Any]) -> dict[Entry, Feature]:
+        """Where rows of a batch will lie: each stays where it is, or has to be copied to the host."""
+        placed = {}
+        for entry, rows in outputs.items() if not batch.is_lost else ():
+            if (memory := self._storage.claim_device(str(rows.device), rows.nbytes)) is not None:
+                entry.feature = Feature(rows, Residence.DEVICE, memory)
+            else:  # the memory that it has until rows are there becomes theirs
+                entry.feature = Feature(None, Residence.HOST, entry.memory)
+                entry.memory = None
+            placed[entry] = entry.feature
+        return placed
 
-    def _orphan(self, entry: Entry, events: list[Event]) -> Feature:
-        """Take rows that will not arrive from their entry, and the buffer that they may be copied to."""
+    def _orphan(self, entry: Entry, events: Sequence[Event]) -> Feature:
+        """Take rows that will not arrive from their entry, with the buffer that they may be copied to."""
         feature, entry.feature = entry.feature, None
         assert feature is not None
         feature.read_events = list(events)
-        if feature.residence is Residence.HOST:
-            feature.memory, entry.memory = entry.memory, None
         return feature
 
     def launched(self, batch: Batch) -> None:
@@ -303,18 +282,16 @@ class Encoding:
 
     def _publish_over(self, worker: Worker) -> None:
         for batch in [batch for batch in worker.batches if batch.is_launched]:
-            if all(event.has_succeeded() for event in batch.events):
+            if all(has_passed(event, if_lost=False) for event in batch.events):
                 self.publish(batch)
 
     def publish(self, batch: Batch) -> None:
         """Every row of a batch is where it will lie, but for those of entries that failed."""
         worker = batch.worker
-        if batch.is_lost:
-            self._returned(batch)
-            return
+        batch.has_returned = True
         if batch not in worker.batches:
-            return  # somebody saw it before
-        worker.finish(batch, self._clock(), self._config.max_busy_share)
+            return  # it is lost, or somebody saw it before
+        worker.finish(batch.taken_at, self._clock(), self._config.max_busy_share)
         worker.num_losses = 0
         for entry in batch.entries:
             seconds = self._clock() - batch.taken_at
@@ -328,12 +305,9 @@ class Encoding:
         batch.close()
 
     def _arrive(self, entry: Entry) -> None:
-        memory, entry.memory = entry.memory, None
-        assert entry.feature is not None and memory is not None
-        if entry.feature.residence is Residence.HOST:  # its memory becomes theirs, or is free
-            entry.feature.memory = memory
-        else:
-            memory.free()
+        if entry.memory is not None:  # they lie on a device
+            entry.memory.free()
+            entry.memory = None
         entry.media = None
         entry.drop_inputs()
         self._storage.was_freed = True
@@ -363,19 +337,14 @@ class Encoding:
 
     # --- lost workers
 
-    def _lose(self, batch: Batch, *, is_running: bool) -> None:
+    def _lose(self, batch: Batch) -> None:
         """Pass the entries of a batch on, each alone; its memory is kept until its thread has returned."""
         batch.is_lost = True
         del batch.worker.batches[batch]
-        rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.memory)
-        rest.read_events = list(batch.events)
+        rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.memory, read_events=[batch])
         placed = [entry for entry in batch.entries if entry.feature is not None]
-        left = [rest, *(self._orphan(entry, batch.events) for entry in placed)]
-        for feature in left:
-            feature.num_reads = int(is_running)
+        for feature in (rest, *(self._orphan(entry, [batch]) for entry in placed)):
             self._storage.free(feature)
-        if is_running:
-            batch.worker.leftovers[batch] = left
         for entry in batch.entries:
             self._pass_on(entry)
 
@@ -391,14 +360,7 @@ class Encoding:
             error = ConnectorError(message, "worker_lost", retryable=True)
             self._holdings.fail(entry, error, may_retry=False)
         else:
-            self._holdings.requeue(entry)
-
-    def _returned(self, batch: Batch) -> None:
-        """The thread of a batch that was given up has come to its end."""
-        for feature in batch.worker.leftovers.pop(batch, []):
-            feature.num_reads = 0
-            feature.read_events = list(batch.events)
-        self._storage.settle()
+            self._holdings.enqueue(entry, FIRST)
 
 
 def _not_finite(batch: Batch, entry: Entry) -> ConnectorError | None:

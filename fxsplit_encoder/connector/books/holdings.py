@@ -1,23 +1,145 @@
-"""Which item holds which feature, news of tickets, and memory for all items of a request at once or none."""
+"""Where features are, which items hold them, news of tickets, and memory for all of a request or none."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from fxsplit_encoder.connector.books.storage import Storage
-from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
+from fxsplit_encoder.connector.books.tickets import (
+    Account,
+    Entry,
+    Feature,
+    Memory,
+    Occurrence,
+    Ticket,
+    capacity_of,
+)
 from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.request import ConnectorConfig
-from fxsplit_encoder.connector.states import GONE, WAITING, State
+from fxsplit_encoder.connector.states import GONE, WAITING, Residence, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.encode_queue.fair_queue import FIRST, FairQueue, Shares
 from fxsplit_encoder.errors import ConnectorError
+
+
+class Storage:
+    """Entries by key, and the memory of their rows.
+
+    Entries without holders rest, and are evicted least recently used first. Memory that a device may still
+    read or write is in quarantine until its events have passed.
+    """
+
+    def __init__(self, config: ConnectorConfig, stats: ConnectorStats) -> None:
+        self.host = Account("host", config.host_bytes)
+        self.inputs = Account("inputs", None)
+        """Preprocessed items; `Preparation` bounds them."""
+        self.accounts = {account.name: account for account in (self.host, self.inputs)}
+        self.entries: dict[Entry, None] = {}
+        """Every feature that is being made or kept, also those that are nobody else's."""
+        self.by_key: dict[bytes, Entry] = {}
+        """Those that are shared, from the moment that one is being made."""
+        self.resting: dict[Entry, None] = {}
+        """Entries without holders, least recently used first."""
+        self.quarantine: dict[Feature, None] = {}
+        """Features that are gone, but that a device may still read or write."""
+        self.was_freed = False
+        """Whether a ticket that waits for memory may have come to its turn."""
+        self.idle_bytes = 0
+        """Of host buffers that were let go since the allocator was last told to give memory back."""
+        self._device_bytes = config.device_bytes
+        self._stats = stats
+
+    def open(self, name: str, limit: int) -> Account:
+        """The account of a name, made with this limit if there is none."""
+        return self.accounts.setdefault(name, Account(name, limit))
+
+    # --- the cache
+
+    def add(self, entry: Entry) -> None:
+        """From now on others may join; an entry without a key is not shared."""
+        self.entries[entry] = None
+        if entry.key is not None:
+            assert entry.key not in self.by_key
+            self.by_key[entry.key] = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out of the cache, and free what it has."""
+        del self.entries[entry]
+        self.resting.pop(entry, None)
+        if entry.key is not None:
+            del self.by_key[entry.key]
+        entry.drop_inputs()
+        if entry.memory is not None:
+            entry.memory.free()
+            entry.memory = None
+        if entry.feature is not None:
+            feature, entry.feature = entry.feature, None
+            self.free(feature)
+        self.was_freed = True
+
+    def rest(self, entry: Entry) -> None:
+        """Nobody holds a READY entry any more, and it was used last."""
+        assert entry.state is State.READY and not entry.holders and entry not in self.resting
+        self.resting[entry] = None
+        self.was_freed = True
+
+    # --- memory
+
+    def reserve(self, sizes: Sequence[int], spared: Collection[Entry] = ()) -> list[Memory] | None:
+        """Host memory for rows of so many bytes each, or None, and then nothing is evicted."""
+        self.settle()
+        capacities = [capacity_of(size) for size in sizes]
+        if not self._make_room(self.host, sum(capacities), spared):
+            return None
+        return [self.host.take(capacity) for capacity in capacities]
+
+    def claim_device(self, device: str, num_bytes: int) -> Memory | None:
+        """Room for rows where their encoder left them; None if there is none."""
+        account = self.open(f"device {device}", self._device_bytes)
+        self.settle()
+        return account.take(num_bytes) if self._make_room(account, num_bytes) else None
+
+    def _make_room(self, account: Account, num_bytes: int, spared: Collection[Entry] = ()) -> bool:
+        """Evict so that so many bytes are free, or evict nothing if they cannot be."""
+        missing = num_bytes - account.free
+        if missing <= 0:
+            return True
+        chosen = []
+        for entry in self.resting:
+            feature = entry.feature
+            assert feature is not None and feature.memory is not None
+            if missing > 0 and feature.memory.account is account and entry not in spared and feature.is_idle:
+                chosen.append(entry)
+                missing -= feature.memory.num_bytes
+        if missing > 0:
+            return False
+        for entry in chosen:
+            assert entry.feature is not None and entry.feature.memory is not None
+            self._stats.evictions += 1
+            self._stats.evicted_bytes += entry.feature.memory.num_bytes
+            entry.move(State.RELEASED)
+            self.remove(entry)
+        return True
+
+    def free(self, feature: Feature) -> None:
+        """Free rows that are not found any more, now or once no device uses them."""
+        self.quarantine[feature] = None
+        self.settle()
+
+    def settle(self) -> None:
+        """Free what is in quarantine and not in use any more."""
+        for feature in [feature for feature in self.quarantine if feature.is_idle]:
+            del self.quarantine[feature]
+            self.was_freed = True
+            feature.rows = None
+            if feature.memory is not None:
+                feature.memory.free()
+                self.idle_bytes += feature.memory.num_bytes if feature.residence is Residence.HOST else 0
 
 
 class Holdings:
@@ -86,9 +208,10 @@ class Holdings:
         entry, item.entry = item.entry, None
         ticket = item.ticket
         item.num_holds = 0
-        if item.digest is None and item.state is State.NEW:
-            self.count_digested(ticket)
+        was_undigested = item.is_undigested
         item.move(state)
+        if was_undigested:
+            self.await_memory(ticket)
         self.to_digest.discard(item)
         self.drop_memory(item)
         if entry is not None:
@@ -144,7 +267,7 @@ class Holdings:
             for item in entry.holders:
                 item.retries_left -= 1
             self.stats.retries += 1
-            self.requeue(entry)
+            self.enqueue(entry, FIRST)
         else:
             self.drop(entry, State.FAILED)
         for item in reducing:
@@ -153,16 +276,16 @@ class Holdings:
             if item not in reducing and item.state in WAITING:  # else it went with another item of its ticket
                 self.fail_item(item, error)
 
-    def requeue(self, entry: Entry) -> None:
-        """An entry goes back to where its work begins, ahead of others."""
+    def enqueue(self, entry: Entry, priority: float = 0.0) -> None:
+        """An entry waits for what it needs next."""
         assert entry.feature is None
         if entry.prepared is None:
             assert entry.state is State.NEW
-            self.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, priority=FIRST)
+            self.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, priority=priority)
         else:
             if entry.state is not State.QUEUED:
                 self.move(entry, State.QUEUED)
-            self.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, priority=FIRST)
+            self.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, priority=priority)
 
     def fail_item(self, item: Occurrence, error: ConnectorError, *, may_go_on: bool = True) -> None:
         """An item fails, and its request goes on as text or not, as it asked, if it may."""
@@ -199,10 +322,8 @@ class Holdings:
 
     def _reduce(self, item: Occurrence) -> None:
         item.digest = None
-        item.is_reducing = True
         if item.state is not State.NEW:
             item.move(State.NEW)
-        item.ticket.num_undigested += 1
         tenant = item.ticket.request.tenant
         self.to_digest.push(item, item.ticket.number, 1.0, tenant, priority=FIRST)
         self.touch(item.ticket)
@@ -214,14 +335,10 @@ class Holdings:
         self.tickets[ticket.number] = ticket
         self._changed[ticket] = None
 
-    def count_digested(self, ticket: Ticket) -> None:
-        """One item less of a ticket is to be hashed before memory is reserved."""
-        ticket.num_undigested -= 1
-        if not ticket.num_undigested:
-            self.await_memory(ticket)
-
     def await_memory(self, ticket: Ticket) -> None:
-        """A ticket waits until there is memory for all of its items that have none."""
+        """A ticket waits until there is memory for all of its items that have none, once all are hashed."""
+        if any(item.is_undigested for item in ticket.items):
+            return
         if ticket not in self.to_admit:
             self.to_admit.push(ticket, None, 1.0, ticket.request.tenant)
         self.storage.was_freed = True
@@ -263,9 +380,6 @@ class Holdings:
 _MOST_LOOKED_AT = 16
 """Tickets of a tenant that may find too little memory before its others are not tried."""
 
-MOST_OVERTAKES = 64
-"""Requests that may get memory before one that came earlier and needs more than is free."""
-
 
 @dataclass
 class _Group:
@@ -286,13 +400,13 @@ class _Group:
 class Admission:
     """Lets requests in whose items are hashed; `key_of` names a feature by digest and salt."""
 
-    def __init__(
-        self, holdings: Holdings, key_of: Callable[[bytes, str], bytes], max_overtakes: int = MOST_OVERTAKES
-    ) -> None:
+    max_overtakes = 64
+    """Requests that may get memory before one that came earlier and needs more than is free."""
+
+    def __init__(self, holdings: Holdings, key_of: Callable[[bytes, str], bytes]) -> None:
         self._holdings = holdings
         self._storage = holdings.storage
         self._key_of = key_of
-        self._max_overtakes = max_overtakes
 
     def run(self) -> None:
         """Lets in whom memory suffices for, tenants in turn."""
@@ -310,7 +424,7 @@ class Admission:
                         self._holdings.to_admit.take(ticket)
                     for earlier in itertools.chain(*blocked.values()):
                         earlier.num_overtaken += 1
-                if any(each.num_overtaken >= self._max_overtakes for each in own):
+                if any(each.num_overtaken >= self.max_overtakes for each in own):
                     break  # nobody may overtake it any more
 
     def admit(self, ticket: Ticket, items: Sequence[Occurrence]) -> bool:
@@ -360,7 +474,7 @@ class Admission:
             stats.misses += 1
             stats.rejected_hits += group.is_rejected
             self._storage.add(entry)
-            self._holdings.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant)
+            self._holdings.enqueue(entry)
         if entry.state is State.READY:
             stats.hits += len(group.items)
         else:

@@ -7,37 +7,22 @@ from typing import Any, NamedTuple
 
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
-from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem, Reduction
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.encode_queue.fair_queue import FairQueue
 from fxsplit_encoder.errors import ConnectorError
 
 
-class DigestJob(NamedTuple):
-    """Hash an item, after having asked less of it if `reduction` says so."""
-
-    ticket: Ticket
-    item: Occurrence
-    media: MediaItem
-    reduction: Reduction | None
-
-
 class Digested(NamedTuple):
-    """Result of a `DigestJob`."""
+    """An item that was hashed, after less was asked of it where its request says so."""
 
     media: MediaItem
     num_tokens: int
     digest: bytes
 
 
-class Problem(NamedTuple):
-    """Why a request cannot be served, known before anything is hashed."""
-
-    item: int
-    """Its index."""
-    error: ConnectorError
-    is_of_item: bool = True
-    """Whether its request may go on without media; else its prompt is wrong."""
+Job = Ticket | tuple[Ticket, Occurrence] | Entry
+"""A ticket to count, an item of a ticket to hash, an entry to preprocess."""
 
 
 class Preparation:
@@ -59,8 +44,8 @@ class Preparation:
     def _has_room(self) -> bool:
         return self._inputs.used < self._holdings.config.input_bytes
 
-    def take(self) -> Ticket | DigestJob | Entry | None:
-        """Hand out a ticket to count, an item to hash or an entry to preprocess; None: there is none."""
+    def take(self) -> Job | None:
+        """Hand out something to do; None: there is nothing."""
         holdings = self._holdings
         queues: tuple[FairQueue[Any], ...] = (holdings.to_count, holdings.to_digest, holdings.to_prepare)
         for kind in range(self._turn, self._turn + len(queues)):
@@ -71,15 +56,18 @@ class Preparation:
             queue.take(thing)
             self._turn = (kind + 1) % len(queues)
             if isinstance(thing, Occurrence):
-                reduction = thing.ticket.request.failure.reduce if thing.is_reducing else None
-                return DigestJob(thing.ticket, thing, thing.media, reduction)
+                return thing.ticket, thing
             if isinstance(thing, Entry):
                 thing.is_preparing = True
             return thing
         return None
 
-    def counted(self, ticket: Ticket, counts: Sequence[int], problem: Problem | None) -> None:
-        """Take the tokens of each item, 0 if it was not looked at, and why its request may not go on."""
+    def counted(
+        self, ticket: Ticket, counts: Sequence[int], error: ConnectorError | None, index: int | None = None
+    ) -> None:
+        """Take the tokens of each item, 0 if it was not looked at, and why its request may not go on: for an
+        item of this index, without which it may go on as text; None: its prompt is wrong.
+        """
         if ticket.number not in self._holdings.tickets or ticket.is_counted:
             return  # nobody wants it any more
         for item, count in zip(ticket.items, counts, strict=True):
@@ -87,60 +75,40 @@ class Preparation:
         ticket.is_counted = True
         self._holdings.settled.notify_all()
         left = [item for item in ticket.items if item.state is State.NEW]
-        if problem is not None and left:
-            item = ticket.items[problem.item]
+        if error is not None and left:
+            item = ticket.items[index or 0]
             item = item if item in left else left[0]  # it was cancelled alone, and others are not counted
-            self._holdings.fail_item(item, problem.error, may_go_on=problem.is_of_item)
+            self._holdings.fail_item(item, error, may_go_on=index is not None)
             return
         for item in left:
             self._holdings.to_digest.push(item, ticket.number, 1.0, ticket.request.tenant)
 
-    def digested(self, job: DigestJob, result: Digested | ConnectorError) -> None:
+    def digested(self, ticket: Ticket, item: Occurrence, result: Digested | ConnectorError) -> None:
         """An item was hashed."""
-        item = job.item
         if item.state is not State.NEW:
             return  # nobody wants it any more
-        ticket = item.ticket
         if isinstance(result, ConnectorError):
             self._holdings.fail_item(item, result)
             return
-        item.digest = result.digest
         if item.is_reducing:
-            item.is_reducing = False
             item.media, item.num_tokens = result.media, result.num_tokens
             ticket.epoch += 1
             self._holdings.stats.reductions += 1
             self._holdings.news[ticket.number] = ticket
-        self._holdings.count_digested(ticket)
+        item.digest = result.digest
+        self._holdings.await_memory(ticket)
 
-    def prepared(self, entry: Entry, result: PreparedItem | ConnectorError, cost: float) -> None:
-        """An item was preprocessed."""
+    def prepared(self, entry: Entry, result: tuple[PreparedItem, float] | ConnectorError) -> None:
+        """An item was preprocessed, and is what was announced; with its cost."""
         holdings = self._holdings
         entry.is_preparing = False
         if entry not in holdings.storage.entries:
             return  # nobody wants it any more
-        problem = result if isinstance(result, ConnectorError) else _mismatch(entry, result)
-        if problem is not None:
-            holdings.fail(entry, problem)
+        if isinstance(result, ConnectorError):
+            holdings.fail(entry, result)
             return
-        assert isinstance(result, PreparedItem)
-        entry.inputs = self._inputs.take(result.num_bytes)
-        entry.prepared = result
-        entry.metadata = result.metadata
-        entry.cost = cost
+        entry.prepared, entry.cost = result
+        entry.inputs = self._inputs.take(entry.prepared.num_bytes)
+        entry.metadata = entry.prepared.metadata
         entry.queued_at = holdings.clock()
-        holdings.move(entry, State.QUEUED)
-        holdings.to_encode.push(entry, entry.flow, cost, entry.tenant)
-
-
-def _mismatch(entry: Entry, prepared: PreparedItem) -> ConnectorError | None:
-    """Why what was preprocessed is not what was announced."""
-    if prepared.digest != entry.digest:
-        return ConnectorError("the media has changed since it was hashed", "media", retryable=True)
-    if prepared.num_tokens != entry.num_tokens:
-        return ConnectorError(
-            f"its dimensions promise {entry.num_tokens} tokens; preprocessed it has {prepared.num_tokens}",
-            "mismatch",
-            retryable=False,
-        )
-    return None
+        holdings.enqueue(entry)

@@ -64,15 +64,19 @@ class Event:
     """A point of a device's stream, as `torch.cuda.Event`; this one has passed."""
 
     def query(self) -> bool:
-        """Whether the device has passed it, or is lost: nothing uses memory on its account any more."""
-        return True
-
-    def has_succeeded(self) -> bool:
-        """Whether the device has passed it, and not because it was lost."""
+        """Whether the device has passed it; RuntimeError: the device was lost."""
         return True
 
     def synchronize(self) -> None:
         """Block until the device has passed it; RuntimeError: the device was lost."""
+
+
+def has_passed(event: Event, *, if_lost: bool = True) -> bool:
+    """Whether a device has passed an event, or is lost, after which nothing uses its memory any more."""
+    try:
+        return event.query()
+    except RuntimeError:
+        return if_lost
 
 
 @dataclass(eq=False)
@@ -83,7 +87,6 @@ class Feature:
     """A tensor (tokens, width)."""
     residence: Residence
     memory: Memory | None
-    """That of the rows; None: of rows on their way to the host, their entry has it."""
     num_reads: int = 0
     """Reads that are being issued."""
     read_events: list[Event] = field(default_factory=list)
@@ -92,7 +95,7 @@ class Feature:
     @property
     def is_idle(self) -> bool:
         """Whether no read of the rows is issued or running, so that their memory can be reused."""
-        self.read_events = [event for event in self.read_events if not event.query()]
+        self.read_events = [event for event in self.read_events if not has_passed(event)]
         return not self.num_reads and not self.read_events
 
 
@@ -115,8 +118,6 @@ class Occurrence:
         self.memory: Memory | None = None
         """On the host, of its own: while less is asked of it."""
         self.error: ConnectorError | None = None
-        self.is_reducing = False
-        """Whether less is about to be asked of it."""
         self.metadata: Mapping[str, object] = {}
 
     @property
@@ -130,6 +131,16 @@ class Occurrence:
     def is_live(self) -> bool:
         """Whether it waits for rows or holds some."""
         return self.state in WAITING or self.state is State.READY
+
+    @property
+    def is_undigested(self) -> bool:
+        """Whether it is to be hashed before memory is reserved for its ticket."""
+        return self.state is State.NEW and self.digest is None
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether less is about to be asked of it: until then it has memory of its own."""
+        return self.is_undigested and self.memory is not None
 
     def __repr__(self) -> str:
         return f"item {self.index} of {self._ticket()}"
@@ -218,8 +229,6 @@ class Ticket:
         """When it was ready for the first time, on the monotonic clock."""
         self.is_released = False
         """Of a ticket without media: whether it was released."""
-        self.num_undigested = len(self.items)
-        """Items that are to be hashed before memory is reserved for all of them."""
         self.num_overtaken = 0
         """How many later tickets got memory before it."""
         self.waiting = (0, 0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import select
 import signal
 import socket
 import sys
@@ -17,14 +16,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fxsplit_encoder.connector.interfaces import MODALITIES, FeatureEncoder, PreparedItem
-from fxsplit_encoder.connector.processes.process_encoder import EncoderProgram
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
     Encoded,
+    EncoderProgram,
     SharedMemory,
-    Start,
     Started,
     ToEncoder,
+    has_ended,
     to_wire,
 )
 from fxsplit_encoder.encode_queue.batch_thread import BatchThread
@@ -40,7 +39,7 @@ def serve(channel: Channel[ToEncoder]) -> None:
     with contextlib.ExitStack() as closing:
         while (asked := channel.receive()) is not None:
             try:
-                if isinstance(asked, Start):
+                if isinstance(asked, EncoderProgram):
                     encoder = _made(asked)
                     closing.callback(encoder.close)
                     encoder.start()
@@ -50,16 +49,15 @@ def serve(channel: Channel[ToEncoder]) -> None:
                     data = channel.encode(Encoded(_encoded(encoder, asked.items)))
             except Exception as error:
                 channel.send(channel.encode(to_wire(error)))
-                if isinstance(asked, Start) or isinstance(error, BatchThread.FATAL):
+                if isinstance(asked, EncoderProgram) or isinstance(error, BatchThread.FATAL):
                     return
             else:
                 channel.send(data)
 
 
-def _made(asked: Start) -> FeatureEncoder:
+def _made(program: EncoderProgram) -> FeatureEncoder:
     # An encoder may keep its arguments, and later messages have tensors where these lie.
-    program = EncoderProgram(asked.factory, copy.deepcopy(asked.arguments))
-    encoder = program.resolve()(**program.arguments)
+    encoder = program.resolve()(**copy.deepcopy(program.arguments))
     if not isinstance(encoder, FeatureEncoder):
         raise InputError(f"factory: {program.factory} returned no FeatureEncoder but {type(encoder)}")
     return encoder
@@ -69,8 +67,6 @@ def _encoded(encoder: FeatureEncoder | None, items: Sequence[PreparedItem]) -> l
     if encoder is None:
         raise TransportError("asked to encode before the encoder was started")
     features = encoder.encode(items)
-    if len(features) != len(items):
-        raise InputError(f"{len(features)} features of {len(items)} items")
     for feature in features:
         if not isinstance(feature, Tensor):
             raise InputError(f"feature: expected a tensor; got {shown(feature)}")
@@ -91,14 +87,13 @@ def main(arguments: Sequence[str]) -> int:
     memory = SharedMemory(max_bytes, memory_descriptor)
     connection = socket.socket(fileno=descriptor)
     channel: Channel[ToEncoder] = Channel(connection, parent, ToEncoder, memory, half=1)
-    serve(channel)
+    with contextlib.suppress(BrokenPipeError):  # the parent has closed, and reads no answer any more
+        serve(channel)
     return 0
 
 
 def _end_with(process: int) -> None:
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    poll.poll()
+    has_ended(process)
     os._exit(EXIT_PARENT_GONE)
 
 

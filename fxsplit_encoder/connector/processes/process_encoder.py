@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,16 +20,16 @@ from fxsplit_encoder.connector.processes.wire import (
     Channel,
     Encode,
     Encoded,
+    EncoderProgram,
     Failed,
     FromEncoder,
     Message,
     SharedMemory,
-    Start,
     Started,
     from_wire,
+    has_ended,
 )
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
-from fxsplit_encoder.messages import shown
 
 _NOT_STARTED = "no encoder process was started; call start"
 
@@ -41,34 +39,6 @@ _END_SECONDS = 1.0
 T = TypeVar("T", Started, Encoded)
 
 _MODULE = "fxsplit_encoder.connector.processes.child"
-
-
-@dataclass(frozen=True)
-class EncoderProgram:
-    """An encoder, by the name of the function that makes it: nothing of it is serialized.
-
-    ``factory`` is "package.module:function". The function is called in the process with ``arguments`` by name
-    and returns a `FeatureEncoder`. Arguments are numbers, strings, bytes, None, small tensors and arrays, and
-    lists and mappings of them; tuples arrive as lists.
-    """
-
-    factory: str
-    arguments: Mapping[str, object] = field(default_factory=dict)
-
-    def resolve(self) -> Callable[..., Any]:
-        """The function itself; InputError: there is none of this name."""
-        module, _, name = self.factory.partition(":")
-        if not module or not name.isidentifier():
-            raise InputError(f"factory: expected package.module:function; got {shown(self.factory)}")
-        try:
-            found = getattr(importlib.import_module(module), name, None)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise
-            raise InputError(f"factory: no module {error.name}, of {self.factory}") from error
-        if not callable(found):
-            raise InputError(f"factory: module {module} has no function {name}")
-        return found  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -135,8 +105,7 @@ class ProcessEncoder(FeatureEncoder):
         self.close()
         with contextlib.ExitStack() as resources:
             self._launch(resources)
-            message = Start(self.program.factory, dict(self.program.arguments))
-            started = self._ask(message, Started, self.options.start_timeout)
+            started = self._ask(self.program, Started, self.options.start_timeout)
             if self._row_bytes != started.row_bytes:
                 expected = f"the encoder's {started.row_bytes}"
                 raise InputError(f"row_bytes: expected {expected}; got {self._row_bytes}")
@@ -145,7 +114,7 @@ class ProcessEncoder(FeatureEncoder):
     def _launch(self, resources: contextlib.ExitStack) -> None:
         memory = SharedMemory(self.options.max_bytes)
         resources.callback(memory.close)
-        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         resources.callback(connection.close)
         with theirs:
             self._process = launch(theirs.fileno(), memory.descriptor, self.options)
@@ -161,9 +130,7 @@ class ProcessEncoder(FeatureEncoder):
         self._reason = _NOT_STARTED
 
     def _has_ended(self, seconds: float) -> bool:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(1e3 * seconds))
+        return has_ended(self._pidfd, seconds)
 
     def _lose(self, reason: str = "") -> EncoderLostError:
         """End the process, which is of no use any more; the error that says why."""
@@ -176,7 +143,7 @@ class ProcessEncoder(FeatureEncoder):
     def close(self) -> None:
         """Ask the process to end, or end it, and give back everything; idempotent, and `start` may follow."""
         if not self._reason:
-            self._channel.hang_up()
+            self._channel.close()
             self._has_ended(self.options.close_timeout)
         self._resources.close()
 
@@ -200,7 +167,7 @@ class ProcessEncoder(FeatureEncoder):
             self._receive(self.options.encode_timeout)
         reply = self._ask(Encode(list(items)), Encoded, self.options.encode_timeout)
         if len(reply.features) != len(items):
-            raise self._lose(f"the encoder process {self.pid} answered what was not asked")
+            raise InputError(f"{len(reply.features)} features of {len(items)} items")
         return [feature.clone() for feature in reply.features]
 
     def _ask(self, message: Message, kind: type[T], timeout: float | None) -> T:
@@ -212,8 +179,7 @@ class ProcessEncoder(FeatureEncoder):
         try:
             self._channel.send(data)
         except OSError as error:
-            reason = f"the encoder process {self.pid} does not read what it is sent: {error}"
-            raise self._lose("" if self._has_ended(_END_SECONDS) else reason) from error
+            raise self._lose() from error
         reply = self._receive(timeout)
         if isinstance(reply, Failed):
             raise from_wire(reply, self._process.pid)

@@ -1,31 +1,31 @@
 """Messages between an encoder process and its parent: over one socket, with tensors in one memory file.
 
     parent                            encoder process
-    Start(factory, arguments)   ->    makes the encoder and starts it
+    EncoderProgram(...)         ->    makes the encoder and starts it
                                 <-    Started(row_bytes), or Failed
     Encode(items)               ->    encodes them as one batch
                                 <-    Encoded(features), or Failed
 
-One side asks, the other answers. A message is its length and MessagePack of a declared type: nothing that is
-decoded names code to run. Its tensors lie in the sender's half of the file, which the sender uses again once
-it has an answer. The file is anonymous: descriptors are its only names, and it ends with its last holder.
+One side asks, the other answers. A message is MessagePack of a declared type: nothing that is decoded names
+code to run. It lies behind its tensors in the sender's half of the file, which the sender uses again once it
+has an answer; the socket carries where, and how long it is. The file is anonymous: descriptors are its only
+names, and it ends with its last holder.
 """
 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import fcntl
 import inspect
 import math
 import mmap
 import os
+import pkgutil
 import select
 import socket
 import struct
-import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -48,6 +48,9 @@ NAME = "fxsplit_encoder"
 ALIGNMENT = 64
 """Bytes. Every tensor begins at a multiple, for vector instructions."""
 
+_MOST_BYTES = 32 << 20
+"""Bytes of a message besides its tensors."""
+
 _KEPT_BYTES = 64 << 20
 """Bytes of a half whose pages stay resident between messages; beyond, they go back to the system."""
 
@@ -66,15 +69,20 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SharedMemory:
-    """Maps a file of two halves of `max_bytes`, with a descriptor the other's; InputError: it cannot be."""
+    """Maps a file of two halves, each for a message with tensors of `max_bytes`, with a descriptor the
+    other's; InputError: it cannot be.
+    """
 
     def __init__(self, max_bytes: int, descriptor: int | None = None) -> None:
-        self.half_bytes = -(-max_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.max_bytes = -(-max_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.half_bytes = self.max_bytes + _MOST_BYTES
         made = descriptor is None
         self.descriptor = (
             os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if descriptor is None else descriptor
         )
         try:
+            if max_bytes <= 0:
+                raise ValueError("expected a positive number")
             if made:
                 os.ftruncate(self.descriptor, 2 * self.half_bytes)
                 fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -119,11 +127,29 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of everything that is sent."""
 
 
-class Start(Message, frozen=True):
-    """Make an encoder and start it."""
+class EncoderProgram(Message, frozen=True):
+    """An encoder, by the name of the function that makes it: nothing of it is serialized.
+
+    ``factory`` is "package.module:function". The function is called in the process with ``arguments`` by name
+    and returns a `FeatureEncoder`. Arguments are numbers, strings, bytes, None, small tensors and arrays, and
+    lists and mappings of them; tuples arrive as lists.
+    """
 
     factory: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = {}
+
+    def resolve(self) -> Callable[..., Any]:
+        """The function itself; InputError: there is none of this name."""
+        module = self.factory.partition(":")[0]
+        try:
+            found = pkgutil.resolve_name(self.factory)
+        except (ValueError, AttributeError, ModuleNotFoundError) as error:
+            if isinstance(error, ImportError) and not f"{module}.".startswith(f"{error.name}."):
+                raise
+            found = None
+        if not callable(found):
+            raise InputError(f"factory: no package.module:function is {shown(self.factory)}")
+        return found  # type: ignore[no-any-return]
 
 
 class Encode(Message, frozen=True):
@@ -149,26 +175,24 @@ class Failed(Message, frozen=True):
 
     kind: str
     arguments: list[bool | int | float | str]
-    text: str
     traceback: str
 
 
-ToEncoder = Start | Encode
+ToEncoder = EncoderProgram | Encode
 FromEncoder = Started | Encoded | Failed
 
-_HEAD = struct.Struct("<I")
-_MOST_BYTES = 32 << 20
-_SEND_SECONDS = 30.0
+_PACKET = struct.Struct("<QQ")
 _TENSOR, _ARRAY = 1, 2
+_UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """One end of a socket, with one half of a memory for the tensors of its messages.
+    """One end of a socket, with one half of a memory for its messages.
 
     Args:
-        connection: a connected Unix socket, which belongs to the channel.
+        connection: a connected Unix socket of packets, which belongs to the channel.
         process: a descriptor of the other process, whose end is noticed though others have its socket.
         kinds: the messages that are read.
         memory: of both processes.
@@ -178,7 +202,6 @@ class Channel(Generic[T]):
     def __init__(
         self, connection: socket.socket, process: int, kinds: Any, memory: SharedMemory, half: int
     ) -> None:
-        connection.settimeout(_SEND_SECONDS)
         self._socket = connection
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -187,7 +210,6 @@ class Channel(Generic[T]):
         self._half = half
         self._end = 0
         """Bytes of the half that the last message takes."""
-        self._received = bytearray()
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds, ext_hook=self._unpacked)
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._packed)
 
@@ -200,15 +222,20 @@ class Channel(Generic[T]):
             data = self._encoder.encode(message)
         except InputError:
             raise
-        except (TypeError, OverflowError, RecursionError, ValueError) as error:
+        except _UNREADABLE as error:
             raise InputError(f"values: expected numbers, strings and tensors; {error}") from error
         if len(data) > _MOST_BYTES:
             raise InputError(f"values: expected at most {_MOST_BYTES} bytes of them; got {len(data)}")
-        return _HEAD.pack(len(data)) + data
+        place, self._end = self._end, self._end + len(data)
+        self._words(self._half, place, len(data))[:] = np.frombuffer(data, np.uint8)
+        return _PACKET.pack(place, len(data))
 
-    def send(self, data: bytes) -> None:
+    def send(self, packet: bytes) -> None:
         """Send what `encode` gave; raises OSError where the other process does not read it."""
-        self._socket.sendall(data)
+        self._socket.sendall(packet)
+
+    def _words(self, half: int, offset: int, num_bytes: int) -> Any:
+        return self._memory.view(half, offset, torch.uint8, [num_bytes]).numpy()
 
     def _packed(self, value: object) -> object:
         if isinstance(value, np.generic):
@@ -232,7 +259,7 @@ class Channel(Generic[T]):
                 f"got {tensor.layout}, {tensor.dtype}, on {tensor.device}"
             )
         offset, end = self._end, self._end + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if end > (most := self._memory.half_bytes):
+        if end > (most := self._memory.max_bytes):
             raise InputError(f"values: expected tensors of at most max_bytes={most}; got {end} bytes")
         with torch.no_grad():
             self._memory.view(self._half, offset, tensor.dtype, tensor.shape).copy_(tensor)
@@ -253,39 +280,22 @@ class Channel(Generic[T]):
             TimeoutError: none has come within so many seconds.
             TransportError: it is none that is expected.
         """
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        if not self._read(_HEAD.size, deadline):
+        ready = dict(self._poll.poll(None if timeout is None else 1e3 * timeout))
+        if not ready:
+            raise TimeoutError
+        try:  # the other may have ended, and have said something before
+            packet = self._socket.recv(_PACKET.size + 1) if self._socket.fileno() in ready else b""
+        except OSError:
+            packet = b""
+        if not packet:
             return None
-        size = _HEAD.unpack_from(self._received)[0]
-        if size > _MOST_BYTES:
-            raise TransportError(f"a message of {size} bytes, which none has")
-        if not self._read(_HEAD.size + size, deadline):
-            return None
-        data, self._received = self._received[_HEAD.size :], bytearray()
-        self._memory.trim(self._half, self._end)  # the other has read what lies there
-        self._end = 0
         try:
+            data = self._words(1 - self._half, *_PACKET.unpack(packet)).tobytes()
+            self._memory.trim(self._half, self._end)  # the other has read what lies there
+            self._end = 0
             return self._decoder.decode(data)
-        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        except (*_UNREADABLE, struct.error) as error:
             raise TransportError(f"a message that cannot be read: {error}") from error
-
-    def _read(self, size: int, deadline: float) -> bool:
-        """Have so many bytes of the next message; False: there are no more."""
-        while len(self._received) < size:
-            left = deadline - time.monotonic()
-            ready = dict(self._poll.poll(None if left == math.inf else max(0.0, 1e3 * left)))
-            if not ready:
-                raise TimeoutError
-            if self._socket.fileno() not in ready:
-                return False
-            try:
-                data = self._socket.recv(size - len(self._received))
-            except OSError:
-                return False
-            if not data:
-                return False
-            self._received += data
-        return True
 
     def _unpacked(self, code: int, packed: memoryview) -> object:
         name, shape, offset = msgspec.msgpack.decode(packed, type=tuple[str, tuple[int, ...], int])
@@ -294,16 +304,16 @@ class Channel(Generic[T]):
         tensor = self._memory.view(1 - self._half, offset, DTYPES[name], shape)
         return tensor if code == _TENSOR else tensor.numpy()
 
-    # --- the end
-
-    def hang_up(self) -> None:
-        """Send nothing any more, which ends an encoder process after the batch that it has."""
-        with contextlib.suppress(OSError):  # the other end is gone
-            self._socket.shutdown(socket.SHUT_WR)
-
     def close(self) -> None:
-        """Close the socket; idempotent."""
+        """Close the socket, which ends an encoder process after the batch that it has; idempotent."""
         self._socket.close()
+
+
+def has_ended(process: int, seconds: float | None = None) -> bool:
+    """Whether a process has ended, by its descriptor, within so many seconds; None: wait until it has."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else 1e3 * seconds))
 
 
 # --- errors
@@ -311,16 +321,11 @@ class Channel(Generic[T]):
 _MOST_CHARACTERS = 1 << 16
 
 
-def _classes(module: Any, base: type[Exception]) -> dict[str, type[Exception]]:
-    found = {name: value for name, value in vars(module).items() if inspect.isclass(value)}
-    return {name: value for name, value in found.items() if issubclass(value, base)}
-
-
+_PUBLIC = {name: value for module in (builtins, errors) for name, value in vars(module).items()}
 KNOWN: dict[str, type[Exception]] = {
-    **_classes(builtins, Exception),
+    **{k: v for k, v in _PUBLIC.items() if inspect.isclass(v) and issubclass(v, Exception)},
     "OutOfMemoryError": torch.OutOfMemoryError,
     "AcceleratorError": torch.AcceleratorError,
-    **_classes(errors, errors.FxSplitError),
 }
 """By name, the classes that come back as themselves."""
 
@@ -332,7 +337,7 @@ def to_wire(error: BaseException) -> Failed:
     text = str(error) if is_itself else f"{type(error).__name__}: {error}"
     plain = [_cut(value) for value in error.args if isinstance(value, bool | int | float | str)]
     arguments = plain if is_itself and len(plain) == len(error.args) else [_cut(text)]
-    return Failed(kind.__name__, arguments, _cut(text), _cut("".join(traceback.format_exception(error))))
+    return Failed(kind.__name__, arguments, _cut("".join(traceback.format_exception(error))))
 
 
 def _cut(value: Any) -> Any:
@@ -348,6 +353,6 @@ def from_wire(wire: Failed, pid: int) -> Exception:
     except (KeyError, TypeError, ValueError):
         # A class that this process does not know, or one that is made from other things than a message, such
         # as `UnicodeDecodeError` and `ExceptionGroup`.
-        error = RuntimeError(f"{wire.kind}: {wire.text}")
+        error = RuntimeError(f"{wire.kind}: {', '.join(map(str, wire.arguments))}")
     error.add_note(f"In the encoder process {pid}:\n{wire.traceback}")
     return error

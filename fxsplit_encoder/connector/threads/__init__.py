@@ -1,1 +1,1 @@
-"""The threads around the books: CPU workers, workers with an encoder each, and two that watch the time."""
+"""The threads around the books: CPU workers, workers with an encoder each, and one that watches the time."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,38 +13,14 @@ from torch import Tensor
 from fxsplit_encoder.connector.books.tickets import Event
 
 
-class _CudaEvent(Event):
-    """A CUDA event which has also passed once its device is lost: nothing uses the memory any more."""
-
-    def __init__(self, device: torch.device) -> None:
-        # A thread that waits leaves the processor to others.
-        self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(device))
-
-    def query(self) -> bool:
-        try:
-            return bool(self._event.query())
-        except RuntimeError:
-            return True
-
-    def has_succeeded(self) -> bool:
-        try:
-            return bool(self._event.query())
-        except RuntimeError:
-            return False
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
 class Copies:
     """Copies as the device in question makes them; without CUDA the calling thread does, at once. Nothing
     else in the connector knows of devices.
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-        self._lock = threading.Lock()
+        self._stream: Callable[[torch.device], Any] = functools.cache(torch.cuda.Stream)
+        """Side streams, so that the next batch runs while rows are copied."""
 
     def allocate(self, num_bytes: int) -> Tensor:
         """A host buffer of so many bytes, pinned where there is CUDA."""
@@ -84,11 +60,6 @@ class Copies:
         """When everything is over that this thread has given the current stream of a device."""
         if device.type != "cuda":
             return Event()
-        return _CudaEvent(device)
-
-    def _stream(self, device: torch.device) -> Any:
-        """A side stream, so that the next batch runs while rows are copied."""
-        with self._lock:
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            return self._streams[device]
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event  # type: ignore[no-any-return]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.encoding import LIVE, Arrival, Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.books.tickets import Entry, Event
+from fxsplit_encoder.connector.books.encoding import LIVE, Batch, Worker, WorkerStatus
+from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, capacity_of
 from fxsplit_encoder.connector.interfaces import MODALITIES, FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.connector.states import failure_of
+from fxsplit_encoder.connector.states import Residence, failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.encode_queue.batch_thread import BatchThread
@@ -208,8 +208,7 @@ class _WorkerThread(BatchThread[Batch]):
 
     def launched(self, batch: Batch) -> bool:
         """Have rows checked and copied; what fails here is no item's fault, and ends the worker."""
-        pairs = zip(batch.entries, batch.outputs, strict=True)
-        self._place(batch, [self._checked(entry, rows) for entry, rows in pairs])
+        self._place(batch)
         with self._core.change() as books:
             books.encoding.launched(batch)
         return all(event.query() for event in batch.events)
@@ -235,45 +234,40 @@ class _WorkerThread(BatchThread[Batch]):
             raise RuntimeError(f"the encoder returned {len(outputs)} features for {len(items)} items")
         return outputs
 
-    def _checked(self, entry: Entry, rows: Any) -> Tensor | ConnectorError:
-        """The rows of an entry, if they are what was announced and memory was reserved for."""
-        if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
-            return ConnectorError("the encoder did not return rows", "mismatch", retryable=False)
-        if rows.shape[0] != entry.num_tokens or rows.nbytes != entry.num_bytes:
-            return ConnectorError(
-                f"expected {entry.num_tokens} rows of {entry.num_bytes} bytes in all; the encoder returned "
-                f"{tuple(rows.shape)} of {rows.nbytes} bytes",
-                "mismatch",
-                retryable=False,
-            )
-        declared = self.encoder.dtype or rows.dtype
-        expected = self._core.dtypes.setdefault(entry.modality, declared)
-        if rows.dtype != expected:
-            message = f"expected rows of {expected}; the encoder returned {rows.dtype}"
-            return ConnectorError(message, "mismatch", retryable=False)
-        return rows
+    def _mismatch(self, entry: Entry, rows: Any) -> ConnectorError | None:
+        """Why rows are not what was announced and memory was reserved for, if they are not."""
+        dtypes, got = self._core.dtypes, shown(rows)
+        if isinstance(rows, torch.Tensor):
+            got = f"{tuple(rows.shape)} of {rows.dtype}"
+            if rows.dim() == 2 and len(rows) == entry.num_tokens and rows.nbytes == entry.num_bytes:
+                if rows.dtype == dtypes.setdefault(entry.modality, self.encoder.dtype or rows.dtype):
+                    return None
+        expected = f"{entry.num_tokens} rows of {dtypes.get(entry.modality)}, {entry.num_bytes} bytes in all"
+        return ConnectorError(f"expected {expected}; the encoder returned {got}", "mismatch", retryable=False)
 
-    def _place(self, batch: Batch, checked: Sequence[Tensor | ConnectorError]) -> None:
-        for entry, rows in zip(batch.entries, checked, strict=True):
-            if isinstance(rows, ConnectorError):
-                batch.failures[entry] = rows
-            else:  # copied by the same stream, and so there once the batch's events have passed
-                total = rows.detach().sum(dtype=torch.float32)
-                batch.totals[entry] = total.to("cpu", non_blocking=True)
+    def _place(self, batch: Batch) -> None:
+        placeable: dict[Entry, Tensor] = {}
+        for entry, rows in zip(batch.entries, batch.outputs, strict=True):
+            if (error := self._mismatch(entry, rows)) is not None:
+                batch.failures[entry] = error
+                continue
+            placeable[entry] = rows
+            total = rows.detach().sum(dtype=torch.float32)
+            # Copied by the same stream, and so there once the batch's events have passed.
+            batch.totals[entry] = total.to("cpu", non_blocking=True)
         with self._core.change() as books:
-            arrivals = books.encoding.place(batch, checked)
-        batch.events += map(self._copies.mark, {each.rows.device for each in arrivals})
-        for arrival in arrivals:
-            if arrival.capacity:
-                self._copy(batch, arrival)
+            placed = books.encoding.place(batch, placeable)
+        batch.events += map(self._copies.mark, {placeable[entry].device for entry in placed})
+        for entry, feature in placed.items():
+            if feature.residence is Residence.HOST:
+                self._copy(batch, entry, feature, placeable[entry])
 
-    def _copy(self, batch: Batch, arrival: Arrival) -> None:
+    def _copy(self, batch: Batch, entry: Entry, feature: Feature, rows: Tensor) -> None:
         try:
-            buffer = self._allocate(arrival.capacity)
-            arrival.feature.rows, event = self._copies.to_host(arrival.rows, buffer)
+            feature.rows, event = self._copies.to_host(rows, self._allocate(capacity_of(rows.nbytes)))
             batch.events.append(event)
         except (MemoryError, RuntimeError) as error:
-            batch.failures[arrival.entry] = failure_of(error, "encoder")
+            batch.failures[entry] = failure_of(error, "encoder")
 
     def _allocate(self, num_bytes: int) -> Any:
         """A host buffer. The allocator keeps those that were let go; they count as free memory, too."""
@@ -312,7 +306,7 @@ class _WorkerThread(BatchThread[Batch]):
             while len(events) >= (_QUEUED if config.max_busy_share == 1 else 1):
                 events.pop(0).synchronize()
             if config.max_busy_share < 1:
-                self._rest(batch, begin)
+                self._rest(begin)
             batch.progressed_at = self._core.now()
             with self._core.lock:
                 other = self._core.books.encoding.take(self.worker, config.max_slice_cost)
@@ -321,11 +315,11 @@ class _WorkerThread(BatchThread[Batch]):
         except RuntimeError as error:  # of the device: no item is to blame
             raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
 
-    def _rest(self, batch: Batch, begin: float) -> None:
+    def _rest(self, begin: float) -> None:
         """Rest for as long as a slice asks for, or until the worker has to end."""
         core, clock = self._core, self._core.now
         with core.lock:
-            self.worker.finish_slice(batch, begin, clock(), core.config.max_busy_share)
+            self.worker.finish(begin, clock(), core.config.max_busy_share, is_slice=True)
             while self.worker.status is WorkerStatus.RUNNING:
                 if (left := self.worker.rests_until - clock()) <= 0:
                     break

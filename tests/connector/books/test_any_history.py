@@ -19,11 +19,11 @@ from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.encoding import Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.books.holdings import Admission, Holdings
-from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, Problem
-from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, Ticket
+from fxsplit_encoder.connector.books.preparation import Digested
+from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, Occurrence, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
-from fxsplit_encoder.connector.states import WAITING, State
+from fxsplit_encoder.connector.states import WAITING, Residence, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
 
 ROW_BYTES = 1024
@@ -44,8 +44,6 @@ class ManualEvent(Event):
 
     def query(self) -> bool:
         return self.passed
-
-    has_succeeded = query
 
     def synchronize(self) -> None:
         assert self.passed
@@ -90,16 +88,17 @@ class Bench:
         settled = threading.Condition()
         settled.acquire()  # this thread is the only one
         holdings = Holdings(config, row_bytes, settled, clock, can_reduce)
-        bench = cls(Books(holdings, Admission(holdings, key_of, max_overtakes)), clock)
+        bench = cls(Books(holdings, Admission(holdings, key_of)), clock)
+        bench.books.admission.max_overtakes = max_overtakes
         for number in range(num_workers):
             bench.start_worker(f"w{number}")
         return bench
 
-    def submit(self, request: EncodeRequest, counts: Sequence[int], problem: Problem | None = None) -> Ticket:
+    def submit(self, request: EncodeRequest, counts: Sequence[int]) -> Ticket:
         """A ticket whose media's headers were read."""
         ticket = self.books.submit(request)
         self.books.holdings.to_count.discard(ticket)
-        self.books.preparation.counted(ticket, counts, problem)
+        self.books.preparation.counted(ticket, counts, None)
         return ticket
 
     def start_worker(self, name: str) -> Worker:
@@ -154,9 +153,9 @@ class AnyHistory(RuleBasedStateMachine):
     def take_over(self, bench: Bench) -> None:
         self.bench, self.books = bench, bench.books
         self.tickets: list[Ticket] = []
-        self.headers: dict[Ticket, tuple[list[int], Problem | None]] = {}
+        self.headers: dict[Ticket, tuple[list[int], ConnectorError | None, int | None]] = {}
         self.counting: list[Ticket] = []
-        self.digesting: list[DigestJob] = []
+        self.digesting: list[tuple[Ticket, Occurrence]] = []
         self.preparing: list[Entry] = []
         self.encoding: list[Batch] = []
         self.launched: list[Batch] = []
@@ -202,15 +201,15 @@ class AnyHistory(RuleBasedStateMachine):
         )
         counts = [MEDIA[name] - (name == odd) for name in names]
         distinct = sum(max(4, MEDIA[name]) for name in set(names))
-        problem = None
+        error, index = None, None
         if names and (broken or distinct * ROW_BYTES > self.books.holdings.config.host_bytes):
-            problem = Problem(len(names) - 1, ConnectorError("broken", "media", False))
+            error, index = ConnectorError("broken", "media", False), len(names) - 1
         try:
             self.tickets.append(self.books.submit(request))
         except ConnectorFullError:
             assert self.books.holdings.waiting.used + len(names) > 12
             return
-        self.headers[self.tickets[-1]] = counts, problem
+        self.headers[self.tickets[-1]] = counts, error, index
         self.books.settle()
         self.work(until)  # so that histories are not all about beginnings
 
@@ -269,7 +268,7 @@ class AnyHistory(RuleBasedStateMachine):
         job = self.books.preparation.take()
         if isinstance(job, Ticket):
             self.counting.append(job)
-        elif isinstance(job, DigestJob):
+        elif isinstance(job, tuple):
             self.digesting.append(job)
         elif job is not None:
             self.preparing.append(job)
@@ -284,26 +283,25 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(which=indices, fails=st.sampled_from([False, False, True]))
     def digested(self, which: int, fails: bool) -> None:
         job = self.take(self.digesting, which)
-        self.books.preparation.digested(job, self.digest(job) if not fails else _error("media"))
+        self.books.preparation.digested(*job, self.digest(job[1]) if not fails else _error("media"))
 
-    def digest(self, job: DigestJob) -> Digested | ConnectorError:
-        name, tokens = job.media.media, job.item.num_tokens
-        if job.reduction is None:
-            return Digested(job.media, tokens, name.encode())
+    def digest(self, item: Occurrence) -> Digested | ConnectorError:
+        name, tokens = str(item.media.media), item.num_tokens
+        if not item.is_reducing:
+            return Digested(item.media, tokens, name.encode())
         if tokens < 2:
             return _error("out_of_memory")
         return Digested(MediaItem("image", f"{name}-"), tokens // 2, f"{name}-".encode())
 
     @precondition(lambda self: self.preparing)
-    @rule(which=indices, outcome=st.sampled_from(["ok", "ok", "ok", "broken", "count", "digest"]))
+    @rule(which=indices, outcome=st.sampled_from(["ok", "ok", "ok", "broken", "again"]))
     def prepared(self, which: int, outcome: str) -> None:
         entry = self.take(self.preparing, which)
-        result: Any = _error("media")
-        if outcome != "broken":
-            digest = entry.digest if outcome != "digest" else b"?"
-            tokens = entry.num_tokens + (outcome == "count")
-            result = PreparedItem("image", digest, {"pixels": PIXELS}, tokens)
-        self.books.preparation.prepared(entry, result, cost=float(entry.num_tokens))
+        result: Any = _error("media" if outcome == "broken" else "encoder")
+        if outcome == "ok":
+            item = PreparedItem("image", entry.digest, {"pixels": PIXELS}, entry.num_tokens)
+            result = item, float(entry.num_tokens)
+        self.books.preparation.prepared(entry, result)
 
     # --- workers
 
@@ -322,18 +320,18 @@ class AnyHistory(RuleBasedStateMachine):
         failures = {
             entry: _error(kind) for entry, kind in zip(batch.entries, kinds, strict=False) if kind is not None
         }
-        outputs = [failures.get(entry) or Rows(entry.num_bytes) for entry in batch.entries]
-        arrivals = self.books.encoding.place(batch, outputs)
+        outputs = {entry: Rows(entry.num_bytes) for entry in batch.entries if entry not in failures}
+        placed = self.books.encoding.place(batch, outputs)
         batch.failures = failures
-        batch.events = [self.new_event()] if arrivals else []
-        for arrival in arrivals:
-            if not arrival.capacity:
+        batch.events = [self.new_event()] if placed else []
+        for entry, feature in placed.items():
+            if feature.residence is Residence.DEVICE:
                 continue
-            assert arrival.capacity >= arrival.rows.nbytes
+            assert feature.memory is not None and feature.memory.num_bytes >= entry.num_bytes
             if copy_fails:
-                failures[arrival.entry] = _error("encoder")
+                failures[entry] = _error("encoder")
                 continue
-            arrival.feature.rows = Rows(arrival.rows.nbytes, "host")
+            feature.rows = Rows(entry.num_bytes, "host")
             batch.events.append(self.new_event())
         self.books.encoding.launched(batch)
         self.launched.append(batch)
@@ -489,7 +487,7 @@ def random_move(machine: AnyHistory, draw: random.Random) -> None:
         (
             9,
             machine.preparing,
-            lambda: machine.prepared(which, draw.choice(["ok"] * 9 + ["broken", "count"])),
+            lambda: machine.prepared(which, draw.choice(["ok"] * 9 + ["broken", "again"])),
         ),
         (5, True, lambda: machine.take_batch(draw.randrange(2))),
         (5, machine.encoding, lambda: machine.encoded(which, kinds, draw.random() < 0.1)),

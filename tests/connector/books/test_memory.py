@@ -35,7 +35,8 @@ def test_books_that_were_tampered_with_do_not_add_up() -> None:
     batch, storage = launched(bench, "a"), bench.books.holdings.storage
     (entry,) = storage.entries
     assert audit(bench.books) == []
-    entry.inputs, inputs = entry.memory, entry.inputs
+    assert entry.feature is not None
+    entry.inputs, inputs = entry.feature.memory, entry.inputs
     assert "host: 4096 bytes are held 2 times" in audit(bench.books)
     assert "inputs: 0 bytes are held, 100 reserved" in audit(bench.books)
     entry.inputs, storage.host.peak = inputs, 9 * PAGE

@@ -16,9 +16,9 @@ from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, Prepa
 from fxsplit_encoder.connector.processes.wire import (
     Channel,
     Encoded,
+    EncoderProgram,
     Message,
     SharedMemory,
-    Start,
     Started,
     ToEncoder,
 )
@@ -91,11 +91,9 @@ def nothing() -> None:
 
 OUTSIDE = msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("float32", (1, 1), 1 << 40)))
 LIES: dict[str, Message | bytes] = {
-    "more": Encoded([torch.zeros(1, 1)] * 2),
-    "fewer": Encoded([]),
     "outside": Encoded([OUTSIDE]),  # type: ignore[list-item]
     "other": Started({"image": 1}),
-    "garbage": b"\x07\x00\x00\x00garbage",
+    "garbage": b"garbage",
 }
 """What no process of this library would answer to one item."""
 
@@ -108,6 +106,6 @@ def lie(arguments: Sequence[str], answer: Message | bytes) -> int:
         socket.socket(fileno=connection), process, ToEncoder, memory, half=1
     )
     while (asked := channel.receive()) is not None:
-        told = Started({"image": 32, "video": 32}) if isinstance(asked, Start) else answer
+        told = Started({"image": 32, "video": 32}) if isinstance(asked, EncoderProgram) else answer
         channel.send(told if isinstance(told, bytes) else channel.encode(told))
     return 0

@@ -72,7 +72,7 @@ def test_what_is_made_from_more_than_words_keeps_them(error: Exception) -> None:
 
 def test_only_known_classes_are_made() -> None:
     for kind in ("system", "SystemExit", "KeyboardInterrupt", "Process", "__import__", ""):
-        again = from_wire(Failed(kind, ["rm"], "text", ""), pid=1)
+        again = from_wire(Failed(kind, ["rm"], ""), pid=1)
         assert type(again) is RuntimeError
     assert all(issubclass(kind, Exception) for kind in KNOWN.values())
 

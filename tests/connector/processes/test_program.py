@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fxsplit_encoder.connector.processes.process_encoder import EncoderProgram, ProcessOptions, launch
+from fxsplit_encoder.connector.processes.process_encoder import ProcessOptions, launch
+from fxsplit_encoder.connector.processes.wire import EncoderProgram
 from fxsplit_encoder.errors import InputError
 
 
-@pytest.mark.parametrize(
-    "factory", ["", "os", "os:", ":join", "os:path.join", "os:nothing", "no_such.module:x", "os:sep"]
-)
+@pytest.mark.parametrize("factory", ["", "os", "os:", ":join", "os:nothing", "no_such.module:x", "os:sep"])
 def test_a_name_that_leads_nowhere_is_an_error(factory: str) -> None:
     with pytest.raises(InputError, match="factory"):
         EncoderProgram(factory).resolve()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fxsplit_encoder.connector.books import encoding
-from fxsplit_encoder.connector.books.preparation import Digested, DigestJob
+from fxsplit_encoder.connector.books.preparation import Digested
 from fxsplit_encoder.connector.states import State
 from tests.connector.books.test_any_history import Bench
 from tests.connector.scenes import (
@@ -90,9 +90,11 @@ def test_items_are_preprocessed_though_others_are_to_be_hashed() -> None:
     for number in range(12):
         bench.submit(request(f"image {number}"), [4])
         job = bench.books.preparation.take()
-        kinds.append(isinstance(job, DigestJob))
-        if isinstance(job, DigestJob):
-            bench.books.preparation.digested(job, Digested(job.media, 4, str(job.media.media).encode()))
+        kinds.append(isinstance(job, tuple))
+        if isinstance(job, tuple):
+            bench.books.preparation.digested(
+                *job, Digested(job[1].media, 4, str(job[1].media.media).encode())
+            )
         bench.books.settle()
     assert kinds == [True, False] * 6
 
