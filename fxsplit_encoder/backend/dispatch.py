@@ -170,7 +170,6 @@ class BudgetDispatcher:
         """Returns statistics of calls, each one item; sizes other than the token count are axis keys."""
         with self._lock:
             self._captures.record(self.statistics)
-            self._captures.record_unpadded(self.statistics)
             return replace(self.statistics.snapshot(), derived_bytes=self.program.derived.num_bytes)
 
     @property

@@ -366,7 +366,7 @@ class EncoderCudaGraphManager:
 
     def stats(self) -> ManagerStats:
         """Returns hits, misses by reason, padding and bytes so far."""
-        self._lifecycle.serving.captures.record_unpadded(self.statistics)
+        self._lifecycle.serving.captures.record(self.statistics)
         derived_bytes = sum(each.derived_bytes for each in self._lifecycle.generations())
         counts = self.statistics.snapshot()
         return replace(counts, progress=self._lifecycle.progress, derived_bytes=derived_bytes)
