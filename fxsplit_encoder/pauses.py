@@ -56,6 +56,11 @@ def seconds_paused() -> float:
     return _scheduler.get().seconds_paused
 
 
+def is_between_requests() -> bool:
+    """Whether the work on this thread leaves requests to other threads in between."""
+    return _scheduler.get() is not _FOREGROUND
+
+
 def pause() -> None:
     """Lets requests be served, if the work runs between them."""
     _scheduler.get().pause()
@@ -68,9 +73,9 @@ def has_turn() -> AbstractContextManager[object]:
 
 def run_capture(work: Callable[[], Result]) -> Result:
     """Runs work that records a CUDA graph, by the scheduler if there is one."""
-    scheduler = _scheduler.get()
-    if scheduler is _FOREGROUND:
+    if not is_between_requests():
         return work()
+    scheduler = _scheduler.get()
     context = copy_context()  # perhaps for another thread
     context.run(_scheduler.set, _FOREGROUND)
     return scheduler.capture(lambda: context.run(work))

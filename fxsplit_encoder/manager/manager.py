@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -107,7 +106,7 @@ class EncoderCudaGraphManager:
             else None,
             has_video="video" in self.model_config.modalities,
         )
-        self._items = ItemReader(tower)
+        self._items = ItemReader(tower, num_axes=len(self.model_config.capture_axes))
         self.kernels = Choosers.of(self.config)
         self.kernels.check(self.device)
         self.statistics = Statistics(log_interval)
@@ -359,10 +358,10 @@ class EncoderCudaGraphManager:
         and how they were served, no contents. InputError: the file cannot be opened.
         """
         with self._lifecycle.turns:
-            if self._recorder is not None:
-                self._recorder.close()
-            own = self._lifecycle.own
+            own, before = self._lifecycle.own, self._recorder
             self._recorder = Recorder(path, own.spec, own.scope, self.paths)
+            if before is not None:
+                before.close()
 
     def stats(self) -> ManagerStats:
         """Returns hits, misses by reason, padding and bytes so far."""
@@ -421,38 +420,10 @@ def _differing_items(
 # --- a trace of requests
 
 
-class TraceWriter:
-    """Appends requests to a trace, a line each, which is written at once. Threads may share it; processes
-    need files of their own. InputError: the file cannot be opened.
+class Recorder:
+    """Appends requests of one manager, whose lock the caller holds, to a trace: a line each, which is written
+    at once. InputError: the file cannot be opened.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._lock = threading.Lock()
-        try:
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
-
-    def write(self, items: Sequence[Item], **served: Any) -> None:
-        """Appends sizes and segments of a request's items, and how it was `served`; InputError: closed."""
-        self._append({"items": [_as_json(item) for item in items], **served})
-
-    def _append(self, value: Mapping[str, Any]) -> None:
-        line = json.dumps(value, default=str) + "\n"
-        with self._lock:
-            if self._file.closed:
-                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
-            self._file.write(line)
-
-    def close(self) -> None:
-        """Closes the file; closing twice does nothing."""
-        with self._lock:
-            self._file.close()
-
-
-class Recorder(TraceWriter):
-    """Appends the requests of one manager to a trace."""
 
     def __init__(
         self,
@@ -461,7 +432,10 @@ class Recorder(TraceWriter):
         scope: CaptureScope,
         paths: Mapping[str, EncoderPath],
     ) -> None:
-        super().__init__(path)
+        try:
+            self._file = open(path, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError(f"trace {path}: cannot be written: {error.strerror}") from None
         self.spec = spec
         self.config = scope.config
         self.device = scope.pool.device
@@ -483,15 +457,19 @@ class Recorder(TraceWriter):
     ) -> None:
         """Appends one request, its batches as served, and the milliseconds of its thread."""
         if not self._is_described:
-            self._append({"run": self._describe()})
+            self._file.write(json.dumps({"run": self._describe()}, default=str) + "\n")
             self._is_described = True
         segments = self.facts.segments(mm_kwargs, len(specs))
         items = [Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)]
         served = [batch.as_dict() for batch in batches]
-        self.write(items, batches=served, host_ms=round(host_ms, 3))
+        self._file.write(trace_line(items, batches=served, host_ms=round(host_ms, 3)))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
 
     def _describe(self) -> dict[str, Any]:
-        """Returns a run as `tuning.recording.RunRecord` holds it."""
+        """Returns a run as `tuning.trace.RunRecord` holds it."""
         is_cuda, tower, limits = self.device.type == "cuda", self.spec.tower, self.spec.limits
         return {
             "tower": type(getattr(tower, "tower", tower)).__name__,
@@ -526,6 +504,11 @@ def _describe_path(path: EncoderPath) -> dict[str, Any]:
         "not_kept": sorted(path.ladder.no_graph_needed),
         "costs": measured_costs(path),
     }
+
+
+def trace_line(items: Sequence[Item], **served: Any) -> str:
+    """Returns the line of a request: sizes and segments of its items, and how it was `served`."""
+    return json.dumps({"items": [_as_json(item) for item in items], **served}, default=str) + "\n"
 
 
 def _as_json(item: Item) -> dict[str, Any]:

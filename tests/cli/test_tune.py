@@ -1,7 +1,6 @@
 """`encoder-cg tune` of traces, and `encoder-cg report` of a run that a manager recorded."""
 
 import json
-from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +11,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.config import EncoderConfig, Packing
-from fxsplit_encoder.manager.manager import TraceWriter
+from fxsplit_encoder.manager.manager import trace_line
 from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 
@@ -23,9 +22,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "traces" / "chat_images.jsonl
 
 
 def write_trace(path: Path, *requests: list[EncoderItemSpec]) -> Path:
-    with closing(TraceWriter(path)) as writer:
-        for specs in requests:
-            writer.write(list(map(Item, specs)))
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(trace_line([*map(Item, specs)]) for specs in requests)
     return path
 
 
