@@ -124,10 +124,9 @@ class KernelStore:
             stored = path.read_bytes()
         except OSError:
             return None
-        line, content = stored[:_DIGEST_LINE], stored[_DIGEST_LINE:]
-        if line != _digest_line(content):
+        content = unsealed(stored)
+        if content is None:
             logger.warning("%s is damaged, so what it held is made anew", path)
-            return None
         return content
 
     def write(self, name: str, content: bytes) -> None:
@@ -136,7 +135,7 @@ class KernelStore:
         self._make()
         if not path.exists() and sum(1 for _ in os.scandir(self.directory)) >= self.most_files:
             raise OSError(f"{self.directory} is full: it has {self.most_files} files")
-        write_atomic(path, _digest_line(content) + content)
+        write_atomic(path, sealed(content))
 
     def _make(self) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -186,8 +185,15 @@ def _check_own(path: Path, found: os.stat_result) -> None:
         raise PermissionError(f"{path}: others can write there")
 
 
-def _digest_line(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode() + b"\n"
+def sealed(content: bytes) -> bytes:
+    """Returns a file's content after a line with its digest."""
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def unsealed(stored: bytes) -> bytes | None:
+    """Returns the content of a sealed file; None: it is damaged, or was never sealed."""
+    content = stored[_DIGEST_LINE:]
+    return content if stored == sealed(content) else None
 
 
 def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:

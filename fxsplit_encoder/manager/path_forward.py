@@ -157,6 +157,11 @@ class PathForward:
             )
         return self._growing
 
+    def fixed_bytes(self) -> int:
+        """Returns the bytes of inputs that do not grow; InputError: none are made."""
+        growing, values = self.growing_inputs(), self.first_values(self.budgets)
+        return sum(tensor.nbytes for name, tensor in values.items() if name not in growing)
+
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """Makes a capture request, with growing inputs in `shared`; CaptureError: not for this size."""
         try:

@@ -1,7 +1,7 @@
 """Saves what was compiled, measured and chosen for a tower to a file, with which other processes start; what
 was measured of captures stays on the machine, too.
 
-The file is one line with its length and digest, then a zip of named parts. It is used only where the device,
+The file is one line with its digest, then a zip of named parts. It is used only where the device,
 the versions of everything that compiles or is measured, the tower and its configuration are the same; all of
 it is checked before any of it is used.
 """
@@ -18,7 +18,7 @@ import platform
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +39,9 @@ from fxsplit_encoder.kernels.store import (
     digest_of,
     entries_of,
     package_version,
+    sealed,
     table_of,
+    unsealed,
     write_atomic,
 )
 from fxsplit_encoder.manager.tower import tower_part
@@ -64,17 +66,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # Settings that change nothing of what is compiled, measured or chosen.
 _IGNORED_SETTINGS = ("start_file", "debug", "capture_recurring", "weight_check_seconds")
 
-FORMAT = 3
-"""Changes when what is in the file does."""
-
 # What torch may raise of the bytes of another process.
 _OF_LOADING = (
     *(pickle.PickleError, AssertionError, AttributeError, EOFError, ImportError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-
-_MAGIC = b"fxsplit_encoder start "
-_LONGEST_LINE = 200
 
 # What zipfile raises of an archive that was forged.
 _OF_ARCHIVES = (
@@ -358,73 +354,37 @@ def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
     with zipfile.ZipFile(payload, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, content in parts.items():
             archive.writestr(name, content)
-    body = payload.getvalue()
-    line = b"%s%d %d %s\n" % (_MAGIC, FORMAT, len(body), hashlib.sha256(body).hexdigest().encode())
+    content = sealed(payload.getvalue())
     try:
-        write_atomic(path, line + body, durable=True)
+        write_atomic(path, content, durable=True)
     except OSError as error:
         raise InputError(f"{path}: the start cannot be written: {error}") from error
-    return len(line) + len(body)
+    return len(content)
 
 
-def read_parts(path: Path) -> StartParts:
-    """Opens a file that no other user can write, its parts still packed; StartFileError: none, writable by
-    others, of another format, or damaged.
+def read_parts(path: Path) -> dict[str, bytes]:
+    """Reads a file that no other user can write; StartFileError: there is none, others can write it, or it is
+    damaged, forged or too large.
     """
     try:
         check_trusted(path)  # it holds code
         content = path.read_bytes()
     except OSError as error:
         raise StartFileError(f"file: expected a saved start; got {type(error).__name__}: {error}") from error
-    line, newline, body = content.partition(b"\n")
-    words = line[:_LONGEST_LINE].removeprefix(_MAGIC).split(b" ")
-    if not (line.startswith(_MAGIC) and newline and len(words) == 3 and words[0].isdigit()):
-        raise StartFileError(f"file: expected one that save_start wrote; got {len(content)} bytes of another")
-    if int(words[0]) != FORMAT:
-        raise StartFileError(f"format: expected {FORMAT}; got {int(words[0])}")
-    if not words[1].isdigit() or int(words[1]) != len(body):
-        raise StartFileError(f"length: expected {words[1].decode('latin-1')} bytes; got {len(body)}")
-    digest = hashlib.sha256(body).hexdigest()
-    if digest.encode() != words[2]:
-        raise StartFileError(f"digest: expected {words[2].decode('latin-1')}; got {digest}")
-    return StartParts(body)
-
-
-class StartParts(Mapping[str, bytes]):
-    """The parts of a file by name, each of them unpacked when it is asked for.
-
-    Raises:
-        StartFileError: the archive is damaged or forged, or its parts are too large.
-    """
-
-    def __init__(self, body: bytes) -> None:
-        try:
-            self._archive = zipfile.ZipFile(io.BytesIO(body))
-        except _OF_ARCHIVES as error:
-            raise StartFileError(f"archive: expected a zip; got {type(error).__name__}: {error}") from error
-        infos = self._archive.infolist()
-        self._names = list(dict.fromkeys(info.filename for info in infos))
+    if (body := unsealed(content)) is None:
+        raise StartFileError(
+            f"file: expected one that save_start wrote, undamaged; got {len(content)} bytes of another digest"
+        )
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(body))
+        infos = archive.infolist()
         size = sum(info.file_size for info in infos)
-        if len(self._names) != len(infos) or size > _MOST_BYTES:
-            limit = f"expected parts of different names and at most {_MOST_BYTES} bytes"
-            raise StartFileError(f"archive: {limit}; got {len(infos)} parts of {size} bytes")
-
-    def __getitem__(self, name: str) -> bytes:
-        if name not in self._names:
-            raise KeyError(name)
-        try:
-            return self._archive.read(name)
-        except _OF_ARCHIVES as error:
-            raise StartFileError(f"{name}: expected a part; got {type(error).__name__}: {error}") from error
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        if len({info.filename for info in infos}) == len(infos) and size <= _MOST_BYTES:
+            return {info.filename: archive.read(info) for info in infos}
+    except _OF_ARCHIVES as error:
+        raise StartFileError(f"archive: expected a zip; got {type(error).__name__}: {error}") from error
+    limit = f"expected parts of different names and at most {_MOST_BYTES} bytes"
+    raise StartFileError(f"archive: {limit}; got {len(infos)} parts of {size} bytes")
 
 
 def tower_from_json(content: bytes) -> KnownTower:

@@ -156,7 +156,7 @@ def test_a_file_for_something_else_is_refused_by_name_and_ignored(
     start: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parts = dict(read_parts(start))
+    parts = read_parts(start)
     change(parts)
     write_parts(start, parts)
     manager = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
