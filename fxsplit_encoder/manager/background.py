@@ -228,11 +228,9 @@ class BackgroundCapture:
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
         """Compiles in another process, for paths to restore; InputError: it cannot make the tower."""
         with self.work.turn():
-            worker = self._worker = CompileWorker(self._target)
+            worker = self._worker = CompileWorker(self._target, self._tell_compiled)
         try:
-            compiled = worker.wait(self._stopped.is_set, self._tell_compiled)
-            if compiled is None:
-                raise StoppedError
+            compiled = worker.wait(self._stopped.is_set)
             try:
                 load_start(self._target, self._kernels.measurements, compiled.start, is_measured=False)
             except StartFileError as error:

@@ -351,7 +351,20 @@ class EncoderCudaGraphManager:
         """Encodes every item alone, then in `packings` random choices of the items; returns the positions of
         those whose bits ever differ, none with `invariant`. Raises as `execute`.
         """
-        return _differing_items(self.tower, self.execute, mm_kwargs, packings, seed)
+        num_axes = len(self.model_config.capture_axes)
+        count = len(read_item_specs(self.tower, mm_kwargs))
+
+        def encoded(indices: Sequence[int]) -> list[Tensor]:
+            return self.execute(select_items(self.tower, mm_kwargs, indices, num_axes)[0])
+
+        alone = [encoded([index])[0] for index in range(count)]
+        numbers = random.Random(seed)
+        differing: set[int] = set()
+        for _ in range(packings if count else 0):
+            indices = sorted(numbers.sample(range(count), numbers.randint(1, count)))
+            results = zip(indices, encoded(indices), strict=True)
+            differing |= {index for index, result in results if not torch.equal(result, alone[index])}
+        return sorted(differing)
 
     def record_trace(self, path: str | os.PathLike[str]) -> None:
         """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes
@@ -392,29 +405,6 @@ def _invariant_choices(kernels: Choosers, device: torch.device) -> list[str]:
         *kernels.attention.chosen,
         *PRODUCTS.choices(device),
     ]
-
-
-def _differing_items(
-    tower: SupportsEncoderCudaGraph,
-    execute: Callable[[dict[str, Any]], list[Tensor]],
-    mm_kwargs: dict[str, Any],
-    packings: int,
-    seed: int,
-) -> list[int]:
-    count = len(read_item_specs(tower, mm_kwargs))
-    num_axes = len(tower.get_encoder_cudagraph_config().capture_axes)
-
-    def encoded(indices: Sequence[int]) -> list[Tensor]:
-        return execute(select_items(tower, mm_kwargs, indices, num_axes)[0])
-
-    alone = [encoded([index])[0] for index in range(count)]
-    numbers = random.Random(seed)
-    differing: set[int] = set()
-    for _ in range(packings if count else 0):
-        indices = sorted(numbers.sample(range(count), numbers.randint(1, count)))
-        results = zip(indices, encoded(indices), strict=True)
-        differing |= {index for index, result in results if not torch.equal(result, alone[index])}
-    return sorted(differing)
 
 
 # --- a trace of requests

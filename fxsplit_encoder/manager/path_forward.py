@@ -206,7 +206,7 @@ class PathForward:
         expected = self(values)
         with captured.inputs.kept_constants():
             captured.load(values, self.rows(values))
-            return difference([expected], [captured.replay()[0]], "other")
+            return difference(expected, captured.replay()[0])
 
     # --- compile
 
@@ -322,7 +322,7 @@ class PathForward:
     def agrees(self, program: BoundProgram, values: Mapping[str, Tensor]) -> bool:
         """Whether a program gives what the tower's own forward gives of these inputs."""
         values = with_contents(values)
-        return difference([self(values)], [program(self.inputs(program, values))], "no") is None
+        return difference(self(values), program(self.inputs(program, values))) is None
 
     def bind(self, program: BoundProgram) -> None:
         """Uses a program, on the parameters that it is bound to."""
@@ -478,21 +478,16 @@ def with_contents(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return contents
 
 
-def difference(expected: Sequence[Any], got: Sequence[Any], kind: str) -> str | None:
-    """Returns how the real rows of padded outputs differ by more than rounding; None: they do not."""
-    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
-        if not isinstance(a, torch.Tensor):
-            continue
-        real = b[tuple(slice(0, size) for size in a.shape)]
-        if real.shape != a.shape:
-            return f"output {number} has shape {tuple(b.shape)} when padded, {tuple(a.shape)} when not"
-        if not a.is_floating_point():
-            if not torch.equal(a, real):
-                return f"output {number} changes when padded with {kind} rows"
-            continue
-        error = (a.double() - real.double()).abs().max().item() if a.numel() else 0.0
-        scale = a.double().abs().max().item() if a.numel() else 0.0
-        # A NaN compares false, so it counts as a difference.
-        if not error <= _TOLERANCE[a.dtype] * max(scale, 1e-6):
-            return f"output {number} changes by {error:.3g} when padded with {kind} rows"
+def difference(expected: Tensor, got: Tensor) -> str | None:
+    """Returns how the real rows of a padded output differ by more than rounding; None: they do not."""
+    real = got[tuple(slice(0, size) for size in expected.shape)]
+    if real.shape != expected.shape:
+        return f"the output has shape {tuple(got.shape)} when padded, {tuple(expected.shape)} when not"
+    if not expected.numel():
+        return None
+    error = (expected.double() - real.double()).abs().max().item()
+    scale = expected.double().abs().max().item()
+    # A NaN compares false, so it counts as a difference.
+    if not error <= _TOLERANCE.get(expected.dtype, 0.0) * max(scale, 1e-6):
+        return f"the output changes by {error:.3g} when padded with other rows"
     return None

@@ -165,11 +165,11 @@ def load_start(
 # --- costs that stay on this machine
 
 
-def keep_costs(generation: Generation, measurements: Measurements, root: Path | None = None) -> None:
-    """Writes the measured times of the paths to the cache directory of kernel measurements (or to `root`), so
-    that the next start makes the same plans without timing captures again.
+def keep_costs(generation: Generation, measurements: Measurements) -> None:
+    """Writes the measured times of the paths to the cache directory of kernel measurements, so that the next
+    start makes the same plans without timing captures again.
     """
-    store, name, key = _costs_of(generation, measurements, root)
+    store, name, key = _costs_of(generation, measurements)
     known = KnownTower(key, {path.label: path.known() for path in generation.paths_by_key.values()})
     try:
         store.write(name, _to_json(asdict(known)))
@@ -177,9 +177,9 @@ def keep_costs(generation: Generation, measurements: Measurements, root: Path | 
         logger.warning("the next start measures captures again: %s", error)
 
 
-def expect_costs(generation: Generation, measurements: Measurements, root: Path | None = None) -> bool:
+def expect_costs(generation: Generation, measurements: Measurements) -> bool:
     """Uses what an earlier start of the same tower kept; returns whether there is any."""
-    store, name, key = _costs_of(generation, measurements, root)
+    store, name, key = _costs_of(generation, measurements)
     content = store.read(name)
     try:
         tower = None if content is None else tower_from_json(content)
@@ -194,11 +194,9 @@ def expect_costs(generation: Generation, measurements: Measurements, root: Path 
     return True
 
 
-def _costs_of(
-    generation: Generation, measurements: Measurements, root: Path | None
-) -> tuple[KernelStore, str, Key]:
+def _costs_of(generation: Generation, measurements: Measurements) -> tuple[KernelStore, str, Key]:
     key = tower_key(generation)
-    store = KernelStore("costs", environment_key(generation.pool.device, measurements), root)
+    store = KernelStore("costs", environment_key(generation.pool.device, measurements))
     return store, f"{digest_of(key)}.json", key
 
 

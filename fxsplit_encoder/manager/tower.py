@@ -139,7 +139,7 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
     return specs
 
 
-def _check_sizes(tower: Any, specs: Sequence[EncoderItemSpec]) -> None:
+def _check_sizes(tower: Any, specs: Sequence[Any]) -> None:
     for index, spec in enumerate(specs):
         for size in (spec.input_size, spec.output_tokens, *(spec.path_output_tokens or {}).values()):
             is_integer = isinstance(size, Integral) and type(size).__name__ != "bool"

@@ -45,10 +45,6 @@ class CaptureProgress:
         """Whether the work has ended."""
         return self.phase in _ENDS
 
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
-        return asdict(self)
-
     def __str__(self) -> str:
         count = f" {self.done} of {self.total}" if self.total else ""
         return f"{self.phase}{count}{f': {self.reason}' if self.reason else ''}, {self.seconds:.1f} s"
@@ -176,7 +172,7 @@ class ManagerStats:
             "graph_bytes": self.graph_bytes,
             "input_bytes": self.input_bytes,
             "derived_bytes": self.derived_bytes,
-            "progress": None if self.progress is None else self.progress.as_dict(),
+            "progress": None if self.progress is None else asdict(self.progress),
             "budgets": [
                 {
                     "path": key.path,
@@ -239,7 +235,7 @@ class Statistics:
                 self._hits += count
             elif count:
                 self._misses[reason] += count
-        if self._log_interval and crossed_multiple(before, after, self._log_interval):
+        if self._log_interval and after // self._log_interval > before // self._log_interval:
             logger.info("%s", self.snapshot())
 
     def record_replay(self, key: CaptureKey, tokens: int) -> None:
@@ -276,8 +272,3 @@ class Statistics:
 
 def _order(key: CaptureKey) -> tuple[str, str, int]:
     return key.path, str(key.axis_keys), key.budget
-
-
-def crossed_multiple(before: int, after: int, interval: int) -> bool:
-    """Whether a count that went from `before` to `after` reached a multiple of `interval`; 0: never."""
-    return interval > 0 and after // interval > before // interval

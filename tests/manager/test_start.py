@@ -246,11 +246,12 @@ def test_costs_stay_on_the_machine_for_the_same_tower_and_settings(
     forward = MeasuredForward(((4, 1.0), (16, 2.0)), 0.5)
     known = KnownCosts(forward, {4: KnownBudget(MeasuredCosts({"full": 1.0}, 2.0), "full")}, 3.0)
     monkeypatch.setattr(first.paths["default"], "known", lambda: known)
-    assert not expect_costs(second, (), tmp_path)
-    keep_costs(first, (), tmp_path)
-    assert expect_costs(second, (), tmp_path) and not expect_costs(for_others, (), tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not expect_costs(second, ())
+    keep_costs(first, ())
+    assert expect_costs(second, ()) and not expect_costs(for_others, ())
     assert second.paths["default"].expected == known
     (file,) = tmp_path.rglob("*.json")
     file.write_bytes(file.read_bytes()[:-1])
-    assert not expect_costs(third, (), tmp_path)
+    assert not expect_costs(third, ())
     assert third.paths["default"].expected is None

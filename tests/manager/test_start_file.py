@@ -64,7 +64,7 @@ def test_a_changed_byte_anywhere_or_a_missing_end_is_noticed(
         content[position] ^= data.draw(st.integers(1, 255))
     damaged = written.with_suffix(".damaged")
     damaged.write_bytes(content)
-    with pytest.raises(StartFileError, match="^file: expected one that save_start wrote, undamaged; got "):
+    with pytest.raises(StartFileError, match=r"^file: expected one that save_start wrote, undamaged; got "):
         read_parts(damaged)
 
 
