@@ -29,7 +29,7 @@ from fxsplit_encoder.errors import (
     UntraceableError,
 )
 from fxsplit_encoder.manager.tower import TowerSpec, named_tensors, tower_part, tower_tensors
-from fxsplit_encoder.pauses import has_turn, is_between_requests
+from fxsplit_encoder.pauses import FOREGROUND, has_turn, scheduler
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
 from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
 
@@ -225,7 +225,7 @@ class PathForward:
             example = refusals.get(self.name, refusals.get("")) or self.example()
             if isinstance(example, str):
                 return self.refuse(example)
-        is_concurrent = is_between_requests()
+        is_concurrent = scheduler() is not FOREGROUND
         traced = self.trace(example, progress, is_concurrent=is_concurrent)
         with has_turn():
             if is_concurrent and not isinstance(traced, FxSplitError):
