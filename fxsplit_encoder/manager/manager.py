@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fxsplit_encoder._torch.device import on_device
-from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.caching import reading_once
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
@@ -193,7 +191,7 @@ class EncoderCudaGraphManager:
                 self._lifecycle.capture_first(progress)
                 return
         self.wait_captured()
-        with self._lifecycle.turns, self.kernels.choosing(), on_device(self.device), without_autograd():
+        with serving_scope(self._lifecycle.turns, self.kernels, self.device):
             self._lifecycle.take_structure()
             if not self.config.enabled or self._lifecycle.is_complete:
                 return

@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.compiler
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from fxsplit_encoder.errors import CompileError, InputError, StartFileError
 from fxsplit_encoder.kernels.choice import KernelMeasurements
 from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
-from fxsplit_encoder.kernels.kernel import ShapeT
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import (
     KernelStore,
@@ -146,14 +145,11 @@ def load_start(
     tower = _part(parts, _TOWER, tower_from_json)
     if different := differences(tower_key(generation), tower.key):
         raise StartFileError(*different)
-    tables = []
-    for each in measurements:
-        read = functools.partial(table_from_json, shape=each.shape, device=device)
-        tables.append((each, _part(parts, _part_of(each), read)))
+    tables = [_part(parts, _part_of(each), functools.partial(_table, each, device)) for each in measurements]
     if is_measured and (missing := [each.label for each in paths if each.label not in tower.paths]):
         raise StartFileError(f"{missing[0]}: expected what was measured of it; got nothing")
     _use_compiled(parts)
-    for each, table in tables:
+    for each, table in zip(measurements, tables, strict=True):
         each.add(device, table)
     for encoder_path in paths:
         if is_measured:
@@ -183,7 +179,7 @@ def expect_costs(generation: Generation, measurements: Measurements) -> bool:
     content = store.read(name)
     try:
         tower = None if content is None else tower_from_json(content)
-    except StartFileError as error:
+    except ValueError as error:
         logger.warning("captures are measured again: %s", error)
         return False
     paths = generation.paths_by_key.values()
@@ -213,10 +209,14 @@ def _part(parts: Mapping[str, bytes], name: str, read: Callable[[bytes], Content
         raise StartFileError(f"{name}: expected in every saved start; got none")
     try:
         return read(parts[name])
-    except StartFileError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise StartFileError(f"{name}: expected JSON of a saved start; got {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StartFileError(f"{name}: expected what a start holds there; got {error!r}") from error
+
+
+def _table(
+    measurements: KernelMeasurements[Any, Any], device: torch.device, content: bytes
+) -> dict[Any, Measured]:
+    return table_of(json.loads(content), measurements.shape, device)
 
 
 def _use_compiled(parts: Mapping[str, bytes]) -> None:
@@ -386,17 +386,5 @@ def read_parts(path: Path) -> dict[str, bytes]:
 
 
 def tower_from_json(content: bytes) -> KnownTower:
-    """Decodes the tower of a part of a file; StartFileError: it holds something else."""
-    try:
-        return _KNOWN_TOWER.validate_python(json.loads(content))
-    except (ValueError, ValidationError) as error:
-        raise StartFileError(f"tower: expected what was measured of a tower; got {error}") from error
-
-
-def table_from_json(content: bytes, shape: type[ShapeT], device: torch.device) -> dict[ShapeT, Measured]:
-    """Decodes the measurements of an operation on a device; StartFileError: it holds something else."""
-    try:
-        entries: list[Mapping[str, Any]] = json.loads(content)
-        return table_of(entries, shape, device)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StartFileError(f"{shape.operation}: expected measured classes; got {error!r}") from error
+    """Decodes the tower of a part of a file; ValueError: it holds something else."""
+    return _KNOWN_TOWER.validate_python(json.loads(content))
