@@ -35,7 +35,7 @@ from fxsplit_encoder.models.family import Family
 from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.planning.limits import Limits
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 
 _SHOWN_OPERATORS = 3
 

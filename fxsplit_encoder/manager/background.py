@@ -22,7 +22,7 @@ from fxsplit_encoder.manager.start import load_start
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
 from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning.plan import InvariantPolicy
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 
 logger = logging.getLogger(__name__)

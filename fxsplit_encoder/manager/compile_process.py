@@ -43,7 +43,7 @@ from fxsplit_encoder.manager.turns import compare_between_requests
 from fxsplit_encoder.pauses import StoppedError
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.statistics import Statistics
 
 # Tensors of so many bytes are sent with their values: tables and counts that a forward's code may read.

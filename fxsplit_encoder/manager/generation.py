@@ -25,7 +25,8 @@ from fxsplit_encoder.manager.tower import TowerSpec
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig
-from fxsplit_encoder.runtime import CaptureScope, CaptureSet, WeightChecks
+from fxsplit_encoder.runtime.memory_limit import CaptureSet
+from fxsplit_encoder.runtime.requests import CaptureScope, WeightChecks
 from fxsplit_encoder.runtime.statistics import Statistics
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning.plan import MissReason, Plan
-from fxsplit_encoder.runtime import Choosers, WeightChecks
+from fxsplit_encoder.runtime.captured_program import Choosers
+from fxsplit_encoder.runtime.requests import WeightChecks
 from fxsplit_encoder.runtime.states import OtherStates
 from fxsplit_encoder.runtime.statistics import CaptureProgress
 

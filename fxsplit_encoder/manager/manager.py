@@ -42,7 +42,8 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
     missing_methods,
 )
-from fxsplit_encoder.runtime import CaptureScope, Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
+from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 if TYPE_CHECKING:

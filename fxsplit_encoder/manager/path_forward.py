@@ -30,8 +30,13 @@ from fxsplit_encoder.errors import (
 )
 from fxsplit_encoder.manager.tower import TowerSpec, named_tensors, tower_part, tower_tensors
 from fxsplit_encoder.pauses import FOREGROUND, has_turn, scheduler
-from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
-from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
+from fxsplit_encoder.runtime.requests import (
+    FreshInputs,
+    check_replacements,
+    layouts_of,
+    request_of_module,
+    request_of_program,
+)
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile.program import BoundProgram, NamedRegion

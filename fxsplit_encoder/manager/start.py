@@ -44,7 +44,7 @@ from fxsplit_encoder.kernels.store import (
     write_atomic,
 )
 from fxsplit_encoder.manager.tower import tower_part
-from fxsplit_encoder.runtime import KnownCosts
+from fxsplit_encoder.runtime.measure import KnownCosts
 from fxsplit_encoder.version import VERSION
 
 if TYPE_CHECKING:

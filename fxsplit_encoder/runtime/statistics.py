@@ -45,6 +45,10 @@ class CaptureProgress:
         """Whether the work has ended."""
         return self.phase in _ENDS
 
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return asdict(self)
+
     def __str__(self) -> str:
         count = f" {self.done} of {self.total}" if self.total else ""
         return f"{self.phase}{count}{f': {self.reason}' if self.reason else ''}, {self.seconds:.1f} s"
@@ -172,7 +176,7 @@ class ManagerStats:
             "graph_bytes": self.graph_bytes,
             "input_bytes": self.input_bytes,
             "derived_bytes": self.derived_bytes,
-            "progress": None if self.progress is None else asdict(self.progress),
+            "progress": None if self.progress is None else self.progress.as_dict(),
             "budgets": [
                 {
                     "path": key.path,

@@ -20,7 +20,7 @@ from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import expect_costs, keep_costs, read_parts, tower_key, write_parts
-from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
+from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 
 from .managers import generation_of
 from .mock_towers import PackedModel, SplitModel, batch

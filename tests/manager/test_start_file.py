@@ -29,7 +29,7 @@ from fxsplit_encoder.manager.start import (
     tower_from_json,
     write_parts,
 )
-from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
+from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 
 PARTS = {"tower.json": b"[]", "kernels/triton/a/b.cubin": bytes(range(256)) * 40}
 
