@@ -37,23 +37,23 @@ class Scheduler:
         return work()
 
 
-_FOREGROUND = Scheduler()
-_scheduler: ContextVar[Scheduler] = ContextVar("fxsplit_encoder_scheduler", default=_FOREGROUND)
+FOREGROUND = Scheduler()
+_scheduler: ContextVar[Scheduler] = ContextVar("fxsplit_encoder_scheduler", default=FOREGROUND)
 
 
 @contextlib.contextmanager
-def pausing_by(scheduler: Scheduler) -> Iterator[None]:
+def pausing_by(chosen: Scheduler) -> Iterator[None]:
     """Inside, work on this thread pauses by a scheduler."""
-    token = _scheduler.set(scheduler)
+    token = _scheduler.set(chosen)
     try:
         yield
     finally:
         _scheduler.reset(token)
 
 
-def seconds_paused() -> float:
-    """Seconds that the work on this thread has waited for the lock."""
-    return _scheduler.get().seconds_paused
+def scheduler() -> Scheduler:
+    """Returns the scheduler of the work on this thread."""
+    return _scheduler.get()
 
 
 def pause() -> None:
@@ -68,9 +68,9 @@ def has_turn() -> AbstractContextManager[object]:
 
 def run_capture(work: Callable[[], Result]) -> Result:
     """Runs work that records a CUDA graph, by the scheduler if there is one."""
-    scheduler = _scheduler.get()
-    if scheduler is _FOREGROUND:
+    current = _scheduler.get()
+    if current is FOREGROUND:
         return work()
     context = copy_context()  # perhaps for another thread
-    context.run(_scheduler.set, _FOREGROUND)
-    return scheduler.capture(lambda: context.run(work))
+    context.run(_scheduler.set, FOREGROUND)
+    return current.capture(lambda: context.run(work))

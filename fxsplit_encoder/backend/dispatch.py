@@ -39,9 +39,11 @@ from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import CaptureSize, Item, MissReason, PathPlan
 from fxsplit_encoder.planning.planner import Captured, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet, Choosers, rows_of
-from fxsplit_encoder.runtime.captured_program import Served
+from fxsplit_encoder.runtime.captured_program import CapturedProgram, Choosers, Served
+from fxsplit_encoder.runtime.memory_limit import CaptureSet
+from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
+from fxsplit_encoder.runtime.unpadded import rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +172,6 @@ class BudgetDispatcher:
         """Returns statistics of calls, each one item; sizes other than the token count are axis keys."""
         with self._lock:
             self._captures.record(self.statistics)
-            self._captures.record_unpadded(self.statistics)
             return replace(self.statistics.snapshot(), derived_bytes=self.program.derived.num_bytes)
 
     @property

@@ -26,8 +26,7 @@ from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, ConfigError
 from fxsplit_encoder.planning.limits import generate_budgets, inferred_budgets
 from fxsplit_encoder.planning.plan import CaptureSize
 from fxsplit_encoder.protocol import BudgetDeclaration
-from fxsplit_encoder.runtime import FreshInputs, request_of_program
-from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
+from fxsplit_encoder.runtime.requests import FreshInputs, check_replacements, layouts_of, request_of_program
 
 # Without an adapter nothing says how large batches get: powers of two over any size. Captures are lazy, so a
 # long ladder costs nothing until it is used.

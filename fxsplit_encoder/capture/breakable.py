@@ -474,10 +474,10 @@ class Attended:
 class LiveSegments:
     """The segments of the running batch, which eager attention reads at every replay."""
 
-    def __init__(self, rows: int | None = None, segments: Iterable[KnownSegments] = ()) -> None:
+    def __init__(self) -> None:
         self.attended: dict[int, Attended] = {}
         """By the addresses of cumulative lengths."""
-        self.set(rows, segments)
+        self.set(None, ())
 
     def set(self, rows: int | None, segments: Iterable[KnownSegments]) -> None:
         """Sets the real rows (None: all captured ones) and the segments of the batch."""

@@ -26,7 +26,7 @@ from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.kernels.meter import TimeSpent
-from fxsplit_encoder.pauses import pause, seconds_paused
+from fxsplit_encoder.pauses import pause, scheduler
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class BudgetLadder:
 
     def _own_seconds(self) -> float:
         """A clock without comparisons of kernels and pauses for requests."""
-        return time.perf_counter() - self._compared.seconds - seconds_paused()
+        return time.perf_counter() - self._compared.seconds - scheduler().seconds_paused
 
     def run(self, budget: int) -> None:
         """Runs what `capture` would run for a budget without measurements, so that its kernels are known."""

@@ -33,7 +33,7 @@ from fxsplit_encoder.models.family import Family
 from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.planning.limits import Limits
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 
 
 def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig, document: Document) -> None:

@@ -47,9 +47,6 @@ _PACKAGES = (
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
-# The first line of a file: a SHA-256 in hexadecimal.
-_DIGEST_LINE = 2 * hashlib.sha256().digest_size + 1
-
 
 def cache_directory() -> Path:
     """`fxsplit_encoder` where the system keeps caches: on Linux in $XDG_CACHE_HOME, or in ~/.cache."""
@@ -121,13 +118,11 @@ class KernelStore:
         path = self.directory / name
         try:
             check_trusted(self.directory)
-            stored = path.read_bytes()
+            content = unsealed(path.read_bytes())
         except OSError:
             return None
-        line, content = stored[:_DIGEST_LINE], stored[_DIGEST_LINE:]
-        if line != _digest_line(content):
+        if content is None:
             logger.warning("%s is damaged, so what it held is made anew", path)
-            return None
         return content
 
     def write(self, name: str, content: bytes) -> None:
@@ -136,7 +131,7 @@ class KernelStore:
         self._make()
         if not path.exists() and sum(1 for _ in os.scandir(self.directory)) >= self.most_files:
             raise OSError(f"{self.directory} is full: it has {self.most_files} files")
-        write_atomic(path, _digest_line(content) + content)
+        write_atomic(path, sealed(content))
 
     def _make(self) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -151,8 +146,7 @@ class KernelStore:
             stored = json.loads(content) if content is not None else {}
             return table_of(stored["classes"], shape, device) if stored.get("kernels") == [*kernels] else {}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            path = self.directory / f"{shape.operation}.json"
-            logger.warning("%s cannot be read, so %s is measured again: %s", path, shape.operation, error)
+            logger.warning("what was measured of %s cannot be read: %s", shape.operation, error)
             return {}
 
     def add_to_table(
@@ -186,8 +180,15 @@ def _check_own(path: Path, found: os.stat_result) -> None:
         raise PermissionError(f"{path}: others can write there")
 
 
-def _digest_line(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode() + b"\n"
+def sealed(content: bytes) -> bytes:
+    """Returns a file's content after a line with its SHA-256 in hexadecimal."""
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def unsealed(stored: bytes) -> bytes | None:
+    """Returns the content of a sealed file; None: it is damaged, or was never sealed."""
+    content = stored.partition(b"\n")[2]
+    return content if stored == sealed(content) else None
 
 
 def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
@@ -195,9 +196,8 @@ def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
     entries = []
     for shape, found in table.items():
         kept = {name: reason for name, reason in found.rejected.items() if name not in found.failed}
-        entries.append(
-            {"shape": shape.to_json(), "measured": {**asdict(found), "rejected": kept, "failed": []}}
-        )
+        measured = {**asdict(found), "rejected": kept, "failed": []}
+        entries.append({"shape": shape.to_json(), "measured": measured})
     return entries
 
 

@@ -22,7 +22,7 @@ from fxsplit_encoder.manager.start import load_start
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
 from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning.plan import InvariantPolicy
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 
 logger = logging.getLogger(__name__)
@@ -206,50 +206,31 @@ class BackgroundCapture:
 
     def _compile(self) -> None:
         paths = self._target.compiled_paths
-        self._restore(paths)
-        if self._pending(paths):
+        for path in paths:
+            path.forward.restore()
+        if pending := [path for path in paths if not path.forward.is_settled]:
             if not (reason := why_not_elsewhere(self._target)):
                 try:
-                    self._compile_elsewhere(paths)
+                    self._compile_elsewhere(pending)
                 except InputError as error:
                     reason = str(error)
-            refusals: dict[str, str] = {}
-            for path in self._pending(paths):
-                if reason:
-                    self.notes.append(f"{path.label}: compiled on a thread beside the requests: {reason}")
-                self._compile_beside(path, refusals)
-        with self.work.turn():
-            self._target.compile()  # nothing is left but what there is to say
+            if reason:
+                self.notes += [
+                    f"{path.label}: compiled on a thread beside the requests: {reason}" for path in pending
+                ]
+        self._target.compile(self._tell_compiled)
 
     def _compare(self) -> None:
         if self._target.scope.measured:
             self._tell("measuring")
             compare_between_requests(lambda: self._target.run(self._planned), self._target.pool.device)
 
-    def _pending(self, paths: list[EncoderPath]) -> list[EncoderPath]:
-        return [path for path in paths if not path.forward.is_settled]
-
-    def _restore(self, paths: list[EncoderPath]) -> None:
-        """Restores saved programs; loads and first runs them, which takes seconds, without the lock."""
-        for path in paths:
-            if path.forward.saved is None:
-                continue
-            with self.work.turn():
-                example = path.forward.example()
-            if isinstance(example, str):
-                continue
-            loaded = path.forward.load_saved(example, runs=True)
-            with self.work.turn():
-                path.forward.take_saved(loaded, example)
-
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
-        """Compiles in another process, and restores the programs; InputError: it cannot make the tower."""
+        """Compiles in another process, for paths to restore; InputError: it cannot make the tower."""
         with self.work.turn():
-            worker = self._worker = CompileWorker(self._target)
+            worker = self._worker = CompileWorker(self._target, self._tell_compiled)
         try:
-            compiled = worker.wait(self._stopped.is_set, self._tell_compiled)
-            if compiled is None:
-                raise StoppedError
+            compiled = worker.wait(self._stopped.is_set)
             try:
                 load_start(self._target, self._kernels.measurements, compiled.start, is_measured=False)
             except StartFileError as error:
@@ -266,22 +247,6 @@ class BackgroundCapture:
                 self.notes.append(
                     f"{path.label}: compiled again in this process: {compiled.unsaved[path.label]}"
                 )
-        self._restore(paths)
-
-    def _compile_beside(self, path: EncoderPath, refusals: dict[str, str]) -> None:
-        forward = path.forward
-        with self.work.turn():
-            known = refusals.get(forward.name, refusals.get(""))
-            example = known if known is not None else forward.example()
-            if isinstance(example, str):
-                forward.refuse(example)
-                return
-        traced = forward.trace(example, self._tell_compiled, is_concurrent=True)
-        with self.work.turn():
-            if not isinstance(traced, FxSplitError) and not forward.agrees(traced, example.inputs):
-                self.notes.append(f"{path.label}: traced again while requests waited: results differed")
-                traced = forward.trace(example, self._tell_compiled)
-            forward.take(traced, refusals)
 
     def _tell_compiled(self, done: int, total: int) -> None:
         from fxsplit_encoder.compile.options import TRACING_PHASES

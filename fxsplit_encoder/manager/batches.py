@@ -13,7 +13,7 @@ from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.tower import TowerSpec, select_items
 from fxsplit_encoder.planning.plan import BY_THE_TOWER, MissReason, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.runtime import CaptureScope
+from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.statistics import Statistics
 
 

@@ -40,9 +40,10 @@ from fxsplit_encoder.manager.generation import Generation
 from fxsplit_encoder.manager.start import save_start
 from fxsplit_encoder.manager.tower import TowerSpec
 from fxsplit_encoder.manager.turns import compare_between_requests
+from fxsplit_encoder.pauses import StoppedError
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.statistics import Statistics
 
 # Tensors of so many bytes are sent with their values: tables and counts that a forward's code may read.
@@ -255,22 +256,25 @@ def why_not_elsewhere(generation: Generation) -> str:
 
 
 class CompileWorker:
-    """A process that compiles a generation's forwards; InputError: it cannot make the tower."""
+    """A process that compiles a generation's forwards, and tells (done, total) of its pieces; InputError: it
+    cannot make the tower.
+    """
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, tell: Callable[[int, int], None]) -> None:
         spec, device = generation.spec, generation.pool.device
         request = dump_tower(CompileRequest(spec.tower, spec.limits, spec.dtype, generation.config, device))
         # Only its owner may read it.
         self._directory = tempfile.TemporaryDirectory(prefix="fxsplit-encoder-", ignore_cleanup_errors=True)
         self.path = Path(self._directory.name)
-        self.progress: tuple[int, int] = (0, 0)
         try:
             (self.path / REQUEST).write_bytes(request)
             self._child = Child(_MODULE, (str(self.path), str(os.getpid())), is_heard=True, own_session=True)
         except OSError as error:
             self._directory.cleanup()
             raise InputError(f"no process can be started: {error}") from error
-        self._reader = threading.Thread(target=self._read, name="fxsplit-compile-progress", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, args=(tell,), name="fxsplit-compile-progress", daemon=True
+        )
         self._reader.start()
 
     @property
@@ -278,20 +282,19 @@ class CompileWorker:
         """The process's id."""
         return self._child.pid
 
-    def _read(self) -> None:
+    def _read(self, tell: Callable[[int, int], None]) -> None:
         for line in self._child.lines():
             words = line.split()
             if len(words) == 3 and words[0] == PROGRESS:
-                self.progress = int(words[1]), int(words[2])
+                tell(int(words[1]), int(words[2]))
 
-    def wait(self, is_stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Compiled | None:
-        """Waits for the results; None: `is_stopped`. CompileError: the process ended without results.
+    def wait(self, is_stopped: Callable[[], bool]) -> Compiled:
+        """Waits for the results. StoppedError: `is_stopped`. CompileError: the process ended without results.
         InputError: it could not make the tower.
         """
         while (status := self._child.status) is None:
             if is_stopped():
-                return None
-            tell(*self.progress)
+                raise StoppedError
             time.sleep(_POLL_SECONDS)
         answer = self.path / ANSWER
         if status == CANNOT_REBUILD:

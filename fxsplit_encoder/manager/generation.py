@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,7 +25,8 @@ from fxsplit_encoder.manager.tower import TowerSpec
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig
-from fxsplit_encoder.runtime import CaptureScope, CaptureSet, WeightChecks
+from fxsplit_encoder.runtime.memory_limit import CaptureSet
+from fxsplit_encoder.runtime.requests import CaptureScope, WeightChecks
 from fxsplit_encoder.runtime.statistics import Statistics
 
 logger = logging.getLogger(__name__)
@@ -302,7 +302,11 @@ def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
     for path in paths:
         if path.mode in ("none", "exact"):
             continue
-        per_token, fixed, own, refusals = _input_size(path)
+        per_token, fixed, refusals = _input_bytes(path.forward, path.budgets)
+        try:
+            own = path.forward.fixed_bytes() if per_token or fixed else 0
+        except torch.OutOfMemoryError as error:  # of the largest
+            own, refusals = 0, dict.fromkeys(path.budgets, str(error))
         previous = 0
         for budget in path.budgets:
             reason = refusals.get(budget) or _unreachable(path, previous, budget, limits.max_items_per_batch)
@@ -313,26 +317,24 @@ def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
     return CapturePlan(tuple(captures))
 
 
-def _input_size(path: EncoderPath) -> tuple[float, float, int, dict[int, str]]:
-    """Bytes of static inputs per token, fixed, and of those that do not grow; why budgets have none."""
-    sizes: dict[int, int] = {}
+def _input_bytes(forward: PathForward, sizes: Iterable[int]) -> tuple[float, float, dict[int, str]]:
+    """Bytes of static inputs a token, and fixed, from the first two sizes that the tower makes inputs of, and
+    why it makes none of others.
+    """
+    known: dict[int, int] = {}
     refusals: dict[int, str] = {}
-    own = 0
-    for budget in path.budgets:
-        try:
-            values = path.forward.capture_values(budget)
-            growing = path.forward.growing_inputs()
-            sizes[budget] = sum(tensor.nbytes for tensor in values.values())
-            own = sum(tensor.nbytes for name, tensor in values.items() if name not in growing)
-        except (InputError, torch.OutOfMemoryError) as error:
-            refusals[budget] = str(error)
-        if len(sizes) == 2:
+    for size in sizes:
+        if len(known) == 2:
             break
-    if not sizes:
-        return 0.0, 0.0, 0, refusals
-    small, large = min(sizes), max(sizes)
-    slope = (sizes[large] - sizes[small]) / (large - small) if len(sizes) > 1 else sizes[small] / small
-    return slope, sizes[small] - slope * small, own, refusals
+        try:
+            known[size] = sum(tensor.nbytes for tensor in forward.capture_values(size).values())
+        except (InputError, torch.OutOfMemoryError) as error:
+            refusals[size] = str(error)
+    if not known:
+        return 0.0, 0.0, refusals
+    (small, few), (large, many) = min(known.items()), max(known.items())
+    slope = (many - few) / (large - small) if large > small else few / small
+    return slope, few - slope * small, refusals
 
 
 def _unreachable(path: EncoderPath, previous: int, budget: int, max_items: int) -> str | None:
@@ -363,7 +365,8 @@ def _check_budgets(path: EncoderPath, model_config: EncoderCudaGraphConfig, fiel
     if not budgets or budgets[-1] * output * _INPUTS_OF_AN_OUTPUT <= memory:
         return
     first = model_config.paths[path.name].min_token_budget or _SMALL_TOKENS
-    a_token, fixed = _input_bytes(forward, [first << power for power in range(_DOUBLINGS)], budgets[-1])
+    sizes = [size for power in range(_DOUBLINGS) if (size := first << power) < budgets[-1]]
+    a_token, fixed, _ = _input_bytes(forward, sizes)
     needed = int(fixed + budgets[-1] * (a_token + output))
     if needed > memory:
         fitting = max(0, int((memory - fixed) / (a_token + output)))
@@ -372,18 +375,3 @@ def _check_budgets(path: EncoderPath, model_config: EncoderCudaGraphConfig, fiel
             f"{forward.device} has {gibibytes(memory)}; allowed: budgets of at most {fitting}, less what "
             f"captures take beside; got {list(budgets[-3:])}"
         )
-
-
-def _input_bytes(forward: PathForward, sizes: Sequence[int], below: int) -> tuple[float, float]:
-    """Bytes of inputs a token, and fixed, from the first two sizes that the tower makes inputs of."""
-    known: list[tuple[int, int]] = []
-    for size in sizes:
-        if size < below and len(known) < 2:
-            with contextlib.suppress(InputError):
-                values = forward.capture_values(size)
-                known.append((size, sum(tensor.nbytes for tensor in values.values())))
-    if len(known) < 2:
-        return 0.0, 0.0
-    (small, few), (large, many) = known
-    a_token = max(0.0, (many - few) / (large - small))
-    return a_token, max(0.0, few - a_token * small)

@@ -26,7 +26,8 @@ from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
 from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning.plan import MissReason, Plan
-from fxsplit_encoder.runtime import Choosers, WeightChecks
+from fxsplit_encoder.runtime.captured_program import Choosers
+from fxsplit_encoder.runtime.requests import WeightChecks
 from fxsplit_encoder.runtime.states import OtherStates
 from fxsplit_encoder.runtime.statistics import CaptureProgress
 
@@ -148,11 +149,8 @@ class Lifecycle:
         if before is not self.own:
             before.clear()
 
-    def _serve(self, generation: Generation) -> None:
-        self.serving, self.is_captured = generation, True
-        self._tell()
-
-    def _tell(self) -> None:
+    def _serve(self, generation: Generation, *, captured: bool = True) -> None:
+        self.serving, self.is_captured = generation, captured
         if (changed := self._changed()) is not None:
             changed()
 
@@ -173,8 +171,7 @@ class Lifecycle:
             self.others.clear()
             for generation in {self.serving, self.own}:
                 generation.clear()
-            self.serving, self.is_captured = self.own, False
-            self._tell()
+            self._serve(self.own, captured=False)
 
     # --- the tower's modules
 
@@ -230,8 +227,7 @@ class Lifecycle:
                 self.others.put(left)
                 if left.scope.agree is None:  # bytes are not the same on all ranks, which keep the same
                     self.others.make_room(left.pool.device)
-                self.serving, self.is_captured = self.own, False
-                self._tell()
+                self._serve(self.own, captured=False)
             else:
                 self._forget()
                 self.own.structure = None
@@ -256,8 +252,7 @@ class Lifecycle:
             self.background.stop()
         for generation in {self.serving, self.own}:
             generation.forget_tower()
-        self.serving, self.is_captured = self.own, False
-        self._tell()
+        self._serve(self.own, captured=False)
 
     def _take_kept(self) -> bool:
         """Makes kept captures of the tower's state serve; returns whether they did not and do now."""
@@ -291,7 +286,7 @@ class Lifecycle:
         held = self.serving.captures.held()
         self.serving.captures.clear()
         self.serving.captures.capture(held)
-        self._tell()
+        self._serve(self.serving)
 
     # --- a saved start
 

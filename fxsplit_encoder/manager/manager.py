@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fxsplit_encoder._torch.device import on_device
-from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.caching import reading_once
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
@@ -45,7 +42,8 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
     missing_methods,
 )
-from fxsplit_encoder.runtime import CaptureScope, Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
+from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 if TYPE_CHECKING:
@@ -107,7 +105,7 @@ class EncoderCudaGraphManager:
             else None,
             has_video="video" in self.model_config.modalities,
         )
-        self._items = ItemReader(tower)
+        self._items = ItemReader(tower, num_axes=len(self.model_config.capture_axes))
         self.kernels = Choosers.of(self.config)
         self.kernels.check(self.device)
         self.statistics = Statistics(log_interval)
@@ -194,7 +192,7 @@ class EncoderCudaGraphManager:
                 self._lifecycle.capture_first(progress)
                 return
         self.wait_captured()
-        with self._lifecycle.turns, self.kernels.choosing(), on_device(self.device), without_autograd():
+        with serving_scope(self._lifecycle.turns, self.kernels, self.device):
             self._lifecycle.take_structure()
             if not self.config.enabled or self._lifecycle.is_complete:
                 return
@@ -352,21 +350,34 @@ class EncoderCudaGraphManager:
         """Encodes every item alone, then in `packings` random choices of the items; returns the positions of
         those whose bits ever differ, none with `invariant`. Raises as `execute`.
         """
-        return _differing_items(self.tower, self.execute, mm_kwargs, packings, seed)
+        num_axes = len(self.model_config.capture_axes)
+        count = len(read_item_specs(self.tower, mm_kwargs))
+
+        def encoded(indices: Sequence[int]) -> list[Tensor]:
+            return self.execute(select_items(self.tower, mm_kwargs, indices, num_axes)[0])
+
+        alone = [encoded([index])[0] for index in range(count)]
+        numbers = random.Random(seed)
+        differing: set[int] = set()
+        for _ in range(packings if count else 0):
+            indices = sorted(numbers.sample(range(count), numbers.randint(1, count)))
+            results = zip(indices, encoded(indices), strict=True)
+            differing |= {index for index, result in results if not torch.equal(result, alone[index])}
+        return sorted(differing)
 
     def record_trace(self, path: str | os.PathLike[str]) -> None:
         """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes
         and how they were served, no contents. InputError: the file cannot be opened.
         """
         with self._lifecycle.turns:
-            if self._recorder is not None:
-                self._recorder.close()
-            own = self._lifecycle.own
+            own, before = self._lifecycle.own, self._recorder
             self._recorder = Recorder(path, own.spec, own.scope, self.paths)
+            if before is not None:
+                before.close()
 
     def stats(self) -> ManagerStats:
         """Returns hits, misses by reason, padding and bytes so far."""
-        self._lifecycle.serving.captures.record_unpadded(self.statistics)
+        self._lifecycle.serving.captures.record(self.statistics)
         derived_bytes = sum(each.derived_bytes for each in self._lifecycle.generations())
         counts = self.statistics.snapshot()
         return replace(counts, progress=self._lifecycle.progress, derived_bytes=derived_bytes)
@@ -395,64 +406,13 @@ def _invariant_choices(kernels: Choosers, device: torch.device) -> list[str]:
     ]
 
 
-def _differing_items(
-    tower: SupportsEncoderCudaGraph,
-    execute: Callable[[dict[str, Any]], list[Tensor]],
-    mm_kwargs: dict[str, Any],
-    packings: int,
-    seed: int,
-) -> list[int]:
-    count = len(read_item_specs(tower, mm_kwargs))
-    num_axes = len(tower.get_encoder_cudagraph_config().capture_axes)
-
-    def encoded(indices: Sequence[int]) -> list[Tensor]:
-        return execute(select_items(tower, mm_kwargs, indices, num_axes)[0])
-
-    alone = [encoded([index])[0] for index in range(count)]
-    numbers = random.Random(seed)
-    differing: set[int] = set()
-    for _ in range(packings if count else 0):
-        indices = sorted(numbers.sample(range(count), numbers.randint(1, count)))
-        results = zip(indices, encoded(indices), strict=True)
-        differing |= {index for index, result in results if not torch.equal(result, alone[index])}
-    return sorted(differing)
-
-
 # --- a trace of requests
 
 
-class TraceWriter:
-    """Appends requests to a trace, a line each, which is written at once. Threads may share it; processes
-    need files of their own. InputError: the file cannot be opened.
+class Recorder:
+    """Appends requests of one manager, whose lock the caller holds, to a trace: a line each, which is written
+    at once. InputError: the file cannot be opened.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._lock = threading.Lock()
-        try:
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
-
-    def write(self, items: Sequence[Item], **served: Any) -> None:
-        """Appends sizes and segments of a request's items, and how it was `served`; InputError: closed."""
-        self._append({"items": [_as_json(item) for item in items], **served})
-
-    def _append(self, value: Mapping[str, Any]) -> None:
-        line = json.dumps(value, default=str) + "\n"
-        with self._lock:
-            if self._file.closed:
-                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
-            self._file.write(line)
-
-    def close(self) -> None:
-        """Closes the file; closing twice does nothing."""
-        with self._lock:
-            self._file.close()
-
-
-class Recorder(TraceWriter):
-    """Appends the requests of one manager to a trace."""
 
     def __init__(
         self,
@@ -461,7 +421,10 @@ class Recorder(TraceWriter):
         scope: CaptureScope,
         paths: Mapping[str, EncoderPath],
     ) -> None:
-        super().__init__(path)
+        try:
+            self._file = open(path, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError(f"trace {path}: cannot be written: {error.strerror}") from None
         self.spec = spec
         self.config = scope.config
         self.device = scope.pool.device
@@ -483,12 +446,16 @@ class Recorder(TraceWriter):
     ) -> None:
         """Appends one request, its batches as served, and the milliseconds of its thread."""
         if not self._is_described:
-            self._append({"run": self._describe()})
+            self._file.write(json.dumps({"run": self._describe()}, default=str) + "\n")
             self._is_described = True
         segments = self.facts.segments(mm_kwargs, len(specs))
         items = [Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)]
         served = [batch.as_dict() for batch in batches]
-        self.write(items, batches=served, host_ms=round(host_ms, 3))
+        self._file.write(trace_line(items, batches=served, host_ms=round(host_ms, 3)))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
 
     def _describe(self) -> dict[str, Any]:
         """Returns a run as `tuning.trace.RunRecord` holds it."""
@@ -526,6 +493,11 @@ def _describe_path(path: EncoderPath) -> dict[str, Any]:
         "not_kept": sorted(path.ladder.no_graph_needed),
         "costs": measured_costs(path),
     }
+
+
+def trace_line(items: Sequence[Item], **served: Any) -> str:
+    """Returns the line of a request: sizes and segments of its items, and how it was `served`."""
+    return json.dumps({"items": [_as_json(item) for item in items], **served}, default=str) + "\n"
 
 
 def _as_json(item: Item) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from fxsplit_encoder.manager.tower import TowerSpec, read_item_specs, select_ite
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import BudgetGraphMetadata
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, measure_forward, run_timed
+from fxsplit_encoder.runtime.captured_program import CapturedProgram
+from fxsplit_encoder.runtime.measure import measure_forward, run_timed
+from fxsplit_encoder.runtime.requests import CaptureScope
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile.program import BoundProgram

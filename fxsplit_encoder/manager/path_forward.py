@@ -29,8 +29,14 @@ from fxsplit_encoder.errors import (
     UntraceableError,
 )
 from fxsplit_encoder.manager.tower import TowerSpec, named_tensors, tower_part, tower_tensors
-from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
-from fxsplit_encoder.runtime.requests import check_replacements, layouts_of
+from fxsplit_encoder.pauses import FOREGROUND, has_turn, scheduler
+from fxsplit_encoder.runtime.requests import (
+    FreshInputs,
+    check_replacements,
+    layouts_of,
+    request_of_module,
+    request_of_program,
+)
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile.program import BoundProgram, NamedRegion
@@ -38,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value", bound="StaticValue | None")
-_Result = TypeVar("_Result")
 
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.
@@ -157,6 +162,11 @@ class PathForward:
             )
         return self._growing
 
+    def fixed_bytes(self) -> int:
+        """Returns the bytes of inputs that do not grow; InputError: none are made."""
+        growing, values = self.growing_inputs(), self.first_values(self.budgets)
+        return sum(tensor.nbytes for name, tensor in values.items() if name not in growing)
+
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """Makes a capture request, with growing inputs in `shared`; CaptureError: not for this size."""
         try:
@@ -201,7 +211,7 @@ class PathForward:
         expected = self(values)
         with captured.inputs.kept_constants():
             captured.load(values, self.rows(values))
-            return difference([expected], [captured.replay()[0]], "other")
+            return difference(expected, captured.replay()[0])
 
     # --- compile
 
@@ -210,17 +220,24 @@ class PathForward:
     ) -> str | None:
         """Traces and compiles the forward once, for all sizes; returns why it does not compile, or None.
         `refusals` say why paths of this tower do not, by their names, and of all by "": those are not tried
-        again, and a new refusal is added.
+        again, and a new refusal is added. Between requests the lock is held only while the tower itself runs.
         """
+        self.restore()
         if self.is_settled:
             return self.refusal
         refusals = {} if refusals is None else refusals
-        known = refusals.get(self.name, refusals.get(""))
-        example = known or self.example()
-        if isinstance(example, str):
-            self.is_settled, self.refusal = True, example
-        elif not self.take_saved(self.load_saved(example), example):
-            self.take(self.trace(example, progress), refusals)
+        with has_turn():
+            example = refusals.get(self.name, refusals.get("")) or self.example()
+            if isinstance(example, str):
+                return self.refuse(example)
+        is_concurrent = scheduler() is not FOREGROUND
+        traced = self.trace(example, progress, is_concurrent=is_concurrent)
+        with has_turn():
+            if is_concurrent and not isinstance(traced, FxSplitError):
+                if not self.agrees(traced, example.inputs):
+                    logger.warning("%s: traced again while requests wait: results differed", self.label)
+                    traced = self.trace(example, progress)
+            self.take(traced, refusals)
         return self.refusal
 
     def example(self) -> TracedExample | str:
@@ -232,42 +249,28 @@ class PathForward:
         except InputError as error:
             return f"not compiled: {error}"
 
-    def load_saved(self, example: TracedExample, *, runs: bool = False) -> BoundProgram | None:
-        """Loads the saved program with its compiled pieces, and runs it once if `runs`; None: none was saved,
-        or it fails.
+    def restore(self) -> None:
+        """Uses the saved program, if there is one that returns what the forward returns. Loading it and its
+        first run, which take seconds, need no lock.
         """
+        if self.saved is None or self.is_settled:
+            return
         from fxsplit_encoder.compile.saved import restore_program
 
         saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
-        if saved is None:
-            return None
-
-        def load() -> BoundProgram:
-            loaded = restore_program(saved, named_tensors(self.tower), self.device)
-            if runs:
-                loaded(self.inputs(loaded, with_contents(example.inputs)))
-            return loaded
-
-        return self._of_another_process(load)
-
-    def take_saved(self, loaded: BoundProgram | None, example: TracedExample) -> bool:
-        """Binds a loaded program if it returns what the forward returns; returns whether there is one now."""
-
-        def bind() -> None:
-            if loaded is not None:
-                if not self.agrees(loaded, example.inputs):
-                    raise StartFileError("program: expected what the forward returns; got something else")
-                self.bind(loaded)
-
-        self._of_another_process(bind)
-        return self.program is not None
-
-    def _of_another_process(self, use: Callable[[], _Result]) -> _Result | None:
+        with has_turn():
+            example = self.example()
+        if isinstance(example, str):  # which `compile` says
+            return
         try:
-            return use()
+            program = restore_program(saved, named_tensors(self.tower), self.device)
+            program(self.inputs(program, with_contents(example.inputs)))
+            with has_turn():
+                if not self.agrees(program, example.inputs):
+                    raise StartFileError("program: expected what the forward returns; got something else")
+                self.bind(program)
         except Exception as error:  # the boundary of the process that compiled: torch, or a kernel, may fail
             logger.warning("%s: the saved start's program is not used, it is traced: %s", self.label, error)
-            return None
 
     def trace(
         self,
@@ -307,10 +310,11 @@ class PathForward:
         else:
             self.bind(traced)
 
-    def refuse(self, why: str) -> None:
-        """Notes why the forward is not compiled."""
+    def refuse(self, why: str) -> str:
+        """Notes why the forward is not compiled, and returns it."""
         self.is_settled, self.refusal = True, why
         self.groups = RowGroups()
+        return why
 
     def to_save(self) -> dict[str, Any]:
         """Returns the program for `saved` of another process; CompileError where it cannot be saved."""
@@ -323,7 +327,7 @@ class PathForward:
     def agrees(self, program: BoundProgram, values: Mapping[str, Tensor]) -> bool:
         """Whether a program gives what the tower's own forward gives of these inputs."""
         values = with_contents(values)
-        return difference([self(values)], [program(self.inputs(program, values))], "no") is None
+        return difference(self(values), program(self.inputs(program, values))) is None
 
     def bind(self, program: BoundProgram) -> None:
         """Uses a program, on the parameters that it is bound to."""
@@ -479,21 +483,16 @@ def with_contents(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return contents
 
 
-def difference(expected: Sequence[Any], got: Sequence[Any], kind: str) -> str | None:
-    """Returns how the real rows of padded outputs differ by more than rounding; None: they do not."""
-    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
-        if not isinstance(a, torch.Tensor):
-            continue
-        real = b[tuple(slice(0, size) for size in a.shape)]
-        if real.shape != a.shape:
-            return f"output {number} has shape {tuple(b.shape)} when padded, {tuple(a.shape)} when not"
-        if not a.is_floating_point():
-            if not torch.equal(a, real):
-                return f"output {number} changes when padded with {kind} rows"
-            continue
-        error = (a.double() - real.double()).abs().max().item() if a.numel() else 0.0
-        scale = a.double().abs().max().item() if a.numel() else 0.0
-        # A NaN compares false, so it counts as a difference.
-        if not error <= _TOLERANCE[a.dtype] * max(scale, 1e-6):
-            return f"output {number} changes by {error:.3g} when padded with {kind} rows"
+def difference(expected: Tensor, got: Tensor) -> str | None:
+    """Returns how the real rows of a padded output differ by more than rounding; None: they do not."""
+    real = got[tuple(slice(0, size) for size in expected.shape)]
+    if real.shape != expected.shape:
+        return f"the output has shape {tuple(got.shape)} when padded, {tuple(expected.shape)} when not"
+    if not expected.numel():
+        return None
+    error = (expected.double() - real.double()).abs().max().item()
+    scale = expected.double().abs().max().item()
+    # A NaN compares false, so it counts as a difference.
+    if not error <= _TOLERANCE.get(expected.dtype, 0.0) * max(scale, 1e-6):
+        return f"the output changes by {error:.3g} when padded with other rows"
     return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
-from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.manager.batches import BatchRunner
@@ -76,8 +76,6 @@ class RequestPlans:
         self.paths = runner.paths
         self.facts = ItemFacts(spec.tower)
         self._kept: dict[_Key, _Kept] = {}
-        self._described: Recent[Hashable, _Key] = Recent(_KEPT_PLANS)
-        """Keys of plans, by `RequestItems.described`."""
         self.recurring: _Kept | None = None
         """Of the request that was planned last, if it is to be looked at."""
         self._runner = runner
@@ -159,14 +157,9 @@ class RequestPlans:
             kept.plan = other
 
     def _key_of(self, mm_kwargs: dict[str, Any], items: RequestItems) -> _Key:
-        # An adapter with capture axes says of any selection of items what their keys are.
-        described = items.described if not self._num_axes else None
-        if described is not None and described in self._described:  # `get` would be a call in Python
-            return self._described[described]
-        key = self._key(mm_kwargs, items.specs)
-        if described is not None:
-            self._described[described] = key
-        return key
+        if items.key is None:
+            items.key = self._key(mm_kwargs, items.specs)
+        return items.key
 
     def _key(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> _Key:
         modalities = self.facts.modalities(mm_kwargs, len(specs))
@@ -214,7 +207,6 @@ class RequestPlans:
 
     def _forget(self) -> None:
         self._kept.clear()
-        self._described.clear()
         self.recurring = None
 
     def _serves(self, modality: str) -> bool:
@@ -258,36 +250,39 @@ def _without_replay(plan: Plan) -> Iterator[tuple[tuple[str, tuple[Hashable, ...
 _KEPT_ITEMS = 1024
 
 
-class RequestItems(NamedTuple):
+@dataclass(slots=True)
+class RequestItems:
     """The items of one request."""
 
     specs: list[EncoderItemSpec]
     """Their sizes."""
-    described: Hashable | None = None
-    """A key for all that the tower says of them, see `PackedTower.described_items`; None: there is none."""
+    key: _Key | None = None
+    """All that their plan depends on, once `RequestPlans` has read it."""
 
 
 class ItemReader:
-    """Reads and keeps the items of a tower's requests. Threads may share it."""
+    """Reads items of a tower's requests, and keeps those that it describes by a key
+    (`PackedTower.described_items`). Threads may share it.
+    """
 
-    def __init__(self, tower: Any) -> None:
+    def __init__(self, tower: Any, num_axes: int = 0) -> None:
         self._tower = tower
-        self._described_items: Callable[[dict[str, Any]], Hashable | None] | None = getattr(
-            tower, "described_items", None
+        # The axis keys of items are known only from their selection.
+        self._described_items: Callable[[dict[str, Any]], Hashable | None] | None = (
+            None if num_axes else getattr(tower, "described_items", None)
         )
         self._known: dict[Hashable, RequestItems] = {}
 
     def read(self, mm_kwargs: Any) -> RequestItems:
         """Returns the items of a request; raises as `read_item_specs`."""
         described = None if self._described_items is None else self._describe(mm_kwargs)
-        if described is None:
-            return RequestItems(read_item_specs(self._tower, mm_kwargs))
-        items = self._known.get(described)
+        items = None if described is None else self._known.get(described)
         if items is None:
-            items = RequestItems(read_item_specs(self._tower, mm_kwargs), described)
-            if len(self._known) >= _KEPT_ITEMS:
-                self._known = {}
-            self._known[described] = items
+            items = RequestItems(read_item_specs(self._tower, mm_kwargs))
+            if described is not None:
+                if len(self._known) >= _KEPT_ITEMS:
+                    self._known = {}
+                self._known[described] = items
         return items
 
     def _describe(self, mm_kwargs: Any) -> Hashable | None:

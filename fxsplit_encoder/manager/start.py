@@ -1,7 +1,7 @@
 """Saves what was compiled, measured and chosen for a tower to a file, with which other processes start; what
 was measured of captures stays on the machine, too.
 
-The file is one line with its length and digest, then a zip of named parts. It is used only where the device,
+The file is one line with its digest, then a zip of named parts. It is used only where the device,
 the versions of everything that compiles or is measured, the tower and its configuration are the same; all of
 it is checked before any of it is used.
 """
@@ -18,19 +18,18 @@ import platform
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.compiler
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from fxsplit_encoder.errors import CompileError, InputError, StartFileError
 from fxsplit_encoder.kernels.choice import KernelMeasurements
 from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
-from fxsplit_encoder.kernels.kernel import ShapeT
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import (
     KernelStore,
@@ -39,11 +38,13 @@ from fxsplit_encoder.kernels.store import (
     digest_of,
     entries_of,
     package_version,
+    sealed,
     table_of,
+    unsealed,
     write_atomic,
 )
 from fxsplit_encoder.manager.tower import tower_part
-from fxsplit_encoder.runtime import KnownCosts
+from fxsplit_encoder.runtime.measure import KnownCosts
 from fxsplit_encoder.version import VERSION
 
 if TYPE_CHECKING:
@@ -64,17 +65,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # Settings that change nothing of what is compiled, measured or chosen.
 _IGNORED_SETTINGS = ("start_file", "debug", "capture_recurring", "weight_check_seconds")
 
-FORMAT = 3
-"""Changes when what is in the file does."""
-
 # What torch may raise of the bytes of another process.
 _OF_LOADING = (
     *(pickle.PickleError, AssertionError, AttributeError, EOFError, ImportError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-
-_MAGIC = b"fxsplit_encoder start "
-_LONGEST_LINE = 200
 
 # What zipfile raises of an archive that was forged.
 _OF_ARCHIVES = (
@@ -150,14 +145,11 @@ def load_start(
     tower = _part(parts, _TOWER, tower_from_json)
     if different := differences(tower_key(generation), tower.key):
         raise StartFileError(*different)
-    tables = []
-    for each in measurements:
-        read = functools.partial(table_from_json, shape=each.shape, device=device)
-        tables.append((each, _part(parts, _part_of(each), read)))
+    tables = [_part(parts, _part_of(each), functools.partial(_table, each, device)) for each in measurements]
     if is_measured and (missing := [each.label for each in paths if each.label not in tower.paths]):
         raise StartFileError(f"{missing[0]}: expected what was measured of it; got nothing")
     _use_compiled(parts)
-    for each, table in tables:
+    for each, table in zip(measurements, tables, strict=True):
         each.add(device, table)
     for encoder_path in paths:
         if is_measured:
@@ -169,11 +161,11 @@ def load_start(
 # --- costs that stay on this machine
 
 
-def keep_costs(generation: Generation, measurements: Measurements, root: Path | None = None) -> None:
-    """Writes the measured times of the paths to the cache directory of kernel measurements (or to `root`), so
-    that the next start makes the same plans without timing captures again.
+def keep_costs(generation: Generation, measurements: Measurements) -> None:
+    """Writes the measured times of the paths to the cache directory of kernel measurements, so that the next
+    start makes the same plans without timing captures again.
     """
-    store, name, key = _costs_of(generation, measurements, root)
+    store, name, key = _costs_of(generation, measurements)
     known = KnownTower(key, {path.label: path.known() for path in generation.paths_by_key.values()})
     try:
         store.write(name, _to_json(asdict(known)))
@@ -181,13 +173,13 @@ def keep_costs(generation: Generation, measurements: Measurements, root: Path | 
         logger.warning("the next start measures captures again: %s", error)
 
 
-def expect_costs(generation: Generation, measurements: Measurements, root: Path | None = None) -> bool:
+def expect_costs(generation: Generation, measurements: Measurements) -> bool:
     """Uses what an earlier start of the same tower kept; returns whether there is any."""
-    store, name, key = _costs_of(generation, measurements, root)
+    store, name, key = _costs_of(generation, measurements)
     content = store.read(name)
     try:
         tower = None if content is None else tower_from_json(content)
-    except StartFileError as error:
+    except ValueError as error:
         logger.warning("captures are measured again: %s", error)
         return False
     paths = generation.paths_by_key.values()
@@ -198,11 +190,9 @@ def expect_costs(generation: Generation, measurements: Measurements, root: Path 
     return True
 
 
-def _costs_of(
-    generation: Generation, measurements: Measurements, root: Path | None
-) -> tuple[KernelStore, str, Key]:
+def _costs_of(generation: Generation, measurements: Measurements) -> tuple[KernelStore, str, Key]:
     key = tower_key(generation)
-    store = KernelStore("costs", environment_key(generation.pool.device, measurements), root)
+    store = KernelStore("costs", environment_key(generation.pool.device, measurements))
     return store, f"{digest_of(key)}.json", key
 
 
@@ -219,10 +209,14 @@ def _part(parts: Mapping[str, bytes], name: str, read: Callable[[bytes], Content
         raise StartFileError(f"{name}: expected in every saved start; got none")
     try:
         return read(parts[name])
-    except StartFileError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise StartFileError(f"{name}: expected JSON of a saved start; got {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StartFileError(f"{name}: expected what a start holds there; got {error!r}") from error
+
+
+def _table(
+    measurements: KernelMeasurements[Any, Any], device: torch.device, content: bytes
+) -> dict[Any, Measured]:
+    return table_of(json.loads(content), measurements.shape, device)
 
 
 def _use_compiled(parts: Mapping[str, bytes]) -> None:
@@ -358,87 +352,39 @@ def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
     with zipfile.ZipFile(payload, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, content in parts.items():
             archive.writestr(name, content)
-    body = payload.getvalue()
-    line = b"%s%d %d %s\n" % (_MAGIC, FORMAT, len(body), hashlib.sha256(body).hexdigest().encode())
+    content = sealed(payload.getvalue())
     try:
-        write_atomic(path, line + body, durable=True)
+        write_atomic(path, content, durable=True)
     except OSError as error:
         raise InputError(f"{path}: the start cannot be written: {error}") from error
-    return len(line) + len(body)
+    return len(content)
 
 
-def read_parts(path: Path) -> StartParts:
-    """Opens a file that no other user can write, its parts still packed; StartFileError: none, writable by
-    others, of another format, or damaged.
+def read_parts(path: Path) -> dict[str, bytes]:
+    """Reads a file that no other user can write; StartFileError: there is none, others can write it, or it is
+    damaged, forged or too large.
     """
     try:
         check_trusted(path)  # it holds code
         content = path.read_bytes()
     except OSError as error:
         raise StartFileError(f"file: expected a saved start; got {type(error).__name__}: {error}") from error
-    line, newline, body = content.partition(b"\n")
-    words = line[:_LONGEST_LINE].removeprefix(_MAGIC).split(b" ")
-    if not (line.startswith(_MAGIC) and newline and len(words) == 3 and words[0].isdigit()):
-        raise StartFileError(f"file: expected one that save_start wrote; got {len(content)} bytes of another")
-    if int(words[0]) != FORMAT:
-        raise StartFileError(f"format: expected {FORMAT}; got {int(words[0])}")
-    if not words[1].isdigit() or int(words[1]) != len(body):
-        raise StartFileError(f"length: expected {words[1].decode('latin-1')} bytes; got {len(body)}")
-    digest = hashlib.sha256(body).hexdigest()
-    if digest.encode() != words[2]:
-        raise StartFileError(f"digest: expected {words[2].decode('latin-1')}; got {digest}")
-    return StartParts(body)
-
-
-class StartParts(Mapping[str, bytes]):
-    """The parts of a file by name, each of them unpacked when it is asked for.
-
-    Raises:
-        StartFileError: the archive is damaged or forged, or its parts are too large.
-    """
-
-    def __init__(self, body: bytes) -> None:
-        try:
-            self._archive = zipfile.ZipFile(io.BytesIO(body))
-        except _OF_ARCHIVES as error:
-            raise StartFileError(f"archive: expected a zip; got {type(error).__name__}: {error}") from error
-        infos = self._archive.infolist()
-        self._names = list(dict.fromkeys(info.filename for info in infos))
+    if (body := unsealed(content)) is None:
+        raise StartFileError(
+            f"file: expected one that save_start wrote, undamaged; got {len(content)} bytes of another digest"
+        )
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(body))
+        infos = archive.infolist()
         size = sum(info.file_size for info in infos)
-        if len(self._names) != len(infos) or size > _MOST_BYTES:
-            limit = f"expected parts of different names and at most {_MOST_BYTES} bytes"
-            raise StartFileError(f"archive: {limit}; got {len(infos)} parts of {size} bytes")
-
-    def __getitem__(self, name: str) -> bytes:
-        if name not in self._names:
-            raise KeyError(name)
-        try:
-            return self._archive.read(name)
-        except _OF_ARCHIVES as error:
-            raise StartFileError(f"{name}: expected a part; got {type(error).__name__}: {error}") from error
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        if len({info.filename for info in infos}) == len(infos) and size <= _MOST_BYTES:
+            return {info.filename: archive.read(info) for info in infos}
+    except _OF_ARCHIVES as error:
+        raise StartFileError(f"archive: expected a zip; got {type(error).__name__}: {error}") from error
+    limit = f"expected parts of different names and at most {_MOST_BYTES} bytes"
+    raise StartFileError(f"archive: {limit}; got {len(infos)} parts of {size} bytes")
 
 
 def tower_from_json(content: bytes) -> KnownTower:
-    """Decodes the tower of a part of a file; StartFileError: it holds something else."""
-    try:
-        return _KNOWN_TOWER.validate_python(json.loads(content))
-    except (ValueError, ValidationError) as error:
-        raise StartFileError(f"tower: expected what was measured of a tower; got {error}") from error
-
-
-def table_from_json(content: bytes, shape: type[ShapeT], device: torch.device) -> dict[ShapeT, Measured]:
-    """Decodes the measurements of an operation on a device; StartFileError: it holds something else."""
-    try:
-        entries: list[Mapping[str, Any]] = json.loads(content)
-        return table_of(entries, shape, device)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StartFileError(f"{shape.operation}: expected measured classes; got {error!r}") from error
+    """Decodes the tower of a part of a file; ValueError: it holds something else."""
+    return _KNOWN_TOWER.validate_python(json.loads(content))

@@ -139,14 +139,9 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
     return specs
 
 
-def _check_sizes(tower: Any, specs: Sequence[EncoderItemSpec]) -> None:
-    sizes = [size for spec in specs for size in (spec.input_size, spec.output_tokens)]
-    sizes += [size for spec in specs if spec.path_output_tokens for size in spec.path_output_tokens.values()]
-    if not sizes or (set(map(type, sizes)) == {int} and min(sizes) >= 0 and max(sizes) <= _MOST_TOKENS):
-        return
+def _check_sizes(tower: Any, specs: Sequence[Any]) -> None:
     for index, spec in enumerate(specs):
-        own: tuple[Any, ...] = (spec.input_size, spec.output_tokens, *spec.path_output_tokens.values())
-        for size in own:
+        for size in (spec.input_size, spec.output_tokens, *(spec.path_output_tokens or {}).values()):
             is_integer = isinstance(size, Integral) and type(size).__name__ != "bool"
             if not (is_integer and 0 <= int(size) <= _MOST_TOKENS):
                 raise InputError(

@@ -233,7 +233,7 @@ class CapturedProgram(ABC):
         return sum(
             {
                 storage.data_ptr(): storage.nbytes()
-                for captured in self.captured.values()
+                for captured in list(self.captured.values())  # another thread may capture
                 for tensor in captured.inputs.tensors.values()
                 if (storage := tensor.untyped_storage()).data_ptr()
             }.values()

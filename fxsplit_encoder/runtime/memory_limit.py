@@ -10,9 +10,10 @@ import numpy as np
 
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts
+from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
 from fxsplit_encoder.runtime.requests import CaptureScope
-from fxsplit_encoder.runtime.statistics import Statistics
+from fxsplit_encoder.runtime.statistics import BudgetStats, Statistics
 
 
 class CaptureSet:
@@ -81,23 +82,18 @@ class CaptureSet:
             self.pool.retire()
 
     def record(self, statistics: Statistics) -> None:
-        """Replaces the captures that statistics show by these."""
-        statistics.record_clear()
+        """Makes statistics show these captures, those without padding of a program together."""
+        shown: dict[CaptureKey, BudgetStats] = {}
         for program in self.programs.values():
-            for budget, made in program.captured.items():
-                key, costs = program.key(budget), program.ladder.costs.get(budget)
-                statistics.record_capture(key, made.mode, program.ladder.num_bytes(budget))
-                if costs is not None:
-                    statistics.record_time(key, costs.best)
-        statistics.record_input_bytes(sum(each.input_bytes for each in self.programs.values()))
-
-    def record_unpadded(self, statistics: Statistics) -> None:
-        """Updates the captures without padding that statistics show."""
-        for program in self.programs.values():
+            for budget, made in list(program.captured.items()):  # another thread may capture
+                stats = BudgetStats(mode=made.mode, graph_bytes=program.ladder.num_bytes(budget))
+                if (costs := program.ladder.costs.get(budget)) is not None:
+                    stats.timed_replays, stats.milliseconds = 1, costs.best
+                shown[program.key(budget)] = stats
             if program.unpadded.sizes:
-                statistics.record_capture(program.key(0), "exact", program.unpadded.num_bytes)
-            else:
-                statistics.record_release(program.key(0))
+                num_bytes = program.unpadded.num_bytes
+                shown[program.key(0)] = BudgetStats(mode="exact", graph_bytes=num_bytes)
+        statistics.record_captures(shown, sum(each.input_bytes for each in self.programs.values()))
 
     def clear(self) -> None:
         """Releases every capture and its memory."""

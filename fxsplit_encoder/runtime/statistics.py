@@ -227,7 +227,8 @@ class Statistics:
         self._misses: Counter[MissReason] = Counter()
         self._fallback_runs: Counter[str] = Counter()
         self._input_bytes = 0
-        self._budgets: defaultdict[CaptureKey, BudgetStats] = defaultdict(BudgetStats)
+        self._budgets: defaultdict[CaptureKey, BudgetStats] = defaultdict(BudgetStats)  # what they served
+        self._captures: Mapping[CaptureKey, BudgetStats] = {}  # how those that are kept were made
 
     def record_items(self, count: int, reason: MissReason | None = None) -> None:
         """Count the images and videos of a batch, as hits or for the `reason` that they are misses."""
@@ -238,7 +239,7 @@ class Statistics:
                 self._hits += count
             elif count:
                 self._misses[reason] += count
-        if self._log_interval and crossed_multiple(before, after, self._log_interval):
+        if self._log_interval and after // self._log_interval > before // self._log_interval:
             logger.info("%s", self.snapshot())
 
     def record_replay(self, key: CaptureKey, tokens: int) -> None:
@@ -254,45 +255,20 @@ class Statistics:
         with self._lock:
             self._fallback_runs[kind] += 1
 
-    def record_time(self, key: CaptureKey, milliseconds: float) -> None:
-        """Add the time of one replay, which on a GPU is known only after it has ended."""
+    def record_captures(self, captures: Mapping[CaptureKey, BudgetStats], input_bytes: int) -> None:
+        """Replace the captures that are shown, and the device memory of their static inputs."""
         with self._lock:
-            stats = self._budgets[key]
-            stats.timed_replays += 1
-            stats.milliseconds += milliseconds
-
-    def record_capture(self, key: CaptureKey, mode: str, graph_bytes: int) -> None:
-        """Note how a budget was captured and the device memory that this took."""
-        with self._lock:
-            stats = self._budgets[key]
-            stats.mode, stats.graph_bytes = mode, graph_bytes
-
-    def record_input_bytes(self, num_bytes: int) -> None:
-        """Note the device memory of all static inputs."""
-        with self._lock:
-            self._input_bytes = num_bytes
-
-    def record_release(self, key: CaptureKey) -> None:
-        """Note that a capture is no more; what it served stays counted."""
-        with self._lock:
-            if (stats := self._budgets.get(key)) is not None:
-                stats.mode, stats.graph_bytes = "", 0
-
-    def record_clear(self) -> None:
-        """Note that all captures were released; what they served stays counted."""
-        with self._lock:
-            for stats in self._budgets.values():
-                stats.mode, stats.graph_bytes = "", 0
-                stats.timed_replays, stats.milliseconds = 0, 0.0  # of captures that are no more
-            self._input_bytes = 0
+            self._captures, self._input_bytes = captures, input_bytes
 
     def snapshot(self) -> ManagerStats:
         """Returns the counts as they are now, budgets in order of path and size."""
         with self._lock:
+            keys = sorted({*self._budgets, *self._captures}, key=_order)
+            none = BudgetStats()
             return ManagerStats(
                 self._hits,
                 dict(self._misses),
-                {key: replace(self._budgets[key]) for key in sorted(self._budgets, key=_order)},
+                {key: self._budgets.get(key, none).plus(self._captures.get(key, none)) for key in keys},
                 dict(self._fallback_runs),
                 self._input_bytes,
             )
@@ -300,8 +276,3 @@ class Statistics:
 
 def _order(key: CaptureKey) -> tuple[str, str, int]:
     return key.path, str(key.axis_keys), key.budget
-
-
-def crossed_multiple(before: int, after: int, interval: int) -> bool:
-    """Whether a count that went from `before` to `after` reached a multiple of `interval`; 0: never."""
-    return interval > 0 and after // interval > before // interval

@@ -52,7 +52,7 @@ def test_a_manager_works_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(device)
         return devices.ALREADY
 
-    for module in ("manager", "lifecycle", "background"):
+    for module in ("lifecycle", "background"):
         monkeypatch.setattr(f"fxsplit_encoder.manager.{module}.on_device", noted)
     manager = fx.EncoderCudaGraphManager(SplitModel(), fx.EncoderConfig(token_budgets=(8,)), log_interval=0)  # type: ignore[arg-type]
     for call in (manager.compile, manager.capture, lambda: manager.execute(batch(3))):

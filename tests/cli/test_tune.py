@@ -1,14 +1,13 @@
 """`encoder-cg tune` of traces."""
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.manager.manager import TraceWriter
+from fxsplit_encoder.manager.manager import trace_line
 from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.trace import RunRecord
@@ -20,9 +19,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "traces" / "chat_images.jsonl
 
 
 def write_trace(path: Path, *requests: list[EncoderItemSpec]) -> Path:
-    with closing(TraceWriter(path)) as writer:
-        for specs in requests:
-            writer.write(list(map(Item, specs)))
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(trace_line([*map(Item, specs)]) for specs in requests)
     return path
 
 

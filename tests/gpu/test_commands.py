@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.cli.ways import WAYS
-from fxsplit_encoder.manager.manager import TraceWriter
+from fxsplit_encoder.manager.manager import trace_line
 from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 
@@ -47,9 +46,8 @@ def test_every_way_is_right_and_timed(model: str, images: list[Path], tmp_path: 
 
 def test_tune_measures_and_uses_the_costs_of_this_gpu(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    with closing(TraceWriter(trace)) as writer:
-        for tokens in (64, 200, 300) * 5:
-            writer.write([Item(EncoderItemSpec(4 * tokens, tokens))])
+    lines = (trace_line([Item(EncoderItemSpec(4 * n, n))]) for n in (64, 200, 300) * 5)
+    trace.write_text("".join(lines), encoding="utf-8")
     result = run("tune", trace, "--model", "qwen3-vl-8b", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -13,7 +13,7 @@ from fxsplit_encoder._torch.streams import capture_streams
 from fxsplit_encoder.kernels.attention import varlen_attention
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.service.encoder import Launched
 
 from .support import seeded

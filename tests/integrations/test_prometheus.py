@@ -55,10 +55,9 @@ def test_a_scrape_shows_the_counts() -> None:
     PrometheusCollector(source, registry=registry)
     source.statistics.record_items(3)
     source.statistics.record_items(2, MissReason.NOT_CAPTURED)
-    source.statistics.record_capture(CaptureKey("default", 64), "full", 2**20)
+    made = BudgetStats(mode="full", graph_bytes=2**20, timed_replays=2, milliseconds=4.0)
+    source.statistics.record_captures({CaptureKey("default", 64): made}, 2**10)
     source.statistics.record_replay(CaptureKey("default", 64), 48)
-    source.statistics.record_time(CaptureKey("default", 64), 1.5)
-    source.statistics.record_time(CaptureKey("default", 64), 2.5)
     source.statistics.record_replay(CaptureKey("local", 128), 128)
     scraped = scrape(registry)
     assert sample(scraped, "item_hits_total") == 3
@@ -71,7 +70,6 @@ def test_a_scrape_shows_the_counts() -> None:
 
     for kind in ("eager", "exact", "eager"):
         source.statistics.record_fallback(kind)
-    source.statistics.record_input_bytes(2**10)
     scraped = scrape(registry)
     assert [sample(scraped, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [1, 2]
     assert sample(scraped, "input_bytes") == 2**10

@@ -8,7 +8,7 @@ from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import Measurements, parse_attention
 from fxsplit_encoder.kernels.choice import Pin, measuring
 from fxsplit_encoder.kernels.meter import Measured
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 
 from ..manager.mock_towers import PathsOfTiles
 from .attention.fakes import CUDA, FakeKernel, FakeMeter, shape

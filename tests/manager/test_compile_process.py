@@ -25,7 +25,7 @@ from fxsplit_encoder.manager.compile_process import (
     dump_tower,
     load_tower,
 )
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 from tests.kernels.attention.fakes import Everywhere, FakeKernel
 from tests.towers.tiny_towers import TINY
 

@@ -168,6 +168,11 @@ def test_every_request_is_a_line_of_the_trace(tiny_towers: Any, make_batch: Any,
     assert run.paths["default"].budgets == (4, 16) and run.paths["default"].captures == ()
     served = [batch.paths["default"] for request in requests for batch in request.batches]
     assert {path.result for path in served} == {"disabled"}
+    with pytest.raises(InputError, match=r"absent/trace\.jsonl: cannot be written: No such file"):
+        manager.record_trace(tmp_path / "absent" / "trace.jsonl")
+    manager.record_trace(tmp_path / "trace.jsonl")
+    manager.execute(make_batch([(1, 2, 4)]))
+    assert len(read_run(tmp_path / "trace.jsonl").requests) == 4, "another recording appends"
 
 
 def test_the_trace_tells_how_requests_were_served(tiny_towers: Any, make_batch: Any, tmp_path: Any) -> None:

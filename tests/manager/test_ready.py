@@ -537,8 +537,8 @@ def elsewhere(by_hand: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[C
     started: list[CompileWorker] = []
     start = CompileWorker.__init__
 
-    def remember(self: CompileWorker, generation: Any) -> None:
-        start(self, generation)
+    def remember(self: CompileWorker, generation: Any, tell: Any) -> None:
+        start(self, generation, tell)
         started.append(self)
 
     monkeypatch.setattr(background_module, "why_not_elsewhere", lambda generation: "")
@@ -587,7 +587,7 @@ import time
 from fxsplit_encoder.manager.compile_process import CompileWorker
 from tests.manager.managers import generation_of
 from tests.manager.test_ready import Sleeps, manager_of
-worker = CompileWorker(generation_of(manager_of(Sleeps())))
+worker = CompileWorker(generation_of(manager_of(Sleeps())), print)
 print(worker.pid, worker.path, flush=True)
 time.sleep(600)
 """

@@ -20,7 +20,7 @@ from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import expect_costs, keep_costs, read_parts, tower_key, write_parts
-from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
+from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 
 from .managers import generation_of
 from .mock_towers import PackedModel, SplitModel, batch
@@ -143,9 +143,12 @@ def without_paths(parts: dict[str, bytes]) -> None:
         (change_environment(fxsplit_encoder="9"), f'fxsplit_encoder: expected "{fx.__version__}"; got "9"'),
         (without("tower.json"), "tower.json: expected in every saved start; got none"),
         (without_paths, "path default: expected what was measured of it; got nothing"),
-        (with_part("tower.json", b"[]"), "tower: expected what was measured of a tower; got "),
-        (with_part("environment.json", b"[1]"), "environment.json: expected JSON of a saved start; got "),
-        (with_part("measured/attention.json", b"[{}]"), "attention: expected measured classes; got KeyError"),
+        (with_part("tower.json", b"[]"), "tower.json: expected what a start holds there; got "),
+        (with_part("environment.json", b"[1]"), "environment.json: expected what a start holds there; got "),
+        (
+            with_part("measured/attention.json", b"[{}]"),
+            "measured/attention.json: expected what a start holds there; got KeyError",
+        ),
         (with_part("torch.bin", b"torn"), "torch.bin: expected graphs that torch compiled; got 4 bytes"),
         (with_part("kernels/../../x", b""), "kernels: expected compiled kernels; got ../../x"),
     ],
@@ -156,7 +159,7 @@ def test_a_file_for_something_else_is_refused_by_name_and_ignored(
     start: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parts = dict(read_parts(start))
+    parts = read_parts(start)
     change(parts)
     write_parts(start, parts)
     manager = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
@@ -246,11 +249,12 @@ def test_costs_stay_on_the_machine_for_the_same_tower_and_settings(
     forward = MeasuredForward(((4, 1.0), (16, 2.0)), 0.5)
     known = KnownCosts(forward, {4: KnownBudget(MeasuredCosts({"full": 1.0}, 2.0), "full")}, 3.0)
     monkeypatch.setattr(first.paths["default"], "known", lambda: known)
-    assert not expect_costs(second, (), tmp_path)
-    keep_costs(first, (), tmp_path)
-    assert expect_costs(second, (), tmp_path) and not expect_costs(for_others, (), tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not expect_costs(second, ())
+    keep_costs(first, ())
+    assert expect_costs(second, ()) and not expect_costs(for_others, ())
     assert second.paths["default"].expected == known
     (file,) = tmp_path.rglob("*.json")
     file.write_bytes(file.read_bytes()[:-1])
-    assert not expect_costs(third, (), tmp_path)
+    assert not expect_costs(third, ())
     assert third.paths["default"].expected is None

@@ -15,7 +15,7 @@ import torch
 from fxsplit_encoder.manager import lifecycle as module
 from fxsplit_encoder.manager.lifecycle import serving_scope
 from fxsplit_encoder.manager.turns import StoppedError, Turns
-from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 
 
 def started(*functions: Callable[[], object]) -> list[threading.Thread]:

@@ -14,7 +14,10 @@ from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import PathPlan
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedCaptures, unpadded
+from fxsplit_encoder.runtime import unpadded
+from fxsplit_encoder.runtime.captured_program import CapturedProgram
+from fxsplit_encoder.runtime.requests import CaptureScope
+from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
 
 EXACT = CaptureKey("default", 0)
 

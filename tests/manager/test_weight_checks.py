@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.breakable import eager_break_during_capture
-from fxsplit_encoder.runtime import WeightChecks, requests
+from fxsplit_encoder.runtime import requests
+from fxsplit_encoder.runtime.requests import WeightChecks
 
 from . import managers
 from .mock_towers import SplitModel, alone, assert_equal_items, assert_serves, batch

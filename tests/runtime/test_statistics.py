@@ -31,10 +31,10 @@ def test_items_count_once_as_hit_or_by_reason() -> None:
 
 def test_replays_add_up_for_each_path_and_budget() -> None:
     statistics = Statistics()
-    statistics.record_capture(CaptureKey("local", 64), "piecewise", 2**20)
+    made = BudgetStats(mode="piecewise", graph_bytes=2**20, timed_replays=1, milliseconds=3.0)
+    statistics.record_captures({CaptureKey("local", 64): made}, 0)
     statistics.record_replay(CaptureKey("local", 64), 48)
     statistics.record_replay(CaptureKey("local", 64), 64)
-    statistics.record_time(CaptureKey("local", 64), 3.0)
     statistics.record_replay(CaptureKey("global", 128), 32)
     stats = statistics.snapshot()
     assert stats.budgets == {
@@ -51,24 +51,22 @@ def test_replays_add_up_for_each_path_and_budget() -> None:
 
 def test_released_captures_hold_no_memory_but_stay_counted() -> None:
     statistics = Statistics()
-    statistics.record_capture(CaptureKey("default", 0), "exact", 7)
-    statistics.record_capture(CaptureKey("default", 64), "full", 9)
+    kept, exact = BudgetStats(mode="full", graph_bytes=9), BudgetStats(mode="exact", graph_bytes=7)
+    statistics.record_captures({CaptureKey("default", 0): exact, CaptureKey("default", 64): kept}, 5)
     statistics.record_replay(CaptureKey("default", 64), 64)
-    statistics.record_release(CaptureKey("default", 0))
-    statistics.record_release(CaptureKey("local", 0))  # there was none
     assert statistics.snapshot().budgets == {
-        CaptureKey("default", 0): BudgetStats(),
+        CaptureKey("default", 0): exact,
         CaptureKey("default", 64): BudgetStats(1, 64, 0, graph_bytes=9, mode="full"),
     }
-    statistics.record_clear()
-    assert statistics.snapshot().budgets[CaptureKey("default", 64)] == BudgetStats(1, 64, 0)
+    statistics.record_captures({}, 0)
+    assert statistics.snapshot().budgets == {CaptureKey("default", 64): BudgetStats(1, 64, 0)}
 
 
 def test_printing_and_export_show_the_same_numbers() -> None:
     statistics = Statistics()
-    statistics.record_capture(CaptureKey("default", 64), "full", 3 * 2**20)
+    made = BudgetStats(mode="full", graph_bytes=3 * 2**20, timed_replays=1, milliseconds=1.25)
+    statistics.record_captures({CaptureKey("default", 64): made}, 0)
     statistics.record_replay(CaptureKey("default", 64), 48)
-    statistics.record_time(CaptureKey("default", 64), 1.25)
     statistics.record_replay(CaptureKey("default", 128), 128)
     statistics.record_items(3)
     statistics.record_items(1, MissReason.NOT_CAPTURED)

@@ -16,7 +16,9 @@ from fxsplit_encoder.capture.forward import CaptureRequest
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.planning.plan import MissReason, PathPlan
-from fxsplit_encoder.runtime import CaptureScope, UnpaddedCaptures, unpadded
+from fxsplit_encoder.runtime import unpadded
+from fxsplit_encoder.runtime.requests import CaptureScope
+from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
 
 from ..capture.bodies import body_calling, request_of
 

@@ -1,8 +1,6 @@
 """Runs that a manager recorded, read again; malformed ones are named."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.manager import TraceWriter
+from fxsplit_encoder.manager.manager import trace_line
 from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.trace import Request, read_run, read_trace, trace_demands, traced_paths
@@ -130,40 +128,8 @@ def test_what_was_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, written: list[list[Item]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "written.jsonl"
-    path.unlink(missing_ok=True)
-    with closing(TraceWriter(path)) as writer:
-        for request_items in written:
-            writer.write(request_items)
+    path.write_text("".join(map(trace_line, written)), encoding="utf-8")
     assert read_trace(path).planned() == list(map(tuple, written))
-
-
-def test_a_line_is_there_at_once_and_a_second_writer_appends(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    first = TraceWriter(path)
-    first.write(request(1))
-    assert read_trace(path).planned() == [request(1)]
-    first.close()
-    first.close()
-    with closing(TraceWriter(path)) as second:
-        second.write(request(2))
-    assert read_trace(path).planned() == [request(1), request(2)]
-    with pytest.raises(InputError, match=r"trace\.jsonl: the writer is closed"):
-        first.write([])
-
-
-def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    with closing(TraceWriter(path)) as writer, ThreadPoolExecutor(8) as pool:
-        for future in [pool.submit(writer.write, request(*[n] * 50)) for n in range(60)]:
-            future.result()
-    read = read_trace(path).planned()
-    assert sorted(r[0].spec.output_tokens for r in read) == list(range(60))
-    assert all(len({item.spec.output_tokens for item in r}) == 1 and len(r) == 50 for r in read)
-
-
-def test_a_writer_refuses_a_file_that_it_cannot_write(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"absent/trace\.jsonl: cannot be written: No such file"):
-        TraceWriter(tmp_path / "absent" / "trace.jsonl")
 
 
 GOOD = '{"items": [{"input_size": 4, "output_tokens": 1}]}'
