@@ -58,7 +58,7 @@ class Lifecycle:
         """Whether anything was captured since the last `clear`."""
         self.has_adapters = False
         """Whether layers of the tower may compute with other adapters from request to request."""
-        self.start_refused: str | None = None
+        self._start_notes: list[str] = []
         """Why a saved start is not used."""
         self._start_read = False
         self._looks = WeightChecks(own.config.weight_check_seconds)
@@ -310,10 +310,10 @@ class Lifecycle:
             try:
                 load_start(self.own, self._kernels.measurements, path)
             except StartFileError as error:
-                self.start_refused = f"the start in {path} is not used: {error}"
-                logger.warning("%s", self.start_refused)
+                self._start_notes = [f"the start in {path} is not used: {error}"]
+                logger.warning("%s", self._start_notes[0])
                 return False
-            self.start_refused = None
+            self._start_notes = []
             return True
 
     def _read_start(self) -> None:
@@ -332,8 +332,7 @@ class Lifecycle:
     @property
     def notes(self) -> list[str]:
         """Lines about dropped budgets and forwards that were not compiled, with reasons."""
-        refused = [self.start_refused] if self.start_refused is not None else []
-        return [*refused, *(self.background.notes if self.background is not None else ())]
+        return [*self._start_notes, *(self.background.notes if self.background is not None else ())]
 
 
 # Entered for every request: four contexts in one `with` take twice as many calls.
