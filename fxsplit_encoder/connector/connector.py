@@ -16,7 +16,7 @@ from torch import Tensor
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Books, Step
 from fxsplit_encoder.connector.books.encoding import WorkerStatus
-from fxsplit_encoder.connector.books.holdings import Admission, Holdings
+from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PromptRun
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
@@ -73,7 +73,7 @@ class Connector:
             threading.Condition(lock),
             can_reduce=type(processor).reduce is not MediaProcessor.reduce,
         )
-        self._core = Core(lock, Books(holdings, Admission(holdings, self._key_of)))
+        self._core = Core(lock, Books(holdings, self._key_of))
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
         self._threads = [*preparers.threads, self._core.clock.thread]

@@ -137,21 +137,17 @@ class LateEvent:
         time.sleep(max(0.0, self._due - time.monotonic()))
 
 
-class FailingEvent:
-    """Of a copy whose device is lost: whoever waits for it first is told."""
-
-    def __init__(self) -> None:
-        self._was_told = False
+class FailingEvent(LateEvent):
+    """Of a copy whose device is lost after some milliseconds: whoever asks then is told, as CUDA does."""
 
     def query(self) -> bool:
-        if self._was_told:
-            raise RuntimeError("the device is lost")
+        if super().query():
+            raise RuntimeError("an injected fault during a copy")
         return False
 
     def synchronize(self) -> None:
-        was_told, self._was_told = self._was_told, True
-        if not was_told:
-            raise RuntimeError("an injected fault during a copy")
+        super().synchronize()
+        self.query()
 
 
 @dataclass

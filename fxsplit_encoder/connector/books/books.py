@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from fxsplit_encoder.connector.books.encoding import Encoding
+from fxsplit_encoder.connector.books.encoding import Batch, Encoding
 from fxsplit_encoder.connector.books.holdings import Admission, Holdings
 from fxsplit_encoder.connector.books.preparation import Preparation
 from fxsplit_encoder.connector.books.tickets import Account, Event, Feature, Occurrence, Ticket, has_passed
@@ -41,9 +41,9 @@ class Step(NamedTuple):
 class Books:
     """The connector's state."""
 
-    def __init__(self, holdings: Holdings, admission: Admission) -> None:
+    def __init__(self, holdings: Holdings, key_of: Callable[[bytes, str], bytes]) -> None:
         self.holdings = holdings
-        self.admission = admission
+        self.admission = Admission(holdings, key_of)
         self.preparation = Preparation(holdings)
         self.encoding = Encoding(holdings)
         self.is_closed = False
@@ -175,7 +175,9 @@ class Books:
 
     def next_deadline(self) -> float:
         """When a ticket has to be failed, a worker given up or a device asked next; infinite: never."""
-        is_used = any(feature.read_events for feature in self.holdings.storage.quarantine)
+        used = (event for feature in self.holdings.storage.quarantine for event in feature.read_events)
+        # A thread that is still in a batch tells by itself once it returns.
+        is_used = any(not isinstance(event, Batch) or event.has_ended for event in used)
         look = self._settled_at + _LOOK_SECONDS if is_used else math.inf
         return min(self._next_timeout(), self.encoding.next_hang(), look)
 

@@ -105,10 +105,14 @@ class Batch(Event):
         """Whether its worker was given up, so that nobody waits for its results; whether that is done."""
         worker.batches[self] = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its thread is through with it."""
+        return self.has_returned or not self.worker.is_running
+
     def query(self) -> bool:
         """Whether its thread is through with it, and the device with what it was given."""
-        has_ended = self.has_returned or not self.worker.is_running
-        return has_ended and all(map(has_passed, self.events))
+        return self.has_ended and all(map(has_passed, self.events))
 
     def close(self) -> None:
         """Take it from its worker, with its memory."""

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.encoding import Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.books.holdings import Admission, Holdings
+from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.preparation import Digested
 from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature, Occurrence, Ticket
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
@@ -88,7 +88,7 @@ class Bench:
         settled = threading.Condition()
         settled.acquire()  # this thread is the only one
         holdings = Holdings(config, row_bytes, settled, clock, can_reduce)
-        bench = cls(Books(holdings, Admission(holdings, key_of)), clock)
+        bench = cls(Books(holdings, key_of), clock)
         bench.books.admission.max_overtakes = max_overtakes
         for number in range(num_workers):
             bench.start_worker(f"w{number}")
