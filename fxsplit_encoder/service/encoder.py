@@ -225,7 +225,8 @@ class ImageEncoder:
         texts = [item for item in items if not isinstance(item, PreparedImage)]
         begin = time.perf_counter()
         try:
-            of_images, of_texts = iter(self._encode_images(images)), iter(self._encode_texts(texts))
+            of_images = iter(self._encode_images(images) if images else ())
+            of_texts = iter(torch.split(self.texts(texts), 1) if texts and self.texts is not None else ())
             rows = [next(of_images if isinstance(item, PreparedImage) else of_texts) for item in items]
             joined = torch.cat(rows)
             if self.preparer.normalizes:
@@ -244,8 +245,6 @@ class ImageEncoder:
         self.manager.clear()
 
     def _encode_images(self, images: Sequence[PreparedImage]) -> Sequence[Tensor]:
-        if not images:
-            return []
         rows = self.manager.execute(upload(images, self.values, self.device))
         assert len(rows) == len(images)
         if self._trims:
@@ -253,12 +252,6 @@ class ImageEncoder:
         if self.preparer.pooling == "mean":
             rows = [each.mean(dim=0, keepdim=True, dtype=torch.float32) for each in rows]
         return rows
-
-    def _encode_texts(self, texts: Sequence[Tokens]) -> Sequence[Tensor]:
-        if not texts:
-            return []
-        assert self.texts is not None  # else a `Preparer` has no tokenizer
-        return torch.split(self.texts(texts), 1)
 
 
 def _host_inputs(image: PreparedImage) -> dict[str, Any]:

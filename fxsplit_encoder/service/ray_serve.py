@@ -117,20 +117,17 @@ class _ClusterMetrics(RayMetrics):
 
 
 def joined(texts: Mapping[str, str | None]) -> str:
-    """Several nodes' texts as one, each metric's lines together."""
+    """Several nodes' texts as one, each metric's lines together, and what it is said once."""
     lines = [f"# {url} did not answer" for url, text in texts.items() if text is None]
-    families: dict[str, list[str]] = {}
+    families: dict[str, dict[str, None]] = {}
     for text in texts.values():
         family = ""
         for line in (text or "").splitlines():
             if line.startswith("# HELP "):
                 family = line.split()[2]
-            own = families.setdefault(family, [])
-            if not line.startswith("#") or line not in own:  # what it is was said by another
-                own.append(line)
-    for family in sorted(families):
-        lines += families[family] if family.startswith(PREFIXES) else []
-    return "\n".join(lines) + "\n"
+            if family.startswith(PREFIXES):
+                families.setdefault(family, {})[line] = None
+    return "\n".join([*lines, *(line for family in sorted(families) for line in families[family])]) + "\n"
 
 
 def _fetched(url: str) -> str | None:
