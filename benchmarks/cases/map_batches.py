@@ -29,7 +29,7 @@ from timing import timed
 
 from fxsplit_encoder.service.encoder import ImageEncoder, Preparer, upload
 from fxsplit_encoder.service.ray import EncodeImages, prepare_images
-from fxsplit_encoder.service.ray.encode_images import PREPARING, pool
+from fxsplit_encoder.service.ray.encode_images import PREPARING, encode_batches
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
 SIDE = 448
@@ -132,16 +132,8 @@ def run_row(way: str, actors: int, images: int, batch: int, settings: dict[str, 
         dataset = dataset.map_batches(
             prepare_images, fn_kwargs=settings, batch_size=_PREPARED, batch_format="pyarrow", **PREPARING
         )
-    dataset = dataset.map_batches(
-        Measured,
-        fn_constructor_kwargs={"batch": batch, "seconds": 0.5 if tiny else 3.0, **settings},
-        compute=pool(actors),
-        batch_size=batch,
-        batch_format="pyarrow",
-        num_gpus=0 if tiny else 1,
-        num_cpus=1,
-        udf_modifying_row_count=False,
-    )
+    given = {"batch": batch, "seconds": 0.5 if tiny else 3.0, **settings}
+    dataset = encode_batches(dataset, Measured, given, actors, 0 if tiny else 1, batch)
     arrived: list[tuple[float, int]] = []
     alone: dict[int, float] = {}
     for done in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):

@@ -1,24 +1,15 @@
 """Raw media: what is known of it before it is decoded, and what it is decoded to."""
 
-from fxsplit_encoder.media.audio import (
-    AudioHeader,
-    AudioSamples,
-    load_audio,
-    measure_audio,
-    sample_bytes,
-)
+from fxsplit_encoder.media.audio import AudioSamples, load_audio, measure_audio, sample_bytes
 from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
-from fxsplit_encoder.media.readers import AnimatedImage, open_video
 from fxsplit_encoder.media.sources import MediaSettings, read_source
-from fxsplit_encoder.media.videos import Frames, Video, VideoFrames, VideoHeader
+from fxsplit_encoder.media.videos import AnimatedImage, Frames, VideoFrames, VideoHeader, open_video
 
 __all__ = [
     "AnimatedImage",
-    "AudioHeader",
     "AudioSamples",
     "Frames",
     "MediaSettings",
-    "Video",
     "VideoFrames",
     "VideoHeader",
     "load_audio",

@@ -27,9 +27,6 @@ from fxsplit_encoder.media.sources import (
 )
 from fxsplit_encoder.messages import shown
 
-Waveform = NDArray[np.float32]
-"""(samples,), from -1 to 1."""
-
 FORMATS = ("AIFF", "FLAC", "MP3", "OGG", "RF64", "W64", "WAV", "WAVEX")
 """Those that are read, under libsndfile's names."""
 
@@ -98,13 +95,17 @@ def measure_audio(media: object, limits: MediaSettings) -> AudioHeader:
     return header
 
 
-def load_audio(media: object, limits: MediaSettings) -> Waveform:
-    """The samples of audio, as `measure_audio` takes it, as one channel, the mean of several; MediaError: it
-    cannot be decoded, is not as long as its header says, or is beyond a limit.
+def load_audio(media: object, limits: MediaSettings) -> NDArray[np.float32]:
+    """The samples of audio, as `measure_audio` takes it, from -1 to 1, as one channel, the mean of several;
+    MediaError: it cannot be decoded, is not as long as its header says, or is beyond a limit.
     """
     num_samples = measure_audio(media, limits).num_samples
     if isinstance(media, AudioSamples):
-        samples = _floats(media)
+        array = _array(media)
+        samples = array.astype(np.float32)
+        if array.dtype == np.int16:
+            samples /= _INT16
+        samples = samples.mean(axis=0, dtype=np.float32) if samples.ndim == 2 else samples
     else:
         with _reading(media, limits) as file, attempt(name_of(media), "audio"):
             # The mean of the channels, a block at a time: all channels together may not fit.
@@ -151,11 +152,3 @@ def _array(audio: AudioSamples) -> NDArray[Any]:
         samples = (samples.float() if dtype == "bfloat16" else samples).numpy()
     array: NDArray[Any] = samples
     return array
-
-
-def _floats(audio: AudioSamples) -> Waveform:
-    array = _array(audio)
-    floats = array.astype(np.float32)
-    if array.dtype == np.int16:
-        floats /= _INT16
-    return floats.mean(axis=0, dtype=np.float32) if floats.ndim == 2 else floats

@@ -7,21 +7,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fxsplit_encoder.errors import MediaError
-from fxsplit_encoder.media.sources import (
-    ARRAYS,
-    HeaderReader,
-    MediaSettings,
-    Pixels,
-    attempt,
-    image_shape,
-    is_encoded,
-    name_of,
-    pixels_of,
-    rgb_of,
-)
+from fxsplit_encoder.media.sources import ARRAYS, HeaderReader, MediaSettings, attempt, is_encoded, name_of
 from fxsplit_encoder.messages import shown
 
 # Pillow knows more; among them are some that start other programs.
@@ -30,6 +22,7 @@ Image.init()
 FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 """Those that are read, as far as this Pillow was built with them."""
 
+# By the orientation of an image's metadata; from 5 to 8 its sides are swapped.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -39,7 +32,11 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SWAPPED = (5, 6, 7, 8)
+
+Pixels = NDArray[np.uint8]
+"""(height, width, 3)."""
+
+_CHANNELS = (1, 3, 4)
 
 # An image that was opened and not decoded shares its file between all who hold it.
 _LOCKS = tuple(threading.Lock() for _ in range(64))
@@ -56,31 +53,22 @@ def measure_image(media: object, limits: MediaSettings) -> tuple[int, int]:
     Raises:
         MediaError: it is no image, or beyond a limit.
     """
-    if is_encoded(media) or isinstance(media, Image.Image):
-        with opened_image(media, limits) as image:
-            width, height = image.size
-            return (height, width) if _orientation(image) in _SWAPPED else (width, height)
-    if not isinstance(media, ARRAYS):
-        raise MediaError(
-            f"image: expected a PIL image, an array of uint8, bytes or a path; got {shown(media)}"
-        )
-    height, width, _ = image_shape(tuple(media.shape), "image")
-    limits.check("max_pixels", height * width, "image")
-    return width, height
+    if isinstance(media, ARRAYS):
+        height, width, _ = _shape_of(media, limits)
+        return width, height
+    with opened_image(media, limits) as image:
+        width, height = image.size
+        return (height, width) if 5 <= _orientation(image) <= 8 else (width, height)
 
 
 def load_image(media: object, limits: MediaSettings) -> Image.Image:
     """The pixels of an image, as `measure_image` takes it, upright and RGB, over the background. Of several
     pictures it is the first. MediaError: it cannot be decoded, or is beyond a limit.
     """
-    if is_encoded(media) or isinstance(media, Image.Image):
-        with (
-            opened_image(media, limits) as image,
-            lock_of(image),
-            attempt(name_of(media), "an image"),
-        ):
-            return upright(image, limits.background)
-    return Image.fromarray(pixels_of(media, limits, "image"))
+    if isinstance(media, ARRAYS):
+        return Image.fromarray(pixels_of(media, limits))
+    with opened_image(media, limits) as image, lock_of(image), attempt(name_of(media), "an image"):
+        return upright(image, limits.background)
 
 
 @contextlib.contextmanager
@@ -92,14 +80,20 @@ def opened_image(media: object, limits: MediaSettings) -> Iterator[Image.Image]:
         limits.check("max_pixels", media.width * media.height, "image")
         yield media
         return
+    if not is_encoded(media):
+        raise MediaError(
+            f"image: expected a PIL image, an array of uint8, bytes or a path; got {shown(media)}"
+        )
     with contextlib.closing(HeaderReader(media, limits)) as reader:
-        yield open_image(reader, limits, name_of(media))
+        with reader.limited():
+            image = open_image(reader, limits, name_of(media))
+        yield image
 
 
 def open_image(reader: HeaderReader, limits: MediaSettings, name: str) -> Image.Image:
     """An image whose file stays open; see `opened_image`."""
     file: Any = reader
-    with attempt(name, "an image"), reader.limited():
+    with attempt(name, "an image"):
         try:
             image = Image.open(file, formats=FORMATS)
         except UnidentifiedImageError:
@@ -149,3 +143,70 @@ def pixel_bytes(image: Image.Image | Pixels) -> list[bytes | memoryview]:
         return [f"pixels {image.width}x{image.height}".encode(), image.tobytes()]
     height, width, _ = image.shape
     return [f"pixels {width}x{height}".encode(), image.data.cast("B")]
+
+
+# --- arrays and modes
+
+
+def pixels_of(array: Any, limits: MediaSettings) -> Pixels:
+    """One image as (height, width, 3), from an array or a tensor of uint8, (height, width), or with 1, 3 or 4
+    channels, last or first, the fourth of them alpha; MediaError: it is something else.
+    """
+    height, width, channels = _shape_of(array, limits)
+    given = array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array
+    if given.ndim == 2:
+        given = given[..., None]
+    elif given.shape[-1] not in _CHANNELS:
+        given = given.transpose(1, 2, 0)
+    if channels == 1:
+        given = np.broadcast_to(given, (height, width, 3))
+    if channels == 4:
+        return np.asarray(rgb_of(Image.fromarray(np.ascontiguousarray(given)), limits.background))
+    return np.ascontiguousarray(given)
+
+
+def _shape_of(array: Any, limits: MediaSettings) -> tuple[int, int, int]:
+    """Height, width and channels of an image's array, within the limits."""
+    shape = (*array.shape, 1) if array.ndim == 2 else tuple(array.shape)
+    if len(shape) == 3 and shape[-1] not in _CHANNELS and shape[0] in _CHANNELS:
+        shape = (*shape[1:], shape[0])
+    if len(shape) != 3 or shape[-1] not in _CHANNELS or 0 in shape:
+        got = tuple(array.shape)
+        raise MediaError(f"image: expected (height, width), or with 1, 3 or 4 channels; got {got}")
+    if str(array.dtype).removeprefix("torch.") != "uint8":
+        raise MediaError(f"image: expected an array of uint8; got {shown(array)}")
+    limits.check("max_bytes", array.nbytes, "image")
+    limits.check("max_pixels", shape[0] * shape[1], "image")
+    return shape[0], shape[1], shape[2]
+
+
+def rgb_of(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """Convert an image of any of Pillow's modes to RGB; an opaque RGB image is returned as it is.
+
+    Grayscale of 16 bits is shifted by 8 bits. Floats have no range by themselves: up to 1 they are a part of
+    white, up to 255 values of 8 bits, above that of 16. Transparent pixels are composited over `background`.
+    """
+    image.load()  # until then a decoder may know another mode
+    if image.mode[0] in "IF":
+        image = _in_eight_bits(image)
+    elif image.mode == "La":
+        image = image.convert("LA")
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    rgba, opaque = image.convert("RGBA"), Image.new("RGB", image.size, tuple(background))
+    opaque.paste(rgba, mask=rgba.getchannel("A"))
+    return opaque
+
+
+def _in_eight_bits(image: Image.Image) -> Image.Image:
+    values = np.asarray(image)
+    if image.mode == "F":
+        values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
+        most = float(values.max(initial=0.0))
+        scale = 255.0 if most <= 1 else 1.0 if most <= 255 else 1 / 256
+        gray = Image.fromarray(np.clip(values * scale, 0, 255).astype(np.uint8))
+    else:
+        gray = Image.fromarray((np.clip(values, 0, 0xFFFF) >> 8).astype(np.uint8))
+    if (transparent := image.info.get("transparency")) is not None:
+        gray.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return gray

@@ -1,4 +1,4 @@
-"""Where media come from (files, encoded bytes, arrays), limits before decoding, and modes of pixels."""
+"""Where media come from: files and encoded bytes, and limits before anything is decoded."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError, MissingExtraError
@@ -46,19 +45,15 @@ class MediaSettings:
     """Red, green and blue, 0 to 255, over which transparent images are composited; white, as in vLLM."""
 
     def __post_init__(self) -> None:
-        limits = {name: value for name, value in vars(self).items() if name.startswith("max_")}
-        problems = [
-            f"MediaSettings.{name}: expected a number above 0; got {value}"
-            for name, value in limits.items()
-            if not value > 0
-        ]
+        for name, value in vars(self).items():
+            if name.startswith("max_") and not value > 0:
+                raise ConfigError(f"MediaSettings.{name}: expected a number above 0; got {value}")
         color: object = self.background
-        if not isinstance(color, tuple | list) or [type(each) for each in color] != [int] * 3:
-            problems.append(f"MediaSettings.background: expected red, green and blue; got {shown(color)}")
-        elif not all(0 <= each <= 255 for each in self.background):
-            problems.append(f"MediaSettings.background: expected integers from 0 to 255; got {shown(color)}")
-        if problems:
-            raise ConfigError(*problems)
+        levels = color if isinstance(color, tuple | list) and len(color) == 3 else [None]
+        if not all(type(each) is int and 0 <= each <= 255 for each in levels):
+            raise ConfigError(
+                f"MediaSettings.background: expected red, green and blue from 0 to 255; got {shown(color)}"
+            )
 
     def check(self, limit: str, value: float, what: str) -> None:
         """Raises MediaError for a value above the limit of that name; `what` is what the message calls it."""
@@ -69,16 +64,12 @@ class MediaSettings:
 
 
 Encoded = bytes | bytearray | memoryview
-Pixels = NDArray[np.uint8]
-"""(height, width, 3)."""
-
 ARRAYS = np.ndarray | torch.Tensor
-_CHANNELS = (1, 3, 4)
 
 
 def is_encoded(media: object) -> bool:
     """Whether media is a file or its bytes, which have to be decoded."""
-    return isinstance(media, str | os.PathLike | bytes | bytearray | memoryview)
+    return isinstance(media, str | os.PathLike | Encoded)
 
 
 def read_source(media: object, limits: MediaSettings) -> object:
@@ -182,15 +173,12 @@ def imported(module: str, libraries: str, purpose: str, extra: str) -> Any:
         raise MediaError(f"{module} cannot be loaded, which needs {libraries}: {reason}") from error
 
 
-class attempt:
+class attempt(AbstractContextManager[None]):
     """Turns whatever a decoder raises for bytes from outside into a MediaError that says what they are."""
 
     def __init__(self, what: str, kind: str = "media") -> None:
         self._what = what
         self._kind = kind
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, MemoryError | ImportError):
@@ -204,69 +192,3 @@ class attempt:
             raise MediaError(f"{self._what}: no such file") from error
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise MediaError(f"{self._what}: cannot be read as {self._kind}: {reason}") from error
-
-
-def pixels_of(array: Any, limits: MediaSettings, what: str) -> Pixels:
-    """One image as (height, width, 3), from an array or a tensor of uint8, (height, width), or with 1, 3 or 4
-    channels, last or first, the fourth of them alpha; MediaError: it is something else.
-    """
-    given = array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array
-    if not isinstance(given, np.ndarray) or given.dtype != np.uint8:
-        raise MediaError(
-            f"{what}: expected a PIL image, an array of uint8, bytes or a path; got {shown(array)}"
-        )
-    height, width, channels = image_shape(given.shape, what)
-    limits.check("max_bytes", given.nbytes, what)
-    limits.check("max_pixels", height * width, what)
-    if given.ndim == 2:
-        given = given[..., None]
-    elif given.shape[-1] not in _CHANNELS:
-        given = given.transpose(1, 2, 0)
-    if channels == 1:
-        given = np.broadcast_to(given, (height, width, 3))
-    if channels == 4:
-        return np.asarray(rgb_of(Image.fromarray(np.ascontiguousarray(given)), limits.background))
-    return np.ascontiguousarray(given)
-
-
-def rgb_of(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Convert an image of any of Pillow's modes to RGB; an opaque RGB image is returned as it is.
-
-    Grayscale of 16 bits is shifted by 8 bits. Floats have no range by themselves: up to 1 they are a part of
-    white, up to 255 values of 8 bits, above that of 16. Transparent pixels are composited over `background`.
-    """
-    image.load()  # until then a decoder may know another mode
-    if image.mode[0] in "IF":
-        image = _in_eight_bits(image)
-    elif image.mode == "La":
-        image = image.convert("LA")
-    if not image.has_transparency_data:
-        return image if image.mode == "RGB" else image.convert("RGB")
-    rgba, opaque = image.convert("RGBA"), Image.new("RGB", image.size, tuple(background))
-    opaque.paste(rgba, mask=rgba.getchannel("A"))
-    return opaque
-
-
-def _in_eight_bits(image: Image.Image) -> Image.Image:
-    values = np.asarray(image)
-    if image.mode == "F":
-        values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
-        most = float(values.max(initial=0.0))
-        scale = 255.0 if most <= 1 else 1.0 if most <= 255 else 1 / 256
-        gray = Image.fromarray(np.clip(values * scale, 0, 255).astype(np.uint8))
-    else:
-        gray = Image.fromarray((np.clip(values, 0, 0xFFFF) >> 8).astype(np.uint8))
-    if (transparent := image.info.get("transparency")) is not None:
-        gray.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
-    return gray
-
-
-def image_shape(shape: tuple[int, ...], what: str) -> tuple[int, int, int]:
-    """Height, width and channels of an image's array; MediaError: it has not the shape of an image."""
-    if len(shape) == 2:
-        shape = (*shape, 1)
-    if len(shape) == 3 and shape[-1] not in _CHANNELS and shape[0] in _CHANNELS:
-        shape = (*shape[1:], shape[0])
-    if len(shape) != 3 or shape[-1] not in _CHANNELS or 0 in shape:
-        raise MediaError(f"{what}: expected (height, width), or with 1, 3 or 4 channels; got {tuple(shape)}")
-    return shape[0], shape[1], shape[2]

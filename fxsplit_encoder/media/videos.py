@@ -1,17 +1,42 @@
-"""Videos: what is known from the header, and the frames that are asked for, decoded one after another."""
+"""Videos: what is known from the header, and the frames that are asked for, decoded one after another.
+
+Frames come already decoded, from animated images by Pillow, or from video files by torchcodec.
+"""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from fxsplit_encoder.errors import MediaError
-from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
-from fxsplit_encoder.media.sources import ARRAYS, MediaSettings, Pixels, pixels_of
+from fxsplit_encoder.media.images import (
+    Pixels,
+    load_image,
+    lock_of,
+    measure_image,
+    open_image,
+    pixel_bytes,
+    pixels_of,
+    rgb_of,
+    scaled,
+    shrunk,
+)
+from fxsplit_encoder.media.sources import (
+    ARRAYS,
+    HeaderReader,
+    MediaSettings,
+    attempt,
+    imported,
+    is_encoded,
+    name_of,
+)
 from fxsplit_encoder.messages import shown
 
 
@@ -42,6 +67,8 @@ class Video(ABC):
     """A video of which the header was read."""
 
     header: VideoHeader
+    opened = ExitStack()
+    """What was opened for it; nothing, unless `open_video` says so."""
 
     def select(self, indices: Sequence[int], limits: MediaSettings, scale: float = 1.0) -> Frames:
         """Some frames, rising by index, of which the same may come twice, with their sides shrunk.
@@ -68,8 +95,9 @@ class Video(ABC):
         """Every frame, RGB."""
         return self.decode(range(self.header.num_frames))
 
-    def close(self) -> None:  # noqa: B027 - most have opened nothing
+    def close(self) -> None:
         """Gives back what was opened."""
+        self.opened.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +153,7 @@ class DecodedVideo(Video):
         """Every frame, arrays without making images of them."""
         for frame in self._frames:
             is_array = isinstance(frame, ARRAYS)
-            yield pixels_of(frame, self._limits, "video") if is_array else load_image(frame, self._limits)
+            yield pixels_of(frame, self._limits) if is_array else load_image(frame, self._limits)
 
 
 def _listed(frames: object) -> Sequence[Any]:
@@ -138,3 +166,186 @@ def _listed(frames: object) -> Sequence[Any]:
             f"video: expected VideoFrames, bytes, a path or a list of frames; got {shown(frames)}"
         )
     return frames
+
+
+# --- animated images
+
+
+class AnimatedImage(Video):
+    """An animated image over a background, of so many seconds (0: not known). An image that does not move is
+    a video of one frame.
+    """
+
+    def __init__(self, image: Image.Image, background: tuple[int, int, int], seconds: float = 0.0) -> None:
+        self._image, self._background = image, background
+        with attempt("video", "an animated image"):
+            count = int(getattr(image, "n_frames", 1))
+        self.header = VideoHeader(count, image.width, image.height, count / seconds if seconds else None)
+
+    def num_decoded(self, indices: Sequence[int]) -> int:
+        """Every frame is decoded on top of those before it."""
+        return max(indices) + 1
+
+    def decode(self, indices: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames as RGB images. They are not turned."""
+        with lock_of(self._image), attempt("video", "an animated image"):
+            for index in indices:
+                if getattr(self._image, "is_animated", False):
+                    self._image.seek(index)
+                frame = rgb_of(self._image, self._background)
+                yield frame.copy() if frame is self._image else frame
+
+
+def _webp(file: HeaderReader) -> Iterator[float]:
+    file.seek(12)
+    while len(head := file.read(8)) == 8:
+        size = int.from_bytes(head[4:], "little")
+        end = file.tell() + size + size % 2
+        if head[:4] == b"ANMF":
+            yield int.from_bytes(file.read(15)[12:], "little")
+        file.seek(end)
+
+
+def _png(file: HeaderReader) -> Iterator[float]:
+    file.seek(8)
+    while len(head := file.read(8)) == 8:
+        end = file.tell() + int.from_bytes(head[:4], "big") + 4
+        if head[4:] == b"fcTL":
+            delay = file.read(24)[20:]
+            yield 1000 * int.from_bytes(delay[:2], "big") / (int.from_bytes(delay[2:], "big") or 100)
+        file.seek(end)
+
+
+def _gif(file: HeaderReader) -> Iterator[float]:
+    _skip_colors(file, file.read(13)[10:11])
+    while kind := file.read(1):
+        if kind == b"!":  # an extension
+            if file.read(1) == b"\xf9":  # of which this one is for the next image
+                yield 10 * int.from_bytes(file.read(5)[2:4], "little")
+            _skip_blocks(file)
+        elif kind == b",":  # an image
+            _skip_colors(file, file.read(9)[8:])
+            file.seek(1, 1)
+            _skip_blocks(file)
+        else:
+            return
+
+
+def _skip_colors(file: HeaderReader, flags: bytes) -> None:
+    if flags and flags[0] & 0x80:
+        file.seek(3 << (1 + (flags[0] & 7)), 1)
+
+
+def _skip_blocks(file: HeaderReader) -> None:
+    while (size := file.read(1)) and size[0]:
+        file.seek(size[0], 1)
+
+
+_FORMATS = (
+    (re.compile(rb"RIFF....WEBP", re.DOTALL), _webp),
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), _png),
+    (re.compile(rb"GIF8"), _gif),
+)
+
+
+def animation_seconds(file: HeaderReader) -> float | None:
+    """The sum of its frames' durations in seconds, of a file at its beginning; no frame is decoded.
+
+    Returns:
+        0.0 where the file does not tell: it is malformed, or its frames have no duration. None: it is of
+        another kind, which a decoder of videos reads and not Pillow.
+    """
+    start = file.read(12)
+    file.seek(0)
+    for magic, milliseconds in _FORMATS:
+        if magic.match(start):
+            return sum(milliseconds(file)) / 1000
+    return None
+
+
+# --- files of videos
+
+_AT_ONCE = 16
+"""Frames that are decoded together: torchcodec looks once for those that lie close to one another."""
+
+
+class ContainedVideo(Video):
+    """The best video stream of a file.
+
+    How many frames it has and how many a second is what its header says, or, where that says nothing, what
+    a look at every packet finds. Frame i of n is then the one at i / n of the length.
+
+    Raises:
+        MediaError: FFmpeg cannot read it, or cannot be loaded.
+        MissingExtraError: torchcodec is not installed.
+    """
+
+    def __init__(self, source: Path | bytes, name: str) -> None:
+        self._name = name
+        codec = imported("torchcodec.decoders", "FFmpeg's shared libraries", "decoding video files", "video")
+        decoder = codec.VideoDecoder
+        with attempt(name, "a video"):
+            self._decoder = decoder(source, seek_mode="approximate", **_OPTIONS)
+            if not _is_complete(self._decoder.metadata):
+                self._decoder = decoder(source, seek_mode="exact", **_OPTIONS)
+            found = self._decoder.metadata
+        if not _is_complete(found):
+            raise MediaError(f"{name}: FFmpeg finds no frames in it, or no size or rate of them")
+        self.header = VideoHeader(found.num_frames, found.width, found.height, found.average_fps)
+
+    def decode(self, indices: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames as RGB images, turned as the file says."""
+        for start in range(0, len(indices), _AT_ONCE):
+            with attempt(self._name, "a video"):
+                frames = self._decoder.get_frames_at(list(indices[start : start + _AT_ONCE])).data
+            yield from (Image.fromarray(frame.numpy()) for frame in frames)
+
+
+_OPTIONS = {"dimension_order": "NHWC", "num_ffmpeg_threads": 1}
+
+
+def _is_complete(metadata: Any) -> bool:
+    numbers = (metadata.num_frames, metadata.average_fps, metadata.width, metadata.height)
+    return all(number is not None and number > 0 for number in numbers)
+
+
+def open_video(media: object, limits: MediaSettings) -> Video:
+    """Reads what a video's header says; nothing is decoded. The video is to be closed.
+
+    Args:
+        media: `VideoFrames`, or their `frames` alone; an animated PIL image; encoded bytes or a path, of an
+            animated WebP, GIF or PNG, or of anything that FFmpeg reads.
+        limits: of bytes, pixels and seconds; `Video.select` checks the frames.
+
+    Raises:
+        MediaError: it is no video, or beyond a limit.
+        MissingExtraError: FFmpeg has to read it, and torchcodec is not installed.
+    """
+    with ExitStack() as opened:
+        video = _open(media, limits, opened)
+        header = video.header
+        limits.check("max_pixels", header.width * header.height, "video")
+        if header.fps:
+            limits.check("max_seconds", header.num_frames / header.fps, "video")
+        video.opened = opened.pop_all()
+    return video
+
+
+def _open(media: object, limits: MediaSettings, opened: ExitStack) -> Video:
+    """A video, and what has to be closed with it."""
+    if isinstance(media, Image.Image):
+        video = AnimatedImage(media, limits.background)
+        limits.check("max_frames", video.header.num_frames, "video")  # its digest takes all of them
+        return video
+    if not is_encoded(media):
+        return DecodedVideo(media if isinstance(media, VideoFrames) else VideoFrames(media), limits)
+    name = name_of(media)
+    reader = opened.enter_context(closing(HeaderReader(media, limits)))
+    with reader.limited():
+        with attempt(name, "a video"):
+            seconds = animation_seconds(reader)
+            reader.seek(0)
+        if seconds is not None:
+            return AnimatedImage(open_image(reader, limits, name), limits.background, seconds)
+    opened.close()
+    return ContainedVideo(reader.source, name)

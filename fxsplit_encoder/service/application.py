@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,9 +20,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fxsplit_encoder.errors import EncoderLostError, FxSplitError, InputError, MediaError
+from fxsplit_encoder.errors import FxSplitError, InputError, MediaError
 from fxsplit_encoder.integrations.prometheus import ServiceMetrics
-from fxsplit_encoder.service.encoder import Item, Preparer, QueuedEncoder, Result, thread_pool
+from fxsplit_encoder.service.encoder import Item, Preparer, Result, thread_pool
 from fxsplit_encoder.service.protocol import (
     RequestError,
     Source,
@@ -40,45 +40,20 @@ BODY_TIMEOUT_S = 30.0
 """Within which a request's body has to come."""
 MOST_PENDING_BYTES = 1 << 30
 """Of all bodies that are in memory together."""
-_RETRY_AFTER = {"Retry-After": "1"}
-_CLOSE = {"Connection": "close"}
 _GONE = 499
 """The status of a request whose client has gone; the answer is read by no one."""
 
 
 class Backend(Protocol):
-    """Encoders of the application."""
+    """Encoders of the application: a `QueuedEncoder`, here or elsewhere."""
 
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
-        """Encode a request's items; return embeddings, in order, and output tokens before pooling.
-        FxSplitError: nothing can be encoded now, and it is retryable.
-        """
+    async def answer(self, items: Sequence[Item], tenant: str, timeout_s: float) -> tuple[list[Result], int]:
+        """See `QueuedEncoder.answer`."""
         ...
 
     async def is_ready(self) -> bool:
-        """Whether an encoder has captured, and takes items; FxSplitError: all are lost."""
+        """See `QueuedEncoder.is_ready`."""
         ...
-
-
-class LocalBackend:
-    """Encoders in this process."""
-
-    def __init__(self, encoder: QueuedEncoder, timeout_s: float) -> None:
-        self._encoder, self._timeout_s = encoder, timeout_s
-
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
-        """As of `Backend`; cancelling it cancels the items that wait."""
-        counts = await asyncio.wrap_future(thread_pool().submit(self._encoder.count_tokens, items))
-        futures = self._encoder.submit(items, counts, tenant, self._timeout_s)
-        waiting = map(asyncio.wrap_future, futures)
-        landed: list[Any] = await asyncio.gather(*waiting, return_exceptions=True)
-        return landed, sum(counts)
-
-    async def is_ready(self) -> bool:
-        """As of `Backend`."""
-        if not self._encoder.queue.is_alive:
-            raise EncoderLostError("the encoder is lost; see the log")
-        return self._encoder.is_ready
 
 
 class Application:
@@ -115,13 +90,10 @@ class Application:
                 if is_private and self.settings.api_key is not None:
                     self._check_key(request, self.settings.api_key)
                 response = await endpoint(request)
-            except RequestError as error:
-                response = error.response()
             except ClientDisconnect:
                 response = Response(status_code=_GONE)
             except Exception as error:
-                logger.exception("a request failed")
-                response = RequestError(500, "internal", f"{type(error).__name__}: see the log").response()
+                response = _answer_to(error).response()
             self._metrics.add_request(response.status_code, time.perf_counter() - begin)
             return response
 
@@ -129,15 +101,14 @@ class Application:
 
     async def _refuse_path(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        kind = "not_found" if error.status_code == 404 else "method_not_allowed"
-        message = f"{error.detail}; there are {self.paths}"
-        return RequestError(error.status_code, kind, message, headers=error.headers).response()
+        refused = RequestError(error.status_code, f"{error.detail}; there are {self.paths}")
+        refused.headers = error.headers
+        return refused.response()
 
     def _check_key(self, request: Request, key: str) -> None:
         given = request.headers.get("authorization", "").encode()
         if not secrets.compare_digest(given, f"Bearer {key}".encode()):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise RequestError(401, "unauthorized", "Authorization: expected Bearer KEY", headers=headers)
+            raise RequestError(401, "Authorization: expected Bearer KEY")
 
     # --- paths
 
@@ -145,22 +116,14 @@ class Application:
         model = {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "fxsplit_encoder"}
         return json_response({"object": "list", "data": [model]})
 
-    async def _is_ready(self) -> bool:
-        try:
-            return await self._backend.is_ready()
-        except FxSplitError as error:
-            raise _unavailable(str(error)) from error
-
     async def _health(self, request: Request) -> Response:
-        status = "ok" if await self._is_ready() else "starting"
+        status = "ok" if await self._backend.is_ready() else "starting"
         running = {"requests": self.num_requests, "pending_bytes": self.pending_bytes}
         return json_response({"status": status, "model": self.settings.name, **running})
 
     async def _ready(self, request: Request) -> Response:
-        if self.is_draining:
-            raise _unavailable("the service ends")
-        if not await self._is_ready():
-            raise _unavailable("the encoder starts")
+        if self.is_draining or not await self._backend.is_ready():
+            raise RequestError(503, "the service ends" if self.is_draining else "the encoder starts")
         return json_response({"status": "ready"})
 
     async def _expose(self, request: Request) -> Response:
@@ -182,7 +145,7 @@ class Application:
 
     def _check_load(self) -> None:
         if self.num_requests >= self.settings.max_requests:
-            raise _busy(f"{self.num_requests} requests are worked on, the limit max_requests")
+            raise RequestError(429, f"{self.num_requests} requests are worked on, the limit max_requests")
 
     # --- bodies
 
@@ -195,15 +158,13 @@ class Application:
                 async for chunk in chunks:
                     if (size := len(body) + len(chunk)) > (most := self.settings.max_request_bytes):
                         limit = f"expected at most {most} bytes, the limit max_request_bytes"
-                        message = f"body: {limit}; got {size} or more"
-                        raise RequestError(413, "too_large", message, headers=_CLOSE)
+                        raise RequestError(413, f"body: {limit}; got {size} or more")
                     if self.pending_bytes + len(chunk) > MOST_PENDING_BYTES:
-                        raise _busy("the bodies that came take all memory for them")
+                        raise RequestError(429, "the bodies that came take all memory for them")
                     self.pending_bytes += len(chunk)
                     body += chunk
         except TimeoutError:
-            message = f"body: expected all of it within {BODY_TIMEOUT_S:g} s"
-            raise RequestError(408, "timeout", message, headers=_CLOSE) from None
+            raise RequestError(408, f"body: expected all of it within {BODY_TIMEOUT_S:g} s") from None
         except RequestError:
             await self._discard(chunks)
             raise
@@ -241,10 +202,7 @@ class Application:
         prepared = (on_thread(self._prepare, *numbered) for numbered in enumerate(asked.input))
         items = list(await asyncio.gather(*prepared))
         tenant = asked.user or (request.client.host if request.client else "")
-        try:
-            outcomes, tokens = await self._backend.encode(items, tenant)
-        except FxSplitError as error:
-            raise _answer_to(error, None) from error
+        outcomes, tokens = await self._backend.answer(items, tenant, self.settings.request_timeout_s)
         embeddings = []
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, Exception):
@@ -262,33 +220,28 @@ class Application:
                     pixels += self._preparer.measure(source)
             if pixels > most:
                 limit = f"expected at most {most} pixels together, the limit max_request_pixels"
-                raise RequestError(413, "too_large", f"images: {limit}; got {pixels} or more", index)
+                raise RequestError(413, f"images: {limit}; got {pixels} or more", index)
 
     def _prepare(self, index: int, source: Source) -> Item:
         if isinstance(source, bytes):
             with _refusing(index):
                 return self._preparer.load(source)
         if self._tokenizer is None:
-            message = f"input: {self.settings.name} takes images alone; got a text"
-            raise RequestError(400, "invalid_request", message, index)
+            raise RequestError(400, f"input: {self.settings.name} takes images alone; got a text", index)
         return self._tokenizer(source)
 
 
-def _busy(message: str) -> RequestError:
-    return RequestError(429, "overloaded", f"{message}; ask again", headers=_RETRY_AFTER)
-
-
-def _unavailable(message: str) -> RequestError:
-    return RequestError(503, "unavailable", message, headers=_RETRY_AFTER)
-
-
-def _answer_to(error: Exception, index: int | None) -> Exception:
-    """The answer to a request whose item was not encoded."""
+def _answer_to(error: Exception, index: int | None = None) -> RequestError:
+    """The answer to a request that failed, or whose item of that index did."""
+    if isinstance(error, RequestError):
+        return error
     if isinstance(error, InputError):
-        return RequestError(422, "unencodable_image", str(error), index)
+        kind = "undecodable_image" if isinstance(error, MediaError) else "unencodable_image"
+        return RequestError(422, str(error), index, kind)
     if isinstance(error, FxSplitError) and error.retryable:
-        return _unavailable(f"{error}; ask again")
-    return error
+        return RequestError(503, str(error))
+    logger.error("a request failed", exc_info=error)
+    return RequestError(500, f"{type(error).__name__}: see the log")
 
 
 @contextlib.contextmanager
@@ -296,7 +249,7 @@ def _refusing(index: int) -> Iterator[None]:
     try:
         yield
     except MediaError as error:
-        raise RequestError(422, "undecodable_image", str(error), index) from None
+        raise _answer_to(error, index) from None
 
 
 async def _disconnected(request: Request) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from torch.nn.functional import normalize
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
-from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.media import MediaSettings, load_image, measure_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
@@ -224,7 +225,8 @@ class ImageEncoder:
         texts = [item for item in items if not isinstance(item, PreparedImage)]
         begin = time.perf_counter()
         try:
-            of_images, of_texts = iter(self._encode_images(images)), iter(self._encode_texts(texts))
+            of_images = iter(self._encode_images(images) if images else ())
+            of_texts = iter(torch.split(self.texts(texts), 1) if texts and self.texts is not None else ())
             rows = [next(of_images if isinstance(item, PreparedImage) else of_texts) for item in items]
             joined = torch.cat(rows)
             if self.preparer.normalizes:
@@ -243,8 +245,6 @@ class ImageEncoder:
         self.manager.clear()
 
     def _encode_images(self, images: Sequence[PreparedImage]) -> Sequence[Tensor]:
-        if not images:
-            return []
         rows = self.manager.execute(upload(images, self.values, self.device))
         assert len(rows) == len(images)
         if self._trims:
@@ -252,12 +252,6 @@ class ImageEncoder:
         if self.preparer.pooling == "mean":
             rows = [each.mean(dim=0, keepdim=True, dtype=torch.float32) for each in rows]
         return rows
-
-    def _encode_texts(self, texts: Sequence[Tokens]) -> Sequence[Tensor]:
-        if not texts:
-            return []
-        assert self.texts is not None  # else a `Preparer` has no tokenizer
-        return torch.split(self.texts(texts), 1)
 
 
 def _host_inputs(image: PreparedImage) -> dict[str, Any]:
@@ -298,23 +292,27 @@ class QueuedEncoder:
         for started in self.started:
             started.result()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether an encoder has captured, and takes items."""
-        return self.queue.is_alive and any(started.done() for started in self.started)
+    async def is_ready(self) -> bool:
+        """Whether an encoder has captured, and takes items; EncoderLostError: all are lost."""
+        if not self.queue.is_alive:
+            raise EncoderLostError("the encoder is lost; see the log")
+        return any(started.done() for started in self.started)
 
     def count_tokens(self, items: Sequence[Item]) -> list[int]:
         """As `ImageEncoder.count_tokens`, of each item."""
         return [self.first.count_tokens(item) for item in items]
 
-    def submit(
-        self, items: Sequence[Item], counts: Sequence[int], tenant: str, timeout_s: float
-    ) -> list[Future[Array]]:
-        """The future embedding of each item, of so many output tokens; raises as `EncodeQueue.submit`."""
-        return [
+    async def answer(self, items: Sequence[Item], tenant: str, timeout_s: float) -> tuple[list[Result], int]:
+        """Encode a request's items, in whatever batches; return embeddings or errors, in order, and output
+        tokens before pooling. Cancelling it cancels the items that wait. Raises as `EncodeQueue.submit`.
+        """
+        counts = await asyncio.wrap_future(thread_pool().submit(self.count_tokens, items))
+        futures = [
             self.queue.submit(item, tokens, tenant=tenant, timeout_s=timeout_s)
             for item, tokens in zip(items, counts, strict=True)
         ]
+        landed: list[Any] = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        return landed, sum(counts)
 
     def encode(self, items: Sequence[Item]) -> list[Result]:
         """Encode items in batches that depend on them alone, and so do their last bits; an InputError takes

@@ -31,29 +31,34 @@ _MOST_FIELD_BYTES = 1 << 10
 MOST_CHARACTERS = 1 << 15
 
 
-class RequestError(HTTPException):
-    """A request that is answered by an error."""
+_KINDS = {
+    400: "invalid_request",
+    401: "unauthorized",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    413: "too_large",
+    415: "unsupported_media_type",
+    429: "overloaded",
+    500: "internal",
+    503: "unavailable",
+}
+_CLOSE, _RETRY = {"Connection": "close"}, {"Retry-After": "1"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: _CLOSE, 413: _CLOSE, 429: _RETRY, 503: _RETRY}
 
-    def __init__(
-        self,
-        status: int,
-        kind: str,
-        message: str,
-        index: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(status, message, headers)
-        self.kind, self.index = kind, index
+
+class RequestError(HTTPException):
+    """A request that is answered by an error, of the kind that its status has unless another is given."""
+
+    def __init__(self, status: int, message: str, index: int | None = None, kind: str = "") -> None:
+        super().__init__(status, message, _HEADERS.get(status))
+        self.kind, self.index = kind or _KINDS[status], index
 
     def response(self) -> Response:
         """The error as JSON."""
         index = {} if self.index is None else {"index": self.index}
         error = {"type": self.kind, "message": self.detail, **index, "code": self.status_code}
         return json_response({"error": error}, self.status_code, self.headers)
-
-
-def _invalid(message: str, index: int | None = None) -> RequestError:
-    return RequestError(400, "invalid_request", message, index)
 
 
 class EmbeddingRequest(BaseModel, frozen=True):
@@ -101,22 +106,22 @@ def parse_request(
     else:
         expected = "multipart/form-data, application/json, image/* or application/octet-stream"
         got = kind.decode("latin-1") or "nothing"
-        raise RequestError(415, "unsupported_media_type", f"expected {expected}; got {got}")
+        raise RequestError(415, f"expected {expected}; got {got}")
     fields = {**QueryParams(query), **fields}
     if unknown := sorted(fields.keys() - (_FIELDS - {"input"})):
-        raise _invalid(f"expected {', '.join(sorted(_FIELDS))}; got {names_of(unknown)}")
+        raise RequestError(400, f"expected {', '.join(sorted(_FIELDS))}; got {names_of(unknown)}")
     values = given if isinstance(given, list) else [given]
     if not 1 <= len(values) <= settings.max_items_per_request:  # before any is decoded
         limit = f"expected 1 to {settings.max_items_per_request} of them"
-        raise _invalid(f"items: {limit}; got {len(values)}")
+        raise RequestError(400, f"items: {limit}; got {len(values)}")
     items = [_item_of(index, value, fields.get("modality")) for index, value in enumerate(values)]
     try:
         asked = EmbeddingRequest(input=items, **fields)
     except ValidationError as error:
-        raise _invalid("; ".join(problems_of(error, [*_FIELDS]))) from None
+        raise RequestError(400, "; ".join(problems_of(error, [*_FIELDS]))) from None
     if asked.model not in (None, settings.name):
         message = f"model: expected {settings.name}; got {shown(asked.model)}"
-        raise RequestError(404, "model_not_found", message)
+        raise RequestError(404, message, kind="model_not_found")
     return asked
 
 
@@ -125,13 +130,13 @@ def parse_request(
 
 def _read_json(body: bytes) -> dict[str, Any]:
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:
-        raise _invalid(f"body: expected at most {_MOST_VALUES} values")
+        raise RequestError(400, f"body: expected at most {_MOST_VALUES} values")
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise _invalid(f"body: not valid JSON: {error}") from None
+        raise RequestError(400, f"body: not valid JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise _invalid(f"body: expected a JSON object; got {shown(fields)}")
+        raise RequestError(400, f"body: expected a JSON object; got {shown(fields)}")
     return fields
 
 
@@ -139,7 +144,9 @@ def _item_of(index: int, value: object, modality: object) -> Source:
     if isinstance(value, dict):
         names = sorted(value)
         if names not in (["image"], ["text"]):
-            raise _invalid(f"input: expected an object with image or text; got {names_of(names)}", index)
+            raise RequestError(
+                400, f"input: expected an object with image or text; got {names_of(names)}", index
+            )
         modality, value = names[0], value[names[0]]
     elif isinstance(value, str) and value.startswith("data:image/"):
         modality = "image"
@@ -149,11 +156,13 @@ def _item_of(index: int, value: object, modality: object) -> Source:
         try:
             return decoded(value)
         except MediaError as error:
-            raise _invalid(str(error), index) from None
+            raise RequestError(400, str(error), index) from None
     if not isinstance(value, str):
-        raise _invalid(f"input: expected a text, a data URL or an object; got {shown(value)}", index)
+        raise RequestError(400, f"input: expected a text, a data URL or an object; got {shown(value)}", index)
     if len(value) > MOST_CHARACTERS:
-        raise _invalid(f"input: expected at most {MOST_CHARACTERS} characters; got {len(value)}", index)
+        raise RequestError(
+            400, f"input: expected at most {MOST_CHARACTERS} characters; got {len(value)}", index
+        )
     return value
 
 
@@ -168,18 +177,20 @@ def _read_form(body: bytes, boundary: bytes, settings: ServiceSettings) -> tuple
 
     def add_file(file: multipart.File) -> None:
         if len(files) >= settings.max_items_per_request:
-            raise _invalid(f"multipart: Too many files; expected at most {settings.max_items_per_request}")
+            raise RequestError(
+                400, f"multipart: Too many files; expected at most {settings.max_items_per_request}"
+            )
         file.file_object.seek(0)
         files.append(file.file_object.read())
 
     def add_field(field: multipart.Field) -> None:
         value = field.value or b""
         if len(value) > _MOST_FIELD_BYTES or len(fields) > len(_FIELDS):
-            raise _invalid("multipart: expected few and short fields beside the files")
+            raise RequestError(400, "multipart: expected few and short fields beside the files")
         fields[(field.field_name or b"").decode("utf-8", "replace")] = value.decode("utf-8", "replace")
 
     if not boundary:
-        raise _invalid("multipart: Content-Type: expected a boundary")
+        raise RequestError(400, "multipart: Content-Type: expected a boundary")
     in_memory = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
     try:
         parser = multipart.FormParser(
@@ -187,9 +198,9 @@ def _read_form(body: bytes, boundary: bytes, settings: ServiceSettings) -> tuple
         )
         parser.write(body)
     except ValueError as error:
-        raise _invalid(f"multipart: {error}") from None
+        raise RequestError(400, f"multipart: {error}") from None
     if not ends:
-        raise _invalid("multipart: expected the boundary of its end; it was cut off")
+        raise RequestError(400, "multipart: expected the boundary of its end; it was cut off")
     return files, fields
 
 
@@ -244,7 +255,7 @@ def _shortened(embedding: Array, dimensions: int | None, is_normalized: bool) ->
         return embedding
     if len(embedding) != 1 or dimensions > embedding.shape[1]:
         given = f"{dimensions} of {' x '.join(map(str, embedding.shape))}"
-        raise _invalid(f"dimensions: expected at most those of one vector; got {given}")
+        raise RequestError(400, f"dimensions: expected at most those of one vector; got {given}")
     cut = embedding[:, :dimensions]
     if is_normalized:
         length = np.linalg.norm(cut.astype(np.float32), axis=1, keepdims=True)

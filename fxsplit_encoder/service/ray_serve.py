@@ -17,7 +17,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import RayMetrics
-from fxsplit_encoder.service.application import Application, LocalBackend
+from fxsplit_encoder.service.application import Application
 from fxsplit_encoder.service.encoder import Item, Preparer, QueuedEncoder, Result
 from fxsplit_encoder.service.settings import ServiceSettings
 
@@ -69,11 +69,11 @@ class _RemoteBackend:
     def __init__(self, encoder: Any) -> None:
         self._encoder = encoder
 
-    async def encode(self, items: Sequence[Item], tenant: str) -> tuple[list[Result], int]:
+    async def answer(self, items: Sequence[Item], tenant: str, timeout_s: float) -> tuple[list[Result], int]:
         """As of `Backend`."""
         for _ in range(_TRIES):
             try:
-                found: tuple[list[Result], int] = await self._encoder.encode.remote(items, tenant)
+                found: tuple[list[Result], int] = await self._encoder.answer.remote(items, tenant, timeout_s)
                 return found
             except (BackPressureError, DeploymentUnavailableError, RayActorError) as error:
                 lost = error
@@ -87,23 +87,21 @@ class _RemoteBackend:
             raise EncoderLostError(f"no encoder answers: {error}") from error
 
 
-class EncoderReplica(LocalBackend):
+class EncoderReplica(QueuedEncoder):
     """One tower, one GPU, one queue."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._metrics = RayMetrics()
-        encoder = QueuedEncoder(settings, observe=self._observe)
-        encoder.wait_started()
-        super().__init__(encoder, settings.request_timeout_s)
+        super().__init__(settings, observe=self._observe)
+        self.wait_started()
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raise if the encoder is lost; Serve calls it, and replaces the replica."""
-        if not self._encoder.queue.is_alive:
-            raise RuntimeError("the encoder is lost; see the log")
+        await self.is_ready()
 
     def _observe(self, embeddings: Sequence[Any], seconds: float) -> None:
         self._metrics.add_batch(embeddings, seconds)
-        self._metrics.set_served(self._encoder.first.manager.stats())
+        self._metrics.set_served(self.first.manager.stats())
 
 
 # --- metrics
@@ -119,20 +117,17 @@ class _ClusterMetrics(RayMetrics):
 
 
 def joined(texts: Mapping[str, str | None]) -> str:
-    """Several nodes' texts as one, each metric's lines together."""
+    """Several nodes' texts as one, each metric's lines together, and what it is said once."""
     lines = [f"# {url} did not answer" for url, text in texts.items() if text is None]
-    families: dict[str, list[str]] = {}
+    families: dict[str, dict[str, None]] = {}
     for text in texts.values():
         family = ""
         for line in (text or "").splitlines():
             if line.startswith("# HELP "):
                 family = line.split()[2]
-            own = families.setdefault(family, [])
-            if not line.startswith("#") or line not in own:  # what it is was said by another
-                own.append(line)
-    for family in sorted(families):
-        lines += families[family] if family.startswith(PREFIXES) else []
-    return "\n".join(lines) + "\n"
+            if family.startswith(PREFIXES):
+                families.setdefault(family, {})[line] = None
+    return "\n".join([*lines, *(line for family in sorted(families) for line in families[family])]) + "\n"
 
 
 def _fetched(url: str) -> str | None:

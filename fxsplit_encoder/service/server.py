@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fxsplit_encoder.errors import EncoderLostError
 from fxsplit_encoder.integrations.prometheus import LocalMetrics
-from fxsplit_encoder.service.application import Application, LocalBackend
+from fxsplit_encoder.service.application import Application
 from fxsplit_encoder.service.encoder import QueuedEncoder
 from fxsplit_encoder.service.settings import ServiceSettings
 
@@ -36,8 +36,7 @@ class Service:
         own = devices if settings.device == "auto" else None
         self.encoder = QueuedEncoder(settings, own, observe=metrics.add_batch)
         metrics.watch(self.encoder.queue, [encoder.manager for encoder in self.encoder.encoders])
-        backend = LocalBackend(self.encoder, settings.request_timeout_s)
-        self.application = Application(settings, self.encoder.preparer, backend, metrics)
+        self.application = Application(settings, self.encoder.preparer, self.encoder, metrics)
 
     def server(self, host: str = "127.0.0.1", port: int = 8000) -> uvicorn.Server:
         """A server of the application; its `run` returns after a signal and the end of requests in flight."""
@@ -91,44 +90,35 @@ class _Server(uvicorn.Server):
 class _Limited(HttpToolsProtocol):
     """A connection that is closed where headers do not come in time or are too long, or among too many."""
 
-    _deadline: asyncio.TimerHandle | None = None
-    _num_idle_bytes = 0
+    _deadline: asyncio.TimerHandle
+    """By which a request's headers have to be there; cancelled while one is under way."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > _MOST_CONNECTIONS:
             transport.close()
-        self._watch()
+        self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
-        was_idle = self._is_idle
         super().data_received(data)
-        self._num_idle_bytes = self._num_idle_bytes + len(data) if was_idle and self._is_idle else 0
-        if self._num_idle_bytes > _MOST_HEADER_BYTES:
+        self._num_bytes += len(data)
+        if self._num_bytes > _MOST_HEADER_BYTES and not self._deadline.cancelled():
             self.transport.close()
-        self._watch()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._deadline.cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch()
+        cycle: Any = self.cycle
+        if cycle.response_complete:  # else another request has come already
+            self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._disarm()
+        self._deadline.cancel()
 
-    @property
-    def _is_idle(self) -> bool:
-        """Whether no request is under way, of which the headers have come."""
-        cycle: Any = self.cycle
-        return cycle is None or bool(cycle.response_complete)
-
-    def _watch(self) -> None:
-        if not self._is_idle:
-            self._disarm()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
-
-    def _disarm(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _expect_headers(self) -> None:
+        self._num_bytes = 0
+        self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)

@@ -193,7 +193,7 @@ def test_nothing_is_decoded_to_be_measured() -> None:
         ("https://example.org/cat.png", "expected a path; fetch what it names"),
         (EXAMPLES, "expected a regular file"),
         (None, "image: expected a PIL image, an array of uint8, bytes or a path; got None"),
-        (np.zeros((4, 4, 3), np.float32), "an array of uint8, bytes or a path; got ndarray"),
+        (np.zeros((4, 4, 3), np.float32), "expected an array of uint8; got ndarray"),
         (np.zeros((5, 4, 5), np.uint8), r"1, 3 or 4 channels; got \(5, 4, 5\)"),
         (np.zeros((0, 4, 3), np.uint8), r"got \(0, 4, 3\)"),
     ],

@@ -21,8 +21,8 @@ from fxsplit_encoder.media import (
     open_video,
     sources,
 )
-from fxsplit_encoder.media.readers import animation_seconds
 from fxsplit_encoder.media.sources import HeaderReader
+from fxsplit_encoder.media.videos import animation_seconds
 
 from .test_images import noise
 

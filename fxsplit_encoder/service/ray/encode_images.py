@@ -76,7 +76,10 @@ def errors_of(table: pa.Table) -> list[str | None]:
 
 def with_inputs(table: pa.Table, prepared: Sequence[PreparedImage | str]) -> pa.Table:
     """The table with prepared images, or their errors, in place of encoded or decoded ones."""
-    inputs = [None if isinstance(each, str) else _packed(each.inputs) for each in prepared]
+    inputs = [
+        None if isinstance(each, str) else np.frombuffer(save(dict(each.inputs)), np.uint8)
+        for each in prepared
+    ]
     layouts = [None if isinstance(each, str) else json.dumps(each.layout) for each in prepared]
     errors = [each if isinstance(each, str) else None for each in prepared]
     return _replaced(
@@ -116,15 +119,9 @@ def with_embeddings(table: pa.Table, results: Sequence[Result | str], dtype: str
     )
 
 
-def _replaced(table: pa.Table, old: Sequence[str], new: dict[str, pa.Array]) -> pa.Table:
-    kept = table.drop_columns([name for name in (*old, *new) if name in table.column_names])
-    for name, array in new.items():
-        kept = kept.append_column(name, array)
-    return kept
-
-
-def _packed(inputs: Mapping[str, Array]) -> Array:
-    return np.frombuffer(save(dict(inputs)), np.uint8)
+def _replaced(table: pa.Table, old: Sequence[str], new: Mapping[str, pa.Array]) -> pa.Table:
+    kept = {name: table[name] for name in table.column_names if name not in (*old, *new)}
+    return pa.table({**kept, **new})
 
 
 def _unpacked(data: Array) -> dict[str, Array]:
@@ -217,7 +214,7 @@ def encode_images(
     prepared = dataset.map_batches(
         prepare_images, fn_kwargs=settings, batch_size=32, batch_format="pyarrow", **PREPARING
     )
-    encoded = encode_batches(prepared, EncodeImages, checked, workers, gpus, batch_size)
+    encoded = encode_batches(prepared, EncodeImages, settings, workers, gpus, batch_size)
     encoded.context.execution_options.preserve_order = True
     return encoded
 
@@ -235,31 +232,29 @@ def gpus_of(settings: ImageEncoderSettings, asked: float | None = None) -> float
 def encode_batches(
     dataset: ray.data.Dataset,
     encoder: type[EncodeImages],
-    settings: ImageEncoderSettings,
+    arguments: Mapping[str, Any],
     workers: int | tuple[int, int],
     num_gpus: float,
     batch_size: int | None,
 ) -> ray.data.Dataset:
-    """A dataset of images as `encoder` encodes them, in batches; None: each block is one."""
+    """A dataset of images as actors encode them, each by an `encoder` of these arguments, in batches; None: a
+    block is one.
+    """
+    least, most = (workers, workers) if isinstance(workers, int) else workers
+    pool = ray.data.ActorPoolStrategy(
+        min_size=least,
+        max_size=most,
+        max_tasks_in_flight_per_actor=4,
+        max_concurrent_calls_per_actor=2,  # it encodes on a thread of its own: the rest overlaps
+        enable_true_multi_threading=True,
+    )
     return dataset.map_batches(
         encoder,
-        fn_constructor_kwargs=dict(settings),
-        compute=pool(workers),
+        fn_constructor_kwargs=dict(arguments),
+        compute=pool,
         batch_size=batch_size,
         batch_format="pyarrow",
         num_gpus=num_gpus,
         num_cpus=1,
         udf_modifying_row_count=False,
-    )
-
-
-def pool(workers: int | tuple[int, int]) -> ray.data.ActorPoolStrategy:
-    """Of actors with a thread of their own to encode on, so that the rest of a call may overlap."""
-    least, most = (workers, workers) if isinstance(workers, int) else workers
-    return ray.data.ActorPoolStrategy(
-        min_size=least,
-        max_size=most,
-        max_tasks_in_flight_per_actor=4,
-        max_concurrent_calls_per_actor=2,
-        enable_true_multi_threading=True,
     )

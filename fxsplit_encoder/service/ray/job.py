@@ -338,7 +338,9 @@ class EncodeJob:
         prepared = ray.data.from_arrow([*map(pa.table, tables)]).map_batches(
             prepare_shard, fn_kwargs={"root": os.getcwd(), **dict(self.settings)}, **PREPARING, **stage
         )
-        encoded = encode_batches(prepared, EncodeShard, self.settings, self.workers, self._num_gpus, None)
+        encoded = encode_batches(
+            prepared, EncodeShard, dict(self.settings), self.workers, self._num_gpus, None
+        )
         written = encoded.map_batches(write_shard, fn_kwargs={"parts": self.parts}, **stage)
         written.context.target_max_block_size = None  # a block is a shard, however large
         return written
