@@ -68,7 +68,7 @@ class EagerGraphs:
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter
-        self._replays: dict[int, Callable[[], Tensor]] = {}
+        self._replays: dict[int, tuple[Mapping[str, Tensor], Callable[[], Tensor]]] = {}
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         # What a layout determines is captured with it; only the pixels of a batch are copied.
@@ -78,8 +78,9 @@ class EagerGraphs:
         """The packed output of one path. Captures when `values`, of one `Prepared`, come first."""
         key = id(values)
         if key not in self._replays:
-            self._replays[key] = self._capture(path, values)
-        return self._replays[key]()
+            self._replays[key] = values, self._capture(path, values)  # which keeps their identity
+        _, replay = self._replays[key]
+        return replay()
 
     def _capture(self, path: str, values: Mapping[str, Tensor]) -> Callable[[], Tensor]:
         static = {name: tensor.clone() for name, tensor in values.items()}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import vllm_variants
 from models import PackedModel, rows_of
+from torch import Tensor
 from variants import MODES, VARIANTS, Compile, ExactGraph, Variant
 from vllm_variants import VllmEager, VllmManager, vllm_inputs
 from worker import _measure, relative_error, settle
@@ -72,8 +74,11 @@ def test_a_graph_of_a_layout_keeps_all_that_it_reads(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Graph:
-        def replay(self) -> None: ...
+        def replay(self) -> None:
+            replayed.append(self)
 
+    replayed: list[Graph] = []
+    read: list[weakref.ref[Tensor]] = []
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: contextlib.nullcontext())
@@ -81,11 +86,19 @@ def test_a_graph_of_a_layout_keeps_all_that_it_reads(
     for name, value in {"Stream": stream, "current_stream": stream, "graph_pool_handle": 0}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    variant: Any = check("graph-exact", make_model())
-    assert len(variant.graphs.captured) == len(REQUESTS)
-    for captured in variant.graphs.captured.values():
-        assert set(captured.sources) == {"pixel_values"}
-        assert {"pixel_values", "position_ids", "cu_seqlens"} <= set(captured.static)
+    model = make_model()
+    forward = model.adapter.encoder_cudagraph_forward
+
+    def noted(values: dict[str, Tensor], **options: Any) -> Tensor:
+        read.extend(map(weakref.ref, values.values()))
+        return forward(values, **options)
+
+    monkeypatch.setattr(model.adapter, "encoder_cudagraph_forward", noted)
+    variant = check("graph-exact", model)
+    assert len(set(map(id, replayed))) == len(REQUESTS)
+    assert len(read) >= 3 * len(REQUESTS)
+    assert all(reference() is not None for reference in read)
+    del variant  # which held the graphs
 
 
 def test_what_cannot_run_says_why(make_model: MakeModel) -> None:
