@@ -31,6 +31,16 @@ class Places(NamedTuple):
     rows: Integers
     positions: Integers
     """Counted from the beginning of the range, rising."""
+    pieces: Sequence[tuple[int, int, int]]
+    """Item, first row and the one after the last, of what is taken from the items one after the other."""
+
+    @classmethod
+    def of(cls, items: Integers, rows: Integers, positions: Integers) -> Places:
+        """Finds the pieces."""
+        begins = np.flatnonzero(np.diff(items, prepend=_TEXT))
+        ends = np.append(begins[1:], len(positions)) - 1
+        columns = (items[begins], rows[begins], rows[ends] + 1) if len(begins) else ()
+        return cls(items, rows, positions, [*zip(*(each.tolist() for each in columns), strict=True)])
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class PositionMap:
         layout = self._layout(token_counts)
         items = layout.items[start:stop]
         positions = np.flatnonzero(items != _TEXT)
-        return Places(items[positions], layout.rows[start:stop][positions], positions)
+        return Places.of(items[positions], layout.rows[start:stop][positions], positions)
 
     def token_ids(self, token_counts: Sequence[int]) -> Integers:
         """The token at every position of the merged sequence, (length,); raises as `merged_length`."""
@@ -253,11 +263,8 @@ def merge_rows(rows: Sequence[Tensor | None], places: Places, out: Tensor, level
         return MergedRows(
             torch.empty(0, dtype=torch.int64, device=out.device), out.new_empty(levels, 0, width)
         )
-    begins = np.flatnonzero(np.diff(places.items, prepend=_TEXT))
-    ends = np.append(begins[1:], len(positions)) - 1
-    columns = (places.items[begins], places.rows[begins], places.rows[ends] + 1)
-    pieces = zip(*(column.tolist() for column in columns), strict=True)
-    parts = [_part(rows[item], item, first, stop, width * (1 + levels)) for item, first, stop in pieces]
+    columns = width * (1 + levels)
+    parts = [_part(rows[item], item, first, stop, columns) for item, first, stop in places.pieces]
     joined = _joined(parts, out, is_own=levels > 0)
     main, first, count = joined[:, :width], int(positions[0]), len(positions)
     if positions[-1] - first + 1 == count:  # neighbors

@@ -221,7 +221,7 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
         InputError: the file cannot be read, a line is malformed, or it holds sizes alone.
     """
     runs, requests = read_trace(path)
-    served = tuple(request for request in requests if request.batches)
+    served = tuple(request for request in requests if "batches" in request.model_fields_set)
     if not runs or not served:
         raise InputError(
             f"{os.fspath(path)}: expected a run that EncoderCudaGraphManager.record_trace wrote, with how "

@@ -164,7 +164,7 @@ def test_rows_for_the_host_are_there_when_they_are_merged() -> None:
     with Watch():
         merge_rows(
             [torch.ones(3, 8, dtype=torch.float64)],
-            Places(np.zeros(3, np.int64), np.arange(3), np.arange(3)),
+            Places.of(np.zeros(3, np.int64), np.arange(3), np.arange(3)),
             out,
         )
     assert asked == [False] and bool((out == 1).all())

@@ -63,7 +63,7 @@ def test_every_modality_has_a_token_of_its_own() -> None:
 
 
 def walked(places: Places) -> list[tuple[int, int, int]]:
-    return list(zip(*(column.tolist() for column in places), strict=True))
+    return list(zip(*(column.tolist() for column in places[:3]), strict=True))
 
 
 def test_items_without_rows_are_left_out_with_the_tokens_around_them() -> None:
