@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fxsplit_encoder.media import Frames
+from fxsplit_encoder.media.images import bicubic
 from fxsplit_encoder.models.eager import PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
@@ -23,14 +24,7 @@ from fxsplit_encoder.models.family import (
     vision_settings,
     without_language_model,
 )
-from fxsplit_encoder.models.prepare import (
-    IMAGENET,
-    Normalization,
-    Prepared,
-    ProcessorSettings,
-    processed,
-    resized,
-)
+from fxsplit_encoder.models.prepare import IMAGENET, Normalization, Prepared, ProcessorSettings, processed
 from fxsplit_encoder.models.sampling import Sampling, middle_of_equal_parts
 from fxsplit_encoder.models.tiles import (
     MOST_TILES,
@@ -102,7 +96,7 @@ class InternVLTiles(ProcessedTiles):
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """A tile per frame."""
-        tiles = self.normalization(resized(frames, (self.side, self.side)))
+        tiles = self.normalization([bicubic(frame, (self.side, self.side)) for frame in frames])
         return [frame_sizes(len(frames)).with_pixels(**{VIDEOS: tiles})]
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:

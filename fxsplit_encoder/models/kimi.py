@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.media import Frames
+from fxsplit_encoder.media.images import bicubic
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs
 from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVisionModel
@@ -28,15 +27,8 @@ from fxsplit_encoder.models.family import (
     text_config,
     vision_settings,
 )
-from fxsplit_encoder.models.patches import IMAGE_KEYS, VIDEO_KEYS, Grid, of_patches
-from fxsplit_encoder.models.prepare import (
-    HALF,
-    Normalization,
-    Preparation,
-    Prepared,
-    ProcessorSettings,
-    resized,
-)
+from fxsplit_encoder.models.patches import IMAGE_KEYS, VIDEO_KEYS, Grid, of_patches, patchify
+from fxsplit_encoder.models.prepare import HALF, Normalization, Preparation, Prepared, ProcessorSettings
 from fxsplit_encoder.models.sampling import Sampling, first_of_equal_parts
 
 _BICUBIC = Image.Resampling.BICUBIC
@@ -115,7 +107,7 @@ class RasterPatches(Preparation):
         """An image of one frame."""
         return self._of_image(None, self._fit(1, width, height, self.max_patches)[1])
 
-    def _of_image(self, patches: Any, grid: Grid) -> Prepared:
+    def _of_image(self, patches: Tensor | None, grid: Grid) -> Prepared:
         if not self.takes_clips:  # Kimi-VL, whose sizes have no frames
             return of_patches(("pixel_values", "image_grid_hws"), patches, grid, grid[1:])
         return of_patches(IMAGE_KEYS, patches, grid, grid)
@@ -125,24 +117,21 @@ class RasterPatches(Preparation):
         if not self.takes_clips:
             return super().clip(frames)
         fitted, _ = self._fit(1, frames.width, frames.height, self.max_frame_patches)
-        images = iter(resized(frames, fitted))
+        images = (bicubic(frame, fitted) for frame in frames)
         items = []
-        for grid in self._clip_grids(len(frames), frames.width, frames.height):
-            patches = self._patches(list(itertools.islice(images, grid[0])), grid)
-            items.append(of_patches(VIDEO_KEYS, patches, grid, grid, grid[0]))
+        for sizes in self.clip_sizes(len(frames), frames.width, frames.height):
+            own = itertools.islice(images, sizes.frames)
+            items.append(sizes.with_pixels(**{VIDEO_KEYS[0]: self._patches(own, sizes.layout["grid"])}))
         return items
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
         """Items of a few frames each."""
         if not self.takes_clips:
             return super().clip_sizes(num_frames, width, height)
-        grids = self._clip_grids(num_frames, width, height)
-        return [of_patches(VIDEO_KEYS, None, grid, grid, grid[0]) for grid in grids]
-
-    def _clip_grids(self, num_frames: int, width: int, height: int) -> list[Grid]:
         most = self.frames_per_clip
         counts = [min(most, num_frames - start) for start in range(0, num_frames, most)]
-        return [self._fit(count, width, height, self.max_frame_patches)[1] for count in counts]
+        grids = [self._fit(count, width, height, self.max_frame_patches)[1] for count in counts]
+        return [of_patches(VIDEO_KEYS, None, grid, grid, grid[0]) for grid in grids]
 
     def _fit(self, frames: int, width: int, height: int, max_patches: int) -> tuple[tuple[int, int], Grid]:
         """The width and height to which frames are resized, and the grid of the canvas below them."""
@@ -151,13 +140,17 @@ class RasterPatches(Preparation):
         )
         return (columns, rows), (frames, padded[0] // self.patch_size, padded[1] // self.patch_size)
 
-    def _patches(self, frames: list[Image.Image], grid: Grid) -> Any:
-        canvases = []
-        for frame in frames:
-            canvas = Image.new("RGB", (grid[2] * self.patch_size, grid[1] * self.patch_size))
+    def _patches(self, frames: Iterable[Image.Image], grid: Grid) -> Tensor:
+        side = self.patch_size
+        black = Image.new("RGB", (grid[2] * side, grid[1] * side))
+
+        def on_canvas(frame: Image.Image) -> Image.Image:
+            canvas = black.copy()
             canvas.paste(frame)
-            canvases.append(canvas)
-        return patchify_raster(self.normalization(canvases).numpy(), self.patch_size)
+            return canvas
+
+        patches = patchify(map(on_canvas, frames), grid, side, self.normalization)
+        return patches.view(-1, 3, side, side)
 
 
 def _side(vision: dict[str, Any]) -> int:
@@ -187,18 +180,6 @@ def padded_size(
     factor = merge_size * patch_size
     rows, columns = (-(-side // factor) * factor for side in sides)
     return (sides[0], sides[1]), (rows, columns)
-
-
-def patchify_raster(frames: NDArray[np.float32], patch_size: int) -> NDArray[np.float32]:
-    """Cut frames (frames, channels, height, width) into patches, frame by frame and row by row.
-
-    Returns:
-        (frames * height * width / patch_size^2, channels, patch_size, patch_size).
-    """
-    count, channels, height, width = frames.shape
-    rows, columns = height // patch_size, width // patch_size
-    split = frames.reshape(count, channels, rows, patch_size, columns, patch_size)
-    return split.transpose(0, 2, 4, 1, 3, 5).reshape(-1, channels, patch_size, patch_size)
 
 
 def _eager_k25(tower: Any, mm_kwargs: Inputs) -> Tensor:

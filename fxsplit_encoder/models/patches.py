@@ -1,11 +1,10 @@
 """Images and clips as patches in blocks of those that merge, frames in pairs: the Qwen line and GLM.
 
-Clips are cut with the arithmetic of the models' processors, without torchvision.
+They are cut with the arithmetic of the models' processors, without torchvision.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import Frames
 from fxsplit_encoder.media.images import bicubic
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
-from fxsplit_encoder.models.family import Settings, hugging_face_class, vision_settings
+from fxsplit_encoder.models.family import Settings, vision_settings
 from fxsplit_encoder.models.prepare import (
     HALF,
     Normalization,
@@ -29,7 +27,6 @@ from fxsplit_encoder.models.prepare import (
     Prepared,
     ProcessorSettings,
     processed,
-    resized,
 )
 from fxsplit_encoder.models.sampling import Rule, Sampling, first_of_equal_parts
 
@@ -38,8 +35,6 @@ Grid = tuple[int, int, int]
 
 IMAGE_KEYS = ("pixel_values", "image_grid_thw")
 VIDEO_KEYS = ("pixel_values_videos", "video_grid_thw")
-QWEN2_VL = ("qwen2_vl", "Qwen2VLImageProcessorPil")
-GLM4V = ("glm4v", "Glm4vImageProcessorPil")
 
 MOST_PIXELS = 1 << 31
 _MAX_ASPECT_RATIO = 200
@@ -95,6 +90,11 @@ class PatchFormat:
         }
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
+    def patches(self, frames: Iterable[Image.Image], grid: Grid) -> Tensor:
+        """The patches of an image or of a clip's frames on a grid."""
+        sizes = self.patch_size, self.normalization, self.merge_size, self.temporal_patch_size
+        return patchify(frames, grid, *sizes)
+
 
 # Published Qwen3-VL checkpoints enlarge images to 65536 pixels; without a checkpoint small ones stay small.
 IMAGE_FORMAT = PatchFormat(min_pixels=56 * 56, max_pixels=16_777_216)
@@ -109,16 +109,16 @@ FRAME_FORMAT = PatchFormat(
 class BlockPatches(Preparation):
     """Patches in blocks of those that merge, frames in pairs: the Qwen line and GLM.
 
-    Images go through the checkpoint's own image processor, or else the model's one without torchvision.
+    Images go through the checkpoint's own image processor if there is one.
     """
 
     image_format: PatchFormat
     video_format: PatchFormat
-    processor: tuple[str, str] = QWEN2_VL
-    """Of images: its module under `transformers.models`, and its class."""
     sampling: Sampling = field(default_factory=lambda: Sampling(first_of_equal_parts))
+    images_are_clips: bool = False
+    """Whether an image has the size of a clip of `temporal_patch_size` equal frames, as in GLM-4V."""
     own: Any = None
-    """The checkpoint's own image processor, which goes before; None: there is none."""
+    """The checkpoint's own image processor; None: there is none."""
     takes_clips = True
     image_options: ClassVar[Mapping[str, int]] = {"min_pixels": MOST_PIXELS, "max_pixels": MOST_PIXELS}
     clip_options: ClassVar[Mapping[str, int]] = image_options
@@ -134,8 +134,9 @@ class BlockPatches(Preparation):
         patch_size: int,
         normalization: Normalization,
         rule: Rule,
-        image_processor: tuple[str, str] = QWEN2_VL,
+        *,
         video: PatchFormat = VIDEO_FORMAT,
+        images_are_clips: bool = False,
     ) -> Callable[[Settings, ProcessorSettings], BlockPatches]:
         """From the model's and its processors' settings; the arguments are what they may leave out."""
 
@@ -146,20 +147,16 @@ class BlockPatches(Preparation):
                 for form, given in ((IMAGE_FORMAT, processor.image), (video, processor.video))
             )
             sampling = Sampling(rule).updated(processor.video)
-            return cls(image_format, video_format, image_processor, sampling, processor.own)
+            return cls(image_format, video_format, sampling, images_are_clips, processor.own)
 
         return read
 
     def image(self, image: Image.Image) -> Prepared:
-        """By the model's image processor."""
+        """By the checkpoint's own image processor, or with its arithmetic."""
         grid = self._image_grid(*image.size)  # before the processor, whose message says less
-        form = self.image_format
-        if form.normalization.is_later and self.processor == QWEN2_VL and self.own is None:
-            size = form.patch_size * grid[2], form.patch_size * grid[1]
-            pixels, _ = patchify_images([bicubic(image, size)], 1, size, form)
-            return of_patches(IMAGE_KEYS, pixels, grid, grid)
-        processor = self.own or image_processor(form, self.processor)
-        outputs = processed(processor, image)
+        if self.own is None:
+            return of_patches(IMAGE_KEYS, self.image_format.patches([image], grid), grid, grid)
+        outputs = processed(self.own, image)
         t, h, w = outputs["image_grid_thw"][0].tolist()
         return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
 
@@ -170,7 +167,7 @@ class BlockPatches(Preparation):
 
     def _image_grid(self, width: int, height: int) -> Grid:
         form = self.image_format
-        if self.processor == GLM4V:  # to which an image is a video of two equal frames
+        if self.images_are_clips:
             rows, columns = video_frame_size(form.temporal_patch_size, height, width, form)
         else:
             rows, columns = image_size(height, width, form)
@@ -178,45 +175,28 @@ class BlockPatches(Preparation):
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """One item of all frames."""
-        form = self.video_format
-        height, width = video_frame_size(len(frames), frames.height, frames.width, form)
-        if form.normalization.is_later:
-            images = (bicubic(frame, (width, height)) for frame in frames)
-            pixels, grid = patchify_images(images, len(frames), (width, height), form)
-            return [of_patches(VIDEO_KEYS, pixels, grid, grid, len(frames))]
-        values = form.normalization(resized(frames, (width, height)))
-        patches, grid = patchify_video(values.numpy(), form)
-        return [of_patches(VIDEO_KEYS, patches, grid, grid, len(frames))]
+        grid = self._clip_grid(len(frames), frames.width, frames.height)
+        return [of_patches(VIDEO_KEYS, self.video_format.patches(frames, grid), grid, grid, len(frames))]
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
         """One item of all frames."""
+        grid = self._clip_grid(num_frames, width, height)
+        return [of_patches(VIDEO_KEYS, None, grid, grid, num_frames)]
+
+    def _clip_grid(self, num_frames: int, width: int, height: int) -> Grid:
         form = self.video_format
         rows, columns = video_frame_size(num_frames, height, width, form)
         steps = -(-num_frames // form.temporal_patch_size)
-        grid = (steps, rows // form.patch_size, columns // form.patch_size)
-        return [of_patches(VIDEO_KEYS, None, grid, grid, num_frames)]
-
-
-@functools.lru_cache(maxsize=64)
-def image_processor(form: PatchFormat, processor: tuple[str, str] = QWEN2_VL) -> Any:
-    """A family's image processor, the one that needs no torchvision."""
-    module, name = processor
-    return hugging_face_class(module, "image_processing_pil", name)(
-        size={"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels},
-        patch_size=form.patch_size,
-        merge_size=form.merge_size,
-        temporal_patch_size=form.temporal_patch_size,
-        **form.normalization.as_settings(),
-    )
+        return steps, rows // form.patch_size, columns // form.patch_size
 
 
 def of_patches(
-    keys: tuple[str, str], pixels: Any, grid: Grid, sizes: tuple[int, ...], frames: int = 0
+    keys: tuple[str, str], pixels: Tensor | None, grid: Grid, sizes: tuple[int, ...], frames: int = 0
 ) -> Prepared:
     """An item of patches."""
     tensors = {keys[1]: torch.tensor([sizes], device="cpu")}
     if pixels is not None:
-        tensors[keys[0]] = torch.as_tensor(pixels, device="cpu")
+        tensors[keys[0]] = pixels
     return Prepared(tensors, {"grid": grid}, str(math.prod(grid)), frames)
 
 
@@ -227,15 +207,7 @@ def image_size(height: int, width: int, form: PatchFormat) -> tuple[int, int]:
         MediaError: one side is over 200 times the other.
     """
     _check_aspect_ratio(height, width, "an image")
-    factor = form.factor
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > form.max_pixels:
-        shrink = math.sqrt(height * width / form.max_pixels)
-        rows, columns = (max(factor, math.floor(s / shrink / factor) * factor) for s in (height, width))
-    elif rows * columns < form.min_pixels:
-        enlarge = math.sqrt(form.min_pixels / (height * width))
-        rows, columns = (math.ceil(s * enlarge / factor) * factor for s in (height, width))
-    return rows, columns
+    return _limited_size(height, width, 1, 1, form, form.max_pixels)
 
 
 def _check_aspect_ratio(height: int, width: int, what: str) -> None:
@@ -261,13 +233,29 @@ def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     _check_aspect_ratio(height, width, "frames")
+    counted = max(1, round(num_frames / temporal)) * temporal
+    return _limited_size(height, width, num_frames, counted, form, max_pixels)
+
+
+def _limited_size(
+    height: int, width: int, frames: int, counted: int, form: PatchFormat, max_pixels: int
+) -> tuple[int, int]:
+    """The height and width of frames within the limits of pixels, multiples of the factor.
+
+    Args:
+        height, width: of every frame.
+        frames: by which frames beyond a limit are resized.
+        counted: frames for which a limit holds.
+        form: of the processor.
+        max_pixels: in place of the form's.
+    """
+    factor = form.factor
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    volume = max(1, round(num_frames / temporal)) * temporal * rows * columns
-    if volume > max_pixels:
-        shrink = math.sqrt(num_frames * height * width / max_pixels)
+    if counted * rows * columns > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
         rows, columns = (max(factor, math.floor(s / shrink / factor) * factor) for s in (height, width))
-    elif volume < form.min_pixels:
-        enlarge = math.sqrt(form.min_pixels / (num_frames * height * width))
+    elif counted * rows * columns < form.min_pixels:
+        enlarge = math.sqrt(form.min_pixels / (frames * height * width))
         rows, columns = (math.ceil(s * enlarge / factor) * factor for s in (height, width))
     return rows, columns
 
@@ -284,43 +272,38 @@ def _most_of_a_frame(num_frames: int, form: PatchFormat) -> int:
     return max(most, int(form.min_pixels * 1.05))
 
 
-def patchify_video(
-    frames: NDArray[np.float32], form: PatchFormat
-) -> tuple[NDArray[np.float32], tuple[int, int, int]]:
-    """Cut frames (frames, channels, height, width) into patches; an odd last frame is repeated.
+def patchify(
+    frames: Iterable[Image.Image],
+    grid: Grid,
+    patch: int,
+    normalization: Normalization,
+    merge: int = 1,
+    temporal: int = 1,
+) -> Tensor:
+    """Resize frames to the size of a grid, and cut them into patches.
+
+    Args:
+        frames: of the grid's steps; where the last step lacks some, its last frame is repeated.
+        grid: (steps, height, width) in patches.
+        patch: side of a patch in pixels.
+        normalization: of their pixels.
+        merge: side in patches of the blocks by which they go within a frame; 1: row by row.
+        temporal: frames of a step.
 
     Returns:
-        The patches, (t * h * w, channels * temporal * patch * patch), and the grid (t, h, w). Within a frame
-        they go by blocks of merge x merge.
+        (t * h * w, 3 * temporal * patch * patch).
     """
-    patch, merge, temporal = form.patch_size, form.merge_size, form.temporal_patch_size
-    if missing := -len(frames) % temporal:
-        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
-    count, channels, height, width = frames.shape
-    grid = (count // temporal, height // patch, width // patch)
-    blocks = (grid[1] // merge, merge, patch, grid[2] // merge, merge, patch)
-    split = frames.reshape(grid[0], temporal, channels, *blocks)
-    # (t, temporal, C, h, mh, ph, w, mw, pw) -> (t, h, w, mh, mw, C, temporal, ph, pw)
-    ordered = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    return ordered.reshape(math.prod(grid), -1), grid
-
-
-def patchify_images(
-    images: Iterable[Image.Image], count: int, size: tuple[int, int], form: PatchFormat
-) -> tuple[NDArray[np.uint8], Grid]:
-    """`patchify_video` of so many images of (width, height), with their pixels as they are."""
-    patch, merge, temporal = form.patch_size, form.merge_size, form.temporal_patch_size
-    steps, (width, height) = -(-count // temporal), size
-    rows, columns = height // form.factor, width // form.factor
+    steps, height, width = grid
+    rows, columns = height // merge, width // merge
     made = np.empty((steps, rows, columns, merge, merge, 3, temporal, patch, patch), np.uint8)
-    for number, image in enumerate(images):
-        split = np.asarray(image).reshape(rows, merge, patch, columns, merge, patch, 3)
+    for number, frame in enumerate(frames):
+        pixels = np.asarray(bicubic(frame, (width * patch, height * patch)))
+        split = pixels.reshape(rows, merge, patch, columns, merge, patch, 3)
+        last = number % temporal
         # (h, mh, ph, w, mw, pw, C) -> (h, w, mh, mw, C, ph, pw)
-        made[number // temporal, ..., number % temporal, :, :] = split.transpose(0, 3, 1, 4, 6, 2, 5)
-    for missing in range(count - temporal * steps, 0):
-        made[-1, ..., missing, :, :] = made[-1, ..., (count - 1) % temporal, :, :]
-    grid = (steps, height // patch, width // patch)
-    return made.reshape(math.prod(grid), -1), grid
+        made[number // temporal, ..., last, :, :] = split.transpose(0, 3, 1, 4, 6, 2, 5)
+    made[-1, ..., last + 1 :, :, :] = made[-1, ..., last : last + 1, :, :]
+    return normalization.of_channels(made.reshape(math.prod(grid), 3, -1)).flatten(1)
 
 
 def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:

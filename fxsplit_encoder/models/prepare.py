@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings
-from fxsplit_encoder.media.images import bicubic, opened_image, upright
+from fxsplit_encoder.media.images import opened_image, upright
 from fxsplit_encoder.media.sources import attempt
 from fxsplit_encoder.models.sampling import Sampling
 
@@ -137,13 +137,15 @@ class Normalization:
 
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
         """(images, 3, height, width), of images of one size: values around 0, or uint8 if `is_later`."""
-        dtype = np.uint8 if self.is_later else np.float32
-        made = np.empty((len(images), 3, *images[0].size[::-1]), dtype)
-        for rows, image in zip(made, images, strict=True):
-            pixels = np.asarray(image)
-            for channel, values in enumerate(self.values()):
-                own = pixels[..., channel]
-                rows[channel] = own if self.is_later else np.take(values, own)
+        return self.of_channels(np.stack([np.asarray(image).transpose(2, 0, 1) for image in images]))
+
+    def of_channels(self, pixels: NDArray[np.uint8]) -> Tensor:
+        """The same of the pixels of three channels, (rows, 3, ...)."""
+        if self.is_later:
+            return torch.from_numpy(pixels)
+        made = np.empty(pixels.shape, np.float32)
+        for channel, values in enumerate(self.values()):
+            made[:, channel] = np.take(values, pixels[:, channel])
         return torch.from_numpy(made)
 
 
@@ -156,11 +158,6 @@ def processed(processor: Any, image: Image.Image, **options: Any) -> Any:
     """Processes an image by a transformers image processor, on the CPU."""
     with torch.device("cpu"):
         return processor(images=[image], return_tensors="pt", **options)
-
-
-def resized(frames: Frames, size: tuple[int, int]) -> list[Image.Image]:
-    """The frames of a clip, each resized to (width, height) as it is decoded."""
-    return [bicubic(frame, size) for frame in frames]
 
 
 # --- files

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fxsplit_encoder.models.family import VISUAL, Architecture, Family, Prepare, hugging_face, stack
-from fxsplit_encoder.models.patches import FRAME_FORMAT, GLM4V, BlockPatches, block_eager
+from fxsplit_encoder.models.patches import FRAME_FORMAT, BlockPatches, block_eager
 from fxsplit_encoder.models.prepare import CLIP, HALF
 from fxsplit_encoder.models.sampling import by_length, by_seconds, first_to_last, whole_steps_of_equal_parts
 
@@ -24,7 +24,12 @@ _QWEN2_5_VL = _family(
 )
 _QWEN2_VL = _family("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", _QWEN2)
 _GLM4V, _GLM46V = (
-    _family("glm4v", "Glm4vVisionModel", "Glm4vVisionConfig", BlockPatches.reader(14, CLIP, rule, GLM4V))
+    _family(
+        "glm4v",
+        "Glm4vVisionModel",
+        "Glm4vVisionConfig",
+        BlockPatches.reader(14, CLIP, rule, images_are_clips=True),
+    )
     for rule in (by_seconds, by_length)
 )
 

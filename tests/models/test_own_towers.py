@@ -18,10 +18,11 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.models.checkpoint import rename, split_fused
 from fxsplit_encoder.models.deepseek_ocr import deepseek_crops, deepseek_grid
 from fxsplit_encoder.models.eager import share_weights
-from fxsplit_encoder.models.kimi import K25_NAMES, padded_size, patchify_raster
+from fxsplit_encoder.models.kimi import K25_NAMES, padded_size
 from fxsplit_encoder.models.llama4 import llama4_grid, llama4_tiles
 from fxsplit_encoder.models.load import load_tower
-from fxsplit_encoder.models.prepare import ProcessorSettings, load_inputs
+from fxsplit_encoder.models.patches import patchify
+from fxsplit_encoder.models.prepare import HALF, ProcessorSettings, load_inputs
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.models.step3 import Step3Plan, step3_plan, step3_views
@@ -176,11 +177,11 @@ def test_moonvit_fits_as_the_library_does(height: int, width: int, max_patches: 
 
 
 def test_patches_in_raster_order() -> None:
-    frames = np.arange(2 * 3 * 4 * 6, dtype=np.float32).reshape(2, 3, 4, 6)
-    patches = patchify_raster(frames, 2)
-    assert patches.shape == (12, 3, 2, 2)
-    np.testing.assert_array_equal(patches[4], frames[0, :, 2:4, 2:4])
-    np.testing.assert_array_equal(patches[6], frames[1, :, :2, :2])
+    frames = [noise(6, 4, seed) for seed in range(2)]
+    patches = patchify(frames, (2, 2, 3), 2, HALF).view(12, 3, 2, 2)
+    pixels = HALF(frames)
+    assert torch.equal(patches[4], pixels[0, :, 2:4, 2:4])
+    assert torch.equal(patches[6], pixels[1, :, :2, :2])
 
 
 @torch.no_grad()

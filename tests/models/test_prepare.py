@@ -11,6 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.models.patches import (
@@ -19,8 +21,6 @@ from fxsplit_encoder.models.patches import (
     VIDEO_FORMAT,
     BlockPatches,
     PatchFormat,
-    image_processor,
-    patchify_video,
     video_frame_size,
 )
 from fxsplit_encoder.models.prepare import (
@@ -226,10 +226,6 @@ def test_an_items_options_replace_the_processors_settings() -> None:
         with_sampling({}, {"fps": 1.0, "num_frames": 2})
 
 
-def normalized(frames: list[Image.Image], form: PatchFormat) -> np.ndarray:
-    return form.normalization(frames).numpy()
-
-
 VIDEOS = {
     "qwen2_vl": (FRAME_FORMAT, "qwen2_vl.video_processing_qwen2_vl"),
     "qwen3_vl": (VIDEO_FORMAT, "qwen3_vl.video_processing_qwen3_vl"),
@@ -297,34 +293,33 @@ def test_one_frame_keeps_its_size() -> None:
 
 
 @pytest.mark.parametrize("size", [(64, 64), (96, 160), (300, 200), (40, 500)])
-def test_a_still_repeated_twice_has_the_image_processors_patches(size: tuple[int, int]) -> None:
-    image = noise(*size)
-    expected = image_processor(IMAGE_FORMAT)(images=[image], return_tensors="pt")
-    _, rows, columns = expected["image_grid_thw"][0].tolist()
-    resized = image.resize((columns * 16, rows * 16), Image.Resampling.BICUBIC)
-    frames = normalized([resized] * 2, IMAGE_FORMAT)
-    patches, grid = patchify_video(frames, IMAGE_FORMAT)
-    assert grid == (1, rows, columns)
-    torch.testing.assert_close(torch.from_numpy(patches), expected["pixel_values"], rtol=0, atol=0)
+@pytest.mark.parametrize("processor", [Qwen2VLImageProcessorPil, Glm4vImageProcessorPil])
+def test_an_image_has_the_image_processors_patches(processor: Any, size: tuple[int, int]) -> None:
+    """Both families' processors, with the limits that are ours without a checkpoint."""
+    limits = {"shortest_edge": IMAGE_FORMAT.min_pixels, "longest_edge": IMAGE_FORMAT.max_pixels}
+    statistics = IMAGE_FORMAT.normalization.as_settings()
+    made = processor(size=limits, patch_size=16, merge_size=2, temporal_patch_size=2, **statistics)
+    expected = made(images=[noise(*size)], return_tensors="pt")
+    like_clips = processor is Glm4vImageProcessorPil
+    own = BlockPatches(IMAGE_FORMAT, VIDEO_FORMAT, images_are_clips=like_clips).image(noise(*size)).tensors
+    assert torch.equal(own["image_grid_thw"], expected["image_grid_thw"])
+    torch.testing.assert_close(own["pixel_values"], expected["pixel_values"], rtol=0, atol=0)
 
 
 def test_patches_of_a_clip_are_those_of_its_pairs() -> None:
-    frames = normalized([noise(64, 96, i) for i in range(4)], VIDEO_FORMAT)
-    patches, grid = patchify_video(frames, VIDEO_FORMAT)
-    pairs = [patchify_video(frames[start : start + 2], VIDEO_FORMAT)[0] for start in (0, 2)]
-    assert grid == (2, 6, 4)
-    np.testing.assert_array_equal(patches, np.concatenate(pairs))
+    frames = [noise(64, 96, i) for i in range(4)]
+    patches = VIDEO_FORMAT.patches(frames, (2, 6, 4))
+    pairs = [VIDEO_FORMAT.patches(frames[start : start + 2], (1, 6, 4)) for start in (0, 2)]
+    assert torch.equal(patches, torch.cat(pairs))
     # Each half of a patch's temporal axis is its own frame.
-    first = patches.reshape(-1, 3, 2, 16, 16)[0]
-    np.testing.assert_array_equal(first, frames[:2, :, :16, :16].transpose(1, 0, 2, 3))
+    corners = VIDEO_FORMAT.normalization([frame.crop((0, 0, 16, 16)) for frame in frames[:2]])
+    assert torch.equal(patches.view(-1, 3, 2, 16, 16)[0], corners.transpose(0, 1))
 
 
 def test_an_odd_last_frame_is_repeated() -> None:
-    frames = normalized([noise(64, 64, i) for i in range(3)], VIDEO_FORMAT)
-    patches, grid = patchify_video(frames, VIDEO_FORMAT)
-    repeated, _ = patchify_video(np.concatenate([frames, frames[-1:]]), VIDEO_FORMAT)
-    assert grid == (2, 4, 4)
-    np.testing.assert_array_equal(patches, repeated)
+    frames = [noise(64, 64, i) for i in range(3)]
+    odd, even = (VIDEO_FORMAT.patches(given, (2, 4, 4)) for given in (frames, [*frames, frames[-1]]))
+    assert torch.equal(odd, even)
 
 
 def test_settings_of_a_processor_replace_the_defaults() -> None:
