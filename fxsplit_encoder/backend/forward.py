@@ -139,7 +139,7 @@ class ProgramForward(CallForward):
         bindings.symbols[program.token_symbol] = rows
         self._check_memory(bindings.symbols, tokens)
         values = {
-            name: self._example_input(entry, bindings.symbols, tokens, rows)
+            name: self._example_input(name, entry, bindings.symbols, tokens, rows)
             for name, entry in self.region.inputs.items()
         }
         # Every call compares the parameters itself: they are among its arguments.
@@ -163,7 +163,7 @@ class ProgramForward(CallForward):
         )
 
     def _example_input(
-        self, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int
+        self, name: str, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int
     ) -> Tensor:
         program = self.region.program
         device, dtype = program.device, entry.info.dtype
@@ -174,9 +174,10 @@ class ProgramForward(CallForward):
             segments = 1 if self.budgets.segment_factor(entry.slot) == 1 else capacity
             return full_cu_seqlens(capacity, rows, segments).to(device, dtype)
         shape = [size(symbols) for size in entry.info.shape]
-        if dtype.is_floating_point:  # zeros would make the times that `auto` compares too short
-            return example_values(shape, device, dtype)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        # Zeros would make the times that `auto` compares too short.
+        make = example_values if dtype.is_floating_point else torch.zeros
+        strides = [size(symbols) for size in entry.info.strides]
+        return _stored_as(name, make(shape, device=device, dtype=dtype), strides)
 
 
 class SizedForward(CallForward):
@@ -198,22 +199,25 @@ class SizedForward(CallForward):
         bindings = Bindings([None] * program.num_slots, dict(call.symbols))
         for slot in program.fixed_slots:
             bindings.slots[slot] = call.slots[slot]
+        values = {name: call.slots[entry.slot] for name, entry in self.region.inputs.items()}
         inputs = StaticInputs(
-            shared.share(StaticBuffer(name, _copied(name, call.slots[entry.slot], program.device), None))
-            for name, entry in self.region.inputs.items()
+            shared.share(StaticBuffer(name, _stored_as(name, v.to(program.device), v.stride()), None))
+            for name, v in values.items()
         )
         body = ProgramBody(program, self.region.bind(bindings, inputs.tensors))
         # Nothing is padded, so cumulative lengths are inputs like others.
         return CaptureRequest(inputs, body, StaticParameters(()), rows=None)
 
 
-def _copied(name: str, value: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy of an input in its own strides, for which pieces are compiled."""
-    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+def _stored_as(name: str, value: Tensor, strides: Sequence[int]) -> Tensor:
+    """Returns a copy of an input in these strides, for which pieces are compiled; CaptureError: no copy has
+    them.
+    """
+    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, strides, strict=True)):
         raise CaptureError(
-            f"{name} is expanded: strides {value.stride()} for {tuple(value.shape)}; pass it contiguous"
+            f"{name} is expanded: strides {tuple(strides)} for {tuple(value.shape)}; pass it contiguous"
         )
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 _WHAT_TO_DO = "Compile the module again after torch._dynamo.reset()"

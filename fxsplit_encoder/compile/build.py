@@ -174,7 +174,8 @@ class Slots:
 def tensor_info(node: fx.Node) -> TensorInfo:
     """Returns the traced metadata of a node's tensor."""
     value = node.meta["val"]
-    return TensorInfo(node.name, tuple(Size.of(s) for s in value.shape), value.dtype, value.device)
+    shape, strides = (tuple(map(Size.of, numbers)) for numbers in (value.shape, value.stride()))
+    return TensorInfo(node.name, shape, strides, value.dtype, value.device)
 
 
 def make_steps(

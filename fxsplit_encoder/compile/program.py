@@ -42,6 +42,8 @@ class TensorInfo:
 
     name: str
     shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    """For which pieces are compiled."""
     dtype: torch.dtype
     device: torch.device
 

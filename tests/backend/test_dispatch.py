@@ -144,6 +144,24 @@ def test_any_batch_of_a_dense_module_is_padded_to_a_budget(clip: Any, counts: li
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "stored",
+    [lambda x: x.to(memory_format=torch.channels_last), lambda x: x.repeat(2, 1, 1, 1)[::2]],
+    ids=["channels last", "every second image"],
+)
+def test_inputs_in_other_strides_are_padded_to_a_budget(
+    stored: Callable[[Tensor], Tensor], made: Made
+) -> None:
+    """Inductor's pieces refuse inputs in other strides than those of the trace."""
+    module = ClipLike().requires_grad_(False)
+    compiled = compile_it(module, token_budgets=[4], piece_compiler="inductor", mode="full")
+    for count in (2, 3, 4, 3):
+        x = dynamic(stored(images(count)))
+        torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=1e-5)
+    assert [each.hits for each in made()] == [4]
+
+
+@torch.no_grad()
 def test_budgets_are_captured_on_first_use_and_released_by_clear(clip: Any) -> None:
     module, compiled, dispatcher = clip
     assert dispatcher.num_captured == 1
