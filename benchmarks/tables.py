@@ -503,12 +503,9 @@ def backend(result: Result) -> str:
             times = [found[way, sizes, batch]["p50"] for way in modes if (way, sizes, batch) in found]
             ours = found.get(("encoder_cg", sizes, batch), {}).get("p50")
             line.append(_ratio(ours, min(times, default=None)))
-        errors = [
-            row["error"] / found["eager", "any", row["batch"]]["error"]
-            for row in its_rows
-            if row["way"] == "encoder_cg" and found.get(("eager", "any", row["batch"]), {}).get("error")
-        ]
-        lines.append([*line, max(errors, default=None)])
+        plain = {batch: found.get(("eager", "any", batch), {}).get("error") or None for batch in batches}
+        errors = [_ratio(r["error"], plain[r["batch"]]) for r in its_rows if r["way"] == "encoder_cg"]
+        lines.append([*line, max(filter(None, errors), default=None)])
     failures = [f"{row['model']}: {row['failure']}" for row in result["rows"] if "failure" in row]
     columns = [f"{sizes}, {batch}" for sizes in ("constant", "default") for batch in batches]
     table = formatted(["model", *columns, "error"], lines)

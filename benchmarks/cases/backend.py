@@ -141,10 +141,8 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
 
 def compiled_by(way: str, sizes: str, model: nn.Module) -> Any:
     """A model by this backend or by one of torch's modes."""
-    dynamic = False if sizes == "one" else None
-    if way == "encoder_cg":
-        return torch.compile(model, backend=way, dynamic=dynamic)
-    return torch.compile(model, mode=way, dynamic=dynamic)
+    chosen: Any = {"backend": way} if way == "encoder_cg" else {"mode": way}
+    return torch.compile(model, dynamic=False if sizes == "one" else None, **chosen)
 
 
 def run(arguments: argparse.Namespace, record: Record) -> None:
