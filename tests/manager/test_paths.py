@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.ladder import MeasuredCosts
 
 from . import managers
 from .managers import captured_budgets
@@ -119,6 +120,14 @@ def test_captures_are_judged_by_the_attention_that_was_measured() -> None:
     path = captured(PathsModel()).paths["global"]
     path.measured = replace(path.measured, attention=0.5, rows_per_token=4.0)
     assert path.ladder.attention_ms(2) == 0.5 * 8**2
+
+
+def test_statistics_show_how_long_a_replay_took_when_it_was_measured() -> None:
+    manager = captured(PathsModel())
+    manager.paths["global"].ladder.costs[8] = MeasuredCosts({"full": 2.5, "piecewise": 3.0}, exact=4.0)
+    shown = manager.stats().budgets.items()
+    times = {key.budget: each.mean_milliseconds for key, each in shown if key.path == "global"}
+    assert times == {4: None, 8: 2.5, 16: None}
 
 
 # --- what one path lacks
