@@ -138,7 +138,7 @@ class LateEvent:
 
 
 class FailingEvent(LateEvent):
-    """Of a copy whose device is lost after some milliseconds: whoever asks then is told, as CUDA does."""
+    """Raises from `query` and `synchronize` after some milliseconds, as events of a lost device do."""
 
     def query(self) -> bool:
         if super().query():

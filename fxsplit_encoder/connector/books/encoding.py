@@ -101,8 +101,10 @@ class Batch(Event):
         """What is known to have failed."""
         self.is_launched = False
         """Whether the device was given everything, and what is above will not change."""
-        self.is_lost = self.has_returned = False
-        """Whether its worker was given up, so that nobody waits for its results; whether that is done."""
+        self.is_lost = False
+        """Whether its worker was given up, so that its results are dropped."""
+        self.has_returned = False
+        """Whether the worker's thread has finished it."""
         worker.batches[self] = None
 
     @property

@@ -40,7 +40,7 @@ class Storage:
         """Preprocessed items; `Preparation` bounds them."""
         self.accounts = {account.name: account for account in (self.host, self.inputs)}
         self.entries: dict[Entry, None] = {}
-        """Every feature that is being made or kept, also those that are nobody else's."""
+        """Every feature that is being made or kept, shared or not."""
         self.by_key: dict[bytes, Entry] = {}
         """Those that are shared, from the moment that one is being made."""
         self.resting: dict[Entry, None] = {}
