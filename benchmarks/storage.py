@@ -22,6 +22,7 @@ Result = dict[str, Any]
 Row = dict[str, Any]
 
 KEYS: Mapping[str, tuple[str, ...]] = {
+    "backend": ("model", "batch", "way", "sizes"),
     "encoder": ("tower", "workload", "variant"),
     "towers": ("tower", "workload"),
     "vllm": ("tower", "workload", "variant"),

@@ -490,15 +490,19 @@ def accelerate(result: Result) -> str:
 
 def backend(result: Result) -> str:
     """A line for each model: this backend's time over that of the faster of torch's modes, both compiled for
-    each batch size (`dynamic=False`) and both as `torch.compile` does by default; its error over eager's.
+    each batch size (`dynamic=False`) or both as `torch.compile` does by default; its error over eager's.
     """
     rows = [row for row in result["rows"] if "p50" in row]
-    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    batches = sorted({row["batch"] for row in rows})
+    kinds = {"one": "constant", "any": "default"}
+    shown_sizes = [
+        sizes for sizes in kinds if any((r["way"], r["sizes"]) == ("encoder_cg", sizes) for r in rows)
+    ]
     lines = []
-    for name, its_rows in _grouped(rows, "model").items():
+    for name, its_rows in sorted(_grouped(rows, "model").items()):
         found = {(row["way"], row["sizes"], row["batch"]): row for row in its_rows}
         line: list[Any] = [name]
-        for sizes, batch in itertools.product(("one", "any"), batches):
+        for sizes, batch in itertools.product(shown_sizes, batches):
             modes = ("reduce-overhead", "max-autotune")
             times = [found[way, sizes, batch]["p50"] for way in modes if (way, sizes, batch) in found]
             ours = found.get(("encoder_cg", sizes, batch), {}).get("p50")
@@ -507,9 +511,9 @@ def backend(result: Result) -> str:
         errors = [_ratio(r["error"], plain[r["batch"]]) for r in its_rows if r["way"] == "encoder_cg"]
         lines.append([*line, max(filter(None, errors), default=None)])
     failures = [f"{row['model']}: {row['failure']}" for row in result["rows"] if "failure" in row]
-    columns = [f"{sizes}, {batch}" for sizes in ("constant", "default") for batch in batches]
+    columns = [f"{kinds[sizes]}, {batch}" for sizes in shown_sizes for batch in batches]
     table = formatted(["model", *columns, "error"], lines)
-    return _told(result, "\n\n".join([table, *failures]), "Ratios of medians, by batch.")
+    return _told(result, "\n\n".join([table, *failures]), "Ratios of medians, by batch.", rows=rows)
 
 
 def _made(result: Result, what: str) -> list[dict[str, int]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from operator import eq, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -272,14 +272,11 @@ class CallParameters:
         # An address alone does not tell: a matrix and its transpose may have the same one.
         if weights is not self._weights:
             return False
-        # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor its
-        # version.
-        if not lie_at([*given], self._addresses[: len(given)]):
-            return False
         try:
-            if not all(map(eq, map(torch.Tensor.data_ptr, weights), self._addresses[len(given) :])):
-                return False
-            return self._orders.are_those_of(self._permutable_of([*given, *weights]))
+            # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor
+            # its version.
+            values = [*given, *weights]
+            return lie_at(values, self._addresses) and self._orders.are_those_of(self._permutable_of(values))
         except TypeError:  # one was removed
             return False
 
