@@ -298,15 +298,12 @@ class QueuedEncoder:
             raise EncoderLostError("the encoder is lost; see the log")
         return any(started.done() for started in self.started)
 
-    def count_tokens(self, items: Sequence[Item]) -> list[int]:
-        """As `ImageEncoder.count_tokens`, of each item."""
-        return [self.first.count_tokens(item) for item in items]
-
     async def answer(self, items: Sequence[Item], tenant: str, timeout_s: float) -> tuple[list[Result], int]:
         """Encode a request's items, in whatever batches; return embeddings or errors, in order, and output
         tokens before pooling. Cancelling it cancels the items that wait. Raises as `EncodeQueue.submit`.
         """
-        counts = await asyncio.wrap_future(thread_pool().submit(self.count_tokens, items))
+        counting = thread_pool().submit(lambda: [*map(self.first.count_tokens, items)])
+        counts = await asyncio.wrap_future(counting)
         futures = [
             self.queue.submit(item, tokens, tenant=tenant, timeout_s=timeout_s)
             for item, tokens in zip(items, counts, strict=True)
@@ -320,7 +317,7 @@ class QueuedEncoder:
         """
         batches: list[list[Item]] = []
         room = 0
-        for item, tokens in zip(items, self.count_tokens(items), strict=True):
+        for item, tokens in zip(items, map(self.first.count_tokens, items), strict=True):
             if not batches or tokens > room:
                 batches.append([])
                 room = self.max_batch_tokens
