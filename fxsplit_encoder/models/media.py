@@ -91,8 +91,9 @@ def _all_colors(width: int, height: int) -> Image.Image:
 
 
 def _frames(image: Image.Image) -> Frames:
-    video = open_video(VideoFrames([image, image.transpose(Image.Transpose.ROTATE_180)] * 2), MediaSettings())
-    return video.select(range(4), MediaSettings())
+    frames = VideoFrames([image, image.transpose(Image.Transpose.ROTATE_180)] * 2)
+    with open_video(frames, MediaSettings()) as video:
+        return video.select(range(4), MediaSettings())
 
 
 _PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"

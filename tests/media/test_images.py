@@ -4,7 +4,6 @@ import io
 import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +163,7 @@ def test_transparent_arrays_and_frames_have_the_background() -> None:
     assert np.asarray(load_image(array, settings)).reshape(-1, 3).tolist() == [[1, 2, 3]] * 16
     frames = [Image.new("RGBA", (4, 4), (0, 0, 0, 0)), Image.new("RGBA", (4, 4), (9, 9, 9, 255))]
     data = encoded(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True, duration=100)
-    with closing(open_video(data, settings)) as video:
+    with open_video(data, settings) as video:
         first, second = list(video.select([0, 1], settings))
     assert first.getpixel((0, 0)) == (1, 2, 3) and second.getpixel((0, 0)) == (9, 9, 9)
 
