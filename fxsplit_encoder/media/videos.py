@@ -103,14 +103,10 @@ class Frames:
     """By which both sides of the video's frames are shrunk."""
 
     @property
-    def width(self) -> int:
-        """In pixels."""
-        return scaled(self.video.header.width, self.scale)
-
-    @property
-    def height(self) -> int:
-        """In pixels."""
-        return scaled(self.video.header.height, self.scale)
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        header = self.video.header
+        return scaled(header.width, self.scale), scaled(header.height, self.scale)
 
     def __len__(self) -> int:
         return len(self.indices)

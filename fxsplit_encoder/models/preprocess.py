@@ -281,7 +281,7 @@ class TowerProcessor(_Processor):
         with open_video(item.media, self.limits) as video:
             indices = preparation.sample(video.header.num_frames, video.header.fps)
             frames = video.select(indices, self.limits, _scale(item))
-            yield frames, self._count(preparation.clip_sizes(len(frames), frames.width, frames.height))
+            yield frames, self._count(preparation.clip_sizes(len(frames), *frames.size))
 
     def _prepare_image(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
         # Within the limits before it is decoded.

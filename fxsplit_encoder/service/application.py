@@ -6,11 +6,10 @@ The event loop reads bodies and waits. Threads parse, decode, tokenize and write
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -134,7 +133,6 @@ class Application:
         body = bytearray()
         try:
             await self._read(request, body)
-            self._check_load()
             self.num_requests += 1
             try:
                 return await self._while_connected(request, self._embed_body(request, bytes(body)))
@@ -143,41 +141,36 @@ class Application:
         finally:
             self.pending_bytes -= len(body)
 
-    def _check_load(self) -> None:
-        if self.num_requests >= self.settings.max_requests:
-            raise RequestError(429, f"{self.num_requests} requests are worked on, the limit max_requests")
+    def _overload(self) -> RequestError | None:
+        if self.num_requests < self.settings.max_requests:
+            return None
+        return RequestError(429, f"{self.num_requests} requests are worked on, the limit max_requests")
 
     # --- bodies
 
     async def _read(self, request: Request, body: bytearray) -> None:
-        """Read a request's body, whose bytes count as pending."""
-        chunks = request.stream()
+        """Read a request's body, whose bytes count as pending. The rest of a refused one is read too, within
+        limits: a connection closed before is reset, unanswered.
+        """
+        most = left = self.settings.max_request_bytes
+        refused = self._overload()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                self._check_load()
-                async for chunk in chunks:
-                    if (size := len(body) + len(chunk)) > (most := self.settings.max_request_bytes):
+                async for chunk in request.stream():
+                    if refused is None and (size := len(body) + len(chunk)) > most:
                         limit = f"expected at most {most} bytes, the limit max_request_bytes"
-                        raise RequestError(413, f"body: {limit}; got {size} or more")
-                    if self.pending_bytes + len(chunk) > MOST_PENDING_BYTES:
-                        raise RequestError(429, "the bodies that came take all memory for them")
-                    self.pending_bytes += len(chunk)
-                    body += chunk
-        except TimeoutError:
-            raise RequestError(408, f"body: expected all of it within {BODY_TIMEOUT_S:g} s") from None
-        except RequestError:
-            await self._discard(chunks)
-            raise
-
-    async def _discard(self, chunks: AsyncIterator[bytes]) -> None:
-        """Read the rest of a refused body within limits: a connection closed before is reset, unanswered."""
-        left = self.settings.max_request_bytes
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for chunk in chunks:
-                    left -= len(chunk)
-                    if left < 0:
+                        refused = RequestError(413, f"body: {limit}; got {size} or more")
+                    elif refused is None and self.pending_bytes + len(chunk) > MOST_PENDING_BYTES:
+                        refused = RequestError(429, "the bodies that came take all memory for them")
+                    if refused is None:
+                        self.pending_bytes += len(chunk)
+                        body += chunk
+                    elif (left := left - len(chunk)) < 0:
                         break
+        except TimeoutError:
+            refused = refused or RequestError(408, f"body: expected all of it within {BODY_TIMEOUT_S:g} s")
+        if (refused := refused or self._overload()) is not None:
+            raise refused
 
     async def _while_connected(self, request: Request, work: Awaitable[Response]) -> Response:
         """The answer; the work is cancelled if the client goes before it."""

@@ -121,12 +121,10 @@ def joined(texts: Mapping[str, str | None]) -> str:
     lines = [f"# {url} did not answer" for url, text in texts.items() if text is None]
     families: dict[str, dict[str, None]] = {}
     for text in texts.values():
-        family = ""
-        for line in (text or "").splitlines():
-            if line.startswith("# HELP "):
-                family = line.split()[2]
+        for family in f"\n{text or ''}".split("\n# HELP ")[1:]:
             if family.startswith(PREFIXES):
-                families.setdefault(family, {})[line] = None
+                own = f"# HELP {family}".splitlines()
+                families.setdefault(family.split()[0], {}).update(dict.fromkeys(own))
     return "\n".join([*lines, *(line for family in sorted(families) for line in families[family])]) + "\n"
 
 

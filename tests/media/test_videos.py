@@ -62,7 +62,7 @@ def test_an_animated_image_is_a_video(kind: str, duration: int | list[int], tmp_
         with open_video(media, LIMITS) as video:
             assert video.header == VideoHeader(5, 40, 24, pytest.approx(12.5))
             frames = video.select([0, 2, 2, 4], LIMITS)
-            assert (len(frames), frames.width, frames.height) == (4, 40, 24)
+            assert (len(frames), frames.size) == (4, (40, 24))
             got = np.stack([np.asarray(frame) for frame in frames])
         if kind != "GIF":  # which has a palette
             np.testing.assert_array_equal(got, EXPECTED[[0, 2, 2, 4]])
@@ -103,7 +103,7 @@ def test_frames_may_be_decoded_already(media: object) -> None:
 def test_frames_are_shrunk_as_they_are_decoded() -> None:
     with open_video(FRAMES, LIMITS) as video:
         frames = video.select([0, 1], LIMITS, scale=0.5)
-        assert (frames.width, frames.height) == (20, 12)
+        assert frames.size == (20, 12)
         assert {frame.size for frame in frames} == {(20, 12)}
 
 

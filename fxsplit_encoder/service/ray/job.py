@@ -232,7 +232,7 @@ class EncodeJob:
         self.settings = settings
         self.files = list_files(paths)
         self._shard_size = shard_size
-        self.workers, self._num_gpus = _resources(settings, workers)
+        self.workers = _num_workers(settings, workers)
         if not self.files:
             raise InputError("images: expected at least one path")
         preparer = preparer_of(settings)  # raises here what it would raise in every task
@@ -274,7 +274,6 @@ class EncodeJob:
         encoded = encode_images(
             ray.data.from_arrow([*map(self._table, shards)]),
             workers=self.workers,
-            num_gpus=self._num_gpus,
             batch_size=None,
             **dict(self.settings),
         )
@@ -295,15 +294,15 @@ class EncodeJob:
         return self.files[shard * self._shard_size : (shard + 1) * self._shard_size]
 
 
-def _resources(settings: ImageEncoderSettings, workers: int | None) -> tuple[int, float]:
-    """Actors, and GPUs of each; InputError: the cluster has too few."""
+def _num_workers(settings: ImageEncoderSettings, asked: int | None) -> int:
+    """Actors; InputError: the cluster has too few GPUs or CPUs for them."""
     has: dict[str, float] = ray.cluster_resources()
     gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 0))
-    num_gpus = gpus_of(settings)
-    workers = workers or (gpus if num_gpus else max(1, cpus // 2))
-    if num_gpus and workers > gpus:
+    on_gpus = gpus_of(settings) > 0
+    workers = asked or (gpus if on_gpus else max(1, cpus // 2))
+    if on_gpus and workers > gpus:
         raise InputError(f"workers: {workers}, and the cluster has {gpus} GPUs")
     if workers >= cpus:
         have = f"{cpus} CPUs"
         raise InputError(f"workers: {workers} take a CPU each, one more prepares, and the cluster has {have}")
-    return workers, num_gpus
+    return workers
