@@ -171,8 +171,7 @@ class AnimatedImage(Video):
         """The frames as RGB images. They are not turned."""
         with lock_of(self._image), attempt("video", "an animated image"):
             for index in indices:
-                if getattr(self._image, "is_animated", False):
-                    self._image.seek(index)
+                self._image.seek(index)
                 frame = rgb_of(self._image, self._background)
                 yield frame.copy() if frame is self._image else frame
 

@@ -90,14 +90,13 @@ class _RemoteBackend:
 class EncoderReplica(QueuedEncoder):
     """One tower, one GPU, one queue."""
 
+    check_health = QueuedEncoder.is_ready
+    """Serve calls it, and replaces the replica where it raises."""
+
     def __init__(self, settings: ServiceSettings) -> None:
         self._metrics = RayMetrics()
         super().__init__(settings, observe=self._observe)
         self.wait_started()
-
-    async def check_health(self) -> None:
-        """Raise if the encoder is lost; Serve calls it, and replaces the replica."""
-        await self.is_ready()
 
     def _observe(self, embeddings: Sequence[Any], seconds: float) -> None:
         self._metrics.add_batch(embeddings, seconds)
