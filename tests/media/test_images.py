@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 
 from fxsplit_encoder.errors import ConfigError, MediaError
-from fxsplit_encoder.media import MediaSettings, load_image, measure_image, open_video
+from fxsplit_encoder.media import MediaSettings, load_image, measure_image, open_video, sources
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "images"
 LIMITS = MediaSettings()
@@ -222,6 +222,12 @@ def test_limits_hold_before_anything_is_decoded(tmp_path: Path) -> None:
                 read(media, few_bytes)
     with pytest.raises(MediaError, match="the limit max_bytes"):
         load_image(np.zeros((10, 10, 3), np.uint8), few_bytes)
+
+
+def test_pixels_take_as_many_reads_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_HEADER_READS", 12)
+    monkeypatch.setattr(sources, "_BYTES_PER_READ", 1 << 30)
+    assert load_image(encoded(noise(300, 300)), LIMITS).size == (300, 300)
 
 
 def test_limits_are_positive() -> None:
