@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,6 +22,7 @@ from starlette.routing import Route
 
 from fxsplit_encoder.errors import FxSplitError, InputError, MediaError
 from fxsplit_encoder.integrations.prometheus import ServiceMetrics
+from fxsplit_encoder.media import measure_image
 from fxsplit_encoder.service.encoder import Item, Preparer, Result, thread_pool
 from fxsplit_encoder.service.protocol import (
     RequestError,
@@ -203,10 +205,10 @@ class Application:
         return await on_thread(embeddings_response, asked, items, embeddings, tokens, *form)
 
     def _check_pixels(self, sources: Sequence[Source]) -> None:
-        pixels, most = 0, self.settings.max_request_pixels
+        pixels, most, limits = 0, self.settings.max_request_pixels, self._preparer.limits
         for index, source in enumerate(sources):
             try:
-                pixels += self._preparer.measure(source) if isinstance(source, bytes) else 0
+                pixels += math.prod(measure_image(source, limits)) if isinstance(source, bytes) else 0
             except MediaError as error:
                 raise _answer_to(error, index) from None
             if pixels > most:

@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 import fxsplit_encoder as fx
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
-from fxsplit_encoder.media import MediaSettings, load_image, measure_image
+from fxsplit_encoder.media import MediaSettings, load_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
 from fxsplit_encoder.models.media import pixel_table
@@ -68,7 +68,7 @@ class Preparer:
     """
 
     def __init__(self, settings: ImageEncoderSettings) -> None:
-        self._limits = MediaSettings(max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels)
+        self.limits = MediaSettings(max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels)
         self.checkpoint = Checkpoint.locate(settings.model)
         self.family, config = read_family(self.checkpoint)
         if settings.pooling == "model" and self.family.pooled is None:
@@ -94,16 +94,11 @@ class Preparer:
         takes_text = self.family.text is not None and self.pooling == "model"
         return Tokenizer(self.checkpoint) if takes_text and any(files) else None
 
-    def measure(self, media: bytes) -> int:
-        """The pixels of an encoded image, by its header; MediaError: it has none, or is beyond a limit."""
-        width, height = measure_image(media, self._limits)
-        return width * height
-
     def load(self, media: bytes | memoryview | Array) -> PreparedImage:
         """Prepare the first image of a file, or pixels of uint8, (height, width) or with 1, 3 or 4 channels;
         MediaError: it cannot be decoded or prepared, or is beyond a limit.
         """
-        return self.prepare(load_image(media, self._limits))
+        return self.prepare(load_image(media, self.limits))
 
     def prepare(self, image: Image.Image) -> PreparedImage:
         """An upright RGB image; MediaError: it cannot be prepared, such as one that is too elongated."""
