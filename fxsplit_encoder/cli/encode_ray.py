@@ -17,7 +17,7 @@ try:
     import ray
     import ray.data
 
-    from fxsplit_encoder.service.ray import EncodeJob, Outcome
+    from fxsplit_encoder.service.ray import EncodeJob
 except ModuleNotFoundError as error:
     raise MissingExtraError("encoder-cg encode --ray", "ray") from error
 
@@ -58,8 +58,8 @@ def run_encode_ray(
     job = EncodeJob(paths, output, encoder, shard_size=shard_size, workers=workers)
     with progress_bars() as bar:
         outcome = job.run(bar("encoding"))
-    if outcome.shards:
-        document.facts({"limit": _limit(outcome)})
+    if outcome.stages:
+        document.put("stages", outcome.stages, outcome.stages)
     document.facts(
         {
             "images": f"{outcome.images}, of which {outcome.written_before} were written before",
@@ -67,13 +67,6 @@ def run_encode_ray(
         }
     )
     document.put("file", str(output), f"wrote {output}")
-
-
-def _limit(outcome: Outcome) -> str:
-    seconds = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in outcome.seconds.items())
-    share, cpus = outcome.encoding_share, outcome.cpus_per_worker
-    wanted = f"for all of it a worker needs {cpus:.1f} CPUs that prepare and write"
-    return f"workers encoded {share:.0%} of the time ({seconds} in all); {wanted}"
 
 
 def _everywhere(model: str) -> str:

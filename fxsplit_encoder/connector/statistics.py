@@ -37,7 +37,7 @@ class Durations:
 
 @dataclass
 class ConnectorStats:
-    """A snapshot of the counts; printing it shows the most important ones."""
+    """A snapshot of the counts."""
 
     submitted: int = 0
     """Tickets."""
@@ -105,19 +105,3 @@ class ConnectorStats:
         """The share of the places in batches that items had; 0.0 before the first."""
         places = self.batches * self.max_batch_items
         return self.batch_items / places if places else 0.0
-
-    def __str__(self) -> str:
-        ended = (
-            ", ".join(f"{count} {state}" for state, count in sorted(self.outcomes.items())) or "none ended"
-        )
-        failed = "".join(f", {count} {kind}" for kind, count in sorted(self.failures.items()))
-        lines = [
-            f"{self.submitted} tickets ({ended}), {self.items} items; {self.live_tickets} tickets live",
-            f"{self.hit_rate:.1%} shared; {self.batches} batches ({self.batch_fill:.1%} full); "
-            f"{self.evictions} evictions, {self.retries} retries, {self.failures.total()} failures{failed}",
-        ]
-        stages = {"prepare": self.prepare, "queue": self.queue, "encode": self.encode, "ready": self.ready}
-        lines += [
-            f"{name}: {each.count}, {1e3 * each.mean:.2f} ms in the mean" for name, each in stages.items()
-        ]
-        return "\n".join(lines)

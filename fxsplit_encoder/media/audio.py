@@ -57,11 +57,6 @@ class AudioHeader:
     """Samples a second."""
     channels: int
 
-    @property
-    def seconds(self) -> float:
-        """Duration in seconds."""
-        return self.num_samples / self.rate
-
 
 def measure_audio(media: object, limits: MediaSettings) -> AudioHeader:
     """Reads the length of audio from its header or its shape, without decoding.
@@ -90,7 +85,7 @@ def measure_audio(media: object, limits: MediaSettings) -> AudioHeader:
         raise MediaError(f"{name}: expected 1 to {_MOST_CHANNELS} channels; got {header.channels}")
     if header.num_samples < 1:
         raise MediaError(f"{name}: expected samples; it has none")
-    limits.check("max_seconds", header.seconds, name)
+    limits.check("max_seconds", header.num_samples / header.rate, name)
     limits.check("max_bytes", header.num_samples * np.dtype(np.float32).itemsize, name)
     return header
 
@@ -129,6 +124,7 @@ def sample_bytes(audio: AudioSamples) -> Iterator[bytes]:
 def _reading(media: object, limits: MediaSettings) -> Iterator[Any]:
     soundfile, name = imported("soundfile", "libsndfile", "decoding audio files", "audio"), name_of(media)
     with closing(HeaderReader(media, limits)) as reader:
+        reader.unlimit()
         with attempt(name, "audio"):
             file = soundfile.SoundFile(reader)
         with file:

@@ -54,7 +54,7 @@ def measure_image(media: object, limits: MediaSettings) -> tuple[int, int]:
         MediaError: it is no image, or beyond a limit.
     """
     if isinstance(media, ARRAYS):
-        height, width, _ = _shape_of(media, limits)
+        height, width, _ = _channels_last(media, limits).shape
         return width, height
     with opened_image(media, limits) as image:
         width, height = image.size
@@ -68,7 +68,9 @@ def load_image(media: object, limits: MediaSettings) -> Image.Image:
     if isinstance(media, ARRAYS):
         return Image.fromarray(pixels_of(media, limits))
     with opened_image(media, limits) as image, lock_of(image), attempt(name_of(media), "an image"):
-        return upright(image, limits.background)
+        turn = _TURNS.get(_orientation(image))  # before it is decoded, when `measure_image` has read it
+        rgb = rgb_of(image, limits.background)
+        return rgb if turn is None else rgb.transpose(turn)
 
 
 @contextlib.contextmanager
@@ -84,30 +86,18 @@ def opened_image(media: object, limits: MediaSettings) -> Iterator[Image.Image]:
         raise MediaError(
             f"image: expected a PIL image, an array of uint8, bytes or a path; got {shown(media)}"
         )
-    with contextlib.closing(HeaderReader(media, limits)) as reader:
-        with reader.limited():
-            image = open_image(reader, limits, name_of(media))
+    name = name_of(media)
+    file: Any = HeaderReader(media, limits)
+    with contextlib.closing(file):
+        with attempt(name, "an image"):
+            try:
+                image = Image.open(file, formats=FORMATS)
+            except UnidentifiedImageError:
+                formats = ", ".join(FORMATS)
+                raise MediaError(f"{name}: cannot be read as an image; expected one of {formats}") from None
+        file.unlimit()
+        limits.check("max_pixels", image.width * image.height, name)
         yield image
-
-
-def open_image(reader: HeaderReader, limits: MediaSettings, name: str) -> Image.Image:
-    """An image whose file stays open; see `opened_image`."""
-    file: Any = reader
-    with attempt(name, "an image"):
-        try:
-            image = Image.open(file, formats=FORMATS)
-        except UnidentifiedImageError:
-            formats = ", ".join(FORMATS)
-            raise MediaError(f"{name}: cannot be read as an image; expected one of {formats}") from None
-    limits.check("max_pixels", image.width * image.height, name)
-    return image
-
-
-def upright(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """An image turned as its metadata says, RGB over a background."""
-    turn = _TURNS.get(_orientation(image))  # before it is decoded, when `measure_image` has read it
-    rgb = rgb_of(image, background)
-    return rgb if turn is None else rgb.transpose(turn)
 
 
 def scaled(side: int, scale: float) -> int:
@@ -137,47 +127,41 @@ def _orientation(image: Image.Image) -> int:
     return 1
 
 
-def pixel_bytes(image: Image.Image | Pixels) -> list[bytes | memoryview]:
-    """Returns the bytes that an RGB image's digest covers, equal for the array of its pixels."""
-    if isinstance(image, Image.Image):
-        return [f"pixels {image.width}x{image.height}".encode(), image.tobytes()]
-    height, width, _ = image.shape
-    return [f"pixels {width}x{height}".encode(), image.data.cast("B")]
+def pixel_bytes(pixels: Pixels) -> list[bytes | memoryview]:
+    """Returns the bytes that the digest of an image's pixels covers."""
+    height, width, _ = pixels.shape
+    return [f"pixels {width}x{height}".encode(), pixels.data.cast("B")]
 
 
 # --- arrays and modes
 
 
-def pixels_of(array: Any, limits: MediaSettings) -> Pixels:
-    """One image as (height, width, 3), from an array or a tensor of uint8, (height, width), or with 1, 3 or 4
-    channels, last or first, the fourth of them alpha; MediaError: it is something else.
-    """
-    height, width, channels = _shape_of(array, limits)
-    given = array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array
-    if given.ndim == 2:
-        given = given[..., None]
-    elif given.shape[-1] not in _CHANNELS:
-        given = given.transpose(1, 2, 0)
-    if channels == 1:
-        given = np.broadcast_to(given, (height, width, 3))
-    if channels == 4:
+def pixels_of(media: Any, limits: MediaSettings) -> Pixels:
+    """The pixels of `load_image`, without making an image of an array."""
+    if not isinstance(media, ARRAYS):
+        return np.asarray(load_image(media, limits))
+    view = _channels_last(media, limits)
+    given = view.detach().cpu().numpy() if isinstance(view, torch.Tensor) else view
+    if given.shape[2] == 4:
         return np.asarray(rgb_of(Image.fromarray(np.ascontiguousarray(given)), limits.background))
-    return np.ascontiguousarray(given)
+    return np.ascontiguousarray(np.broadcast_to(given, (*given.shape[:2], 3)))
 
 
-def _shape_of(array: Any, limits: MediaSettings) -> tuple[int, int, int]:
-    """Height, width and channels of an image's array, within the limits."""
-    shape = (*array.shape, 1) if array.ndim == 2 else tuple(array.shape)
-    if len(shape) == 3 and shape[-1] not in _CHANNELS and shape[0] in _CHANNELS:
-        shape = (*shape[1:], shape[0])
-    if len(shape) != 3 or shape[-1] not in _CHANNELS or 0 in shape:
+def _channels_last(array: Any, limits: MediaSettings) -> Any:
+    """A view of one image, (height, width, channels), of an array or a tensor of uint8, (height, width), or
+    with 1, 3 or 4 channels, last or first, the fourth of them alpha; MediaError: it is something else.
+    """
+    view = array[..., None] if array.ndim == 2 else array
+    if view.ndim == 3 and view.shape[-1] not in _CHANNELS and view.shape[0] in _CHANNELS:
+        view = view.permute(1, 2, 0) if isinstance(view, torch.Tensor) else view.transpose(1, 2, 0)
+    if view.ndim != 3 or view.shape[-1] not in _CHANNELS or 0 in view.shape:
         got = tuple(array.shape)
         raise MediaError(f"image: expected (height, width), or with 1, 3 or 4 channels; got {got}")
     if str(array.dtype).removeprefix("torch.") != "uint8":
         raise MediaError(f"image: expected an array of uint8; got {shown(array)}")
     limits.check("max_bytes", array.nbytes, "image")
-    limits.check("max_pixels", shape[0] * shape[1], "image")
-    return shape[0], shape[1], shape[2]
+    limits.check("max_pixels", view.shape[0] * view.shape[1], "image")
+    return view
 
 
 def rgb_of(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import os
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -105,7 +105,7 @@ _HEADER_SECONDS = 10.0
 
 class HeaderReader:
     """Encoded media as a file, of which no more is read than is asked for; MediaError: it cannot be opened,
-    or inside `limited` a header takes more reads, or more seconds, than a header should.
+    or before `unlimit` it takes more reads, or more seconds, than a header should.
 
     A format of many small parts is read in no fewer reads: half of them may have less than 64 bytes.
     """
@@ -113,30 +113,23 @@ class HeaderReader:
     def __init__(self, media: Any, limits: MediaSettings) -> None:
         self.source: Path | bytes
         """The path, or the bytes."""
-        self._file: BinaryIO
         if isinstance(media, str | os.PathLike):
             self.source = _checked_path(media, limits)
-            with attempt(str(media)):
-                self._file = self.source.open("rb")
         else:
-            read_source(media, limits)
             self.source = bytes(media)
-            self._file = io.BytesIO(self.source)
+            limits.check("max_bytes", len(self.source), name_of(media))
+        with attempt(name_of(media)):
+            opened = self.source.open("rb") if isinstance(self.source, Path) else io.BytesIO(self.source)
+        self._file: BinaryIO = opened
         size = self._file.seek(0, io.SEEK_END)
         self._file.seek(0)
         self.tell, self.close = self._file.tell, self._file.close
-        self._left = _HEADER_READS + size // _BYTES_PER_READ
+        self._left: float = _HEADER_READS + size // _BYTES_PER_READ
         self._deadline = time.monotonic() + _HEADER_SECONDS
-        self._is_limited = False
 
-    @contextmanager
-    def limited(self) -> Iterator[None]:
-        """Count what is read inside."""
-        self._is_limited = True
-        try:
-            yield
-        finally:
-            self._is_limited = False
+    def unlimit(self) -> None:
+        """Read on without limits: the header has been read."""
+        self._left = math.inf
 
     def read(self, size: int = -1, /) -> bytes:
         """So many bytes, or all that are left."""
@@ -149,10 +142,9 @@ class HeaderReader:
         return self._file.seek(offset, whence)
 
     def _count(self) -> None:
-        if self._is_limited:
-            self._left -= 1
-            if self._left < 0 or (self._left % 256 == 0 and time.monotonic() > self._deadline):
-                raise MediaError("its header has more parts than are read")
+        self._left -= 1
+        if self._left < 0 or (self._left % 256 == 0 and time.monotonic() > self._deadline):
+            raise MediaError("its header has more parts than are read")
 
 
 def name_of(media: object) -> str:

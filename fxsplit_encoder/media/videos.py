@@ -5,14 +5,14 @@ Frames come already decoded, from animated images by Pillow, or from video files
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from fxsplit_encoder.errors import MediaError
@@ -21,7 +21,7 @@ from fxsplit_encoder.media.images import (
     load_image,
     lock_of,
     measure_image,
-    open_image,
+    opened_image,
     pixel_bytes,
     pixels_of,
     rgb_of,
@@ -67,19 +67,16 @@ class Video(ABC):
     """A video of which the header was read."""
 
     header: VideoHeader
-    opened = ExitStack()
-    """What was opened for it; nothing, unless `open_video` says so."""
+    is_sequential = False
+    """Whether a frame is decoded on top of all those before it."""
 
     def select(self, indices: Sequence[int], limits: MediaSettings, scale: float = 1.0) -> Frames:
         """Some frames, rising by index, of which the same may come twice, with their sides shrunk.
         MediaError: more frames have to be decoded for them than the limit allows.
         """
-        limits.check("max_frames", self.num_decoded(indices), "video")
+        count = max(indices) + 1 if self.is_sequential else len(indices)
+        limits.check("max_frames", count, "video")
         return Frames(self, indices, scale)
-
-    def num_decoded(self, indices: Sequence[int]) -> int:
-        """Number of frames to decode for some of them."""
-        return len(indices)
 
     @abstractmethod
     def decode(self, indices: Sequence[int]) -> Iterator[Image.Image]:
@@ -91,13 +88,9 @@ class Video(ABC):
         for frame in self.pixels():
             yield from pixel_bytes(frame)
 
-    def pixels(self) -> Iterator[Image.Image | Pixels]:
+    def pixels(self) -> Iterator[Pixels]:
         """Every frame, RGB."""
-        return self.decode(range(self.header.num_frames))
-
-    def close(self) -> None:
-        """Gives back what was opened."""
-        self.opened.close()
+        return map(np.asarray, self.decode(range(self.header.num_frames)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +103,10 @@ class Frames:
     """By which both sides of the video's frames are shrunk."""
 
     @property
-    def width(self) -> int:
-        """In pixels."""
-        return scaled(self.video.header.width, self.scale)
-
-    @property
-    def height(self) -> int:
-        """In pixels."""
-        return scaled(self.video.header.height, self.scale)
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        header = self.video.header
+        return scaled(header.width, self.scale), scaled(header.height, self.scale)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -135,7 +124,15 @@ class DecodedVideo(Video):
     """Read a video from decoded frames; MediaError: they are no images, or have different sizes."""
 
     def __init__(self, video: VideoFrames, limits: MediaSettings) -> None:
-        self._frames = _listed(video.frames)
+        frames = video.frames
+        if isinstance(frames, ARRAYS):
+            if frames.ndim != 4 or not len(frames):
+                raise MediaError(f"video: expected (frames, height, width, 3); got {tuple(frames.shape)}")
+        elif not isinstance(frames, list | tuple) or not frames:
+            raise MediaError(
+                f"video: expected VideoFrames, bytes, a path or a list of frames; got {shown(frames)}"
+            )
+        self._frames: Sequence[Any] = list(frames)
         self._limits = limits
         sizes = {measure_image(frame, limits) for frame in self._frames}
         if len(sizes) != 1:
@@ -149,23 +146,9 @@ class DecodedVideo(Video):
         """The frames as RGB images."""
         return (load_image(self._frames[index], self._limits) for index in indices)
 
-    def pixels(self) -> Iterator[Image.Image | Pixels]:
+    def pixels(self) -> Iterator[Pixels]:
         """Every frame, arrays without making images of them."""
-        for frame in self._frames:
-            is_array = isinstance(frame, ARRAYS)
-            yield pixels_of(frame, self._limits) if is_array else load_image(frame, self._limits)
-
-
-def _listed(frames: object) -> Sequence[Any]:
-    if isinstance(frames, ARRAYS):
-        if frames.ndim != 4 or not len(frames):
-            raise MediaError(f"video: expected (frames, height, width, 3); got {tuple(frames.shape)}")
-        return list(frames)
-    if not isinstance(frames, list | tuple) or not frames:
-        raise MediaError(
-            f"video: expected VideoFrames, bytes, a path or a list of frames; got {shown(frames)}"
-        )
-    return frames
+        return (pixels_of(frame, self._limits) for frame in self._frames)
 
 
 # --- animated images
@@ -176,22 +159,19 @@ class AnimatedImage(Video):
     a video of one frame.
     """
 
+    is_sequential = True
+
     def __init__(self, image: Image.Image, background: tuple[int, int, int], seconds: float = 0.0) -> None:
         self._image, self._background = image, background
         with attempt("video", "an animated image"):
             count = int(getattr(image, "n_frames", 1))
         self.header = VideoHeader(count, image.width, image.height, count / seconds if seconds else None)
 
-    def num_decoded(self, indices: Sequence[int]) -> int:
-        """Every frame is decoded on top of those before it."""
-        return max(indices) + 1
-
     def decode(self, indices: Sequence[int]) -> Iterator[Image.Image]:
         """The frames as RGB images. They are not turned."""
         with lock_of(self._image), attempt("video", "an animated image"):
             for index in indices:
-                if getattr(self._image, "is_animated", False):
-                    self._image.seek(index)
+                self._image.seek(index)
                 frame = rgb_of(self._image, self._background)
                 yield frame.copy() if frame is self._image else frame
 
@@ -217,6 +197,7 @@ def _png(file: HeaderReader) -> Iterator[float]:
 
 
 def _gif(file: HeaderReader) -> Iterator[float]:
+    file.seek(0)
     _skip_colors(file, file.read(13)[10:11])
     while kind := file.read(1):
         if kind == b"!":  # an extension
@@ -241,13 +222,6 @@ def _skip_blocks(file: HeaderReader) -> None:
         file.seek(size[0], 1)
 
 
-_FORMATS = (
-    (re.compile(rb"RIFF....WEBP", re.DOTALL), _webp),
-    (re.compile(rb"\x89PNG\r\n\x1a\n"), _png),
-    (re.compile(rb"GIF8"), _gif),
-)
-
-
 def animation_seconds(file: HeaderReader) -> float | None:
     """The sum of its frames' durations in seconds, of a file at its beginning; no frame is decoded.
 
@@ -256,11 +230,15 @@ def animation_seconds(file: HeaderReader) -> float | None:
         another kind, which a decoder of videos reads and not Pillow.
     """
     start = file.read(12)
-    file.seek(0)
-    for magic, milliseconds in _FORMATS:
-        if magic.match(start):
-            return sum(milliseconds(file)) / 1000
-    return None
+    if start.startswith(b"GIF8"):
+        milliseconds = _gif(file)
+    elif start.startswith(b"\x89PNG\r\n\x1a\n"):
+        milliseconds = _png(file)
+    elif start.startswith(b"RIFF") and start.endswith(b"WEBP"):
+        milliseconds = _webp(file)
+    else:
+        return None
+    return sum(milliseconds) / 1000
 
 
 # --- files of videos
@@ -283,13 +261,16 @@ class ContainedVideo(Video):
     def __init__(self, source: Path | bytes, name: str) -> None:
         self._name = name
         codec = imported("torchcodec.decoders", "FFmpeg's shared libraries", "decoding video files", "video")
-        decoder = codec.VideoDecoder
-        with attempt(name, "a video"):
-            self._decoder = decoder(source, seek_mode="approximate", **_OPTIONS)
-            if not _is_complete(self._decoder.metadata):
-                self._decoder = decoder(source, seek_mode="exact", **_OPTIONS)
+        for mode in ("approximate", "exact"):
+            with attempt(name, "a video"):
+                self._decoder = codec.VideoDecoder(
+                    source, seek_mode=mode, dimension_order="NHWC", num_ffmpeg_threads=1
+                )
             found = self._decoder.metadata
-        if not _is_complete(found):
+            numbers = (found.num_frames, found.average_fps, found.width, found.height)
+            if all(number is not None and number > 0 for number in numbers):
+                break
+        else:
             raise MediaError(f"{name}: FFmpeg finds no frames in it, or no size or rate of them")
         self.header = VideoHeader(found.num_frames, found.width, found.height, found.average_fps)
 
@@ -301,16 +282,9 @@ class ContainedVideo(Video):
             yield from (Image.fromarray(frame.numpy()) for frame in frames)
 
 
-_OPTIONS = {"dimension_order": "NHWC", "num_ffmpeg_threads": 1}
-
-
-def _is_complete(metadata: Any) -> bool:
-    numbers = (metadata.num_frames, metadata.average_fps, metadata.width, metadata.height)
-    return all(number is not None and number > 0 for number in numbers)
-
-
-def open_video(media: object, limits: MediaSettings) -> Video:
-    """Reads what a video's header says; nothing is decoded. The video is to be closed.
+@contextmanager
+def open_video(media: object, limits: MediaSettings) -> Iterator[Video]:
+    """Reads what a video's header says; nothing is decoded.
 
     Args:
         media: `VideoFrames`, or their `frames` alone; an animated PIL image; encoded bytes or a path, of an
@@ -327,8 +301,7 @@ def open_video(media: object, limits: MediaSettings) -> Video:
         limits.check("max_pixels", header.width * header.height, "video")
         if header.fps:
             limits.check("max_seconds", header.num_frames / header.fps, "video")
-        video.opened = opened.pop_all()
-    return video
+        yield video
 
 
 def _open(media: object, limits: MediaSettings, opened: ExitStack) -> Video:
@@ -340,12 +313,9 @@ def _open(media: object, limits: MediaSettings, opened: ExitStack) -> Video:
     if not is_encoded(media):
         return DecodedVideo(media if isinstance(media, VideoFrames) else VideoFrames(media), limits)
     name = name_of(media)
-    reader = opened.enter_context(closing(HeaderReader(media, limits)))
-    with reader.limited():
-        with attempt(name, "a video"):
-            seconds = animation_seconds(reader)
-            reader.seek(0)
-        if seconds is not None:
-            return AnimatedImage(open_image(reader, limits, name), limits.background, seconds)
-    opened.close()
-    return ContainedVideo(reader.source, name)
+    with closing(HeaderReader(media, limits)) as reader, attempt(name, "a video"):
+        seconds = animation_seconds(reader)
+    if seconds is None:
+        return ContainedVideo(reader.source, name)
+    image = opened.enter_context(opened_image(media, limits))
+    return AnimatedImage(image, limits.background, seconds)

@@ -116,10 +116,10 @@ class RasterPatches(Preparation):
         """Items of a few frames each."""
         if not self.takes_clips:
             return super().clip(frames)
-        fitted, _ = self._fit(1, frames.width, frames.height, self.max_frame_patches)
+        fitted, _ = self._fit(1, *frames.size, self.max_frame_patches)
         images = (bicubic(frame, fitted) for frame in frames)
         items = []
-        for sizes in self.clip_sizes(len(frames), frames.width, frames.height):
+        for sizes in self.clip_sizes(len(frames), *frames.size):
             own = itertools.islice(images, sizes.frames)
             items.append(sizes.with_pixels(**{VIDEO_KEYS[0]: self._patches(own, sizes.layout["grid"])}))
         return items

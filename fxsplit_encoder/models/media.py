@@ -17,7 +17,7 @@ from PIL import Image
 from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.keys import HashName, canonical, digest_of
 from fxsplit_encoder.errors import MediaError
-from fxsplit_encoder.media import Frames, MediaSettings, VideoFrames, open_video
+from fxsplit_encoder.media import Frames, MediaSettings, open_video
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family, Settings
 from fxsplit_encoder.models.load import read_family
@@ -91,8 +91,8 @@ def _all_colors(width: int, height: int) -> Image.Image:
 
 
 def _frames(image: Image.Image) -> Frames:
-    video = open_video(VideoFrames([image, image.transpose(Image.Transpose.ROTATE_180)] * 2), MediaSettings())
-    return video.select(range(4), MediaSettings())
+    with open_video([image, image.transpose(Image.Transpose.ROTATE_180)] * 2, MediaSettings()) as video:
+        return video.select(range(4), MediaSettings())
 
 
 _PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"

@@ -175,7 +175,7 @@ class BlockPatches(Preparation):
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """One item of all frames."""
-        grid = self._clip_grid(len(frames), frames.width, frames.height)
+        grid = self._clip_grid(len(frames), *frames.size)
         return [of_patches(VIDEO_KEYS, self.video_format.patches(frames, grid), grid, grid, len(frames))]
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:

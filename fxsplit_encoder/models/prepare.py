@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings
-from fxsplit_encoder.media.images import opened_image, upright
+from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings, load_image
+from fxsplit_encoder.media.images import opened_image
 from fxsplit_encoder.media.sources import attempt
 from fxsplit_encoder.models.sampling import Sampling
 
@@ -255,7 +255,7 @@ def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Pr
             clip = AnimatedImage(image, _LIMITS.background)
             size, parts = image.size, preparation.clip(Frames(clip, range(clip.header.num_frames)))
         else:
-            turned = upright(image, _LIMITS.background)
+            turned = load_image(image, _LIMITS)
             size, parts = turned.size, [preparation.image(turned)]
     keys = [key] if len(parts) == 1 else [f"{key}[{n}]" for n in range(1, len(parts) + 1)]
     return [

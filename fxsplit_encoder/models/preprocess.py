@@ -6,7 +6,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -35,6 +34,7 @@ from fxsplit_encoder.media import (
     measure_image,
     open_video,
     pixel_bytes,
+    pixels_of,
     read_source,
     sample_bytes,
     scaled,
@@ -222,8 +222,8 @@ class TowerProcessor(_Processor):
         if isinstance(media, Encoded):
             return self._digest(item, [media])
         if item.modality == "image":
-            return self._digest(item, pixel_bytes(load_image(media, self.limits)))
-        with closing(open_video(media, self.limits)) as video:
+            return self._digest(item, pixel_bytes(pixels_of(media, self.limits)))
+        with open_video(media, self.limits) as video:
             return self._digest(item, video.parts())
 
     def prepare(self, item: MediaItem) -> PreparedItem:
@@ -278,16 +278,16 @@ class TowerProcessor(_Processor):
     @contextlib.contextmanager
     def _clip(self, item: MediaItem, preparation: Preparation) -> Iterator[tuple[Frames, int]]:
         """The frames of a video that its model sees, and the rows that they have."""
-        with closing(open_video(item.media, self.limits)) as video:
+        with open_video(item.media, self.limits) as video:
             indices = preparation.sample(video.header.num_frames, video.header.fps)
             frames = video.select(indices, self.limits, _scale(item))
-            yield frames, self._count(preparation.clip_sizes(len(frames), frames.width, frames.height))
+            yield frames, self._count(preparation.clip_sizes(len(frames), *frames.size))
 
     def _prepare_image(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
         # Within the limits before it is decoded.
         count = self._count([self._image_sizes(item, preparation)])
         image = load_image(item.media, self.limits)
-        parts = [item.media] if isinstance(item.media, Encoded) else pixel_bytes(image)
+        parts = [item.media] if isinstance(item.media, Encoded) else pixel_bytes(np.asarray(image))
         with attempt("image", "what the model takes"):
             inputs = [preparation.image(shrunk(image, _scale(item)))]
         return self._item(item, self._digest(item, parts), count, inputs, {})

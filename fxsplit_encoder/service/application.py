@@ -6,34 +6,35 @@ The event loop reads bodies and waits. Threads parse, decode, tokenize and write
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from fxsplit_encoder.errors import FxSplitError, InputError, MediaError
 from fxsplit_encoder.integrations.prometheus import ServiceMetrics
+from fxsplit_encoder.media import measure_image
 from fxsplit_encoder.service.encoder import Item, Preparer, Result, thread_pool
 from fxsplit_encoder.service.protocol import (
     RequestError,
     Source,
     embeddings_response,
-    json_response,
     parse_request,
 )
 from fxsplit_encoder.service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 BODY_TIMEOUT_S = 30.0
@@ -114,17 +115,17 @@ class Application:
 
     async def _models(self, request: Request) -> Response:
         model = {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "fxsplit_encoder"}
-        return json_response({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def _health(self, request: Request) -> Response:
         status = "ok" if await self._backend.is_ready() else "starting"
         running = {"requests": self.num_requests, "pending_bytes": self.pending_bytes}
-        return json_response({"status": status, "model": self.settings.name, **running})
+        return JSONResponse({"status": status, "model": self.settings.name, **running})
 
     async def _ready(self, request: Request) -> Response:
         if self.is_draining or not await self._backend.is_ready():
             raise RequestError(503, "the service ends" if self.is_draining else "the encoder starts")
-        return json_response({"status": "ready"})
+        return JSONResponse({"status": "ready"})
 
     async def _expose(self, request: Request) -> Response:
         text = await self._metrics.exposition()
@@ -134,7 +135,6 @@ class Application:
         body = bytearray()
         try:
             await self._read(request, body)
-            self._check_load()
             self.num_requests += 1
             try:
                 return await self._while_connected(request, self._embed_body(request, bytes(body)))
@@ -143,41 +143,36 @@ class Application:
         finally:
             self.pending_bytes -= len(body)
 
-    def _check_load(self) -> None:
-        if self.num_requests >= self.settings.max_requests:
-            raise RequestError(429, f"{self.num_requests} requests are worked on, the limit max_requests")
+    def _overload(self) -> RequestError | None:
+        if self.num_requests < self.settings.max_requests:
+            return None
+        return RequestError(429, f"{self.num_requests} requests are worked on, the limit max_requests")
 
     # --- bodies
 
     async def _read(self, request: Request, body: bytearray) -> None:
-        """Read a request's body, whose bytes count as pending."""
-        chunks = request.stream()
+        """Read a request's body, whose bytes count as pending. The rest of a refused one is read too, within
+        limits: a connection closed before is reset, unanswered.
+        """
+        most = left = self.settings.max_request_bytes
+        refused = self._overload()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                self._check_load()
-                async for chunk in chunks:
-                    if (size := len(body) + len(chunk)) > (most := self.settings.max_request_bytes):
+                async for chunk in request.stream():
+                    if refused is None and (size := len(body) + len(chunk)) > most:
                         limit = f"expected at most {most} bytes, the limit max_request_bytes"
-                        raise RequestError(413, f"body: {limit}; got {size} or more")
-                    if self.pending_bytes + len(chunk) > MOST_PENDING_BYTES:
-                        raise RequestError(429, "the bodies that came take all memory for them")
-                    self.pending_bytes += len(chunk)
-                    body += chunk
-        except TimeoutError:
-            raise RequestError(408, f"body: expected all of it within {BODY_TIMEOUT_S:g} s") from None
-        except RequestError:
-            await self._discard(chunks)
-            raise
-
-    async def _discard(self, chunks: AsyncIterator[bytes]) -> None:
-        """Read the rest of a refused body within limits: a connection closed before is reset, unanswered."""
-        left = self.settings.max_request_bytes
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for chunk in chunks:
-                    left -= len(chunk)
-                    if left < 0:
+                        refused = RequestError(413, f"body: {limit}; got {size} or more")
+                    elif refused is None and self.pending_bytes + len(chunk) > MOST_PENDING_BYTES:
+                        refused = RequestError(429, "the bodies that came take all memory for them")
+                    if refused is None:
+                        self.pending_bytes += len(chunk)
+                        body += chunk
+                    elif (left := left - len(chunk)) < 0:
                         break
+        except TimeoutError:
+            refused = refused or RequestError(408, f"body: expected all of it within {BODY_TIMEOUT_S:g} s")
+        if (refused := refused or self._overload()) is not None:
+            raise refused
 
     async def _while_connected(self, request: Request, work: Awaitable[Response]) -> Response:
         """The answer; the work is cancelled if the client goes before it."""
@@ -199,41 +194,49 @@ class Application:
         headers, query = dict(request.headers), request.url.query
         asked = await on_thread(parse_request, headers, query, body, self.settings)
         await on_thread(self._check_pixels, asked.input)
-        prepared = (on_thread(self._prepare, *numbered) for numbered in enumerate(asked.input))
-        items = list(await asyncio.gather(*prepared))
+        preparing = (on_thread(self._prepare, source) for source in asked.input)
+        items: list[Item] = _unfailed(await asyncio.gather(*preparing, return_exceptions=True))
         tenant = asked.user or (request.client.host if request.client else "")
         outcomes, tokens = await self._backend.answer(items, tenant, self.settings.request_timeout_s)
-        embeddings = []
-        for index, outcome in enumerate(outcomes):
-            if isinstance(outcome, Exception):
-                self._metrics.add_refused()
-                raise _answer_to(outcome, index) from outcome
-            embeddings.append(outcome)
+        if any(isinstance(outcome, Exception) for outcome in outcomes):
+            self._metrics.add_refused()
+        embeddings = _unfailed(outcomes)
         form = self.settings.name, self._preparer.normalizes
         return await on_thread(embeddings_response, asked, items, embeddings, tokens, *form)
 
     def _check_pixels(self, sources: Sequence[Source]) -> None:
-        pixels, most = 0, self.settings.max_request_pixels
+        pixels, most, limits = 0, self.settings.max_request_pixels, self._preparer.limits
         for index, source in enumerate(sources):
-            if isinstance(source, bytes):
-                with _refusing(index):
-                    pixels += self._preparer.measure(source)
+            try:
+                pixels += math.prod(measure_image(source, limits)) if isinstance(source, bytes) else 0
+            except MediaError as error:
+                raise _answer_to(error, index) from None
             if pixels > most:
                 limit = f"expected at most {most} pixels together, the limit max_request_pixels"
                 raise RequestError(413, f"images: {limit}; got {pixels} or more", index)
 
-    def _prepare(self, index: int, source: Source) -> Item:
+    def _prepare(self, source: Source) -> Item:
         if isinstance(source, bytes):
-            with _refusing(index):
-                return self._preparer.load(source)
+            return self._preparer.load(source)
         if self._tokenizer is None:
-            raise RequestError(400, f"input: {self.settings.name} takes images alone; got a text", index)
+            raise RequestError(400, f"input: {self.settings.name} takes images alone; got a text")
         return self._tokenizer(source)
 
 
-def _answer_to(error: Exception, index: int | None = None) -> RequestError:
+def _unfailed(results: Sequence[T | BaseException]) -> list[T]:
+    """What became of the items of a request; RequestError: one has failed."""
+    found: list[T] = []
+    for index, result in enumerate(results):
+        if isinstance(result, BaseException):
+            raise _answer_to(result, index) from result
+        found.append(result)
+    return found
+
+
+def _answer_to(error: BaseException, index: int | None = None) -> RequestError:
     """The answer to a request that failed, or whose item of that index did."""
     if isinstance(error, RequestError):
+        error.index = error.index if index is None else index
         return error
     if isinstance(error, InputError):
         kind = "undecodable_image" if isinstance(error, MediaError) else "unencodable_image"
@@ -242,14 +245,6 @@ def _answer_to(error: Exception, index: int | None = None) -> RequestError:
         return RequestError(503, str(error))
     logger.error("a request failed", exc_info=error)
     return RequestError(500, f"{type(error).__name__}: see the log")
-
-
-@contextlib.contextmanager
-def _refusing(index: int) -> Iterator[None]:
-    try:
-        yield
-    except MediaError as error:
-        raise _answer_to(error, index) from None
 
 
 async def _disconnected(request: Request) -> None:

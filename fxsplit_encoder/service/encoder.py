@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 import fxsplit_encoder as fx
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
-from fxsplit_encoder.media import MediaSettings, load_image, measure_image
+from fxsplit_encoder.media import MediaSettings, load_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
 from fxsplit_encoder.models.media import pixel_table
@@ -68,7 +68,7 @@ class Preparer:
     """
 
     def __init__(self, settings: ImageEncoderSettings) -> None:
-        self._limits = MediaSettings(max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels)
+        self.limits = MediaSettings(max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels)
         self.checkpoint = Checkpoint.locate(settings.model)
         self.family, config = read_family(self.checkpoint)
         if settings.pooling == "model" and self.family.pooled is None:
@@ -94,16 +94,11 @@ class Preparer:
         takes_text = self.family.text is not None and self.pooling == "model"
         return Tokenizer(self.checkpoint) if takes_text and any(files) else None
 
-    def measure(self, media: bytes) -> int:
-        """The pixels of an encoded image, by its header; MediaError: it has none, or is beyond a limit."""
-        width, height = measure_image(media, self._limits)
-        return width * height
-
     def load(self, media: bytes | memoryview | Array) -> PreparedImage:
         """Prepare the first image of a file, or pixels of uint8, (height, width) or with 1, 3 or 4 channels;
         MediaError: it cannot be decoded or prepared, or is beyond a limit.
         """
-        return self.prepare(load_image(media, self._limits))
+        return self.prepare(load_image(media, self.limits))
 
     def prepare(self, image: Image.Image) -> PreparedImage:
         """An upright RGB image; MediaError: it cannot be prepared, such as one that is too elongated."""
@@ -298,15 +293,12 @@ class QueuedEncoder:
             raise EncoderLostError("the encoder is lost; see the log")
         return any(started.done() for started in self.started)
 
-    def count_tokens(self, items: Sequence[Item]) -> list[int]:
-        """As `ImageEncoder.count_tokens`, of each item."""
-        return [self.first.count_tokens(item) for item in items]
-
     async def answer(self, items: Sequence[Item], tenant: str, timeout_s: float) -> tuple[list[Result], int]:
         """Encode a request's items, in whatever batches; return embeddings or errors, in order, and output
         tokens before pooling. Cancelling it cancels the items that wait. Raises as `EncodeQueue.submit`.
         """
-        counts = await asyncio.wrap_future(thread_pool().submit(self.count_tokens, items))
+        counting = thread_pool().submit(lambda: [*map(self.first.count_tokens, items)])
+        counts = await asyncio.wrap_future(counting)
         futures = [
             self.queue.submit(item, tokens, tenant=tenant, timeout_s=timeout_s)
             for item, tokens in zip(items, counts, strict=True)
@@ -320,7 +312,7 @@ class QueuedEncoder:
         """
         batches: list[list[Item]] = []
         room = 0
-        for item, tokens in zip(items, self.count_tokens(items), strict=True):
+        for item, tokens in zip(items, map(self.first.count_tokens, items), strict=True):
             if not batches or tokens > room:
                 batches.append([])
                 room = self.max_batch_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -13,9 +12,8 @@ from pydantic_core import from_json
 from python_multipart import multipart
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import names_of, shown
 from fxsplit_encoder.service.encoder import Array, Item, PreparedImage, decoded
 from fxsplit_encoder.service.settings import ServiceSettings
@@ -58,7 +56,7 @@ class RequestError(HTTPException):
         """The error as JSON."""
         index = {} if self.index is None else {"index": self.index}
         error = {"type": self.kind, "message": self.detail, **index, "code": self.status_code}
-        return json_response({"error": error}, self.status_code, self.headers)
+        return JSONResponse({"error": error}, self.status_code, self.headers)
 
 
 class EmbeddingRequest(BaseModel, frozen=True):
@@ -97,7 +95,7 @@ def parse_request(
     kind, parameters = multipart.parse_options_header(headers.get("content-type", ""))
     given: Any
     if kind == b"multipart/form-data":
-        given, fields = _read_form(body, parameters.get(b"boundary", b""), settings)
+        given, fields = _read_form(body, parameters.get(b"boundary"), settings)
     elif kind == b"application/json":
         fields = _read_json(body)
         given = fields.pop("input", [])
@@ -114,7 +112,12 @@ def parse_request(
     if not 1 <= len(values) <= settings.max_items_per_request:  # before any is decoded
         limit = f"expected 1 to {settings.max_items_per_request} of them"
         raise RequestError(400, f"items: {limit}; got {len(values)}")
-    items = [_item_of(index, value, fields.get("modality")) for index, value in enumerate(values)]
+    items = []
+    for index, value in enumerate(values):
+        try:
+            items.append(_item_of(value, fields.get("modality")))
+        except ValueError as error:
+            raise RequestError(400, str(error), index) from None
     try:
         asked = EmbeddingRequest(input=items, **fields)
     except ValidationError as error:
@@ -140,36 +143,31 @@ def _read_json(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _item_of(index: int, value: object, modality: object) -> Source:
+def _item_of(value: object, modality: object) -> Source:
+    """An image or a text of a body; ValueError: it is neither."""
     if isinstance(value, dict):
-        names = sorted(value)
-        if names not in (["image"], ["text"]):
-            raise RequestError(
-                400, f"input: expected an object with image or text; got {names_of(names)}", index
-            )
+        if (names := sorted(value)) not in (["image"], ["text"]):
+            raise ValueError(f"input: expected an object with image or text; got {names_of(names)}")
         modality, value = names[0], value[names[0]]
     elif isinstance(value, str) and value.startswith("data:image/"):
         modality = "image"
     if isinstance(value, bytes):
         return value
     if modality == "image":
-        try:
-            return decoded(value)
-        except MediaError as error:
-            raise RequestError(400, str(error), index) from None
+        return decoded(value)
     if not isinstance(value, str):
-        raise RequestError(400, f"input: expected a text, a data URL or an object; got {shown(value)}", index)
+        raise ValueError(f"input: expected a text, a data URL or an object; got {shown(value)}")
     if len(value) > MOST_CHARACTERS:
-        raise RequestError(
-            400, f"input: expected at most {MOST_CHARACTERS} characters; got {len(value)}", index
-        )
+        raise ValueError(f"input: expected at most {MOST_CHARACTERS} characters; got {len(value)}")
     return value
 
 
 # --- forms
 
 
-def _read_form(body: bytes, boundary: bytes, settings: ServiceSettings) -> tuple[list[bytes], dict[str, str]]:
+def _read_form(
+    body: bytes, boundary: bytes | None, settings: ServiceSettings
+) -> tuple[list[bytes], dict[str, str]]:
     """The files of a form, and its fields."""
     files: list[bytes] = []
     fields: dict[str, str] = {}
@@ -189,8 +187,6 @@ def _read_form(body: bytes, boundary: bytes, settings: ServiceSettings) -> tuple
             raise RequestError(400, "multipart: expected few and short fields beside the files")
         fields[(field.field_name or b"").decode("utf-8", "replace")] = value.decode("utf-8", "replace")
 
-    if not boundary:
-        raise RequestError(400, "multipart: Content-Type: expected a boundary")
     in_memory = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}
     try:
         parser = multipart.FormParser(
@@ -205,14 +201,6 @@ def _read_form(body: bytes, boundary: bytes, settings: ServiceSettings) -> tuple
 
 
 # --- answers
-
-
-def json_response(
-    content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """A JSON object."""
-    body = json.dumps(content, separators=(",", ":"))
-    return Response(body, status, dict(headers or {}), "application/json")
 
 
 def embeddings_response(
@@ -247,7 +235,7 @@ def embeddings_response(
     images = sum(isinstance(item, PreparedImage) for item in items)
     rows = sum(len(embedding) for embedding in embeddings)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "images": images, "rows": rows}
-    return json_response({"object": "list", "model": model, "data": data, "usage": usage})
+    return JSONResponse({"object": "list", "model": model, "data": data, "usage": usage})
 
 
 def _shortened(embedding: Array, dimensions: int | None, is_normalized: bool) -> Array:

@@ -90,14 +90,13 @@ class _RemoteBackend:
 class EncoderReplica(QueuedEncoder):
     """One tower, one GPU, one queue."""
 
+    check_health = QueuedEncoder.is_ready
+    """Serve calls it, and replaces the replica where it raises."""
+
     def __init__(self, settings: ServiceSettings) -> None:
         self._metrics = RayMetrics()
         super().__init__(settings, observe=self._observe)
         self.wait_started()
-
-    async def check_health(self) -> None:
-        """Raise if the encoder is lost; Serve calls it, and replaces the replica."""
-        await self.is_ready()
 
     def _observe(self, embeddings: Sequence[Any], seconds: float) -> None:
         self._metrics.add_batch(embeddings, seconds)
@@ -121,12 +120,10 @@ def joined(texts: Mapping[str, str | None]) -> str:
     lines = [f"# {url} did not answer" for url, text in texts.items() if text is None]
     families: dict[str, dict[str, None]] = {}
     for text in texts.values():
-        family = ""
-        for line in (text or "").splitlines():
-            if line.startswith("# HELP "):
-                family = line.split()[2]
+        for family in f"\n{text or ''}".split("\n# HELP ")[1:]:
             if family.startswith(PREFIXES):
-                families.setdefault(family, {})[line] = None
+                own = f"# HELP {family}".splitlines()
+                families.setdefault(family.split()[0], {}).update(dict.fromkeys(own))
     return "\n".join([*lines, *(line for family in sorted(families) for line in families[family])]) + "\n"
 
 

@@ -53,7 +53,6 @@ def test_every_format_is_as_long_as_its_header_says(
     for media in (data, path, str(path)):
         header = measure_audio(media, LIMITS)
         assert (header.num_samples, header.rate, header.channels) == (20001, RATE, 2)
-        assert header.seconds == 20001 / RATE
         loaded = load_audio(media, LIMITS)
         assert (loaded.shape, loaded.dtype) == ((20001,), np.float32)
         if error is None:  # lossy

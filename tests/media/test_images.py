@@ -4,7 +4,6 @@ import io
 import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 
 from fxsplit_encoder.errors import ConfigError, MediaError
-from fxsplit_encoder.media import MediaSettings, load_image, measure_image, open_video
+from fxsplit_encoder.media import MediaSettings, load_image, measure_image, open_video, sources
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "images"
 LIMITS = MediaSettings()
@@ -164,7 +163,7 @@ def test_transparent_arrays_and_frames_have_the_background() -> None:
     assert np.asarray(load_image(array, settings)).reshape(-1, 3).tolist() == [[1, 2, 3]] * 16
     frames = [Image.new("RGBA", (4, 4), (0, 0, 0, 0)), Image.new("RGBA", (4, 4), (9, 9, 9, 255))]
     data = encoded(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True, duration=100)
-    with closing(open_video(data, settings)) as video:
+    with open_video(data, settings) as video:
         first, second = list(video.select([0, 1], settings))
     assert first.getpixel((0, 0)) == (1, 2, 3) and second.getpixel((0, 0)) == (9, 9, 9)
 
@@ -223,6 +222,12 @@ def test_limits_hold_before_anything_is_decoded(tmp_path: Path) -> None:
                 read(media, few_bytes)
     with pytest.raises(MediaError, match="the limit max_bytes"):
         load_image(np.zeros((10, 10, 3), np.uint8), few_bytes)
+
+
+def test_pixels_take_as_many_reads_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_HEADER_READS", 12)
+    monkeypatch.setattr(sources, "_BYTES_PER_READ", 1 << 30)
+    assert load_image(encoded(noise(300, 300)), LIMITS).size == (300, 300)
 
 
 def test_limits_are_positive() -> None:

@@ -26,9 +26,9 @@ from .serving import Running, serving
 MOST_TURNS = 3
 """Of the event loop, from a request for /health to its answer."""
 ON_THREADS = {
-    "fxsplit_encoder.service.application": ("parse_request", "embeddings_response"),
-    "fxsplit_encoder.service.encoder.Preparer": ("load", "measure"),
-    "fxsplit_encoder.service.encoder.QueuedEncoder": ("count_tokens",),
+    "fxsplit_encoder.service.application": ("parse_request", "measure_image", "embeddings_response"),
+    "fxsplit_encoder.service.encoder.Preparer": ("load",),
+    "fxsplit_encoder.service.encoder.ImageEncoder": ("count_tokens",),
     "fxsplit_encoder.models.text.Tokenizer": ("__call__",),
 }
 """What takes longer than a turn of the event loop should."""

@@ -141,14 +141,6 @@ def test_settings_may_be_text_of_a_command_line() -> None:
             ServiceSettings(**{"model": "m", **each})
 
 
-def test_json_of_an_error_says_which_item() -> None:
-    error = RequestError(422, "no", 3, "undecodable_image").response()
-    assert error.status_code == 422
-    assert RequestError(503, "no").response().headers["retry-after"] == "1"
-    expected = {"type": "undecodable_image", "message": "no", "index": 3, "code": 422}
-    assert json.loads(error.body) == {"error": expected}
-
-
 def answer(request: EmbeddingRequest, *embeddings: np.ndarray, is_normalized: bool = True) -> dict[str, Any]:
     items = [PreparedImage({}, {"tiles": 1}), (1,)][: len(embeddings)]
     made = embeddings_response(request, items, embeddings, 5, "m", is_normalized)

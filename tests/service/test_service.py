@@ -235,6 +235,8 @@ def test_a_bad_image_is_refused_with_its_place(running: Running) -> None:
     answer = running.embed(files=files)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["index"]) == (422, "undecodable_image", 1)
+    answer = running.embed(json={"input": ["a", {"image": "no base64!"}]})
+    assert (answer.status_code, answer.json()["error"]["index"]) == (400, 1)
 
 
 class Held:

@@ -196,7 +196,7 @@ def encode_images(
     *,
     workers: int | tuple[int, int] = 1,
     num_gpus: float | None = None,
-    batch_size: int = 128,
+    batch_size: int | None = 128,
     **settings: Any,
 ) -> ray.data.Dataset:
     """Encode a dataset of images to one of embeddings, in the order of its rows.
@@ -206,13 +206,15 @@ def encode_images(
         workers: actors; two numbers: at least and at most.
         num_gpus: of each actor; 0: on a CPU. None: one, if the cluster has any and `device` is not cpu. More
             than there are is an InputError: Ray would wait for ever.
-        batch_size: images that an actor gets together, which it packs. Large enough to fill budgets.
+        batch_size: images that an actor gets together, which it packs. Large enough to fill budgets. None: a
+            block is prepared and encoded as a whole.
         settings: those of `ImageEncoderSettings`.
     """
     checked = ImageEncoderSettings(**settings)  # here, before actors are started
     gpus = gpus_of(checked, num_gpus)
+    at_once = 32 if batch_size is not None else None
     prepared = dataset.map_batches(
-        prepare_images, fn_kwargs=settings, batch_size=32, batch_format="pyarrow", **PREPARING
+        prepare_images, fn_kwargs=settings, batch_size=at_once, batch_format="pyarrow", **PREPARING
     )
     encoded = encode_batches(prepared, EncodeImages, settings, workers, gpus, batch_size)
     encoded.context.execution_options.preserve_order = True

@@ -16,8 +16,6 @@ import json
 import math
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +31,9 @@ from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels.store import write_atomic
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.service.ray.encode_images import (
-    PREPARING,
-    EncodeImages,
-    encode_batches,
+    encode_images,
     gpus_of,
     place_of,
-    prepare_images,
     preparer_of,
 )
 from fxsplit_encoder.service.settings import ImageEncoderSettings
@@ -179,84 +174,24 @@ _FORMAT: dict[str, Any] = {
 }
 
 
-STAGES = ("prepare", "encode", "write")
-"""Of a shard, a block of Ray's. When each began and ended, in seconds of `time.time`, is a column of it."""
-
-
-def prepare_shard(shard: pa.Table, root: str, **settings: Any) -> pa.Table:
-    """Prepare the images of a shard, whose paths are relative to `root`."""
-    begin, given = time.time(), shard["path"]
-    read_from = [path if "://" in path else os.path.join(root, path) for path in given.to_pylist()]
-    place = shard.column_names.index("path")
-    prepared = prepare_images(shard.set_column(place, "path", pa.array(read_from)), **settings)
-    return _timed(prepared.set_column(place, "path", given), "prepare", begin, time.time())
-
-
-class EncodeShard(EncodeImages):
-    """Encodes prepared images."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._lock = threading.Lock()
-        self._last = 0.0
-
-    def __call__(self, shard: pa.Table) -> pa.Table:
-        """The same shard."""
-        begin = time.time()
-        encoded = super().__call__(shard)
-        with self._lock:  # of calls that overlap, the later one waited for the other
-            begin, self._last = max(begin, self._last), time.time()
-            return _timed(encoded, "encode", begin, self._last)
-
-
 def write_shard(shard: pa.Table, parts: Parts) -> pa.Table:
     """Write embeddings to a file; return counts of the shard's images and of those without an embedding."""
-    begin = time.time()
     (number,) = shard["shard"].unique().to_pylist()
-    *passed, last = STAGES
-    parts.write(number, shard.drop_columns(["shard", *passed]))
-    failed = shard.num_rows - shard["error"].null_count
-    counts = {"shard": [number], "images": [shard.num_rows], "failed": [failed]}
-    return pa.table({**counts, **{stage: shard[stage][:1] for stage in passed}, last: [[begin, time.time()]]})
-
-
-def _timed(shard: pa.Table, stage: str, begin: float, end: float) -> pa.Table:
-    return shard.append_column(stage, pa.array([[begin, end]] * shard.num_rows))
+    parts.write(number, shard.drop_columns(["shard", "path"]).rename_columns({"given": "path"}))
+    return pa.table({"images": [shard.num_rows], "failed": [shard.num_rows - shard["error"].null_count]})
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts and times of a run."""
+    """Counts of a run, and how long its stages took."""
 
     images: int
     written_before: int
     """Of all images, by runs before this one."""
-    shards: tuple[Mapping[str, Any], ...]
-    """Of this run, in the order in which they were done: what `write_shard` returns of each."""
-    workers: int
-
-    @property
-    def failed(self) -> int:
-        """Images of this run that have an error in place of an embedding."""
-        return sum(shard["failed"] for shard in self.shards)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each stage, of all shards together."""
-        return {stage: sum(shard[stage][1] - shard[stage][0] for shard in self.shards) for stage in STAGES}
-
-    @property
-    def encoding_share(self) -> float:
-        """The part of the time, from the first shard to the last, in which a worker was encoding."""
-        begins, ends = zip(*(shard["encode"] for shard in self.shards), strict=True)
-        whole: float = max(ends) - min(begins)
-        return self.seconds["encode"] / (whole * self.workers)
-
-    @property
-    def cpus_per_worker(self) -> float:
-        """CPUs that would have to prepare and write for one worker to encode all the time."""
-        seconds = self.seconds
-        return (seconds["prepare"] + seconds["write"]) / seconds["encode"]
+    failed: int
+    """Images of this run that have an error in place of an embedding."""
+    stages: str
+    """Times and rates of preparing, encoding and writing, as Ray Data tells them; empty: nothing was left."""
 
 
 # --- the run
@@ -297,7 +232,7 @@ class EncodeJob:
         self.settings = settings
         self.files = list_files(paths)
         self._shard_size = shard_size
-        self.workers, self._num_gpus = _resources(settings, workers)
+        self.workers = _num_workers(settings, workers)
         if not self.files:
             raise InputError("images: expected at least one path")
         preparer = preparer_of(settings)  # raises here what it would raise in every task
@@ -317,47 +252,57 @@ class EncodeJob:
         Raises:
             InputError: the output is of other images, settings or another checkpoint, or is being written.
         """
-        total = len(self.files)
-        shards: list[Mapping[str, Any]] = []
+        total, failed, stages = len(self.files), 0, ""
         with self.parts.opened() as missing:
-            before = total - sum(len(self._paths(shard)) for shard in missing)
-            progress(before, total)
-            for row in self._dataset(missing).iter_rows() if missing else ():
-                shards.append(row)
-                progress(before + sum(shard["images"] for shard in shards), total)
+            before = done = total - sum(len(self._paths(shard)) for shard in missing)
+            progress(done, total)
+            if missing:
+                dataset = self._dataset(missing)
+                for written in dataset.iter_rows():
+                    done += written["images"]
+                    failed += written["failed"]
+                    progress(done, total)
+                stages = dataset.stats()
             if left := self.parts.missing():
                 raise InputError(
                     f"{self.parts.directory}: shards {left[:8]} are not there; is it on every node?"
                 )
             self.parts.finish()
-        return Outcome(total, before, tuple(shards), self.workers)
+        return Outcome(total, before, failed, stages)
 
     def _dataset(self, shards: Sequence[int]) -> ray.data.Dataset:
-        stage = {"batch_size": None, "batch_format": "pyarrow"}
-        tables = [{"shard": [each] * len(self._paths(each)), "path": self._paths(each)} for each in shards]
-        prepared = ray.data.from_arrow([*map(pa.table, tables)]).map_batches(
-            prepare_shard, fn_kwargs={"root": os.getcwd(), **dict(self.settings)}, **PREPARING, **stage
+        encoded = encode_images(
+            ray.data.from_arrow([*map(self._table, shards)]),
+            workers=self.workers,
+            batch_size=None,
+            **dict(self.settings),
         )
-        encoded = encode_batches(
-            prepared, EncodeShard, dict(self.settings), self.workers, self._num_gpus, None
+        written = encoded.map_batches(
+            write_shard, fn_kwargs={"parts": self.parts}, batch_size=None, batch_format="pyarrow"
         )
-        written = encoded.map_batches(write_shard, fn_kwargs={"parts": self.parts}, **stage)
+        written.context.execution_options.preserve_order = False
         written.context.target_max_block_size = None  # a block is a shard, however large
         return written
+
+    def _table(self, shard: int) -> pa.Table:
+        given = self._paths(shard)
+        root = os.getcwd()  # workers have another
+        paths = [path if "://" in path else os.path.join(root, path) for path in given]
+        return pa.table({"shard": [shard] * len(given), "given": given, "path": paths})
 
     def _paths(self, shard: int) -> list[str]:
         return self.files[shard * self._shard_size : (shard + 1) * self._shard_size]
 
 
-def _resources(settings: ImageEncoderSettings, workers: int | None) -> tuple[int, float]:
-    """Actors, and GPUs of each; InputError: the cluster has too few."""
+def _num_workers(settings: ImageEncoderSettings, asked: int | None) -> int:
+    """Actors; InputError: the cluster has too few GPUs or CPUs for them."""
     has: dict[str, float] = ray.cluster_resources()
     gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 0))
-    num_gpus = gpus_of(settings)
-    workers = workers or (gpus if num_gpus else max(1, cpus // 2))
-    if num_gpus and workers > gpus:
+    on_gpus = gpus_of(settings) > 0
+    workers = asked or (gpus if on_gpus else max(1, cpus // 2))
+    if on_gpus and workers > gpus:
         raise InputError(f"workers: {workers}, and the cluster has {gpus} GPUs")
     if workers >= cpus:
         have = f"{cpus} CPUs"
         raise InputError(f"workers: {workers} take a CPU each, one more prepares, and the cluster has {have}")
-    return workers, num_gpus
+    return workers

@@ -40,17 +40,6 @@ class HostTensor(NamedTuple):
         return made
 
 
-# What the end of a process or a node looks like, to who waits for its results.
-_LOST = (
-    exceptions.ActorUnschedulableError,
-    exceptions.NodeDiedError,
-    exceptions.ObjectLostError,
-    exceptions.OutOfMemoryError,
-    exceptions.RayActorError,
-    exceptions.WorkerCrashedError,
-)
-
-
 @dataclass(frozen=True)
 class RayOptions:
     """Resources and timeouts of an actor."""
@@ -154,8 +143,6 @@ class RayEncoder(FeatureEncoder):
             return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
         except exceptions.GetTimeoutError:
             raise self._lost(f"did not {method} within {timeout:g} s; {self._resources()}") from None
-        except _LOST as error:
-            raise self._lost(f"is lost: {error}") from None
         except exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, BatchThread.FATAL):
@@ -164,6 +151,10 @@ class RayEncoder(FeatureEncoder):
                 raise
             cause.add_note(str(error))
             raise cause from None
+        except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError):
+            raise  # a smaller batch may pass
+        except exceptions.RayError as error:
+            raise self._lost(f"is lost: {error}") from None
 
     def _lost(self, reason: str) -> EncoderLostError:
         name = "the actor" if self.pid is None else f"the actor {self.pid}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import fxsplit_encoder as fx
@@ -21,7 +22,7 @@ from fxsplit_encoder.service.ray.encode_images import (
     with_embeddings,
     with_inputs,
 )
-from fxsplit_encoder.service.ray.job import Parts, prepare_shard, write_shard
+from fxsplit_encoder.service.ray.job import Parts, write_shard
 
 from ...models.checkpoints import save
 from ..photographs import EXAMPLES, encoded, photograph, settings_of
@@ -51,16 +52,18 @@ def test_inputs_come_back_as_they_were_read_where_they_lie(model: Path) -> None:
         assert memory.address <= address < memory.address + memory.size
 
 
-def test_two_shards_are_not_written_as_one(tmp_path: Path) -> None:
-    shard = pa.table({"shard": [1, 2], "path": ["a", "b"]})
+def test_a_shard_is_written_alone_and_under_the_paths_that_were_given(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "out", {}, 4)
+    shard = {"shard": [3], "given": ["0.png"], "path": [str(tmp_path / "0.png")]}
+    parts.directory.mkdir()
+    embeddings = {"embedding": pa.array([None], pa.large_list(pa.float32())), "layout": ["{}"]}
+    made = write_shard(pa.table({**shard, **embeddings, "error": ["no image"]}), parts)
+    assert made.to_pylist() == [{"images": 1, "failed": 1}]
+    written = pq.read_table(parts.directory / "00000003.parquet")
+    assert written.column_names == ["path", "embedding", "layout", "error"]
+    assert written["path"].to_pylist() == ["0.png"]
     with pytest.raises(ValueError, match="too many values"):
-        write_shard(shard, Parts(tmp_path, {}, 2))
-
-
-def test_a_shards_paths_stay_as_they_were_given(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "0.png").write_bytes(encoded(photograph()))
-    made = prepare_shard(pa.table({"shard": [3], "path": ["0.png"]}), str(tmp_path), model=str(model))
-    assert (made["path"].to_pylist(), errors_of(made)) == (["0.png"], [None])
+        write_shard(pa.table({"shard": [1, 2], "path": ["a", "b"]}), parts)
 
 
 def test_embeddings_take_the_place_of_inputs() -> None:

@@ -167,7 +167,8 @@ def test_a_run_is_cut_off_and_resumed(whole: Path, photographs: Path, model: Pat
     assert now == written
     images = next(line for line in text.splitlines() if line.startswith("images"))
     assert int(images.split("of which ")[1].split()[0]) >= 5 * SHARD
-    assert any(line.startswith("limit    workers encoded") for line in text.splitlines())
+    for stage in ("prepare_images", "EncodeImages", "write_shard"):
+        assert f"MapBatches({stage}): " in text
     assert output.read_bytes() == whole.read_bytes()
     assert not parts.exists()
 

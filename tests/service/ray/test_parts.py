@@ -6,7 +6,6 @@ import multiprocessing
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.service.ray.encode_images import read_file
 from fxsplit_encoder.service.ray.job import (
-    Outcome,
     Parts,
     checkpoint_digest,
     list_files,
@@ -156,20 +154,6 @@ def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
     process.join()
     with Parts(tmp_path / "x.parquet", RUN, 1).opened():
         pass
-
-
-def report(shard: int, prepare: float, begin: float, end: float) -> dict[str, Any]:
-    row = {"shard": shard, "images": 10, "failed": shard, "prepare": [0, prepare], "encode": [begin, end]}
-    return {**row, "write": [end, end + 0.5]}
-
-
-def test_workers_that_wait_are_seen() -> None:
-    outcome = Outcome(40, 10, (report(0, 6, 6, 8), report(1, 6, 6, 8), report(2, 8, 14, 16)), workers=2)
-    assert outcome.failed == 3
-    assert outcome.seconds == {"prepare": 20, "encode": 6, "write": 1.5}
-    assert outcome.encoding_share == pytest.approx(6 / (10 * 2))
-    assert outcome.cpus_per_worker == pytest.approx(21.5 / 6)
-    assert Outcome(40, 40, (), workers=2).failed == 0
 
 
 @pytest.fixture

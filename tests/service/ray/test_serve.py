@@ -82,12 +82,13 @@ def test_every_request_of_a_crowd_is_answered(url: str) -> None:
 def test_metrics_count_what_was_encoded(url: str, photographs: Photographs) -> None:
     data = {"content": photographs[0][0], "headers": JPEG}
     assert httpx.post(f"{url}/v1/embeddings", **data).status_code == 200
-    wait_until(
-        lambda: "ray_encoder_service_images_total{" in httpx.get(f"{url}/metrics", timeout=30).text, 300
-    )
-    text = httpx.get(f"{url}/metrics", timeout=30).text
-    for name in ("requests_total", "rows_total", "batch_images_bucket", "encode_seconds_count"):
-        assert f"ray_encoder_service_{name}{{" in text
+    names = ("images_total", "requests_total", "rows_total", "batch_images_bucket", "encode_seconds_count")
+
+    def exposed() -> str:
+        return httpx.get(f"{url}/metrics", timeout=30).text
+
+    wait_until(lambda: all(f"ray_encoder_service_{name}{{" in exposed() for name in names), 300)
+    text = exposed()
     assert 'by="hit"' in text
     families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
     assert len(families) == len(set(families))
