@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from workloads import Request, most_square
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.ways import Prepared, cut_items, prepare
+from fxsplit_encoder.cli.ways import Prepared, prepare
 from fxsplit_encoder.models.random import demo_tower, draw_weights
 from fxsplit_encoder.models.registry import ARCHITECTURES, FAMILIES, architecture
 
@@ -88,7 +88,7 @@ class Model(ABC):
         """The tower's eager forward on prepared tensors."""
         forward = self.adapter.encoder_cudagraph_forward
         outputs = {path: forward(dict(values), path=path) for path, values in prepared.inputs.items()}
-        return cut_items(self.adapter, outputs, prepared)
+        return self.adapter.items_of(outputs, prepared.tokens, prepared.mm_kwargs)
 
     def _random(self, *shape: int) -> Tensor:
         pixels = torch.randn(shape, generator=self._generator, device=self.device)

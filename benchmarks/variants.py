@@ -23,7 +23,7 @@ from torch import Tensor
 from workloads import Workload
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward, cut_items
+from fxsplit_encoder.cli.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.choice import choosing
 
@@ -123,7 +123,7 @@ class _OnPrepared(Variant):
         prepared = self._prepared[batch]
         with choosing(self._kernels):
             outputs = {path: self.run_path(path, values) for path, values in prepared.inputs.items()}
-        return cut_items(self.model.adapter, outputs, prepared)
+        return self.model.adapter.items_of(outputs, prepared.tokens, prepared.mm_kwargs)
 
     @abstractmethod
     def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:

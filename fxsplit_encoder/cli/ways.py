@@ -48,16 +48,6 @@ def prepare(adapter: Any, mm_kwargs: dict[str, Any]) -> Prepared:
     return Prepared(inputs, [spec.output_tokens for spec in specs], mm_kwargs)
 
 
-def cut_items(adapter: Any, outputs: dict[str, Tensor], prepared: Prepared) -> list[Tensor]:
-    """One tensor an item out of the outputs of all paths; where the adapter can, views of them."""
-    found: dict[int, Tensor] = {}
-    indices = list(range(len(prepared.tokens)))
-    adapter.postprocess_encoder_output(
-        outputs, indices, prepared.tokens, found, clone=False, batch_mm_kwargs=prepared.mm_kwargs
-    )
-    return [found[index] for index in indices]
-
-
 def _on_device(adapter: Any, value: Any) -> Tensor:
     tensor = value if isinstance(value, Tensor) else torch.cat(list(value))
     return tensor.to(adapter.device)
@@ -164,7 +154,8 @@ class _OnPrepared(Way):
         def run() -> list[Tensor]:
             with choosing(self._kernels):
                 outputs = {path: run_path(path, values) for path, values in prepared.inputs.items()}
-            return cut_items(self.adapter, outputs, prepared)
+            items: list[Tensor] = self.adapter.items_of(outputs, prepared.tokens, prepared.mm_kwargs)
+            return items
 
         return run
 

@@ -356,12 +356,10 @@ class CompiledRunner:
         with self._first, torch.inference_mode(False), torch.no_grad():
             rows = self._compiled(*self._arguments(inputs))  # type: ignore[no-untyped-call]
         self._first = contextlib.nullcontext()
-        items: dict[int, Tensor] = {}
-        tokens = [spec.output_tokens for spec in specs]
-        self.adapter.postprocess_encoder_output(
-            {"default": rows}, list(range(len(specs))), tokens, items, batch_mm_kwargs=inputs
+        items: list[Tensor] = self.adapter.items_of(
+            {"default": rows}, [spec.output_tokens for spec in specs], inputs
         )
-        return [items[index] for index in range(len(specs))]
+        return items
 
     def prepare(self) -> None:
         """Does nothing: the first call compiles."""

@@ -1,7 +1,8 @@
-"""Towers of images of one size, declared by what they return: CLIP, SigLIP, DINO, InternVL's."""
+"""Towers of images of one size: CLIP, SigLIP, DINO, InternVL's, and, by a rule, those without a name."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +15,14 @@ from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.idefics3 import Idefics3Tower
 from fxsplit_encoder.towers.inputs import integer_rows
 from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap
+from fxsplit_encoder.towers.rules import Field, field_of
 from fxsplit_encoder.towers.siglip2 import Siglip2Tower
 from fxsplit_encoder.towers.step3p7 import CROP_SIZE, Step3p7Tiles
 from fxsplit_encoder.towers.tiles import DenseTower
 
+STATES = "hidden_states"
 _INTERPOLATES = "interpolate_pos_encoding"
+_OUTPUT = ("last_hidden_state", "pooler_output")
 
 
 class DenseKey(NamedTuple):
@@ -28,30 +32,19 @@ class DenseKey(NamedTuple):
     interpolates: bool = False
 
 
-class Part(NamedTuple):
-    """A field of the output as rows of an image's features."""
-
-    name: str
-    layer: int | None
-    rows: int
-
-    def of(self, output: Any) -> Tensor:
-        """(images, rows, hidden)."""
-        value: Any = getattr(output, self.name)
-        features: Tensor = value if self.layer is None else value[self.layer]
-        return features if features.dim() == 3 else features[:, None]
-
-
 class DenseCalls(Calls):
     """Calls with (images, channels, height, width). Every size is captured for itself."""
 
     input_names: Sequence[str] = ("pixel_values",)
     makes_layers = True
     is_configured = True
-    """Whether the default size is the configuration's."""
+    """Whether the size of an example is the configuration's."""
+    is_named = True
+    """Whether it is known by its name that images are encoded one by one, that blocks return one tensor, and
+    that a model which reads layers reads nothing else."""
 
     @property
-    def default_key(self) -> DenseKey:
+    def example_key(self) -> DenseKey:
         """The size of the configuration."""
         config = self.twin.config
         size = config.image_size
@@ -61,12 +54,7 @@ class DenseCalls(Calls):
     @property
     def expected_keys(self) -> Sequence[DenseKey]:
         """This size."""
-        return (self.default_key,) if self.is_configured else ()
-
-    @property
-    def example_key(self) -> DenseKey:
-        """This size, also if no configuration has it."""
-        return self.default_key
+        return (self.example_key,) if self.is_configured else ()
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The images."""
@@ -89,39 +77,55 @@ class DenseCalls(Calls):
         return {**options, "output_hidden_states": True} if self.layers else options
 
     def adapter(self, key: Any, example: Any) -> DenseTower:
-        """By a declaration: the rows of every part follow one another for each image."""
-        parts = self.parts(example)
-        channels, height, width = key.shape
+        """By a declaration: all fields of an image are numbers one after the other, cut into the rows of a
+        tile, of which the last one is padded.
+        """
+        names = self.captured(example)
+        first = field_of(example, names[0])
+        width = first.shape[1] if first.dim() > 3 else first[0].numel() if first.dim() < 3 else first.shape[2]
+        numbers = sum(field_of(example, name).numel() for name in names)
+        rows = math.ceil(numbers / width)
+
+        def flattened(output: Any) -> Tensor:
+            flat = [field_of(output, name).flatten(1) for name in names]
+            if rows * width > numbers:
+                flat.append(flat[0].new_zeros(flat[0].shape[0], rows * width - numbers))
+            whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
+            return whole.reshape(whole.shape[0], rows, width)
+
         spec = DenseTowerSpec(
-            (channels, height, width),
-            sum(part.rows for part in parts),
-            parts[0].of(example).shape[-1],
-            output=lambda output: torch.cat([part.of(output) for part in parts], dim=1),
+            key.shape,
+            rows,
+            width,
+            output=flattened,
             input_name=self.input_names[0],
             options=self._options(key),
-            has_plain_blocks=not self.layers,  # hidden states are what blocks return
+            declares_padding=self.is_named,
+            has_plain_blocks=self.is_named and not self.layers,  # hidden states are what blocks return
         )
         adapter = wrap(self.twin, spec)
         assert isinstance(adapter, DenseTower)
         return adapter
 
-    def parts(self, example: Any) -> list[Part]:
-        """The captured layers and fields: those that the model reads, or the tower's output, pooled too."""
-        layers = self.layers
-        parts = [Part("hidden_states", n, example.hidden_states[n].shape[1]) for n in layers]
+    def plain_fields(self, example: Any) -> list[Field]:
+        """The tensors of an output that nothing was asked of."""
+        return [(name, None) for name in _OUTPUT if example.get(name) is not None]
+
+    def captured(self, example: Any) -> list[Field]:
+        """Hidden states that the model reads, and the other fields that it reads; of no states all others."""
+        read = set(self.fields)
         # Models differ in whether they read the last layer before or after its norm.
-        if not layers or self.num_states - 1 in layers or "last_hidden_state" in self.fields:
-            parts.append(Part("last_hidden_state", None, example.last_hidden_state.shape[1]))
-        if (not layers or "pooler_output" in self.fields) and self.makes("pooler_output", example):
-            parts.append(Part("pooler_output", None, 1))
-        return parts
+        if self.layers and self.num_states - 1 in self.layers:
+            read.add("last_hidden_state")
+        reads_all = not (self.layers and self.is_named)
+        plain = [field for field in self.plain_fields(example) if reads_all or field[0] in read]
+        return [*plain, *((STATES, layer) for layer in self.layers if self.makes(layer, example))]
 
     def makes(self, what: str | int, example: Any) -> bool:
-        """Layers, the last hidden state, and the pooled one if it is as wide as that."""
-        last, pooled = example.last_hidden_state, getattr(example, "pooler_output", None)
-        if what == "pooler_output" and pooled is not None:
-            return bool(pooled.dim() == 2 and pooled.shape[-1] == last.shape[-1])
-        return what == "last_hidden_state" or super().makes(what, example)
+        """The fields of a plain call, and hidden states with a row for each image."""
+        if isinstance(what, str):
+            return any(name == what for name, _ in self.plain_fields(example))
+        return self.makes_layers and getattr(example[STATES][what], "shape", ())[:1] == (1,)
 
     def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
         """The images, as few items as the largest budget holds."""
@@ -138,19 +142,26 @@ class DenseCalls(Calls):
         return (inputs[self.input_names[0]],)
 
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
-        """Every part, in memory of its own."""
-        parts = self.parts(example)
+        """Every field, in memory of its own."""
+        names = self.captured(example)
+        shapes = [field_of(example, name).shape[1:] for name in names]
+        sizes = [shape.numel() for shape in shapes]
         rows = items[0] if len(items) == 1 else torch.cat(list(items))
-        images = rows.view(-1, sum(part.rows for part in parts), rows.shape[-1])
+        count = call.inputs[self.input_names[0]].shape[0]
+        parts = torch.split(rows.view(count, -1)[:, : sum(sizes)], sizes, dim=1)
+        values = [part.reshape(count, *shape).contiguous() for part, shape in zip(parts, shapes, strict=True)]
         fields: dict[str, Any] = {}
         layers: dict[int, Tensor] = {}
-        for part, value in zip(parts, torch.split(images, [part.rows for part in parts], dim=1), strict=True):
-            if part.layer is not None:
-                layers[part.layer] = value.contiguous()
-            elif getattr(example, part.name).dim() == 3:
-                fields[part.name] = value.contiguous()
+        for (name, number), value in zip(names, values, strict=True):
+            if number is None:
+                fields[name] = value
+            elif name == STATES and name in self.with_states:
+                layers[number] = value
             else:
-                fields[part.name] = value[:, 0].contiguous()
+                fields.setdefault(name, []).append(value)
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = type(example[name])(value)
         return Made(fields, layers)
 
 
@@ -165,7 +176,7 @@ class Llama4Calls(DenseCalls):
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The tiles."""
         call = super().read(given, options)
-        if isinstance(call, Call) and call.key != self.default_key:
+        if isinstance(call, Call) and call.key != self.example_key:
             return MissReason.UNSUPPORTED_INPUT
         return call
 
@@ -184,7 +195,7 @@ class Step3p7Calls(DenseCalls):
     @property
     def expected_keys(self) -> Sequence[DenseKey]:
         """Both sizes."""
-        whole = self.default_key
+        whole = self.example_key
         return whole, DenseKey((whole.shape[0], CROP_SIZE, CROP_SIZE))
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
@@ -215,7 +226,7 @@ class Idefics3Calls(DenseCalls):
 
     def adapter(self, key: Any, example: Any) -> DenseTower:
         """The adapter of the class, for images of this size."""
-        layers = [part.layer for part in self.parts(example)]
+        layers = [layer for _, layer in self.captured(example)]
         _, height, width = key.shape
         return Idefics3Tower(self.twin, height, width, layers)
 
@@ -227,7 +238,7 @@ class Siglip2Calls(DenseCalls):
     makes_layers = False
 
     @property
-    def default_key(self) -> DenseKey:
+    def example_key(self) -> DenseKey:
         """The number of patches of the configuration."""
         return DenseKey((self.twin.config.num_patches,))
 
@@ -260,13 +271,6 @@ class Siglip2Calls(DenseCalls):
     def adapter(self, key: Any, example: Any) -> DenseTower:
         """The adapter of the class, for so many patches."""
         return Siglip2Tower(self.twin, key.shape[0])
-
-    def parts(self, example: Any) -> list[Part]:
-        """The last hidden state, and the pooled one."""
-        parts = [Part("last_hidden_state", None, example.last_hidden_state.shape[1])]
-        if example.pooler_output is not None:
-            parts.append(Part("pooler_output", None, 1))
-        return parts
 
     def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
         """The images with their positions."""

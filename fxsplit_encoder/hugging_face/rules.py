@@ -6,23 +6,21 @@ data, at one and at two images; before a size is captured, calls with values sho
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxsplit_encoder._torch.dispatch import RandomDraws
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, Reads, accepts, twin_of
-from fxsplit_encoder.hugging_face.dense_calls import DenseCalls, DenseKey
+from fxsplit_encoder.hugging_face.calls import Call, Calls, Reads, accepts, twin_of
+from fxsplit_encoder.hugging_face.dense_calls import STATES, DenseCalls, DenseKey
 from fxsplit_encoder.hugging_face.packed_calls import GridCalls
 from fxsplit_encoder.planning.plan import MissReason
-from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap
 from fxsplit_encoder.towers.rules import (
     MODEL_ERRORS,
     Field,
@@ -34,7 +32,6 @@ from fxsplit_encoder.towers.rules import (
     is_model,
     look_at_grids,
 )
-from fxsplit_encoder.towers.tiles import DenseTower
 
 _OPTIONS = frozenset(
     {
@@ -47,10 +44,6 @@ _OPTIONS = frozenset(
 
 _USUAL_SIZE = 224
 """Pixels per side of the images that a tower is looked at with if its configuration has no size."""
-
-_STATES = "hidden_states"
-
-_Forward = Callable[[Tensor], Tensor]
 
 
 def takes_images(module: nn.Module) -> bool:
@@ -102,9 +95,9 @@ def look_at(tower: nn.Module) -> Look:
     one, two = (_fields(twin, shape, count) for count in (1, 2))
     _check_rows(one, two)
     states: Mapping[str, Any] = {}
-    if _STATES not in one and accepts(twin, "output_hidden_states"):
+    if STATES not in one and accepts(twin, "output_hidden_states"):
         states = _fields(twin, shape, 1, output_hidden_states=True)
-        if not isinstance(states.get(_STATES, ()), tuple):
+        if not isinstance(states.get(STATES, ()), tuple):
             raise UnsupportedTowerError("its hidden states are no tuple")
     return Look(name, DenseKey(shape), is_configured, one, states)
 
@@ -181,26 +174,26 @@ def fields_of(fields: Mapping[str, Any]) -> list[Field]:
 
 
 class RuleCalls(DenseCalls):
-    """Calls of a tower by the rule. All fields of an image are one row of numbers, cut into the rows of a
-    tile, whose last one is padded.
-    """
+    """Calls of a tower by the rule."""
+
+    is_named = False
 
     def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig, seen: Look) -> None:
         self._look = seen
         self.input_names = (self._look.input_name,)
         self._names = fields_of(self._look.fields)
         self.is_configured = self._look.is_configured
-        self.makes_layers = _STATES in self._look.states
+        self.makes_layers = STATES in self._look.states
         self.with_states = frozenset(self._look.states).difference(self._look.fields)
         super().__init__(twin, reads, config)
 
     @property
     def num_states(self) -> int:
         """Hidden states that the tower returns."""
-        return len(self._look.states[_STATES])
+        return len(self._look.states[STATES])
 
     @property
-    def default_key(self) -> DenseKey:
+    def example_key(self) -> DenseKey:
         """The size that the tower was looked at with, the configuration's if it has one."""
         return self._look.key
 
@@ -219,7 +212,7 @@ class RuleCalls(DenseCalls):
         if dtype not in known:
             twin = twin_of(self.twin)
             device = next(twin.parameters()).device
-            pixels = torch.zeros(1, *self.default_key.shape, dtype=dtype, device=device)
+            pixels = torch.zeros(1, *self.example_key.shape, dtype=dtype, device=device)
             try:  # with data: the meta device takes dtypes that kernels refuse
                 with torch.inference_mode(False), torch.no_grad():
                     fields = dict(twin(pixels).items())
@@ -230,82 +223,22 @@ class RuleCalls(DenseCalls):
                 known[dtype] = False
         return known[dtype]
 
-    def _captured(self, example: Any) -> list[Field]:
-        """The fields of a plain call, then the hidden states that the model reads."""
-        states = [(_STATES, layer) for layer in self.layers if self.makes(layer, example)]
-        return [*self._names, *states]
+    def plain_fields(self, example: Any) -> list[Field]:
+        """Those that the tower returned when it was looked at."""
+        return self._names
 
-    def makes(self, what: str | int, example: Any) -> bool:
-        """All fields of a plain call, and hidden states with a row for each image."""
-        if isinstance(what, str):
-            return any(name == what for name, _ in self._names)
-        state = example[_STATES][what]
-        return self.makes_layers and isinstance(state, torch.Tensor) and state.shape[:1] == (1,)
-
-    def adapter(self, key: Any, example: Any) -> DenseTower:
-        """By a declaration, after calls with values have shown that it is true."""
-        names = self._captured(example)
-        first = field_of(example, names[0])
-        width = first.shape[1] if first.dim() > 3 else first[0].numel() if first.dim() < 3 else first.shape[2]
-        numbers = sum(field_of(example, name).numel() for name in names)
-        rows = math.ceil(numbers / width)
-
-        def flattened(output: Any) -> Tensor:
-            flat = [field_of(output, name).flatten(1) for name in names]
-            if rows * width > numbers:
-                flat.append(flat[0].new_zeros(flat[0].shape[0], rows * width - numbers))
-            whole = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0]
-            return whole.reshape(whole.shape[0], rows, width)
-
-        options = self._options(key)
-        spec = DenseTowerSpec(
-            key.shape,
-            rows,
-            width,
-            output=flattened,
-            input_name=self.input_names[0],
-            options=options,
-            declares_padding=False,  # nobody declared it
-        )
+    def adapter(self, key: Any, example: Any) -> Any:
+        """By a declaration, after two images, encoded together and each alone, have shown that it is true."""
         twin = twin_of(self.twin)
-        adapter = wrap(self.twin, spec)
-        assert isinstance(adapter, DenseTower)
-        _check_values(twin, lambda pixels: flattened(twin(pixels, **options)), adapter.features, key.shape)
+        adapter: Any = super().adapter(key, example)
+        spec = adapter.spec
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randn(2, *key.shape, generator=generator, dtype=torch.float32, device="cpu")
+        pixels = pixels.to(adapter.device, adapter.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            both, *alone = (
+                spec.features(twin(images, **spec.options)) for images in (pixels, pixels[:1], pixels[1:])
+            )
+            check_difference(both, torch.cat(alone), "another image of the batch")
+            check_difference(both, adapter.features(pixels), "torch's own attention")
         return adapter
-
-    def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
-        """Every field, in memory of its own."""
-        names = self._captured(example)
-        shapes = [field_of(example, name).shape[1:] for name in names]
-        sizes = [shape.numel() for shape in shapes]
-        rows = items[0] if len(items) == 1 else torch.cat(list(items))
-        count = call.inputs[self.input_names[0]].shape[0]
-        parts = torch.split(rows.view(count, -1)[:, : sum(sizes)], sizes, dim=1)
-        values = [part.reshape(count, *shape).contiguous() for part, shape in zip(parts, shapes, strict=True)]
-        fields: dict[str, Any] = {}
-        layers: dict[int, Tensor] = {}
-        for (name, number), value in zip(names, values, strict=True):
-            if name == _STATES and name in self.with_states:
-                assert number is not None
-                layers[number] = value
-            elif number is None:
-                fields[name] = value
-            else:
-                fields.setdefault(name, []).append(value)
-        for name, value in fields.items():
-            if isinstance(value, list):
-                fields[name] = type(example[name])(value)
-        return Made(fields, layers)
-
-
-def _check_values(tower: nn.Module, own: _Forward, served: _Forward, shape: Sequence[int]) -> None:
-    """Compares what serves two images with the tower's own forward of both and of each alone."""
-    parameter = next(tower.parameters())
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(2, *shape, generator=generator, dtype=torch.float32, device="cpu")
-    pixels = pixels.to(parameter.device, parameter.dtype)
-    with torch.inference_mode(False), torch.no_grad():
-        both, alone = own(pixels), torch.cat([own(pixels[:1]), own(pixels[1:])])
-        results = {"another image of the batch": alone, "torch's own attention": served(pixels)}
-    for what, result in results.items():
-        check_difference(both, result, what)

@@ -37,12 +37,14 @@ class Checkpoint:
     """None: `model` is a name on the hub."""
 
     @classmethod
-    def locate(cls, model: str | Path) -> Checkpoint:
-        """The checkpoint in a directory, or else under a hub name.
+    def locate(cls, model: str | Path | Checkpoint) -> Checkpoint:
+        """The checkpoint in a directory, or else under a hub name; one that was found already as it is.
 
         Raises:
             InputError: no such directory, and not such a name.
         """
+        if isinstance(model, Checkpoint):
+            return model
         path = Path(model)
         if path.is_dir():
             return cls(str(model), path)

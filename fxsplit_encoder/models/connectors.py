@@ -86,7 +86,7 @@ def weightless_tower(model: str | Path | Checkpoint) -> Any:
     Raises:
         InputError: a file is missing or malformed, or names no family that is known.
     """
-    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
+    checkpoint = Checkpoint.locate(model)
     family, settings = read_family(checkpoint)
     tower = family.empty_tower(settings, torch.device("cpu"))
     for module in tower.modules():

@@ -17,7 +17,6 @@ from fxsplit_encoder.models.encoders.deepseek_encoder import (
 )
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
-    Architecture,
     Family,
     Settings,
     given,
@@ -130,16 +129,3 @@ _DEEPSEEK_OCR = Family(_build, DeepseekOcrViews.read, "tiles", prefixes=WHOLE_MO
 
 # Its model type, deepseek_vl_v2, is also that of another model.
 FAMILIES = {"DeepseekOCRForCausalLM": _DEEPSEEK_OCR}
-
-
-def _vision(blocks: int) -> dict[str, Any]:
-    # CLIP's blocks are counted; SAM has half as many, every third of which attends to the whole image.
-    layers = (blocks + 1) // 2
-    whole = [b for b in range(layers) if b % 3 == 2 or b == layers - 1]
-    sam = {"layers": layers, "global_attn_indexes": whole}
-    return {"width": {"clip-l-14-224": {"layers": blocks}, "sam_vit_b": sam}}
-
-
-ARCHITECTURES = {
-    "deepseek-ocr": Architecture("DeepSeek-OCR", "DeepseekOCRForCausalLM", _DEEPSEEK_OCR, 24, _vision)
-}

@@ -6,9 +6,8 @@ SigLIP and CLIP have a text tower too, whose vectors are comparable.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from PIL import Image
@@ -18,14 +17,14 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
-    Architecture,
     Build,
     Family,
     Prepare,
     Settings,
     TextTower,
+    given,
     hugging_face,
-    stack,
+    no_images,
     vision_settings,
 )
 from fxsplit_encoder.models.prepare import (
@@ -43,42 +42,20 @@ from fxsplit_encoder.towers import DenseTowerSpec
 from fxsplit_encoder.towers.siglip2 import Siglip2Tower, places_of
 
 
-def _stretching(normalization: Normalization) -> Prepare:
-    """SigLIP's and DINOv3's: images are stretched to squares."""
+def _tiles(normalization: Normalization, *, crops: bool) -> Prepare:
+    """Images stretched to squares, or the square in their middle."""
 
     def read(settings: Settings, processor: ProcessorSettings) -> ProcessedTiles:
-        from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-
-        if processor.own is not None:
-            return ProcessedTiles(processor.own)
-        given = processor.image.get("size") or {}
-        side = given.get("height", tile_side(settings, 224))
+        size, crop = (processor.image.get(name) or {} for name in ("size", "crop_size"))
         statistics = normalization.updated(processor.image).as_settings()
-        resample = {name: processor.image[name] for name in ("resample",) if name in processor.image}
-        size = {"height": side, "width": side}
-        return ProcessedTiles(SiglipImageProcessorPil(size=size, **statistics, **resample))
-
-    return read
-
-
-def _cropping(normalization: Normalization) -> Prepare:
-    """CLIP's and DINOv2's: the square in an image's middle."""
-
-    def read(settings: Settings, processor: ProcessorSettings) -> ProcessedTiles:
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-        if processor.own is not None:
-            return ProcessedTiles(processor.own)
-        cropped = (processor.image.get("crop_size") or {}).get("height")
-        side = cropped or tile_side(settings, 224)
-        resized = (processor.image.get("size") or {}).get("shortest_edge", side)
-        return ProcessedTiles(
-            CLIPImageProcessorPil(
-                size={"shortest_edge": max(resized, side)},
-                crop_size={"height": side, "width": side},
-                **normalization.updated(processor.image).as_settings(),
-            )
-        )
+        side = (crop if crops else size).get("height") or tile_side(settings, 224)
+        square = {"height": side, "width": side}
+        if not crops:
+            own = {"size": square, **given(processor.image, "resample"), **statistics}
+            return ProcessedTiles(processor.image_processor("siglip", "Siglip", **own))
+        resized = {"shortest_edge": max(size.get("shortest_edge", side), side)}
+        own = {"size": resized, "crop_size": square, **statistics}
+        return ProcessedTiles(processor.image_processor("clip", "CLIP", **own))
 
     return read
 
@@ -94,12 +71,9 @@ class SizedPatches(Preparation):
     @classmethod
     def read(cls, settings: Settings, processor: ProcessorSettings) -> SizedPatches:
         """By the model's processor, with as many patches as its table of positions."""
-        from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
-
         vision = vision_settings(settings)
-        statistics = HALF.updated(processor.image).as_settings()
-        own = processor.own or Siglip2ImageProcessorPil(patch_size=vision.get("patch_size", 16), **statistics)
-        return cls(own, vision.get("num_patches", 256))
+        sizes = {"patch_size": vision.get("patch_size", 16), **HALF.updated(processor.image).as_settings()}
+        return cls(processor.image_processor("siglip2", "Siglip2", **sizes), vision.get("num_patches", 256))
 
     def image(self, image: Image.Image) -> Prepared:
         """One tile, (1, patches, features and places)."""
@@ -121,8 +95,7 @@ class SizedPatches(Preparation):
         return self._sizes(sides[0] // side, sides[1] // side)
 
     def _sizes(self, rows: int, columns: int) -> Prepared:
-        layout = {"grid": (1, rows, columns)}
-        return replace(tile_sizes(1), layout=layout, size=str(rows * columns))
+        return replace(tile_sizes(1), layout={"grid": (1, rows, columns)})
 
 
 def _spec(tower: Any, side: int | None, skipped: int) -> DenseTowerSpec:
@@ -135,7 +108,7 @@ def _spec(tower: Any, side: int | None, skipped: int) -> DenseTowerSpec:
     return DenseTowerSpec(shape, tokens, config.hidden_size, rows=rows)
 
 
-def _pooled_spec(tower: Any, side: int | None, output: str) -> DenseTowerSpec:
+def _pooled_spec(tower: Any, side: int | None, output: str = "pooler_output") -> DenseTowerSpec:
     """Declares the model's own vector, a row an image."""
     config = tower.config
     side = side or config.image_size
@@ -154,26 +127,14 @@ def _row(result: Any, output: str) -> Tensor:
 
 def _family(build: Build, prepare: Prepare, prefix: str, skipped: int = 0, renames: Renames = ()) -> Family:
     """A family; `skipped`: rows of a tile's output before those of patches, without registers."""
-    spec = functools.partial(_spec, skipped=skipped)
-    pooled = _pooled(build, prepare, (prefix, ""), renames=renames)
-    return Family(build, prepare, "tiles", None, (prefix, ""), renames, spec, pooled=pooled)
+    spec, pooled_spec = functools.partial(_spec, skipped=skipped), _pooled_spec
+    pooled = Family(build, prepare, "tiles", prefixes=(prefix, ""), renames=renames, spec=pooled_spec)
+    return replace(pooled, spec=spec, pooled=pooled)
 
 
-def _pooled(
-    build: Build,
-    prepare: Prepare,
-    prefixes: tuple[str, ...],
-    output: str = "pooler_output",
-    renames: Renames = (),
-) -> Family:
-    """The same tower with the head that makes one vector."""
-    spec = functools.partial(_pooled_spec, output=output)
-    return Family(build, prepare, "tiles", None, prefixes, renames, spec)
-
-
-def _projected(tower: str, config: str, part: str) -> Build:
+def _projected(tower: str, part: str) -> Build:
     """A tower of CLIP with the projection after it, whose width the whole model's settings hold."""
-    build = hugging_face("clip", tower, config, part)
+    build = hugging_face("clip", tower, part)
 
     def with_width(settings: Settings) -> nn.Module:
         own = settings.get(part, settings)
@@ -188,7 +149,7 @@ def _siglip2(pooled_alone: bool, pooled: Family | None = None) -> Family:
         return Siglip2Tower(tower, tower.config.num_patches, pooled_alone=pooled_alone)
 
     return Family(
-        hugging_face("siglip2", "Siglip2VisionModel", "Siglip2VisionConfig"),
+        hugging_face("siglip2", "Siglip2VisionModel"),
         SizedPatches.read,
         "tiles",
         prefixes=("vision_model.", ""),
@@ -199,11 +160,7 @@ def _siglip2(pooled_alone: bool, pooled: Family | None = None) -> Family:
 
 
 def _text(build: Build, prefixes: tuple[str, ...], output: str, padding: str) -> TextTower:
-    return TextTower(Family(build, _no_images, "tokens", prefixes=prefixes), output, padding)
-
-
-def _no_images(settings: Settings, processor: ProcessorSettings) -> NoReturn:
-    raise InputError("a text tower takes no images")
+    return TextTower(Family(build, no_images, "tokens", prefixes=prefixes), output, padding)
 
 
 _TEXT, _VISION = "text_config", "vision_config"
@@ -212,14 +169,12 @@ _DINOV2_NAMES: Renames = (
     (r"\.attention\.output\.dense\.", ".attention.o_proj."),
 )
 _DINOV3_NAMES: Renames = ((r"^layer\.", "model.layer."),)
-_STRETCHING, _CROPPING = _stretching(HALF), _cropping(CLIP)
+_STRETCHING, _CROPPING = _tiles(HALF, crops=False), _tiles(CLIP, crops=True)
 
-_SIGLIP = _family(
-    hugging_face("siglip", "SiglipVisionModel", "SiglipVisionConfig"), _STRETCHING, "vision_model."
-)
+_SIGLIP = _family(hugging_face("siglip", "SiglipVisionModel"), _STRETCHING, "vision_model.")
 _SIGLIP_TEXT, _SIGLIP2_TEXT = (
     _text(
-        hugging_face(module, f"{name}TextModel", f"{name}TextConfig", _TEXT),
+        hugging_face(module, f"{name}TextModel", _TEXT),
         ("text_model.", ""),
         "pooler_output",
         "max_length",
@@ -227,30 +182,23 @@ _SIGLIP_TEXT, _SIGLIP2_TEXT = (
     for module, name in (("siglip", "Siglip"), ("siglip2", "Siglip2"))
 )
 _SIGLIP2 = _siglip2(False, _siglip2(True))
-_CLIP = _family(
-    hugging_face("clip", "CLIPVisionModel", "CLIPVisionConfig"), _CROPPING, "vision_model.", skipped=1
-)
+_CLIP = _family(hugging_face("clip", "CLIPVisionModel"), _CROPPING, "vision_model.", skipped=1)
 _CLIP_PROJECTED = replace(
     _CLIP,
-    pooled=_pooled(
-        _projected("CLIPVisionModelWithProjection", "CLIPVisionConfig", _VISION),
+    pooled=Family(
+        _projected("CLIPVisionModelWithProjection", _VISION),
         _CROPPING,
-        WHOLE_MODEL,
-        "image_embeds",
+        "tiles",
+        prefixes=WHOLE_MODEL,
+        spec=functools.partial(_pooled_spec, output="image_embeds"),
     ),
 )
-_CLIP_TEXT = _text(
-    _projected("CLIPTextModelWithProjection", "CLIPTextConfig", _TEXT), WHOLE_MODEL, "text_embeds", "longest"
-)
+_CLIP_TEXT = _text(_projected("CLIPTextModelWithProjection", _TEXT), WHOLE_MODEL, "text_embeds", "longest")
 _DINOV2 = _family(
-    hugging_face("dinov2", "Dinov2Model", "Dinov2Config"), _cropping(IMAGENET), "dinov2.", 1, _DINOV2_NAMES
+    hugging_face("dinov2", "Dinov2Model"), _tiles(IMAGENET, crops=True), "dinov2.", 1, _DINOV2_NAMES
 )
 _DINOV3 = _family(
-    hugging_face("dinov3_vit", "DINOv3ViTModel", "DINOv3ViTConfig"),
-    _stretching(IMAGENET),
-    "",
-    1,
-    _DINOV3_NAMES,
+    hugging_face("dinov3_vit", "DINOv3ViTModel"), _tiles(IMAGENET, crops=False), "", 1, _DINOV3_NAMES
 )
 
 FAMILIES = {
@@ -263,20 +211,4 @@ FAMILIES = {
     "clip_vision_model": _CLIP,
     "dinov2": _DINOV2,
     "dinov3_vit": _DINOV3,
-}
-
-
-def _vision(hidden_size: int, image_size: int, **settings: int) -> Callable[[int], dict[str, Any]]:
-    sizes = {"hidden_size": hidden_size, "num_attention_heads": 16, "patch_size": 14}
-    return stack("num_hidden_layers", **sizes, image_size=image_size, **settings)
-
-
-ARCHITECTURES = {
-    "siglip-so400m-384": Architecture(
-        "SigLIP-SO400M-384", "siglip_vision_model", _SIGLIP, 27, _vision(1152, 384, intermediate_size=4304)
-    ),
-    "clip-l-336": Architecture(
-        "CLIP-L-336", "clip_vision_model", _CLIP, 24, _vision(1024, 336, intermediate_size=4096)
-    ),
-    "dinov2-l-518": Architecture("DINOv2-L-518", "dinov2", _DINOV2, 24, _vision(1024, 518)),
 }

@@ -51,11 +51,8 @@ class EagerTower:
         paths = self.adapter.get_encoder_cudagraph_config().paths
         used = [path for path in paths if any(spec.path_output_tokens.get(path, 1) for spec in specs)]
         outputs = {path: self.adapter.encoder_eager_forward(batch, path=path) for path in used}
-        items: dict[int, Tensor] = {}
-        self.adapter.postprocess_encoder_output(
-            outputs, list(range(len(specs))), tokens, items, batch_mm_kwargs=batch
-        )
-        return [items[index] for index in range(len(specs))]
+        items: list[Tensor] = self.adapter.items_of(outputs, tokens, batch)
+        return items
 
 
 def as_tensors(mm_kwargs: Inputs) -> dict[str, Tensor]:

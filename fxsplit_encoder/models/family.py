@@ -1,11 +1,11 @@
-"""Describe a kind of vision tower, and a published model that has one."""
+"""Describe a kind of vision tower."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import EagerForward, EagerTower, Inputs
 from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
-from fxsplit_encoder.models.preprocess import FeatureExtractor
 from fxsplit_encoder.towers import DenseTowerSpec, wrap
 
 Settings = Mapping[str, Any]
@@ -57,7 +56,7 @@ class Family:
     """That of a model whose vectors of images and texts are comparable."""
     pads_rows: bool = False
     """Whether an item has rows of output after those of its grid."""
-    extractor: Callable[[Mapping[str, Any]], FeatureExtractor] | None = None
+    extractor: Callable[[Mapping[str, Any]], Any] | None = None
     """Of a tower of audio, by what its processor's JSON file sets; `prepare` then refuses images."""
 
     def empty_tower(self, settings: Settings, device: torch.device) -> nn.Module:
@@ -102,44 +101,7 @@ class TextTower:
     """Of token ids, as the model was trained: "max_length" or "longest"."""
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """The tower of a published model."""
-
-    title: str
-    model_type: str
-    """Of its checkpoint, a key of `registry.FAMILIES`."""
-    family: Family
-    """How it is built and fed."""
-    blocks: int
-    vision: Callable[[int], dict[str, Any]]
-    """Its `vision_config` at a depth; what it leaves out is the configuration class's own value."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """What else of the model's config.json the tower depends on."""
-
-    def settings(self, blocks: int | None = None) -> Settings:
-        """The model's config.json, as far as the tower goes, at a depth; None: its own.
-
-        Raises:
-            InputError: more blocks than the model has, or none.
-        """
-        depth = self.blocks if blocks is None else blocks
-        if not 1 <= depth <= self.blocks:
-            raise InputError(f"blocks: expected 1 to {self.blocks}; got {depth}")
-        return {**self.model, "model_type": self.model_type, "vision_config": self.vision(depth)}
-
-
 # --- settings
-
-
-def stack(depth: str, **settings: Any) -> Callable[[int], dict[str, Any]]:
-    """The `vision_config` of a tower whose setting `depth` is its number of blocks."""
-    return lambda blocks: {**settings, depth: blocks}
-
-
-def text_config(hidden_size: int) -> dict[str, Any]:
-    """The part of a config.json that holds the width of the language model."""
-    return {"text_config": {"hidden_size": hidden_size}}
 
 
 def text_width(settings: Settings) -> int:
@@ -160,41 +122,37 @@ def given(settings: Settings, *names: str) -> dict[str, Any]:
     return {name: settings[name] for name in names if name in settings}
 
 
+def no_images(settings: Settings, processor: ProcessorSettings) -> NoReturn:
+    """The `prepare` of towers of audio, and of text, of which it is not asked."""
+    raise InputError("this tower takes audio only; pass it to a connector (fxsplit_encoder.models.media)")
+
+
 # --- towers that transformers has
 
 
-def hugging_face(module: str, tower: str, config: str, part: str = "vision_config") -> Build:
+def hugging_face(module: str, tower: str, part: str = "vision_config") -> Build:
     """Builds a tower that transformers has, by its part of the model's settings."""
-
-    def build(settings: Settings) -> nn.Module:
-        made: nn.Module = hugging_face_class(module, "modeling", tower)(
-            hugging_face_class(module, "configuration", config)(**vision_settings(settings, part))
-        )
-        return made
-
-    return build
+    return lambda settings: _built(module, tower, **vision_settings(settings, part))
 
 
-def without_language_model(
-    module: str, model: str, config: str, text: Mapping[str, Any], **settings: Any
-) -> nn.Module:
+def without_language_model(module: str, model: str, text: Mapping[str, Any], **settings: Any) -> nn.Module:
     """A model of transformers whose connector belongs to it, its language model dropped.
 
     Args:
         module: under `transformers.models`.
         model: the model's class.
-        config: the class of its configuration.
         text: of the language model: its width, and what its class needs besides the common settings. It is
             built as one block, as narrow as they allow.
         settings: the rest of the configuration.
     """
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
-    made = hugging_face_class(module, "configuration", config)(text_config={**sizes, **text}, **settings)
-    built: Any = hugging_face_class(module, "modeling", model)(made)
+    built = _built(module, model, text_config={**sizes, **text}, **settings)
     built.language_model = nn.Identity()
-    return built  # type: ignore[no-any-return]
+    return built
 
 
-def hugging_face_class(module: str, kind: str, name: str) -> Any:
-    """Imports a class of transformers: `models.<module>.<kind>_<module>.<name>`."""
-    return getattr(importlib.import_module(f"transformers.models.{module}.{kind}_{module}"), name)
+def _built(module: str, name: str, **settings: Any) -> nn.Module:
+    """A model of `transformers.models.<module>.modeling_<module>`."""
+    model: Any = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    built: nn.Module = model(model.config_class(**settings))
+    return built

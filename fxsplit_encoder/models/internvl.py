@@ -14,12 +14,9 @@ from fxsplit_encoder.media.images import bicubic
 from fxsplit_encoder.models.eager import PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
-    Architecture,
     Family,
     Settings,
     given,
-    stack,
-    text_config,
     text_width,
     vision_settings,
     without_language_model,
@@ -44,7 +41,6 @@ def _build(settings: Settings) -> nn.Module:
     return without_language_model(
         "internvl",
         "InternVLModel",
-        "InternVLConfig",
         {**text, **no_tokens},
         vision_config=vision_settings(settings),
         **given(settings, "downsample_ratio", "projector_hidden_act"),
@@ -68,13 +64,11 @@ class InternVLTiles(ProcessedTiles):
     @classmethod
     def read(cls, settings: Settings, processor: ProcessorSettings) -> InternVLTiles:
         """InternVL's; its processor uses that of GOT-OCR 2."""
-        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-
         side, normalization = tile_side(settings, 448), IMAGENET.updated(processor.image)
         sampling = Sampling(middle_of_equal_parts).updated(processor.video)
-        if processor.own is not None:
-            return cls(processor.own, side, normalization, sampling)
-        made = GotOcr2ImageProcessorPil(
+        made = processor.image_processor(
+            "got_ocr2",
+            "GotOcr2",
             size={"height": side, "width": side},
             crop_to_patches=True,
             min_patches=processor.image.get("min_patches", 1),
@@ -113,22 +107,3 @@ def _eager(model: Any, mm_kwargs: Inputs) -> Tensor:
 _INTERNVL = Family(_build, InternVLTiles.read, "tiles", _eager, WHOLE_MODEL)
 
 FAMILIES = {"internvl": _INTERNVL}
-
-_INTERNVIT_300M = stack("num_hidden_layers", attention_bias=True)
-_INTERNVIT_6B = stack(
-    "num_hidden_layers",
-    hidden_size=3200,
-    num_attention_heads=25,
-    intermediate_size=12800,
-    norm_type="rms_norm",
-    use_qk_norm=True,
-)
-
-ARCHITECTURES = {
-    "internvl3-8b": Architecture(
-        "InternVL3-8B", "internvl", _INTERNVL, 24, _INTERNVIT_300M, text_config(3584)
-    ),
-    "internvl3-38b": Architecture(
-        "InternVL3-38B", "internvl", _INTERNVL, 45, _INTERNVIT_6B, text_config(5120)
-    ),
-}

@@ -19,12 +19,9 @@ from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs
 from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
-    Architecture,
     Family,
     Settings,
     hugging_face,
-    stack,
-    text_config,
     vision_settings,
 )
 from fxsplit_encoder.models.patches import IMAGE_KEYS, VIDEO_KEYS, Grid, of_patches, patchify
@@ -75,21 +72,16 @@ class RasterPatches(Preparation):
     @classmethod
     def of_kimi_vl(cls, settings: Settings, processor: ProcessorSettings) -> RasterPatches:
         """Kimi-VL's."""
-        given = processor.image
-        return cls(
-            patch_size=vision_settings(settings).get("patch_size", 14),
-            merge_size=_side(vision_settings(settings)),
-            max_patches=given.get("in_token_limit", 4096),
-            normalization=HALF.updated(given),
-        )
+        image = processor.image
+        limit = image.get("in_token_limit", 4096)
+        return cls(**_sides(settings), max_patches=limit, normalization=HALF.updated(image))
 
     @classmethod
     def of_kimi_k25(cls, settings: Settings, processor: ProcessorSettings) -> RasterPatches:
         """Kimi-K2.5's, by the settings of its own processor or of transformers'."""
         image = {**processor.image.get("media_proc_cfg", {}), **processor.image}
         return cls(
-            patch_size=vision_settings(settings).get("patch_size", 14),
-            merge_size=_side(vision_settings(settings)),
+            **_sides(settings),
             max_patches=image.get("in_patch_limit", image.get("max_patches", 16384)),
             max_side=image.get("patch_limit_on_one_side", 512),
             max_frame_patches=image.get("in_patch_limit_each_frame", 4096),
@@ -153,9 +145,10 @@ class RasterPatches(Preparation):
         return patches.view(-1, 3, side, side)
 
 
-def _side(vision: dict[str, Any]) -> int:
-    side: int = vision.get("merge_kernel_size", (2, 2))[0]
-    return side
+def _sides(settings: Settings) -> dict[str, Any]:
+    vision = vision_settings(settings)
+    merge_size = vision.get("merge_kernel_size", (2, 2))[0]
+    return {"patch_size": vision.get("patch_size", 14), "merge_size": merge_size}
 
 
 def padded_size(
@@ -207,7 +200,7 @@ _KIMI_VL = Family(
     prefixes=WHOLE_MODEL,
 )
 _KIMI_K25 = Family(
-    hugging_face("kimi_k25", "Kimi_K25VisionModel", "Kimi_K25VisionConfig"),
+    hugging_face("kimi_k25", "Kimi_K25VisionModel"),
     RasterPatches.of_kimi_k25,
     "patches",
     _eager_k25,
@@ -216,10 +209,3 @@ _KIMI_K25 = Family(
 )
 
 FAMILIES = {"kimi_vl": _KIMI_VL, "kimi_k25": _KIMI_K25, "kimi_k25_vision": _KIMI_K25}
-
-_VISION = stack("num_hidden_layers")
-
-ARCHITECTURES = {
-    "kimi-vl-a3b": Architecture("Kimi-VL-A3B", "kimi_vl", _KIMI_VL, 27, _VISION, text_config(2048)),
-    "kimi-k2.5": Architecture("Kimi-K2.5", "kimi_k25", _KIMI_K25, 27, _VISION),
-}

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from fxsplit_encoder.models.eager import Inputs
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
-    Architecture,
     Family,
     Settings,
     hugging_face,
-    stack,
-    text_config,
     text_width,
     vision_settings,
     without_language_model,
@@ -33,7 +30,6 @@ def _build(settings: Settings) -> nn.Module:
     return without_language_model(
         "llama4",
         "Llama4ForConditionalGeneration",
-        "Llama4Config",
         {**moe, "pad_token_id": 0, "hidden_size": text_width(settings)},
         vision_config=vision_settings(settings),
     )
@@ -110,18 +106,6 @@ def _eager(model: Any, mm_kwargs: Inputs) -> Tensor:
 
 
 _LLAMA4 = Family(_build, Llama4Tiles.read, "tiles", _eager, WHOLE_MODEL)
-_VISION_MODEL = Family(
-    hugging_face("llama4", "Llama4VisionModel", "Llama4VisionConfig"), Llama4Tiles.read, "tiles", _eager
-)
+_VISION_MODEL = Family(hugging_face("llama4", "Llama4VisionModel"), Llama4Tiles.read, "tiles", _eager)
 
 FAMILIES = {"llama4": _LLAMA4, "llama4_vision_model": _VISION_MODEL}
-
-_VISION = stack(
-    "num_hidden_layers",
-    hidden_size=1408,
-    vision_output_dim=4096,
-    image_size=336,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-)
-
-ARCHITECTURES = {"llama4": Architecture("Llama 4", "llama4", _LLAMA4, 34, _VISION, text_config(5120))}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def load_tower(
     Raises:
         InputError: a file is missing or malformed, or the weights are not this tower's.
     """
-    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
+    checkpoint = Checkpoint.locate(model)
     found, settings = read_family(checkpoint)
     family = family or found
     tower = family.empty_tower(settings, device)
@@ -145,7 +146,7 @@ def _tensor_files(checkpoint: Checkpoint) -> Mapping[str, str]:
     single = checkpoint.find(_SINGLE)
     if single is None:
         raise InputError(f"{checkpoint.model}: no weights; expected {_SINGLE}, or {_INDEX} with its shards")
-    with _open(single) as file:
+    with _opened(single) as file:
         return dict.fromkeys(file.keys(), _SINGLE)
 
 
@@ -159,19 +160,16 @@ def _require(checkpoint: Checkpoint, file_name: str) -> Path:
 def _read(files: Mapping[str, tuple[str, Path]]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted({path for _, path in files.values()}):
-        with _open(path) as file:
-            held = set(file.keys())
-            for own, (name, at) in files.items():
-                if at == path:
-                    if name not in held:
-                        raise InputError(f"{path}: {_INDEX} says that {name} is here, and it is not")
-                    tensors[own] = file.get_tensor(name)
+        with _opened(path) as file:
+            tensors |= {own: file.get_tensor(name) for own, (name, at) in files.items() if at == path}
     return tensors
 
 
-def _open(path: Path) -> Any:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
-        return safe_open(path, framework="pt")
+        with safe_open(path, framework="pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be read as safetensors: {error}") from None
 

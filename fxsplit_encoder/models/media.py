@@ -118,7 +118,7 @@ def media_processor(
     Raises:
         InputError: a file is missing or malformed, or names no family that is known.
     """
-    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
+    checkpoint = Checkpoint.locate(model)
     family, settings = read_family(checkpoint)
     if family.extractor is not None:
         own = checkpoint.read_json(_PREPROCESSOR) or checkpoint.read_json(_PROCESSOR) or {}
@@ -160,7 +160,8 @@ def family_processor(
     def prepare(modality: str, options: Mapping[str, object]) -> Preparation:
         used = later if modality in tables else given
         if modality == "image":
-            return family.prepare(settings, replace(used, image={**used.image, **options}))
+            own = None if options else used.own  # which has the settings of its files
+            return family.prepare(settings, replace(used, image={**used.image, **options}, own=own))
         return family.prepare(settings, replace(used, video=with_sampling(used.video, options)))
 
     described = canonical([type(whole).__qualname__, settings, given.image, given.video], "settings")

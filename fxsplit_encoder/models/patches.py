@@ -197,7 +197,7 @@ def of_patches(
     tensors = {keys[1]: torch.tensor([sizes], device="cpu")}
     if pixels is not None:
         tensors[keys[0]] = pixels
-    return Prepared(tensors, {"grid": grid}, str(math.prod(grid)), frames)
+    return Prepared(tensors, {"grid": grid}, frames)
 
 
 def image_size(height: int, width: int, form: PatchFormat) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +40,13 @@ class ProcessorSettings:
     own: Any = None
     """The checkpoint's own image processor, as `AutoImageProcessor` makes it; None: it cannot."""
 
+    def image_processor(self, model: str, name: str, **settings: Any) -> Any:
+        """This one, or else transformers' of a model, without torchvision."""
+        if self.own is not None:
+            return self.own
+        module = importlib.import_module(f"transformers.models.{model}.image_processing_pil_{model}")
+        return getattr(module, f"{name}ImageProcessorPil")(**settings)
+
     def normalizing_later(self) -> ProcessorSettings:
         """The same, but for pixels, which stay as they are: see `Normalization.is_later`."""
         return ProcessorSettings({**self.image, **_LATER}, {**self.video, **_LATER})
@@ -53,9 +62,6 @@ class Prepared:
 
     layout: Mapping[str, Any]
     """How it was cut, for the metadata of what is encoded: "grid", "tiles" or "crops"."""
-
-    size: str
-    """The same in few characters: patches, tiles, or whole views + crops."""
 
     frames: int = 0
     """Frames of a clip; 0: an image."""
@@ -181,8 +187,12 @@ class Item:
     layout: Mapping[str, Any]
     """How it was cut, see `Prepared.layout`."""
 
-    size: str
-    """The same in few characters."""
+    @property
+    def size(self) -> str:
+        """The same in few characters: patches, tiles, or whole views + crops."""
+        ((kind, parts),) = self.layout.items()
+        count = parts if isinstance(parts, int) else math.prod(parts)
+        return str(count) if kind != "crops" else f"1+{count}" if count else "1"
 
     @property
     def pixels(self) -> str:
@@ -210,11 +220,9 @@ def load_inputs(paths: Sequence[Path], preparation: Preparation) -> EncoderInput
     Raises:
         InputError: a file is missing, is no image, is too elongated, or is a clip for a model without any.
     """
-    loaded: dict[bool, list[tuple[Item, Prepared]]] = {False: [], True: []}
-    for key, path in zip(unique_keys(paths), paths, strict=True):
-        for item, prepared in _load(key, path, preparation):
-            loaded[item.frames > 0].append((item, prepared))
-    pairs = [*loaded[False], *loaded[True]]
+    named = zip(unique_keys(paths), paths, strict=True)
+    pairs = [pair for key, path in named for pair in _load(key, path, preparation)]
+    pairs.sort(key=lambda pair: pair[0].frames > 0)
     return EncoderInputs(tuple(item for item, _ in pairs), joined_inputs(prepared for _, prepared in pairs))
 
 
@@ -259,8 +267,7 @@ def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Pr
             size, parts = turned.size, [preparation.image(turned)]
     keys = [key] if len(parts) == 1 else [f"{key}[{n}]" for n in range(1, len(parts) + 1)]
     return [
-        (Item(name, *size, part.frames, part.layout, part.size), part)
-        for name, part in zip(keys, parts, strict=True)
+        (Item(name, *size, part.frames, part.layout), part) for name, part in zip(keys, parts, strict=True)
     ]
 
 

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,45 +47,36 @@ from fxsplit_encoder.models.sampling import frame_seconds
 
 
 @dataclass(frozen=True)
-class OptionCheck:
-    """Check of an option's value, and what it expects in words."""
+class Limits:
+    """Which numbers an option may be: those above 0."""
 
-    expected: str
-    fits: Callable[[object], bool]
+    most: float = math.inf
+    is_whole: bool = False
 
+    def __str__(self) -> str:
+        if self.is_whole:
+            return f"an integer from 1 to {self.most}"
+        return "a number above 0" if self.most == math.inf else f"a number above 0, up to {self.most}"
 
-def integers(most: Mapping[str, int]) -> dict[str, OptionCheck]:
-    """Options that are integers from 1 to the number given for each."""
-    return {name: _integer(last) for name, last in most.items()}
-
-
-def _integer(most: int) -> OptionCheck:
-    def fits(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
-
-    return OptionCheck(f"an integer from 1 to {most}", fits)
-
-
-def _is_positive(value: object) -> bool:
-    return (
-        type(value) is not bool and isinstance(value, int | float | np.number) and bool(0 < value < math.inf)
-    )
+    def fits(self, value: Any) -> bool:
+        """Whether a value is such a number."""
+        kinds = int if self.is_whole else int | float | np.number
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        return is_number and bool(0 < value <= self.most and value < math.inf)
 
 
-def _is_a_part(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and _is_positive(value) and bool(value <= 1)
+Allowed = Mapping[str, Limits | None]
+"""The options that an item may have; None: True or False."""
 
+_FRAMES = Limits(1 << 16, is_whole=True)
 
-_POSITIVE = OptionCheck("a number above 0", _is_positive)
-_FRAMES = _integer(1 << 16)
-
-SAMPLING: Mapping[str, OptionCheck] = {
-    "do_sample_frames": OptionCheck("True or False", lambda value: isinstance(value, bool)),
-    "fps": _POSITIVE,
+SAMPLING: Allowed = {
+    "do_sample_frames": None,
+    "fps": Limits(),
     "num_frames": _FRAMES,
     "min_frames": _FRAMES,
     "max_frames": _FRAMES,
-    "max_duration": _POSITIVE,
+    "max_duration": Limits(),
 }
 """Which frames of a video are seen."""
 
@@ -93,11 +84,11 @@ SAMPLING: Mapping[str, OptionCheck] = {
 SCALE = "scale"
 """By which both sides of an image or of a video's frames are shrunk before the processor sees them."""
 
-ANY: Mapping[str, OptionCheck] = {SCALE: OptionCheck("a number above 0, up to 1", _is_a_part)}
+ANY: Allowed = {SCALE: Limits(1)}
 """What any processor's images and videos may have."""
 
 
-def check_options(options: Mapping[str, object], allowed: Mapping[str, OptionCheck]) -> None:
+def check_options(options: Mapping[str, object], allowed: Allowed) -> None:
     """Raises MediaError for an option of another name, or of another value than it may have."""
     for name, value in options.items():
         if name not in allowed:
@@ -105,8 +96,9 @@ def check_options(options: Mapping[str, object], allowed: Mapping[str, OptionChe
                 f"options: {name_of(name)} is unknown; {nearest(str(name), list(allowed))}"
                 f"expected one of {', '.join(allowed) or 'none'}"
             )
-        if not allowed[name].fits(value):
-            raise MediaError(f"options: {name}: expected {allowed[name].expected}; got {shown(value)}")
+        limits = allowed[name]
+        if not (isinstance(value, bool) if limits is None else limits.fits(value)):
+            raise MediaError(f"options: {name}: expected {limits or 'True or False'}; got {shown(value)}")
 
 
 Prepare = Callable[[Modality, Mapping[str, object]], Preparation]
@@ -171,11 +163,9 @@ class TowerProcessor(_Processor):
         self._preparations: Recent[bytes, Preparation] = Recent(_MOST_PREPARATIONS)
         self._lock = threading.Lock()
         plain = prepare("image", {})
-        self._options: dict[str, Mapping[str, OptionCheck]] = {
-            "image": {**ANY, **integers(plain.image_options)}
-        }
+        self._options: dict[str, Allowed] = {"image": {**ANY, **_integers(plain.image_options)}}
         if plain.takes_clips:
-            self._options["video"] = {**ANY, **SAMPLING, **integers(plain.clip_options)}
+            self._options["video"] = {**ANY, **SAMPLING, **_integers(plain.clip_options)}
         levels = getattr(tower, "deepstack_levels", 0)
         columns = tower.get_encoder_cudagraph_config().out_hidden_size
         self._facts = {"hidden_size": columns // (1 + levels), "deepstack_levels": levels}
@@ -352,6 +342,10 @@ class TowerProcessor(_Processor):
         return self._count_of(*(part.tensors for part in inputs))
 
 
+def _integers(most: Mapping[str, int]) -> Allowed:
+    return {name: Limits(last, is_whole=True) for name, last in most.items()}
+
+
 def _without(options: Mapping[str, object], name: str) -> dict[str, object]:
     return {key: value for key, value in options.items() if key != name}
 
@@ -365,19 +359,6 @@ def _scale(item: MediaItem) -> float:
     return float(scale)
 
 
-class FeatureExtractor(Protocol):
-    """A model's own, such as `transformers.WhisperFeatureExtractor`. Called from several threads at once."""
-
-    sampling_rate: int
-    """Samples a second."""
-    n_samples: int
-    """Of one piece."""
-
-    def __call__(self, raw_speech: Sequence[Any], **options: Any) -> Mapping[str, Any]:
-        """The input of the tower, under its name: (pieces, mel bins, frames), each piece padded."""
-        ...
-
-
 class AudioProcessor(_Processor):
     """Audio to the inputs of one tower: pieces of equal length, the last one padded with silence.
 
@@ -386,7 +367,7 @@ class AudioProcessor(_Processor):
 
     Args:
         tower: what `wrap` returns; its weights are never read, so it may lie on the meta device.
-        extractor: the model's own.
+        extractor: the model's own, such as a WhisperFeatureExtractor, called by several threads.
         fingerprint: of the extractor: equal ones make equal inputs of equal samples.
         limits: for every item.
         hash_name: of the function for digests.
@@ -395,7 +376,7 @@ class AudioProcessor(_Processor):
     def __init__(
         self,
         tower: Any,
-        extractor: FeatureExtractor,
+        extractor: Any,
         fingerprint: bytes,
         limits: MediaSettings | None = None,
         hash_name: HashName = "blake3",

@@ -15,13 +15,10 @@ from fxsplit_encoder.models.eager import Inputs
 from fxsplit_encoder.models.encoders.step3_vision import Step3VisionConfig, Step3VisionModel
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
-    Architecture,
     Family,
     Settings,
     given,
     hugging_face,
-    stack,
-    text_config,
     text_width,
     vision_settings,
     without_language_model,
@@ -71,7 +68,6 @@ def _build_step3p7(settings: Settings) -> nn.Module:
     return without_language_model(
         "step3p7",
         "Step3p7Model",
-        "Step3p7Config",
         {**narrow, "hidden_size": text_width(settings)},
         vision_config=vision_settings(settings),
         **given(settings, "projector_bias"),
@@ -199,7 +195,7 @@ _STEP3P7 = Family(
     _build_step3p7, _STEP3P7_VIEWS, "tiles", _eager_step3p7, WHOLE_MODEL, renames=_STEP3P7_NAMES
 )
 _STEP3P7_VISION = Family(
-    hugging_face("step3p7", "Step3p7VisionModel", "Step3p7VisionConfig"),
+    hugging_face("step3p7", "Step3p7VisionModel"),
     _STEP3P7_VIEWS,
     "tiles",
     _eager_step3p7,
@@ -207,17 +203,3 @@ _STEP3P7_VISION = Family(
 )
 
 FAMILIES = {"step3_vl": _STEP3, "step3p7": _STEP3P7, "step3p5_vision": _STEP3P7_VISION}
-
-ARCHITECTURES = {
-    "step3-vl": Architecture(
-        "Step3",
-        "step3_vl",
-        _STEP3,
-        63,
-        stack("num_hidden_layers", intermediate_size=15360),
-        text_config(7168),
-    ),
-    "step3p7": Architecture(
-        "Step-3.7", "step3p7", _STEP3P7, 47, stack("num_hidden_layers"), text_config(4096)
-    ),
-}

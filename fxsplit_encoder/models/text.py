@@ -11,10 +11,19 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.family import Settings, TextTower
 from fxsplit_encoder.models.load import load_tower, read_family
 
 Tokens = tuple[int, ...]
 """The ids of a text, cut to the longest that the model takes."""
+
+
+def text_tower(checkpoint: Checkpoint) -> tuple[TextTower, Settings]:
+    """The text tower of a checkpoint, and its config.json; raises InputError: it has none."""
+    family, settings = read_family(checkpoint)
+    if family.text is None:
+        raise InputError(f"{checkpoint.model}: a model without a text tower")
+    return family.text, settings
 
 
 class Tokenizer:
@@ -30,9 +39,7 @@ class Tokenizer:
     def __init__(self, checkpoint: Checkpoint) -> None:
         from transformers import AutoTokenizer
 
-        family, settings = read_family(checkpoint)
-        if family.text is None:
-            raise InputError(f"{checkpoint.model}: a model without a text tower")
+        tower, settings = text_tower(checkpoint)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 checkpoint.directory or checkpoint.model, trust_remote_code=False
@@ -40,9 +47,8 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise InputError(f"{checkpoint.model}: its tokenizer cannot be loaded: {error}") from None
         text = settings.get("text_config", settings)
-        default = 77 if family.text.padding == "longest" else 64
-        self.max_tokens: int = text.get("max_position_embeddings", default)
-        self._pads_to_most = family.text.padding == "max_length"
+        self._pads_to_most = tower.padding == "max_length"
+        self.max_tokens: int = text.get("max_position_embeddings", 64 if self._pads_to_most else 77)
         self._lock = threading.Lock()  # the tokenizer keeps padding and truncation of its last call
 
     def __call__(self, text: str) -> Tokens:
@@ -71,9 +77,7 @@ class TextEncoder:
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, padding_id: int
     ) -> None:
-        text = read_family(checkpoint)[0].text
-        if text is None:
-            raise InputError(f"{checkpoint.model}: a model without a text tower")
+        text, _ = text_tower(checkpoint)
         self._tower: Any = load_tower(checkpoint, dtype, device, text.tower)
         self._output = text.output
         self._masks = text.padding == "longest"

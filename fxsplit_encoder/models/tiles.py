@@ -42,18 +42,17 @@ def of_tiles(tiles: Tensor) -> Prepared:
 
 def tile_sizes(count: int) -> Prepared:
     """An image of that many tiles, without their pixels."""
-    return Prepared({"num_patches": torch.tensor([count], device="cpu")}, {"tiles": count}, str(count))
+    return Prepared({"num_patches": torch.tensor([count], device="cpu")}, {"tiles": count})
 
 
 def frame_sizes(count: int) -> Prepared:
     """A clip of that many frames, without their pixels."""
-    return Prepared({VIDEO_COUNTS: torch.tensor([count], device="cpu")}, {"tiles": count}, str(count), count)
+    return Prepared({VIDEO_COUNTS: torch.tensor([count], device="cpu")}, {"tiles": count}, frames=count)
 
 
 def view_sizes(tensors: dict[str, Tensor], grid: Grid) -> Prepared:
     """An image seen as a whole and as crops, without their pixels."""
-    count = grid[0] * grid[1]
-    return Prepared(tensors, {"crops": grid}, f"1+{count}" if count else "1")
+    return Prepared(tensors, {"crops": grid})
 
 
 def crop_pixels(crops: list[Image.Image], side: int, normalization: Normalization) -> Tensor:

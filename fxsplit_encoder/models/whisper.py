@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, cast
+from typing import Any
 
-from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.family import Family, Settings, hugging_face
-from fxsplit_encoder.models.prepare import ProcessorSettings
-from fxsplit_encoder.models.preprocess import FeatureExtractor
+from fxsplit_encoder.models.family import Family, hugging_face, no_images
 from fxsplit_encoder.towers import DenseTowerSpec
 
 _INPUT = "input_features"
@@ -24,22 +21,17 @@ def whisper_spec(encoder: Any, side: int | None = None) -> DenseTowerSpec:
     return DenseTowerSpec(shape, rows, config.d_model, input_name=_INPUT, modality="audio")
 
 
-def whisper_extractor(processor: Mapping[str, Any]) -> FeatureExtractor:
+def whisper_extractor(processor: Mapping[str, Any]) -> Any:
     """Makes the extractor of mel frames from samples."""
     from transformers import WhisperFeatureExtractor
 
-    made: Any = WhisperFeatureExtractor(**processor)  # type: ignore[no-untyped-call]
-    return cast("FeatureExtractor", made)
-
-
-def _no_images(settings: Settings, processor: ProcessorSettings) -> NoReturn:
-    raise InputError("Whisper takes audio only; pass it to a connector (fxsplit_encoder.models.media)")
+    return WhisperFeatureExtractor(**processor)  # type: ignore[no-untyped-call]
 
 
 FAMILIES = {
     "whisper": Family(
-        hugging_face("whisper", "WhisperEncoder", "WhisperConfig"),
-        _no_images,
+        hugging_face("whisper", "WhisperEncoder"),
+        no_images,
         "pieces",
         prefixes=("model.encoder.", "encoder.", ""),
         spec=whisper_spec,

@@ -213,6 +213,15 @@ class WrappedTower(nn.Module):
         for index, rows in zip(indices, self.assembled(outputs, batch_mm_kwargs, clone), strict=True):
             dest[index] = rows
 
+    def items_of(
+        self, outputs: dict[str, Tensor], tokens: list[int], mm_kwargs: dict[str, Any]
+    ) -> list[Tensor]:
+        """The embedding of every item of a batch, of so many rows each; where the adapter can, views."""
+        items: dict[int, Tensor] = {}
+        indices = list(range(len(tokens)))
+        self.postprocess_encoder_output(outputs, indices, tokens, items, batch_mm_kwargs=mm_kwargs)
+        return [items[index] for index in indices]
+
     def assembled(
         self, outputs: dict[str, Tensor], mm_kwargs: dict[str, Any], clone: bool
     ) -> Iterable[Tensor]:

@@ -65,7 +65,7 @@ def test_an_images_rows_follow_from_its_size(name: str, width: int, height: int)
     preparation = FAMILIES[name].prepare(settings_of(name), ProcessorSettings())
     image = Image.new("RGB", (width, height))
     sizes, inputs = preparation.image_sizes(width, height), preparation.image(image)
-    assert (sizes.layout, sizes.size, sizes.frames) == (inputs.layout, inputs.size, inputs.frames)
+    assert (sizes.layout, sizes.frames) == (inputs.layout, inputs.frames)
     assert all(torch.equal(inputs.tensors[key], value) for key, value in sizes.tensors.items())
     count = processor.count_tokens(MediaItem("image", image))
     specs = processor.tower.get_encoder_cudagraph_item_specs(dict(inputs.tensors))
@@ -204,6 +204,16 @@ def test_options_of_one_item_change_its_rows_and_its_digest() -> None:
     tiles = processor_of("internvl")
     assert tiles.count_tokens(MediaItem("image", noise(84, 28))) == 4
     assert tiles.count_tokens(MediaItem("image", noise(84, 28), {"max_patches": 2})) == 3
+
+
+def test_an_items_options_go_before_the_settings_of_the_models_own_processor() -> None:
+    family, settings = FAMILIES["internvl"], settings_of("internvl")
+    own: Any = family.prepare(settings, ProcessorSettings())
+    processor = family_processor(
+        processor_of("internvl").tower, family, settings, ProcessorSettings(own=own.processor)
+    )
+    wide = MediaItem("image", noise(84, 28), {"max_patches": 2})
+    assert processor.prepare(wide).num_tokens == processor.count_tokens(wide) == 3
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,6 @@ def test_towers_have_their_published_sizes(model: str) -> None:
     assert wrapped.out_hidden_size == hidden
 
 
-def test_every_architecture_is_of_the_family_that_its_checkpoint_has() -> None:
-    for known in ARCHITECTURES.values():
-        assert known.family is FAMILIES[known.model_type]
-
-
 def vision(model: str, blocks: int) -> dict[str, Any]:
     settings: dict[str, Any] = architecture(model).settings(blocks)["vision_config"]
     return settings
