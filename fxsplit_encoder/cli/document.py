@@ -18,22 +18,17 @@ _NUMERIC = re.compile(r"-?|[\d.,x+]+(e-?\d+)?%?")
 
 
 class Document:
-    """The facts and tables of one command, whose JSON is printed and written at the end of a `with` block.
-
-    Args:
-        as_json: whether they are printed as JSON, in place of text.
-        file: where the JSON goes too.
-
-    Raises:
-        InputError: the file cannot be written.
+    """The facts and tables of one command, printed as text or, `as_json`, at the end of a `with` block. The
+    JSON is written to `files`, too. InputError: one of them cannot be written.
     """
 
-    def __init__(self, as_json: bool = False, file: Path | None = None) -> None:
-        check_output(file)
+    def __init__(self, as_json: bool = False, *files: Path | None) -> None:
+        for file in files:
+            check_output(file)
         self.content: dict[str, Any] = {}
         """What is said so far, as JSON has it."""
         self.as_json = as_json
-        self._file = file
+        self._files = files
 
     def __enter__(self) -> Document:
         return self
@@ -46,9 +41,9 @@ class Document:
         text = json.dumps(self.content, indent=2, default=str)
         if self.as_json:
             print(text)
-        if self._file is not None:
-            self._file.write_text(f"{text}\n", encoding="utf-8")
-            self.say(f"\nwrote {self._file}")
+        for file in filter(None, self._files):
+            file.write_text(f"{text}\n", encoding="utf-8")
+            self.say(f"\nwrote {file}")
 
     def say(self, text: str = "") -> None:
         """A line for people alone."""
@@ -80,12 +75,8 @@ class Document:
         formats: Mapping[str, Callable[[Any], str]] = MappingProxyType({}),
         within: Sequence[str] = (),
     ) -> None:
-        """Rows by the names of their cells, in the order in which these first come.
-
-        Args:
-            headers: what people see above a column in place of its name.
-            formats: how people see a cell that is not None, where not as a string.
-            within: as for `facts`.
+        """Rows by the names of their cells, in the order in which these first come; `within` as for `facts`.
+        People see `headers` above columns in place of names, and cells by `formats` where not as strings.
         """
         self._inside(within)[key] = rows
         names = list(dict.fromkeys(name for row in rows for name in row))

@@ -24,11 +24,8 @@ def shipped(relative: str) -> Path:
 
 
 def read_config(given: Path | None) -> EncoderConfig | None:
-    """The settings in a file, or of a name in `configs`; None: none are given.
-
-    Raises:
-        InputError: there is no such file and no such name.
-        ConfigError: it holds bad settings.
+    """The settings in a file, or of a name in `configs`; None: none are given. InputError: there is no such
+    file and no such name. ConfigError: it holds bad settings.
     """
     if given is None:
         return None
@@ -42,14 +39,8 @@ def read_config(given: Path | None) -> EncoderConfig | None:
 
 
 def check_output(path: Path | None, *endings: str) -> None:
-    """Refuses what cannot be written, before any work is done.
-
-    Args:
-        path: the file that will be written; None: none.
-        endings: of which its name has to have one; none: any will do.
-
-    Raises:
-        InputError: it is a directory, its directory does not exist or takes no files, or it ends otherwise.
+    """Raises InputError before any work is done for a file that cannot be written: a directory, one whose
+    directory does not exist or takes no files, or whose name has none of the `endings`, if any are given.
     """
     if path is None:
         return
