@@ -14,8 +14,7 @@ import torch
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.cli.console import capture, describe_replay, describe_split, progress_bars, say_tower
-from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.files import shipped
+from fxsplit_encoder.cli.document import Document, shipped
 from fxsplit_encoder.cli.tower import Batch, ChosenTower
 from fxsplit_encoder.models.eager import EagerTower, max_error, rms_error, share_weights
 from fxsplit_encoder.planning.plan import Plan

@@ -1,8 +1,9 @@
-"""Print a command's facts and tables as they come, or one JSON document at the end."""
+"""Print a command's facts and tables as they come, or one JSON document at the end; and find its files."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fxsplit_encoder.cli.files import check_output
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import nearest
 
 # Numbers, sizes such as 16x448x256, sums such as 64+128, and what is left out.
 _NUMERIC = re.compile(r"-?|[\d.,x+]+(e-?\d+)?%?")
@@ -106,3 +109,50 @@ def _as_text(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 def mebibytes(num_bytes: int) -> str:
     """A size for people, whose column says the unit."""
     return f"{num_bytes / 2**20:.1f}"
+
+
+# --- files that a command takes, those that come with the package, and those that it writes
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+ROOTS = (_PACKAGE / "data", _PACKAGE.parent)
+"""Where `examples` and `configs` are: a wheel has them inside the package, a checkout beside it."""
+
+
+def shipped(relative: str) -> Path:
+    """A file or directory that comes with the package; raises InputError where it is not there."""
+    for root in ROOTS:
+        if (path := root / relative).exists():
+            return path
+    raise InputError(f"{relative}: not found, though it comes with every wheel and checkout; install it anew")
+
+
+def read_config(given: Path | None) -> EncoderConfig | None:
+    """The settings in a file, or of a name in `configs`; None: none are given. InputError: there is no such
+    file and no such name. ConfigError: it holds bad settings.
+    """
+    if given is None:
+        return None
+    if given.exists():
+        return EncoderConfig.from_yaml(given)
+    names = sorted(path.stem for path in shipped("configs").glob("*.yaml"))
+    if given.name in names and given.parent == Path():
+        return EncoderConfig.from_yaml(shipped(f"configs/{given}.yaml"))
+    asked = nearest(given.stem, names)
+    raise InputError(f"--config {given}: no such file; {asked}expected one, or one of {', '.join(names)}")
+
+
+def check_output(path: Path | None, *endings: str) -> None:
+    """Raises InputError before any work is done for a file that cannot be written: a directory, one whose
+    directory does not exist or takes no files, or whose name has none of the `endings`, if any are given.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"--output {path}: a directory; expected the file to write")
+    if not path.parent.is_dir():
+        raise InputError(f"--output {path}: no such directory: {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"--output {path}: cannot be written")
+    if endings and path.suffix not in endings:
+        raise InputError(f"--output {path}: expected a name that ends in {' or '.join(endings)}")

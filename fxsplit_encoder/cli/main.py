@@ -16,8 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from fxsplit_encoder import __version__
-from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.files import check_output, read_config
+from fxsplit_encoder.cli.document import Document, check_output, read_config
 from fxsplit_encoder.errors import FxSplitError, InputError, MissingExtraError
 
 PROGRAM = "encoder-cg"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxsplit_encoder.cli.files import shipped
+from fxsplit_encoder.cli.document import shipped
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import nearest
 from fxsplit_encoder.models.checkpoint import Checkpoint

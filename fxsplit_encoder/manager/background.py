@@ -148,7 +148,11 @@ class BackgroundCapture:
         try:
             with self._lent():
                 self._compile()
-                self._compare()
+                if self._target.scope.measured:
+                    self._tell("measuring")
+                    compare_between_requests(
+                        lambda: self._target.run(self._planned), self._target.pool.device
+                    )
                 self._target.captures.spare = self._give_way
                 if self._target.is_measured:
                     self._tell("measuring")
@@ -219,11 +223,6 @@ class BackgroundCapture:
                     f"{path.label}: compiled on a thread beside the requests: {reason}" for path in pending
                 ]
         self._target.compile(self._tell_compiled)
-
-    def _compare(self) -> None:
-        if self._target.scope.measured:
-            self._tell("measuring")
-            compare_between_requests(lambda: self._target.run(self._planned), self._target.pool.device)
 
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
         """Compiles in another process, for paths to restore; InputError: it cannot make the tower."""

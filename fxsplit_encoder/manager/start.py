@@ -1,22 +1,20 @@
 """Saves what was compiled, measured and chosen for a tower to a file, with which other processes start; what
 was measured of captures stays on the machine, too.
 
-The file is one line with its digest, then a zip of named parts. It is used only where the device,
-the versions of everything that compiles or is measured, the tower and its configuration are the same; all of
-it is checked before any of it is used.
+The file is one line with its digest, then named parts, compressed. It is used only where the device, the
+versions of everything that compiles or is measured, the tower and its configuration are the same; all of it
+is checked before any of it is used.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import io
+import itertools
 import json
 import logging
 import pickle
 import platform
-import struct
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -70,13 +68,6 @@ _OF_LOADING = (
     *(pickle.PickleError, AssertionError, AttributeError, EOFError, ImportError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-
-# What zipfile raises of an archive that was forged.
-_OF_ARCHIVES = (
-    *(EOFError, LookupError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError),
-    *(struct.error, zipfile.BadZipFile, zlib.error),
-)
-_MOST_BYTES = 1 << 33
 
 # The parts of a file.
 _ENVIRONMENT, _TOWER, _COMPILED = "environment.json", "tower.json", "torch.bin"
@@ -348,11 +339,8 @@ def _setting(value: object) -> Any:
 
 def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
     """Replaces the file by one with these parts; returns its bytes. InputError: it cannot be written."""
-    payload = io.BytesIO()
-    with zipfile.ZipFile(payload, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, content in parts.items():
-            archive.writestr(name, content)
-    content = sealed(payload.getvalue())
+    sizes = {name: len(content) for name, content in parts.items()}
+    content = sealed(zlib.compress(b"\n".join((json.dumps(sizes).encode(), b"".join(parts.values()))), 1))
     try:
         write_atomic(path, content, durable=True)
     except OSError as error:
@@ -362,7 +350,7 @@ def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
 
 def read_parts(path: Path) -> dict[str, bytes]:
     """Reads a file that no other user can write; StartFileError: there is none, others can write it, or it is
-    damaged, forged or too large.
+    damaged or something else.
     """
     try:
         check_trusted(path)  # it holds code
@@ -374,15 +362,12 @@ def read_parts(path: Path) -> dict[str, bytes]:
             f"file: expected one that save_start wrote, undamaged; got {len(content)} bytes of another digest"
         )
     try:
-        archive = zipfile.ZipFile(io.BytesIO(body))
-        infos = archive.infolist()
-        size = sum(info.file_size for info in infos)
-        if len({info.filename for info in infos}) == len(infos) and size <= _MOST_BYTES:
-            return {info.filename: archive.read(info) for info in infos}
-    except _OF_ARCHIVES as error:
-        raise StartFileError(f"archive: expected a zip; got {type(error).__name__}: {error}") from error
-    limit = f"expected parts of different names and at most {_MOST_BYTES} bytes"
-    raise StartFileError(f"archive: {limit}; got {len(infos)} parts of {size} bytes")
+        index, _, joined = zlib.decompress(body).partition(b"\n")
+        sizes: dict[str, int] = json.loads(index)
+        ends = itertools.pairwise(itertools.accumulate(sizes.values(), initial=0))
+        return {name: joined[start:end] for name, (start, end) in zip(sizes, ends, strict=True)}
+    except (zlib.error, AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise StartFileError(f"file: expected named parts; got {type(error).__name__}: {error}") from error
 
 
 def tower_from_json(content: bytes) -> KnownTower:
