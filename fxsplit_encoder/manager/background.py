@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.modes import without_autograd
@@ -93,10 +94,7 @@ class BackgroundCapture:
     def progress(self) -> CaptureProgress:
         """The phase, its counts, and the seconds so far."""
         progress = self._progress
-        if progress.is_over:
-            return progress
-        seconds = time.perf_counter() - self._begin
-        return CaptureProgress(progress.phase, progress.done, progress.total, seconds)
+        return progress if progress.is_over else replace(progress, seconds=time.perf_counter() - self._begin)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -202,8 +200,7 @@ class BackgroundCapture:
 
     def _finish(self, phase: Phase, reason: str = "") -> None:
         seconds = time.perf_counter() - self._begin
-        last = self._progress
-        self._progress = CaptureProgress(phase, last.done, last.total, seconds, reason)
+        self._progress = replace(self._progress, phase=phase, seconds=seconds, reason=reason)
         logger.info("captures behind capture(wait=False): %s", self._progress)
 
     # --- compiling

@@ -27,13 +27,7 @@ from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.lifecycle import Lifecycle, serving_scope
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import ItemReader, RequestItems
-from fxsplit_encoder.manager.tower import (
-    ItemFacts,
-    TowerSpec,
-    placement_of,
-    read_item_specs,
-    select_items,
-)
+from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, placement_of, read_item_specs, select_items
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.planning.plan import Item, Plan, PlannedBatch
 from fxsplit_encoder.protocol import (

@@ -61,7 +61,7 @@ Content = TypeVar("Content")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 # Settings that change nothing of what is compiled, measured or chosen.
-_IGNORED_SETTINGS = ("start_file", "debug", "capture_recurring", "weight_check_seconds")
+_IGNORED_SETTINGS = {"start_file", "debug", "capture_recurring", "weight_check_seconds"}
 
 # What torch may raise of the bytes of another process.
 _OF_LOADING = (
@@ -257,13 +257,8 @@ def environment_key(device: torch.device, measurements: Iterable[KernelMeasureme
 
 def tower_key(generation: Generation) -> Key:
     """Returns the tower and its settings, which a start must have been made for."""
-    config, tower = generation.config, generation.spec.tower
-    settings = {
-        name: _setting(getattr(config, name))
-        for name in type(config).model_fields
-        if name not in _IGNORED_SETTINGS
-    }
-    limits = generation.spec.limits
+    tower, limits = generation.spec.tower, generation.spec.limits
+    settings = generation.config.model_dump(mode="json", exclude=_IGNORED_SETTINGS, fallback=_name_of)
     return plain(
         {
             "tower": _name(type(tower)),
@@ -326,12 +321,8 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _setting(value: object) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _setting(each) for name, each in value.items()}
-    if callable(value):
-        return getattr(value, "__qualname__", repr(type(value)))
-    return value if isinstance(value, int | float | list | tuple | None) else str(value)
+def _name_of(value: object) -> str:
+    return str(getattr(value, "__qualname__", repr(type(value))))
 
 
 # --- the file

@@ -18,13 +18,7 @@ from fxsplit_encoder.capture.ladder import MeasuredCosts
 
 from . import managers
 from .managers import captured_budgets
-from .mock_towers import (
-    AlwaysBothPaths,
-    PathsModel,
-    PathsOfTiles,
-    assert_serves,
-    items,
-)
+from .mock_towers import AlwaysBothPaths, PathsModel, PathsOfTiles, assert_serves, items
 
 OVER = fx.MissReason.OVER_LARGEST_BUDGET
 captured = functools.partial(managers.captured, compile=False)

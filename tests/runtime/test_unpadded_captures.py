@@ -203,12 +203,7 @@ def test_sglang_omni_523_limits_hold_and_results_are_right_whatever_comes(
     threshold: int, sizes: list[int], max_captures: int, limit: int | None
 ) -> None:
     forward = Forward(frozenset({3}))
-    shapes = captures_of(
-        forward,
-        threshold=threshold,
-        max_captures=max_captures,
-        limit=limit,
-    )
+    shapes = captures_of(forward, threshold=threshold, max_captures=max_captures, limit=limit)
     for number, tokens in enumerate(sizes):
         output = replayed(shapes, tokens)
         if output is not None:
