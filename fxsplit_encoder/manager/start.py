@@ -28,7 +28,6 @@ from pydantic import ConfigDict, TypeAdapter
 from fxsplit_encoder.errors import CompileError, InputError, StartFileError
 from fxsplit_encoder.kernels.choice import KernelMeasurements
 from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
-from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import (
     KernelStore,
     check_trusted,
@@ -130,13 +129,16 @@ def load_start(
     """Uses a file of `save_start`, or none of it; StartFileError: it is damaged, or for something else."""
     device, paths = generation.pool.device, generation.paths_by_key.values()
     parts = read_parts(path)
-    environment = _part(parts, _ENVIRONMENT, lambda content: dict(json.loads(content)))
+    environment: Key = _part(parts, _ENVIRONMENT, dict)
     if different := differences(environment_key(device, measurements), environment):
         raise StartFileError(*different)
-    tower = _part(parts, _TOWER, tower_from_json)
+    tower = _part(parts, _TOWER, _KNOWN_TOWER.validate_python)
     if different := differences(tower_key(generation), tower.key):
         raise StartFileError(*different)
-    tables = [_part(parts, _part_of(each), functools.partial(_table, each, device)) for each in measurements]
+    tables = [
+        _part(parts, _part_of(each), functools.partial(table_of, shape=each.shape, device=device))
+        for each in measurements
+    ]
     if is_measured and (missing := [each.label for each in paths if each.label not in tower.paths]):
         raise StartFileError(f"{missing[0]}: expected what was measured of it; got nothing")
     _use_compiled(parts)
@@ -195,19 +197,13 @@ def _part_of(measurements: KernelMeasurements[Any, Any]) -> str:
     return f"{_MEASURED}{measurements.shape.operation}.json"
 
 
-def _part(parts: Mapping[str, bytes], name: str, read: Callable[[bytes], Content]) -> Content:
+def _part(parts: Mapping[str, bytes], name: str, read: Callable[[Any], Content]) -> Content:
     if name not in parts:
         raise StartFileError(f"{name}: expected in every saved start; got none")
     try:
-        return read(parts[name])
+        return read(json.loads(parts[name]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StartFileError(f"{name}: expected what a start holds there; got {error!r}") from error
-
-
-def _table(
-    measurements: KernelMeasurements[Any, Any], device: torch.device, content: bytes
-) -> dict[Any, Measured]:
-    return table_of(json.loads(content), measurements.shape, device)
 
 
 def _use_compiled(parts: Mapping[str, bytes]) -> None:
