@@ -15,7 +15,7 @@ from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.cli.console import describe_device, progress_bars, say_tower
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.tower import Batch, ChosenTower
-from fxsplit_encoder.cli.ways import WAYS, Ours, Way
+from fxsplit_encoder.cli.ways import WAYS
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.prepare import EncoderInputs
@@ -128,27 +128,17 @@ def run_bench(
     plots: Sequence[Path],
     document: Document,
 ) -> None:
-    """Time images, each size alone and all together, by every way, and say what is gained.
-
-    Args:
-        chosen: the tower.
-        images: images, clips, and directories of them; none: the examples.
-        config: of the manager; None: as inferred.
-        ways: names of `WAYS`.
-        plots: PNG files to write.
-        document: where it says what it finds.
-
-    Raises:
-        InputError: a file is not usable.
+    """Times images (none: the examples), each size alone and all together, by every way; says what is gained
+    and writes plots as PNG. InputError: a file is not usable.
     """
     inputs = chosen.inputs(images)
     say_tower(document, chosen)
     is_cuda = chosen.device.type == "cuda"
     rows = [Measured(batch) for batch in _batches(chosen, inputs, document)]
-    runnable = {name: WAYS[name] for name in ways if is_cuda or not WAYS[name].needs_cuda}
+    runnable = [name for name in ways if is_cuda or not WAYS[name].needs_cuda]
     document.notes([f"{WAYS[name].title} needs a GPU" for name in ways if name not in runnable])
     seconds = _measure_all(chosen, config or fx.EncoderConfig(), runnable, rows, document)
-    titles = {name: runnable[name].title for name in sorted(runnable, key=lambda name: name == OURS)}
+    titles = {name: WAYS[name].title for name in sorted(runnable, key=lambda name: name == OURS)}
     starts = ", ".join(f"{titles[name]} {seconds[name]:.1f} s" for name in titles if name in seconds)
     document.facts({"start": f"{starts} (compiling, capturing, first runs)"})
     document.say()
@@ -180,7 +170,7 @@ def _batches(chosen: ChosenTower, inputs: EncoderInputs, document: Document) -> 
 def _measure_all(
     chosen: ChosenTower,
     config: fx.EncoderConfig,
-    ways: Mapping[str, type[Way]],
+    ways: Sequence[str],
     rows: Sequence[Measured],
     document: Document,
 ) -> dict[str, float]:
@@ -188,41 +178,36 @@ def _measure_all(
     seconds: dict[str, float] = {}
     with progress_bars() as bar:
         update = bar("measuring")
-        for number, (name, way) in enumerate(ways.items()):
+        for number, name in enumerate(ways):
             update(number, len(ways))
             try:
-                seconds[name] = _measure_way(chosen, config, name, way, rows)
+                seconds[name] = _measure_way(chosen, config, name, rows)
             except (InputError, MemoryError):
                 raise
             except Exception as error:  # of a compiler, say: the others are measured all the same
                 reason = next(iter(str(error).splitlines()), "")
-                document.notes([f"{way.title} failed: {type(error).__name__}: {reason}"])
+                document.notes([f"{WAYS[name].title} failed: {type(error).__name__}: {reason}"])
             gc.collect()
             torch.cuda.empty_cache()
         update(len(ways), len(ways))
     return seconds
 
 
-def _measure_way(
-    chosen: ChosenTower, config: fx.EncoderConfig, name: str, way: type[Way], rows: Sequence[Measured]
-) -> float:
-    start = time.perf_counter()
-    running = way(chosen, config)
-    seconds = time.perf_counter() - start
+def _measure_way(chosen: ChosenTower, config: fx.EncoderConfig, name: str, rows: Sequence[Measured]) -> float:
     eager = chosen.family.eager_tower(chosen.module)
-    try:
+    start = time.perf_counter()
+    with WAYS[name].start(chosen, config) as running:
+        seconds = time.perf_counter() - start
         for row in rows:
             mm_kwargs = row.batch.mm_kwargs
             start = time.perf_counter()
-            run = running.prepared(mm_kwargs)
+            run = running.prepare(mm_kwargs)
             results = run()
             seconds += time.perf_counter() - start
             _check(results, eager(mm_kwargs))
             row.ms[name] = measure_ms(run, chosen.device, _REPEATS)
-            if isinstance(running, Ours):
-                row.batch.row["padding_fraction"] = running.manager.plan(mm_kwargs).padding_fraction
-    finally:
-        running.close()
+            if (padding := running.padding(mm_kwargs)) is not None:
+                row.batch.row["padding_fraction"] = padding
     return seconds
 
 

@@ -14,8 +14,7 @@ import torch
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.cli.console import capture, describe_replay, describe_split, progress_bars, say_tower
-from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.files import shipped
+from fxsplit_encoder.cli.document import Document, shipped
 from fxsplit_encoder.cli.tower import Batch, ChosenTower
 from fxsplit_encoder.models.eager import EagerTower, max_error, rms_error, share_weights
 from fxsplit_encoder.planning.plan import Plan
@@ -64,19 +63,12 @@ class Comparison:
 def run_demo(
     chosen: ChosenTower, images: Sequence[Path], config: fx.EncoderConfig | None, document: Document
 ) -> bool:
-    """Encode every file alone and all of them together, and compare.
+    """Encodes every file alone and all of them together, both ways; returns whether every output is
+    within tolerance of eager's. InputError: a file is not usable.
 
     Args:
-        chosen: whose tower; on a GPU both ways to run it are timed.
         images: images, clips, and directories of them; none: the examples that the model takes.
         config: budgets and how they are captured; None: configs/demo.yaml, for a tower of tiles a few tiles.
-        document: where it says what it finds.
-
-    Returns:
-        Whether every output is within tolerance of eager's.
-
-    Raises:
-        InputError: a file is not usable.
     """
     inputs = chosen.inputs(images)
     tower, family = chosen.module, chosen.family

@@ -1,8 +1,9 @@
-"""Print a command's facts and tables as they come, or one JSON document at the end."""
+"""Print a command's facts and tables as they come, or one JSON document at the end; and find its files."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,29 +12,26 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fxsplit_encoder.cli.files import check_output
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import nearest
 
 # Numbers, sizes such as 16x448x256, sums such as 64+128, and what is left out.
 _NUMERIC = re.compile(r"-?|[\d.,x+]+(e-?\d+)?%?")
 
 
 class Document:
-    """The facts and tables of one command, whose JSON is printed and written at the end of a `with` block.
-
-    Args:
-        as_json: whether they are printed as JSON, in place of text.
-        file: where the JSON goes too.
-
-    Raises:
-        InputError: the file cannot be written.
+    """The facts and tables of one command, printed as text or, `as_json`, at the end of a `with` block. The
+    JSON is written to `files`, too. InputError: one of them cannot be written.
     """
 
-    def __init__(self, as_json: bool = False, file: Path | None = None) -> None:
-        check_output(file)
+    def __init__(self, as_json: bool = False, *files: Path | None) -> None:
+        for file in files:
+            check_output(file)
         self.content: dict[str, Any] = {}
         """What is said so far, as JSON has it."""
         self.as_json = as_json
-        self._file = file
+        self._files = files
 
     def __enter__(self) -> Document:
         return self
@@ -46,9 +44,9 @@ class Document:
         text = json.dumps(self.content, indent=2, default=str)
         if self.as_json:
             print(text)
-        if self._file is not None:
-            self._file.write_text(f"{text}\n", encoding="utf-8")
-            self.say(f"\nwrote {self._file}")
+        for file in filter(None, self._files):
+            file.write_text(f"{text}\n", encoding="utf-8")
+            self.say(f"\nwrote {file}")
 
     def say(self, text: str = "") -> None:
         """A line for people alone."""
@@ -80,12 +78,8 @@ class Document:
         formats: Mapping[str, Callable[[Any], str]] = MappingProxyType({}),
         within: Sequence[str] = (),
     ) -> None:
-        """Rows by the names of their cells, in the order in which these first come.
-
-        Args:
-            headers: what people see above a column in place of its name.
-            formats: how people see a cell that is not None, where not as a string.
-            within: as for `facts`.
+        """Rows by the names of their cells, in the order in which these first come; `within` as for `facts`.
+        People see `headers` above columns in place of names, and cells by `formats` where not as strings.
         """
         self._inside(within)[key] = rows
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -115,3 +109,50 @@ def _as_text(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 def mebibytes(num_bytes: int) -> str:
     """A size for people, whose column says the unit."""
     return f"{num_bytes / 2**20:.1f}"
+
+
+# --- files that a command takes, those that come with the package, and those that it writes
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+ROOTS = (_PACKAGE / "data", _PACKAGE.parent)
+"""Where `examples` and `configs` are: a wheel has them inside the package, a checkout beside it."""
+
+
+def shipped(relative: str) -> Path:
+    """A file or directory that comes with the package; raises InputError where it is not there."""
+    for root in ROOTS:
+        if (path := root / relative).exists():
+            return path
+    raise InputError(f"{relative}: not found, though it comes with every wheel and checkout; install it anew")
+
+
+def read_config(given: Path | None) -> EncoderConfig | None:
+    """The settings in a file, or of a name in `configs`; None: none are given. InputError: there is no such
+    file and no such name. ConfigError: it holds bad settings.
+    """
+    if given is None:
+        return None
+    if given.exists():
+        return EncoderConfig.from_yaml(given)
+    names = sorted(path.stem for path in shipped("configs").glob("*.yaml"))
+    if given.name in names and given.parent == Path():
+        return EncoderConfig.from_yaml(shipped(f"configs/{given}.yaml"))
+    asked = nearest(given.stem, names)
+    raise InputError(f"--config {given}: no such file; {asked}expected one, or one of {', '.join(names)}")
+
+
+def check_output(path: Path | None, *endings: str) -> None:
+    """Raises InputError before any work is done for a file that cannot be written: a directory, one whose
+    directory does not exist or takes no files, or whose name has none of the `endings`, if any are given.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"--output {path}: a directory; expected the file to write")
+    if not path.parent.is_dir():
+        raise InputError(f"--output {path}: no such directory: {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"--output {path}: cannot be written")
+    if endings and path.suffix not in endings:
+        raise InputError(f"--output {path}: expected a name that ends in {' or '.join(endings)}")

@@ -23,13 +23,9 @@ def run_encode(
     output: Path,
     document: Document,
 ) -> None:
-    """Encode files and save their embeddings.
-
-    The file holds one tensor an item, (tokens, hidden), under the item's key. Its metadata holds, each as
-    JSON, `items` (key to kind, tokens, and the grid, the tiles or the crops), `config` and `model`.
-
-    Raises:
-        InputError: an input or the checkpoint is not usable.
+    """Encodes files and saves one tensor an item, (tokens, hidden), under the item's key. The metadata holds,
+    each as JSON, `items` (key to kind, tokens, and the grid, the tiles or the crops), `config` and `model`.
+    InputError: an input or the checkpoint is not usable.
     """
     inputs, device = chosen.inputs(files), chosen.device
     if config is None:

@@ -34,19 +34,9 @@ def run_encode_ray(
     model: str,
     **settings: Any,
 ) -> None:
-    """Encode images and save their embeddings, a row an image, in the order of the paths.
-
-    What an earlier run of the same images, checkpoint and settings has written is not encoded again.
-
-    Args:
-        images: files, directories at any depth, and URIs.
-        output: the Parquet file, or a directory, see `EncodeJob`.
-        document: what is said of it.
-        shard_size, workers: of `EncodeJob`.
-        model, settings: of `ImageEncoderSettings`.
-
-    Raises:
-        InputError: an input, the checkpoint or the output is not usable.
+    """Encodes images (files, directories at any depth, URIs) and saves a row an image, in the order of the
+    paths, by an `EncodeJob`, with `settings` of `ImageEncoderSettings`. What an earlier run of the same has
+    written is not encoded again. InputError: an input, the checkpoint or the output is not usable.
     """
     if output.suffix not in (".parquet", ""):
         raise InputError(f"--output {output}: with --ray, expected a name.parquet, or a directory")

@@ -37,10 +37,8 @@ from fxsplit_encoder.runtime.captured_program import Choosers
 
 
 def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig, document: Document) -> None:
-    """Trace and split a tower, without compiling its pieces or capturing, and say what became of it.
-
-    Raises:
-        ConfigError: the settings do not suit the tower.
+    """Traces and splits a tower, without compiling its pieces or capturing, and says what became of it.
+    ConfigError: the settings do not suit the tower.
     """
     device = next(tower.parameters()).device
     document.facts({"tower": describe_tower(tower), "device": describe_device(device)})
@@ -69,11 +67,8 @@ def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig
 
 
 def say_towers(checkpoint: Checkpoint, document: Document) -> bool:
-    """List the towers of a checkpoint's model as `fx.accelerate` sees them, without weights or a device.
-
-    Returns:
-        Whether the other commands know its tower too. Where they do not, InputError for a checkpoint that is
-        no model of transformers either.
+    """Lists the towers of a checkpoint's model as `fx.accelerate` sees them, without weights or a device;
+    returns whether the other commands know its tower too. InputError: nor is it a model of transformers.
     """
     settings = checkpoint.read_json("config.json") or {}
     names = [*(settings.get("architectures") or ()), settings.get("model_type")]

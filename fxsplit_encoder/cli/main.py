@@ -16,8 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from fxsplit_encoder import __version__
-from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.files import check_output, read_config
+from fxsplit_encoder.cli.document import Document, check_output, read_config
 from fxsplit_encoder.errors import FxSplitError, InputError, MissingExtraError
 
 PROGRAM = "encoder-cg"
@@ -97,27 +96,23 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 Device = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:N; auto: CUDA if there is a GPU.")
+    str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:N; auto: CUDA if there is a GPU.")
 ]
 Dtype = Annotated[
     DtypeName,
     typer.Option(
-        "--dtype",
         metavar="DTYPE",
         help=f"{', '.join(get_args(DtypeName)[1:])}; auto: bfloat16 on CUDA, else float32.",
     ),
 ]
-Model = Annotated[str, typer.Option("--model", metavar="MODEL", help=MODEL, autocompletion=complete_model)]
+Model = Annotated[str, typer.Option(metavar="MODEL", help=MODEL, autocompletion=complete_model)]
 Blocks = Annotated[
     int | None,
-    typer.Option(
-        "--blocks", min=1, metavar="N", help="Depth of a tower with random weights, at most the model's own."
-    ),
+    typer.Option(min=1, metavar="N", help="Depth of a tower with random weights, at most the model's own."),
 ]
 Config = Annotated[
     Path | None,
     typer.Option(
-        "--config",
         metavar="YAML",
         help="The budgets and how they are captured: a file, or a name of those that are shipped.",
         show_default="inferred; of the demo few; of encode on a CPU none",
@@ -163,7 +158,6 @@ def demo(
     images: Annotated[
         list[Path] | None,
         typer.Option(
-            "--images",
             metavar="PATH",
             help="An image, a clip, or a directory of them; may be repeated.",
             show_default=EXAMPLES,
@@ -198,7 +192,7 @@ def demo(
 @app.command()
 def encode(
     images: Annotated[list[Path], typer.Argument(metavar="IMAGES", help=IMAGES)],
-    model: Annotated[str, typer.Option("--model", metavar="DIR_OR_NAME", help=CHECKPOINT)],
+    model: Annotated[str, typer.Option(metavar="DIR_OR_NAME", help=CHECKPOINT)],
     output: Annotated[
         Path,
         typer.Option(
@@ -218,7 +212,6 @@ def encode(
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers",
             min=1,
             metavar="N",
             help="With --ray: processes that encode.",
@@ -226,15 +219,11 @@ def encode(
         ),
     ] = None,
     shard_size: Annotated[
-        int,
-        typer.Option(
-            "--shard-size", min=1, metavar="N", help="With --ray: images that are encoded and written as one."
-        ),
+        int, typer.Option(min=1, metavar="N", help="With --ray: images that are encoded and written as one.")
     ] = 128,
     pooling: Annotated[
         Literal["none", "mean", "model"],
         typer.Option(
-            "--pooling",
             metavar="NAME",
             help="With --ray: none: a row a token; mean: the mean of these; model: the model's own vector.",
         ),
@@ -275,12 +264,11 @@ def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=CHECKPOINT)],
     device: Device = "auto",
     dtype: Dtype = "auto",
-    host: Annotated[str, typer.Option("--host", help="The address to bind; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port to bind.")] = 8000,
+    host: Annotated[str, typer.Option(help="The address to bind; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to bind.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
-            "--api-key",
             metavar="KEY",
             envvar="ENCODER_CG_API_KEY",
             help="What clients have to send as a bearer token.",
@@ -290,7 +278,6 @@ def serve(
     pooling: Annotated[
         Literal["model", "mean", "none"] | None,
         typer.Option(
-            "--pooling",
             metavar="NAME",
             help="model: its own vector; mean: of its rows; none: a row a token.",
             show_default="model, or mean where it has none",
@@ -298,7 +285,7 @@ def serve(
     ] = None,
     config: Config = None,
     settings: Annotated[
-        Path | None, typer.Option("--settings", metavar="YAML", help="Limits and timeouts: ServiceSettings.")
+        Path | None, typer.Option(metavar="YAML", help="Limits and timeouts: ServiceSettings.")
     ] = None,
 ) -> None:
     """Answer requests for embeddings of images and texts over HTTP, as OpenAI's clients send them.
@@ -388,7 +375,7 @@ def bench(
     dtype: Dtype = "auto",
     config: Config = None,
     ways: Annotated[
-        str, typer.Option("--ways", metavar="LIST", help="Those to compare.")
+        str, typer.Option(metavar="LIST", help="Those to compare.")
     ] = "eager,graph,ours,reduce-overhead",
     output: Annotated[
         list[Path] | None,
@@ -433,13 +420,10 @@ def tune(
             help="Requests as JSON lines, best those of EncoderCudaGraphManager.record_trace.",
         ),
     ],
-    max_graphs: Annotated[
-        int, typer.Option("--max-graphs", min=1, metavar="K", help="Budgets of each path, at most.")
-    ] = 16,
+    max_graphs: Annotated[int, typer.Option(min=1, metavar="K", help="Budgets of each path, at most.")] = 16,
     max_bytes: Annotated[
         str | None,
         typer.Option(
-            "--max-bytes",
             metavar="SIZE",
             help="Device memory of all captures, at most, such as 2GiB or 2G; estimated.",
             show_default="no limit",
@@ -448,7 +432,6 @@ def tune(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model",
             metavar="MODEL",
             help="Measure the costs of this tower on this GPU first.",
             autocompletion=complete_model,

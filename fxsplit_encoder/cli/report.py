@@ -79,11 +79,6 @@ class RunSummary:
         return 1 - sum(use.tokens for use in self.budgets) / replayed if replayed else 0.0
 
     @property
-    def advice(self) -> tuple[str, ...]:
-        """Returns advice about large shares of misses and padding."""
-        return tuple(_advice(self))
-
-    @property
     def cost(self) -> float:
         """All costs, in `unit`."""
         return sum(self.places.values())
@@ -97,7 +92,7 @@ class RunSummary:
         budgets = [{**asdict(use), "padding_fraction": use.padding_fraction} for use in self.budgets]
         fractions = {"hit_fraction": self.hit_fraction, "padding_fraction": self.padding_fraction}
         run = self.run.model_dump(mode="json")
-        return {**asdict(self), **fractions, "budgets": budgets, "advice": list(self.advice), "run": run}
+        return {**asdict(self), **fractions, "budgets": budgets, "advice": list(advice(self)), "run": run}
 
 
 def summarize(recorded: RecordedRun) -> RunSummary:
@@ -187,7 +182,7 @@ def _host(requests: Sequence[TracedRequest]) -> dict[str, float]:
 # --- what to do
 
 _MUCH = 0.1
-_WHAT_TO_DO = {
+WHAT_TO_DO = {
     "over_largest_budget": "add a larger budget, or let `encoder-cg tune` choose",
     "too_many_frames": "raise max_frames_per_batch",
     "too_many_segments": "raise max_items_per_batch or max_frames_per_batch",
@@ -211,15 +206,12 @@ _WHAT_TO_DO = {
 }
 
 
-def what_to_do(reason: str) -> str:
-    """Returns advice against misses of one reason."""
-    return _WHAT_TO_DO.get(reason, "")
-
-
-def _advice(summary: RunSummary) -> Iterator[str]:
+def advice(summary: RunSummary) -> Iterator[str]:
+    """Yields advice about large shares of misses and padding."""
     for reason, count in summary.misses.items():
         if count >= _MUCH * summary.items:
-            yield f"{count / summary.items:.0%} of the items missed as {reason}: {what_to_do(reason)}."
+            share, remedy = count / summary.items, WHAT_TO_DO.get(reason, "")
+            yield f"{share:.0%} of the items missed as {reason}: {remedy}."
     share = summary.share(summary.places[IN_PADDING])
     if share >= _MUCH:
         yield f"{share:.0%} of the work is padding: `encoder-cg tune` finds budgets for this trace."
@@ -235,11 +227,7 @@ _TEMPLATE = "report.html.jinja"
 
 
 def run_report(trace: Path, output: Path, document: Document) -> None:
-    """Read a recorded run, say what it comes to, and write the page.
-
-    Raises:
-        InputError: the trace holds no recorded run.
-    """
+    """Reads a recorded run, shows its figures, and writes the page. InputError: it holds none."""
     summary = summarize(read_run(trace))
     output.write_text(render(summary, trace.name), encoding="utf-8")
     document.content["summary"] = summary.as_dict()
@@ -261,7 +249,7 @@ def run_report(trace: Path, output: Path, document: Document) -> None:
     if summary.misses:
         document.say()
         misses = [
-            {"reason": reason, "items": count, "remedy": what_to_do(reason)}
+            {"reason": reason, "items": count, "remedy": WHAT_TO_DO.get(reason, "")}
             for reason, count in summary.misses.items()
         ]
         document.table("misses", misses, {"reason": "missed as", "remedy": "what helps"})
@@ -271,7 +259,7 @@ def run_report(trace: Path, output: Path, document: Document) -> None:
     ]
     document.table("places", places, {**headers, "place": "where time goes"}, formats)
     document.say()
-    for line in summary.advice:
+    for line in advice(summary):
         document.say(line)
     document.put("file", str(output), f"wrote {output}")
 
@@ -301,7 +289,12 @@ def render(summary: RunSummary, name: str) -> str:
     environment.filters.update(number=_number, percent="{:.1%}".format, mib=mebibytes)
     template = environment.get_template(_TEMPLATE)
     return template.render(
-        name=name, version=__version__, summary=summary, facts=facts(summary), what_to_do=what_to_do
+        name=name,
+        version=__version__,
+        summary=summary,
+        facts=facts(summary),
+        advice=advice(summary),
+        what_to_do=WHAT_TO_DO,
     )
 
 

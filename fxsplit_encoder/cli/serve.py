@@ -21,13 +21,8 @@ except ModuleNotFoundError as error:
 
 
 def run_serve(model: str, host: str, port: int, given: Mapping[str, Any], file: Path | None) -> None:
-    """Serve until a signal.
-
-    Args:
-        model: a checkpoint.
-        host, port: that it binds.
-        given: settings of the command line, which go before the file's; those at their defaults do not.
-        file: YAML of `ServiceSettings`.
+    """Serves a checkpoint until a signal. Settings of the command line, `given`, go before those of `file`;
+    those at their defaults do not.
 
     Raises:
         ConfigError: a setting is wrong.

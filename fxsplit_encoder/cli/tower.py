@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxsplit_encoder.cli.files import shipped
+from fxsplit_encoder.cli.document import shipped
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import nearest
 from fxsplit_encoder.models.checkpoint import Checkpoint
@@ -60,10 +60,8 @@ class ChosenTower:
 
     def inputs(self, images: Sequence[Path]) -> EncoderInputs:
         """The batch of images, clips and directories of them, with its pixels on the device; of none: of the
-        photographs that come with the package, and of the clip, if the model takes any.
-
-        Raises:
-            InputError: a file is not usable.
+        photographs that come with the package, and of the clip, if the model takes any. InputError: a file is
+        not usable.
         """
         kinds = ("images", "videos") if self.preparation.takes_clips else ("images",)
         files = find_files(images or [shipped(f"examples/{kind}") for kind in kinds])
@@ -88,15 +86,8 @@ class ChosenTower:
 
 
 def choose_tower(model: str, blocks: int | None, device: str, dtype: str) -> ChosenTower:
-    """A published model's tower with random weights, or that of a checkpoint.
-
-    Args:
-        model: a name of `ARCHITECTURES`, a directory or a hub name.
-        blocks: the depth of a tower with random weights; None: the model's own.
-        device, dtype: of its parameters, as options name them.
-
-    Raises:
-        InputError: there is no such tower or device, or `blocks` is given for a checkpoint.
+    """Chooses a published model's tower with random weights and so many blocks (None: the model's own), or
+    that of a checkpoint. InputError: there is no such tower or device, or `blocks` of a checkpoint.
     """
     if is_checkpoint(model):
         if blocks is not None:
@@ -130,11 +121,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def locate(model: str) -> Checkpoint:
-    """The checkpoint of a directory or hub name.
-
-    Raises:
-        InputError: it is neither; all names that may have been meant are listed.
-    """
+    """The checkpoint of a directory or hub name; InputError, which lists all names: it is neither."""
     try:
         return Checkpoint.locate(model)
     except InputError:

@@ -22,9 +22,7 @@ _BUDGETS_COLUMN_WIDTH = 24
 
 def measure_costs(chosen: ChosenTower) -> dict[str, BatchCosts]:
     """Captures a tower's default ladder on its GPU; returns what replays and exact shapes cost, by path.
-
-    Raises:
-        InputError: it is not on a GPU, or no capture pays there.
+    InputError: it is not on a GPU, or no capture pays there.
     """
     import fxsplit_encoder as fx
     from fxsplit_encoder.cli.console import capture
@@ -51,13 +49,8 @@ def run_tune(
     measured: Mapping[str, BatchCosts] | None,
     document: Document,
 ) -> None:
-    """Choose budgets for a trace, and say what they would do compared with others.
-
-    Args:
-        measured: costs by path that go before those of the recorded run.
-
-    Raises:
-        InputError: the trace or an option is not usable.
+    """Chooses budgets for a trace, and says what they would do compared with others. Costs that were
+    `measured`, by path, go before those of the recorded run. InputError: the trace is not usable.
     """
     recorded = read_trace(trace)
     if not recorded.requests:

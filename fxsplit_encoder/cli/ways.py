@@ -6,10 +6,10 @@ beforehand, and return views that the next call overwrites.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ RunPath = Callable[[str, Mapping[str, Tensor]], Tensor]
 """From a path and its inputs to its packed output."""
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
+class Prepared(NamedTuple):
     """Arguments of `encoder_cudagraph_forward` for each path on which a batch has tokens."""
 
     inputs: Mapping[str, Mapping[str, Tensor]]
@@ -106,126 +105,99 @@ def compile_forward(adapter: Any, settings: Mapping[str, Any]) -> RunPath:
 
 
 Inputs = dict[str, Any]
+Prepare = Callable[[Inputs], Callable[[], list[Tensor]]]
+"""From a batch to what returns its items, which holds what is of this size only."""
 
 
-class Way(ABC):
-    """One way to run a tower."""
+class Running(NamedTuple):
+    """A way that was started."""
 
-    title: ClassVar[str]
-    needs_cuda: ClassVar[bool] = True
-
-    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
-        self.chosen = chosen
-
-    @abstractmethod
-    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
-        """What returns the items of a batch. It holds what is of this size only."""
-
-    def close(self) -> None:  # noqa: B027 - most hold nothing for long
-        """Gives memory back."""
+    prepare: Prepare
+    padding: Callable[[Inputs], float | None] = lambda mm_kwargs: None
+    """The share of padding in what a batch replays; None: the way pads nothing."""
 
 
-class Eager(Way):
-    """The model's own methods, with its own attention."""
-
-    title = "eager"
-    needs_cuda = False
-
-    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
-        """What returns the items of a batch."""
-        tower = self.chosen.family.eager_tower(self.chosen.module)
-        return lambda: tower(mm_kwargs)
+@contextmanager
+def _eager(chosen: ChosenTower, config: fx.EncoderConfig) -> Iterator[Running]:
+    """Runs the model's own methods, with its own attention."""
+    tower = chosen.family.eager_tower(chosen.module)
+    yield Running(lambda mm_kwargs: partial(tower, mm_kwargs))
 
 
-class _OnPrepared(Way):
-    """Runs on metadata that is computed beforehand, with torch's FlashAttention."""
+@contextmanager
+def _cuda_graph(chosen: ChosenTower, config: fx.EncoderConfig) -> Iterator[Running]:
+    """Runs the eager model in one CUDA graph for each layout."""
+    yield _on_prepared(chosen, EagerGraphs)
 
-    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
-        super().__init__(chosen, config)
-        self.adapter = chosen.family.wrap(share_weights(chosen.module))
-        self._kernels = KernelChooser("torch_flash" if chosen.device.type == "cuda" else "auto")
+
+@contextmanager
+def _reduce_overhead(chosen: ChosenTower, config: fx.EncoderConfig) -> Iterator[Running]:
+    """Runs `torch.compile` with CUDA graphs, a compilation for each size."""
+
+    def start(adapter: Any) -> RunPath:
+        torch.compiler.reset()  # torch allows a function only few compilations
+        return compile_forward(adapter, REDUCE_OVERHEAD)
+
+    try:
+        yield _on_prepared(chosen, start, torch.compiler.cudagraph_mark_step_begin)
+    finally:
+        torch.compiler.reset()
+
+
+@contextmanager
+def _ours(chosen: ChosenTower, config: fx.EncoderConfig) -> Iterator[Running]:
+    """Runs the manager, with nothing prepared; captures all its sizes at the start."""
+    wrapped = chosen.family.wrap(share_weights(chosen.module))
+    manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
+    manager.capture()
+    try:
+        yield Running(
+            lambda mm_kwargs: partial(manager.execute, mm_kwargs),
+            lambda mm_kwargs: manager.plan(mm_kwargs).padding_fraction,
+        )
+    finally:
+        manager.clear()
+
+
+def _on_prepared(
+    chosen: ChosenTower, start: Callable[[Any], RunPath], begin: Callable[[], None] = lambda: None
+) -> Running:
+    """Runs on metadata that is computed beforehand, with torch's FlashAttention. For batches of one size
+    `start` makes what runs their paths; `begin` is called before each batch.
+    """
+    adapter = chosen.family.wrap(share_weights(chosen.module))
+    kernels = KernelChooser("torch_flash" if chosen.device.type == "cuda" else "auto")
 
     @torch.no_grad()
-    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
-        """What returns the items of a batch."""
-        prepared, run_path = prepare(self.adapter, mm_kwargs), self.start()
+    def prepared(mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
+        inputs, run_path = prepare(adapter, mm_kwargs), start(adapter)
 
         @torch.no_grad()
         def run() -> list[Tensor]:
-            with choosing(self._kernels):
-                outputs = {path: run_path(path, values) for path, values in prepared.inputs.items()}
-            items: list[Tensor] = self.adapter.items_of(outputs, prepared.tokens, prepared.mm_kwargs)
+            begin()
+            with choosing(kernels):
+                outputs = {path: run_path(path, values) for path, values in inputs.inputs.items()}
+            items: list[Tensor] = adapter.items_of(outputs, inputs.tokens, inputs.mm_kwargs)
             return items
 
         return run
 
-    @abstractmethod
-    def start(self) -> RunPath:
-        """What runs the paths of batches of one size."""
+    return Running(prepared)
 
 
-class CudaGraph(_OnPrepared):
-    """The eager model in one CUDA graph for each layout."""
+class Way(NamedTuple):
+    """One way to run a tower; leaving its context gives memory back."""
 
-    title = "CUDA graph"
-
-    def start(self) -> RunPath:
-        """What runs the paths of batches of one size."""
-        return EagerGraphs(self.adapter)
+    title: str
+    start: Callable[[ChosenTower, fx.EncoderConfig], AbstractContextManager[Running]]
+    needs_cuda: bool = True
 
 
-class ReduceOverhead(_OnPrepared):
-    """`torch.compile` with CUDA graphs, a compilation for each size."""
-
-    title = "reduce-overhead"
-
-    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
-        """What returns the items of a batch."""
-        run = super().prepared(mm_kwargs)
-
-        def run_step() -> list[Tensor]:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-            return run()
-
-        return run_step
-
-    def start(self) -> RunPath:
-        """What runs the paths of batches of one size."""
-        torch.compiler.reset()  # torch allows a function only few compilations
-        return compile_forward(self.adapter, REDUCE_OVERHEAD)
-
-    def close(self) -> None:
-        """Gives memory back."""
-        torch.compiler.reset()
-
-
-class Ours(Way):
-    """The manager, with nothing prepared; captures all its sizes at the start."""
-
-    title = "ours"
-    needs_cuda = False
-
-    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
-        super().__init__(chosen, config)
-        wrapped = chosen.family.wrap(share_weights(chosen.module))
-        self.manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
-        self.manager.compile()
-        self.manager.capture()
-
-    def prepared(self, mm_kwargs: Inputs) -> Callable[[], list[Tensor]]:
-        """What returns the items of a batch."""
-        return lambda: self.manager.execute(mm_kwargs)
-
-    def close(self) -> None:
-        """Gives memory back."""
-        self.manager.clear()
-
-
-WAYS: Mapping[str, type[Way]] = {
-    "eager": Eager,
-    "graph": CudaGraph,
-    "ours": Ours,
-    "reduce-overhead": ReduceOverhead,
+WAYS: dict[str, Way] = {
+    "eager": Way("eager", _eager, needs_cuda=False),
+    "graph": Way("CUDA graph", _cuda_graph),
+    "ours": Way("ours", _ours, needs_cuda=False),
+    "reduce-overhead": Way("reduce-overhead", _reduce_overhead),
 }
 """By the name that `--ways` takes, in the order in which they run."""
 

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.modes import without_autograd
@@ -93,10 +94,7 @@ class BackgroundCapture:
     def progress(self) -> CaptureProgress:
         """The phase, its counts, and the seconds so far."""
         progress = self._progress
-        if progress.is_over:
-            return progress
-        seconds = time.perf_counter() - self._begin
-        return CaptureProgress(progress.phase, progress.done, progress.total, seconds)
+        return progress if progress.is_over else replace(progress, seconds=time.perf_counter() - self._begin)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -148,7 +146,11 @@ class BackgroundCapture:
         try:
             with self._lent():
                 self._compile()
-                self._compare()
+                if self._target.scope.measured:
+                    self._tell("measuring")
+                    compare_between_requests(
+                        lambda: self._target.run(self._planned), self._target.pool.device
+                    )
                 self._target.captures.spare = self._give_way
                 if self._target.is_measured:
                     self._tell("measuring")
@@ -198,8 +200,7 @@ class BackgroundCapture:
 
     def _finish(self, phase: Phase, reason: str = "") -> None:
         seconds = time.perf_counter() - self._begin
-        last = self._progress
-        self._progress = CaptureProgress(phase, last.done, last.total, seconds, reason)
+        self._progress = replace(self._progress, phase=phase, seconds=seconds, reason=reason)
         logger.info("captures behind capture(wait=False): %s", self._progress)
 
     # --- compiling
@@ -219,11 +220,6 @@ class BackgroundCapture:
                     f"{path.label}: compiled on a thread beside the requests: {reason}" for path in pending
                 ]
         self._target.compile(self._tell_compiled)
-
-    def _compare(self) -> None:
-        if self._target.scope.measured:
-            self._tell("measuring")
-            compare_between_requests(lambda: self._target.run(self._planned), self._target.pool.device)
 
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
         """Compiles in another process, for paths to restore; InputError: it cannot make the tower."""

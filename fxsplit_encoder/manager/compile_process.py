@@ -164,7 +164,12 @@ def main(directory: Path, parent: int) -> int:
     except Exception as error:  # whatever importing and making its classes raises
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return CANNOT_REBUILD
-    generation, choosers = prepare(request)
+    if request.device.type == "cuda":
+        torch.cuda.set_device(request.device)
+    tower, config = request.tower, request.config
+    spec = TowerSpec(tower, tower.get_encoder_cudagraph_config(), request.limits, request.dtype)
+    generation = Generation(spec, config, GraphPool(request.device), Statistics(0))
+    choosers = Choosers.of(config)
     answer = compile_request(generation, choosers, directory / START)
     write_atomic(directory / ANSWER, json.dumps(answer).encode())
     build_kernels(generation, choosers)
@@ -178,16 +183,6 @@ def load_request(directory: Path) -> CompileRequest:
         # Its towers ask by name for attention that is registered where one is wrapped, which here none is.
         importlib.import_module("fxsplit_encoder.kernels.attention.hugging_face")
     return request
-
-
-def prepare(request: CompileRequest) -> tuple[Generation, Choosers]:
-    """Makes a generation and choosers like those of the parent."""
-    if request.device.type == "cuda":
-        torch.cuda.set_device(request.device)
-    tower = request.tower
-    spec = TowerSpec(tower, tower.get_encoder_cudagraph_config(), request.limits, request.dtype)
-    generation = Generation(spec, request.config, GraphPool(request.device), Statistics(0))
-    return generation, Choosers.of(request.config)
 
 
 def compile_request(generation: Generation, choosers: Choosers, path: Path) -> dict[str, dict[str, str]]:

@@ -33,10 +33,8 @@ def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Assigns items to ranks: the heaviest first, each to the rank that has the least so far. The heaviest
     rank carries at most 4/3 - 1/(3 num_ranks) of the best assignment (Graham 1969). Ties go to the first item
     and the lowest rank, so that all ranks find the same. Returns the items of every rank, ascending;
-    InputError: no ranks, or a weight that is negative or not finite.
+    InputError: a weight is negative or not finite.
     """
-    if num_ranks < 1:
-        raise InputError(f"num_ranks must be at least 1; got {num_ranks}")
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
             raise InputError(f"weights: item {index} weighs {weight}; expected a finite number, at least 0")

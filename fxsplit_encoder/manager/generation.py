@@ -23,8 +23,7 @@ from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.tower import TowerSpec
 from fxsplit_encoder.pauses import pause
-from fxsplit_encoder.planning.limits import CaptureKey, Limits
-from fxsplit_encoder.protocol import EncoderCudaGraphConfig
+from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
 from fxsplit_encoder.runtime.requests import CaptureScope, WeightChecks
 from fxsplit_encoder.runtime.statistics import Statistics
@@ -34,6 +33,14 @@ logger = logging.getLogger(__name__)
 # Budgets of each path that are captured before anything is compiled. Four over a whole ladder are captured in
 # seconds; a batch that suits none of them runs as it would without captures. The number is a choice.
 _FIRST_BUDGETS = 4
+
+# Inputs of a token are seldom larger than this many times its output. Where so many outputs fit, inputs are
+# not made to find out their size.
+_INPUTS_OF_AN_OUTPUT = 64
+
+# Sizes at which inputs are made to find out how they grow: this one or the tower's own, and its doubles.
+_SMALL_TOKENS = 16
+_DOUBLINGS = 8
 
 # Settings of compiled pieces, and what they are without any.
 _UNCOMPILED = {"compile": False, "piece_compiler": "auto", "passes": "auto"}
@@ -147,10 +154,24 @@ class Generation:
 
     def check_budgets(self) -> None:
         """Raises ConfigError for budgets beyond the device's memory, extrapolated from small inputs."""
+        model_config, memory = self.spec.model_config, memory_of(self.pool.device)
+        output = model_config.out_hidden_size * self.spec.dtype.itemsize
         for path in self.paths_by_key.values():
-            own = self.config.paths.get(path.name)
-            listed = f"paths.{path.name}.token_budgets" if own and own.token_budgets else "token_budgets"
-            _check_budgets(path, self.spec.model_config, listed)
+            budgets = path.budgets
+            if not budgets or budgets[-1] * output * _INPUTS_OF_AN_OUTPUT <= memory:
+                continue
+            first = model_config.paths[path.name].min_token_budget or _SMALL_TOKENS
+            sizes = [size for power in range(_DOUBLINGS) if (size := first << power) < budgets[-1]]
+            a_token, fixed, _ = _input_bytes(path.forward, sizes)
+            if (needed := int(fixed + budgets[-1] * (a_token + output))) > memory:
+                fitting = max(0, int((memory - fixed) / (a_token + output)))
+                own = self.config.paths.get(path.name)
+                listed = f"paths.{path.name}.token_budgets" if own and own.token_budgets else "token_budgets"
+                raise ConfigError(
+                    f"{listed}: {budgets[-1]} output tokens take {gibibytes(needed)} of static inputs and "
+                    f"output, and {self.pool.device} has {gibibytes(memory)}; allowed: budgets of at most "
+                    f"{fitting}, less what captures take beside; got {list(budgets[-3:])}"
+                )
 
     def unit_costs(self) -> tuple[float, float]:
         """Returns milliseconds of a patch at the exact shape, and of a pair of patches in attention."""
@@ -163,10 +184,25 @@ class Generation:
         return per_patch, per_pair
 
     def planned_captures(self) -> CapturePlan:
-        """Returns what is to be captured."""
-        if not self.config.enabled or not self.spec.model_config.modalities:
-            return CapturePlan(())
-        return plan_captures(self.paths_by_key.values(), self.spec.limits)
+        """Plans every budget of every path, and prunes those that no batch can reach."""
+        captures: list[PlannedCapture] = []
+        is_wanted = self.config.enabled and bool(self.spec.model_config.modalities)
+        for path in self.paths_by_key.values() if is_wanted else ():
+            if path.mode in ("none", "exact"):
+                continue
+            per_token, fixed, refusals = _input_bytes(path.forward, path.budgets)
+            try:
+                own = path.forward.fixed_bytes() if per_token or fixed else 0
+            except torch.OutOfMemoryError as error:  # of the largest
+                own, refusals = 0, dict.fromkeys(path.budgets, str(error))
+            previous, max_items = 0, self.spec.limits.max_items_per_batch
+            for budget in path.budgets:
+                reason = refusals.get(budget) or _unreachable(path, previous, budget, max_items)
+                num_bytes = int(per_token * budget + fixed)
+                captures.append(PlannedCapture(path.key(budget), num_bytes, own, reason))
+                if reason is None:
+                    previous = budget
+        return CapturePlan(tuple(captures))
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """As `EncoderCudaGraphManager.compile`."""
@@ -296,27 +332,6 @@ def _first_mode(mode: Mode) -> Mode:
 # --- what is captured
 
 
-def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
-    """Plans every budget of every path, and prunes those that no batch can reach."""
-    captures: list[PlannedCapture] = []
-    for path in paths:
-        if path.mode in ("none", "exact"):
-            continue
-        per_token, fixed, refusals = _input_bytes(path.forward, path.budgets)
-        try:
-            own = path.forward.fixed_bytes() if per_token or fixed else 0
-        except torch.OutOfMemoryError as error:  # of the largest
-            own, refusals = 0, dict.fromkeys(path.budgets, str(error))
-        previous = 0
-        for budget in path.budgets:
-            reason = refusals.get(budget) or _unreachable(path, previous, budget, limits.max_items_per_batch)
-            num_bytes = int(per_token * budget + fixed)
-            captures.append(PlannedCapture(path.key(budget), num_bytes, own, reason))
-            if reason is None:
-                previous = budget
-    return CapturePlan(tuple(captures))
-
-
 def _input_bytes(forward: PathForward, sizes: Iterable[int]) -> tuple[float, float, dict[int, str]]:
     """Bytes of static inputs a token, and fixed, from the first two sizes that the tower makes inputs of, and
     why it makes none of others.
@@ -348,30 +363,3 @@ def _unreachable(path: EncoderPath, previous: int, budget: int, max_items: int) 
     if not any(n * fewest <= budget and n * most > previous for n in range(1, max_items + 1)):
         return f"no {max_items} items of {fewest} to {most} tokens make {previous + 1} to {budget} tokens"
     return None
-
-
-# Inputs of a token are seldom larger than this many times its output. Where so many outputs fit, inputs are
-# not made to find out their size.
-_INPUTS_OF_AN_OUTPUT = 64
-
-# Sizes at which inputs are made to find out how they grow: this one or the tower's own, and its doubles.
-_SMALL_TOKENS = 16
-_DOUBLINGS = 8
-
-
-def _check_budgets(path: EncoderPath, model_config: EncoderCudaGraphConfig, field: str) -> None:
-    forward, budgets = path.forward, path.budgets
-    memory, output = memory_of(forward.device), model_config.out_hidden_size * forward.dtype.itemsize
-    if not budgets or budgets[-1] * output * _INPUTS_OF_AN_OUTPUT <= memory:
-        return
-    first = model_config.paths[path.name].min_token_budget or _SMALL_TOKENS
-    sizes = [size for power in range(_DOUBLINGS) if (size := first << power) < budgets[-1]]
-    a_token, fixed, _ = _input_bytes(forward, sizes)
-    needed = int(fixed + budgets[-1] * (a_token + output))
-    if needed > memory:
-        fitting = max(0, int((memory - fixed) / (a_token + output)))
-        raise ConfigError(
-            f"{field}: {budgets[-1]} output tokens take {gibibytes(needed)} of static inputs and output, and "
-            f"{forward.device} has {gibibytes(memory)}; allowed: budgets of at most {fitting}, less what "
-            f"captures take beside; got {list(budgets[-3:])}"
-        )

@@ -27,13 +27,7 @@ from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.lifecycle import Lifecycle, serving_scope
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import ItemReader, RequestItems
-from fxsplit_encoder.manager.tower import (
-    ItemFacts,
-    TowerSpec,
-    placement_of,
-    read_item_specs,
-    select_items,
-)
+from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, placement_of, read_item_specs, select_items
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.planning.plan import Item, Plan, PlannedBatch
 from fxsplit_encoder.protocol import (
@@ -497,15 +491,13 @@ def _describe_path(path: EncoderPath) -> dict[str, Any]:
 
 def trace_line(items: Sequence[Item], **served: Any) -> str:
     """Returns the line of a request: sizes and segments of its items, and how it was `served`."""
-    return json.dumps({"items": [_as_json(item) for item in items], **served}, default=str) + "\n"
-
-
-def _as_json(item: Item) -> dict[str, Any]:
+    listed: list[dict[str, Any]] = []
+    for item in items:
+        spec = item.spec
+        listed.append({"input_size": spec.input_size, "output_tokens": spec.output_tokens})
+        if item.segments != 1:
+            listed[-1]["segments"] = item.segments
+        if spec.path_output_tokens:
+            listed[-1]["path_output_tokens"] = dict(spec.path_output_tokens)
     # Sizes may be NumPy's integers, which JSON does not know.
-    spec = item.spec
-    sizes: dict[str, Any] = {"input_size": int(spec.input_size), "output_tokens": int(spec.output_tokens)}
-    if item.segments != 1:
-        sizes["segments"] = int(item.segments)
-    if spec.path_output_tokens:
-        sizes["path_output_tokens"] = {name: int(count) for name, count in spec.path_output_tokens.items()}
-    return sizes
+    return json.dumps({"items": listed, **served}, default=int) + "\n"

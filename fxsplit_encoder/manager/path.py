@@ -34,11 +34,7 @@ class EncoderPath(CapturedProgram):
     forward: PathForward
 
     def __init__(
-        self,
-        name: str,
-        spec: TowerSpec,
-        scope: CaptureScope,
-        axis_keys: tuple[Hashable, ...] = (),
+        self, name: str, spec: TowerSpec, scope: CaptureScope, axis_keys: tuple[Hashable, ...] = ()
     ) -> None:
         self.name = name
         self.axis_keys = axis_keys

@@ -237,8 +237,13 @@ class PathForward:
                 if not self.agrees(traced, example.inputs):
                     logger.warning("%s: traced again while requests wait: results differed", self.label)
                     traced = self.trace(example, progress)
-            self.take(traced, refusals)
-        return self.refusal
+            if not isinstance(traced, FxSplitError):
+                self.bind(traced)
+                return None
+            refusals[self.name] = f"captured without compiling: {traced}"
+            if isinstance(traced, UntraceableError):
+                refusals[""] = f"captured without compiling, as path {self.name} is: {traced}"
+            return self.refuse(refusals[self.name])
 
     def example(self) -> TracedExample | str:
         """Makes inputs to trace the forward with; or says why there are none."""
@@ -299,16 +304,6 @@ class PathForward:
             return program
         except (CaptureError, CompileError) as error:
             return error
-
-    def take(self, traced: BoundProgram | CaptureError | CompileError, refusals: dict[str, str]) -> None:
-        """Binds the program of `trace`, or notes why there is none."""
-        if isinstance(traced, FxSplitError):
-            refusals[self.name] = f"captured without compiling: {traced}"
-            if isinstance(traced, UntraceableError):
-                refusals[""] = f"captured without compiling, as path {self.name} is: {traced}"
-            self.refuse(refusals[self.name])
-        else:
-            self.bind(traced)
 
     def refuse(self, why: str) -> str:
         """Notes why the forward is not compiled, and returns it."""

@@ -64,12 +64,7 @@ class RequestPlans:
     the plan that is faster. What was predicted from sizes that were timed apart decides only until then.
     """
 
-    def __init__(
-        self,
-        spec: TowerSpec,
-        config: EncoderConfig,
-        runner: BatchRunner,
-    ) -> None:
+    def __init__(self, spec: TowerSpec, config: EncoderConfig, runner: BatchRunner) -> None:
         self.tower = spec.tower
         self.config = config
         self.model_config = spec.model_config

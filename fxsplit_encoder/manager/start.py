@@ -1,22 +1,20 @@
 """Saves what was compiled, measured and chosen for a tower to a file, with which other processes start; what
 was measured of captures stays on the machine, too.
 
-The file is one line with its digest, then a zip of named parts. It is used only where the device,
-the versions of everything that compiles or is measured, the tower and its configuration are the same; all of
-it is checked before any of it is used.
+The file is one line with its digest, then named parts, compressed. It is used only where the device, the
+versions of everything that compiles or is measured, the tower and its configuration are the same; all of it
+is checked before any of it is used.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import io
+import itertools
 import json
 import logging
 import pickle
 import platform
-import struct
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +28,6 @@ from pydantic import ConfigDict, TypeAdapter
 from fxsplit_encoder.errors import CompileError, InputError, StartFileError
 from fxsplit_encoder.kernels.choice import KernelMeasurements
 from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
-from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import (
     KernelStore,
     check_trusted,
@@ -63,20 +60,13 @@ Content = TypeVar("Content")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 # Settings that change nothing of what is compiled, measured or chosen.
-_IGNORED_SETTINGS = ("start_file", "debug", "capture_recurring", "weight_check_seconds")
+_IGNORED_SETTINGS = {"start_file", "debug", "capture_recurring", "weight_check_seconds"}
 
 # What torch may raise of the bytes of another process.
 _OF_LOADING = (
     *(pickle.PickleError, AssertionError, AttributeError, EOFError, ImportError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-
-# What zipfile raises of an archive that was forged.
-_OF_ARCHIVES = (
-    *(EOFError, LookupError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError),
-    *(struct.error, zipfile.BadZipFile, zlib.error),
-)
-_MOST_BYTES = 1 << 33
 
 # The parts of a file.
 _ENVIRONMENT, _TOWER, _COMPILED = "environment.json", "tower.json", "torch.bin"
@@ -139,13 +129,16 @@ def load_start(
     """Uses a file of `save_start`, or none of it; StartFileError: it is damaged, or for something else."""
     device, paths = generation.pool.device, generation.paths_by_key.values()
     parts = read_parts(path)
-    environment = _part(parts, _ENVIRONMENT, lambda content: dict(json.loads(content)))
+    environment: Key = _part(parts, _ENVIRONMENT, dict)
     if different := differences(environment_key(device, measurements), environment):
         raise StartFileError(*different)
-    tower = _part(parts, _TOWER, tower_from_json)
+    tower = _part(parts, _TOWER, _KNOWN_TOWER.validate_python)
     if different := differences(tower_key(generation), tower.key):
         raise StartFileError(*different)
-    tables = [_part(parts, _part_of(each), functools.partial(_table, each, device)) for each in measurements]
+    tables = [
+        _part(parts, _part_of(each), functools.partial(table_of, shape=each.shape, device=device))
+        for each in measurements
+    ]
     if is_measured and (missing := [each.label for each in paths if each.label not in tower.paths]):
         raise StartFileError(f"{missing[0]}: expected what was measured of it; got nothing")
     _use_compiled(parts)
@@ -204,19 +197,13 @@ def _part_of(measurements: KernelMeasurements[Any, Any]) -> str:
     return f"{_MEASURED}{measurements.shape.operation}.json"
 
 
-def _part(parts: Mapping[str, bytes], name: str, read: Callable[[bytes], Content]) -> Content:
+def _part(parts: Mapping[str, bytes], name: str, read: Callable[[Any], Content]) -> Content:
     if name not in parts:
         raise StartFileError(f"{name}: expected in every saved start; got none")
     try:
-        return read(parts[name])
+        return read(json.loads(parts[name]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StartFileError(f"{name}: expected what a start holds there; got {error!r}") from error
-
-
-def _table(
-    measurements: KernelMeasurements[Any, Any], device: torch.device, content: bytes
-) -> dict[Any, Measured]:
-    return table_of(json.loads(content), measurements.shape, device)
 
 
 def _use_compiled(parts: Mapping[str, bytes]) -> None:
@@ -266,13 +253,8 @@ def environment_key(device: torch.device, measurements: Iterable[KernelMeasureme
 
 def tower_key(generation: Generation) -> Key:
     """Returns the tower and its settings, which a start must have been made for."""
-    config, tower = generation.config, generation.spec.tower
-    settings = {
-        name: _setting(getattr(config, name))
-        for name in type(config).model_fields
-        if name not in _IGNORED_SETTINGS
-    }
-    limits = generation.spec.limits
+    tower, limits = generation.spec.tower, generation.spec.limits
+    settings = generation.config.model_dump(mode="json", exclude=_IGNORED_SETTINGS, fallback=_name_of)
     return plain(
         {
             "tower": _name(type(tower)),
@@ -335,12 +317,8 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _setting(value: object) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _setting(each) for name, each in value.items()}
-    if callable(value):
-        return getattr(value, "__qualname__", repr(type(value)))
-    return value if isinstance(value, int | float | list | tuple | None) else str(value)
+def _name_of(value: object) -> str:
+    return str(getattr(value, "__qualname__", repr(type(value))))
 
 
 # --- the file
@@ -348,11 +326,8 @@ def _setting(value: object) -> Any:
 
 def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
     """Replaces the file by one with these parts; returns its bytes. InputError: it cannot be written."""
-    payload = io.BytesIO()
-    with zipfile.ZipFile(payload, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, content in parts.items():
-            archive.writestr(name, content)
-    content = sealed(payload.getvalue())
+    sizes = {name: len(content) for name, content in parts.items()}
+    content = sealed(zlib.compress(b"\n".join((json.dumps(sizes).encode(), b"".join(parts.values()))), 1))
     try:
         write_atomic(path, content, durable=True)
     except OSError as error:
@@ -362,7 +337,7 @@ def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
 
 def read_parts(path: Path) -> dict[str, bytes]:
     """Reads a file that no other user can write; StartFileError: there is none, others can write it, or it is
-    damaged, forged or too large.
+    damaged or something else.
     """
     try:
         check_trusted(path)  # it holds code
@@ -374,15 +349,12 @@ def read_parts(path: Path) -> dict[str, bytes]:
             f"file: expected one that save_start wrote, undamaged; got {len(content)} bytes of another digest"
         )
     try:
-        archive = zipfile.ZipFile(io.BytesIO(body))
-        infos = archive.infolist()
-        size = sum(info.file_size for info in infos)
-        if len({info.filename for info in infos}) == len(infos) and size <= _MOST_BYTES:
-            return {info.filename: archive.read(info) for info in infos}
-    except _OF_ARCHIVES as error:
-        raise StartFileError(f"archive: expected a zip; got {type(error).__name__}: {error}") from error
-    limit = f"expected parts of different names and at most {_MOST_BYTES} bytes"
-    raise StartFileError(f"archive: {limit}; got {len(infos)} parts of {size} bytes")
+        index, _, joined = zlib.decompress(body).partition(b"\n")
+        sizes: dict[str, int] = json.loads(index)
+        ends = itertools.pairwise(itertools.accumulate(sizes.values(), initial=0))
+        return {name: joined[start:end] for name, (start, end) in zip(sizes, ends, strict=True)}
+    except (zlib.error, AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise StartFileError(f"file: expected named parts; got {type(error).__name__}: {error}") from error
 
 
 def tower_from_json(content: bytes) -> KnownTower:

@@ -16,12 +16,10 @@ from fxsplit_encoder.planning.plan import MissReason
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["tracing", "compiling", "measuring", "capturing", "done", "failed", "stopped"]
+Phase = Literal["tracing", "compiling", "measuring", "capturing", "failed", "stopped", "done"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""In order; the last three are ends."""
-
-_ENDS = ("done", "failed", "stopped")
+"""The least advanced first; the last three are ends."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,7 @@ class CaptureProgress:
     @property
     def is_over(self) -> bool:
         """Whether the work has ended."""
-        return self.phase in _ENDS
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
-        return asdict(self)
+        return self.phase in PHASES[-3:]
 
     def __str__(self) -> str:
         count = f" {self.done} of {self.total}" if self.total else ""
@@ -56,9 +50,8 @@ class CaptureProgress:
 
 def least(progress: Iterable[CaptureProgress | None]) -> CaptureProgress | None:
     """Returns the least advanced of several encoders; a failure comes before what is done."""
-    order = (*(phase for phase in PHASES if phase not in _ENDS), "failed", "stopped", "done")
     known = [each for each in progress if each is not None]
-    return min(known, key=lambda each: order.index(each.phase), default=None)
+    return min(known, key=lambda each: PHASES.index(each.phase), default=None)
 
 
 FALLBACK_KINDS = ("exact", "eager")
@@ -176,7 +169,7 @@ class ManagerStats:
             "graph_bytes": self.graph_bytes,
             "input_bytes": self.input_bytes,
             "derived_bytes": self.derived_bytes,
-            "progress": None if self.progress is None else self.progress.as_dict(),
+            "progress": None if self.progress is None else asdict(self.progress),
             "budgets": [
                 {
                     "path": key.path,

@@ -76,8 +76,6 @@ class UnpaddedCaptures:
         """Captured sizes that were not compared yet with the batch that they were captured for."""
         self.mode = "auto"
         """As for `BudgetLadder`."""
-        self.num_evicted = 0
-        """Captures that were evicted for others."""
         self.request = request
         self._prepared: dict[CaptureSize, CaptureRequest] = {}
         self._agreed = scope.agree or bool
@@ -332,7 +330,6 @@ class UnpaddedCaptures:
     def evict(self, but: BudgetLadder | None = None) -> None:
         """Releases the captures that were used longest ago, of all `but` one generation."""
         oldest = min((each for each in self.generations if each is not but), key=self._last_use.__getitem__)
-        self.num_evicted += len(oldest.captured)
         logger.info("the captures of %s are evicted", ", ".join(map(_shown, oldest.captured)))
         self._release(oldest)
 

@@ -182,11 +182,7 @@ class RecordedRun(NamedTuple):
 
 
 def read_trace(path: str | os.PathLike[str]) -> RecordedRun:
-    """Reads a trace; an empty file and empty lines hold nothing.
-
-    Raises:
-        InputError: the file cannot be read, or a line is malformed.
-    """
+    """Reads a trace; empty lines hold nothing. InputError: the file cannot be read, or a line malformed."""
     lines = list(_read_lines(path))
     runs = tuple(line.run for line in lines if isinstance(line, _RunLine))
     return RecordedRun(runs, tuple(line for line in lines if isinstance(line, TracedRequest)))
@@ -215,10 +211,8 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def read_run(path: str | os.PathLike[str]) -> RecordedRun:
-    """Reads a recorded run: what served, and the requests of which is known how.
-
-    Raises:
-        InputError: the file cannot be read, a line is malformed, or it holds sizes alone.
+    """Reads a recorded run: what served, and the requests of which is known how. InputError: the file cannot
+    be read, a line is malformed, or it holds sizes alone.
     """
     runs, requests = read_trace(path)
     served = tuple(request for request in requests if "batches" in request.model_fields_set)
@@ -234,11 +228,7 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
 
 
 def traced_paths(requests: Sequence[Request]) -> list[str]:
-    """The paths on which a trace has output tokens, in order of appearance.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The paths on which a trace has output tokens, in order of appearance; InputError: there are none."""
     names: dict[str, None] = {}
     for request in requests:
         for spec in (item.spec for item in request):

@@ -178,15 +178,12 @@ def tune_trace(
     Every largest budget that a batch may fill is tuned by itself, for the batches that greedy packing makes
     with it; of more than 64, 64 spread evenly, the largest always. Of the eight cheapest ladders found, the
     one is taken of which the manager's planner predicts the least under `packing`. A batch holds as many
-    items as the largest request; no budget is smaller, as `EncoderConfig` demands.
+    items as the largest request; no budget is smaller, as `EncoderConfig` demands. InputError: there are no
+    requests with tokens, or the limits allow no budget, or none pays.
 
     Args:
         costs: of a batch, by path; None: the estimate of `BatchCosts`.
-        packing: how the manager will pack; forecasts are those of its planner.
         current: the budgets of every path to compare with; None: the default ladders.
-
-    Raises:
-        InputError: there are no requests with tokens, or the limits allow no budget, or none pays.
     """
     paths = traced_paths(requests)
     if costs is None:

@@ -1,6 +1,7 @@
 """`encoder-cg bench`: what is measured, how it is shown, and what is advised."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from PIL import Image
 from fxsplit_encoder.cli import bench as bench_run
 from fxsplit_encoder.cli.bench import Measured, advice
 from fxsplit_encoder.cli.tower import Batch
-from fxsplit_encoder.cli.ways import WAYS, Ours, check_ways
+from fxsplit_encoder.cli.ways import WAYS, Running, check_ways
 from fxsplit_encoder.errors import InputError
 
 from ..models.checkpoints import save
@@ -49,15 +50,19 @@ def test_images_are_measured_alone_and_together(
     checkpoint: Path, images: list[Path], options: list[object], tmp_path: Path
 ) -> None:
     png, numbers = tmp_path / "plot.png", tmp_path / "numbers.json"
-    result = succeed("bench", checkpoint, *images, *options, "-o", png, "-o", numbers)
-    found = json.loads(numbers.read_text(encoding="utf-8"))
+    files = (png, numbers, tmp_path / "other.json")
+    result = succeed(
+        "bench", checkpoint, *images, *options, *(each for file in files for each in ("-o", file))
+    )
+    found, other = (json.loads(file.read_text(encoding="utf-8")) for file in files[1:])
+    assert found == other
     assert [row["item"] for row in found["rows"]] == ["0.png", "1.png", "all 3"], "a size once"
     assert all(row["eager_ms"] > 0 and row["ours_ms"] > 0 for row in found["rows"])
     assert found["notes"] == ["CUDA graph needs a GPU", "reduce-overhead needs a GPU"]
     out = result.stdout
     assert "No advice: without a GPU these times say nothing about one." in out
     assert "gain" not in out and "ratio" not in out
-    assert f"wrote {png}" in out and f"wrote {numbers}" in out
+    assert all(f"wrote {file}" in out for file in files)
     with Image.open(png) as image:
         assert image.format == "PNG" and image.width > 1000
 
@@ -69,19 +74,19 @@ def test_as_json_nothing_is_drawn(checkpoint: Path, images: list[Path], options:
     assert row.keys() == {"item", "size", "patches", "tokens", "ours_ms", "padding_fraction"}
 
 
-def fail(self: Ours, mm_kwargs: Any) -> Any:
+def fail(mm_kwargs: Any) -> Any:
     raise RuntimeError("no kernel\nimage is available")
 
 
-def double(self: Ours, mm_kwargs: Any) -> Any:
-    return lambda: [2 * item for item in self.manager.execute(mm_kwargs)]
+def nothing(mm_kwargs: Any) -> Any:
+    return lambda: [torch.zeros(1, 1)]
 
 
 @pytest.mark.parametrize(
-    ("call", "note"),
+    ("prepare", "note"),
     [
         (fail, "ours failed: RuntimeError: no kernel"),
-        (double, "ours failed: RuntimeError: it is wrong: differs from eager by 1 of"),
+        (nothing, "ours failed: RuntimeError: it is wrong: differs from eager by 1 of"),
     ],
 )
 def test_a_way_that_fails_or_is_wrong_leaves_the_others(
@@ -89,10 +94,11 @@ def test_a_way_that_fails_or_is_wrong_leaves_the_others(
     images: list[Path],
     options: list[object],
     monkeypatch: pytest.MonkeyPatch,
-    call: Any,
+    prepare: Any,
     note: str,
 ) -> None:
-    monkeypatch.setattr(Ours, "prepared", call)
+    way = WAYS["ours"]._replace(start=lambda *_: nullcontext(Running(prepare)))
+    monkeypatch.setitem(WAYS, "ours", way)
     found = json.loads(run("bench", checkpoint, images[0], *options, "--json").stdout)
     assert any(each.startswith(note) for each in found["notes"])
     assert found["rows"][0]["eager_ms"] > 0 and found["rows"][0]["ours_ms"] is None

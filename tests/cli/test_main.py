@@ -17,8 +17,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from typer.testing import CliRunner
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli import demo, files
-from fxsplit_encoder.cli.files import read_config, shipped
+from fxsplit_encoder.cli import demo, document
+from fxsplit_encoder.cli.document import read_config, shipped
 from fxsplit_encoder.cli.main import MODELS, OneLineErrors, app
 from fxsplit_encoder.cli.tower import choose_device, choose_tower
 from fxsplit_encoder.errors import InputError
@@ -242,7 +242,7 @@ def test_every_wrong_setting_has_a_line(tmp_path: Path) -> None:
 
 
 def test_without_its_files_the_demo_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "ROOTS", (tmp_path / "data", tmp_path))
+    monkeypatch.setattr(document, "ROOTS", (tmp_path / "data", tmp_path))
     result = run("demo", "--model", "clip-l-336", "--blocks", 1)
     assert result.exit_code == 2
     assert "examples/images: not found, though it comes with every wheel" in result.stderr

@@ -45,7 +45,7 @@ WITHOUT_EXTRAS = """
 
     from typer.testing import CliRunner
 
-    from fxsplit_encoder.cli.files import shipped
+    from fxsplit_encoder.cli.document import shipped
     from fxsplit_encoder.cli.main import app
 
     for name in ("configs/demo.yaml", "examples/images/cat.jpg", "examples/README.md"):

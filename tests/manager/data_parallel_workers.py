@@ -16,7 +16,6 @@ from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 from ..small_tower import wrapped
-from .mock_towers import PathsOfTiles
 from .rank_processes import join, result_of, start_ranks
 
 LIMITS = {
@@ -152,17 +151,6 @@ def _fake_towers(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, An
     return results
 
 
-def _two_paths(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A tower of two paths."""
-    config = fx.EncoderConfig(
-        mode="breakable", token_budgets=(4, 8, 16), max_items_per_batch=4, data_parallel=True
-    )
-    manager = fx.EncoderCudaGraphManager(PathsOfTiles(), config, log_interval=0)
-    manager.capture()
-    output = _attempt(lambda: manager.execute(job["inputs"]))
-    return {"two paths": output, "two paths: stats": manager.stats()}
-
-
 def _invariant(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     """A request whose items get the same bits on every rank, and ranks that chose other kernels."""
     config = fx.EncoderConfig(**LIMITS, mode="full", data_parallel=True, invariant=True)
@@ -209,7 +197,6 @@ PARTS = {
     "requests": _requests,
     "faults": _faults,
     "fake towers": _fake_towers,
-    "two paths": _two_paths,
     "invariant": _invariant,
     "lost ranks": _lost_ranks,
 }

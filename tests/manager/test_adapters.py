@@ -79,20 +79,6 @@ class Served:
         return got
 
 
-def test_programs_are_compiled_once_for_a_state() -> None:
-    served = Served(tower_with("default", "other", kind=SplitModel), COMPILED)
-    served.encode()
-    program = served.manager.programs["default"]
-    assert program is not None
-    served.layer.set_adapter("other")
-    served.encode()
-    assert served.manager.programs["default"] not in (None, program)
-    served.layer.set_adapter("default")
-    served.encode()
-    assert served.manager.programs["default"] is program
-    assert served.captures == 2
-
-
 KINDS: list[dict[str, Any]] = [
     {"use_dora": True},
     {"use_rslora": True},

@@ -155,22 +155,6 @@ def test_a_budget_that_exceeds_the_limit_alone_goes_first() -> None:
     assert manager.num_bytes == small
 
 
-def test_static_inputs_count_against_the_limit() -> None:
-    class WideInputs(PathsModel):
-        """Its inputs take a hundred times the memory of its outputs."""
-
-        def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
-            return values | {"unread": torch.zeros(len(values["item"]), 1000)}
-
-    whole = captured(WideInputs(), compile=False).num_bytes
-    for share in (0.9, 0.4):
-        model = WideInputs()
-        manager = captured(model, max_graph_bytes=int(whole * share), compile=False)
-        assert manager.num_bytes <= whole * share
-        assert manager.num_bytes > whole * (share - 0.4)
-        assert_serves(manager, items(model, (3, 2)))
-
-
 class RefusingPaths(PathsModel):
     """It can make inputs of no size up to `refused`."""
 

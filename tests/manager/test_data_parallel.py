@@ -18,7 +18,7 @@ from fxsplit_encoder.manager.data_parallel import DataParallel, assign_items
 
 from ..small_tower import FEATURES, SmallAdapter, SmallTower
 from .data_parallel_workers import CPU, FAILING_RANK, LIMITS, ROWS, SHORT, run_ranks
-from .mock_towers import PathsOfTiles, assert_equal_items, eagerly, items
+from .mock_towers import assert_equal_items
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -63,8 +63,6 @@ def test_the_heaviest_goes_first_and_ties_go_to_the_first_item_and_rank() -> Non
 def test_what_is_no_weight_is_refused(weight: float) -> None:
     with pytest.raises(InputError, match="weights: item 1 weighs"):
         assign_items([1.0, weight], 2)
-    with pytest.raises(InputError, match="num_ranks must be at least 1; got 0"):
-        assign_items([1.0], 0)
 
 
 # --- the group
@@ -122,12 +120,7 @@ def inputs(make_batch: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def on_two_paths() -> dict[str, Any]:
-    return items(PathsOfTiles(), (3, 2), (7, 0), (9, 12), (4, 4), (3, 0))
-
-
-@pytest.fixture(scope="module")
-def ranks(make_batch: Any, inputs: Any, on_two_paths: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+def ranks(make_batch: Any, inputs: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
     """What each of two ranks reports; one start of the processes serves all tests."""
     good, other = (
         make_batch(grids, features=FEATURES) for grids in ([(1, 4, 4), (1, 8, 8), (1, 4, 6)], [(1, 4, 4)])
@@ -138,7 +131,6 @@ def ranks(make_batch: Any, inputs: Any, on_two_paths: Any, tmp_path_factory: Any
         "fake towers": {},
         "lost ranks": {"tower": tower, "good": good, "num_items": 3},
         "requests": {"tower": tower, "modes": MODES, "inputs": inputs},
-        "two paths": {"inputs": on_two_paths},
         "invariant": {"tower": tower, "inputs": inputs["videos beside images"]},
     }
     return run_ranks(2, tmp_path_factory.mktemp("two"), job)
@@ -170,14 +162,6 @@ def test_every_rank_returns_what_one_process_returns(ranks: Any, single: Any, in
                 assert_equal_items(returned, [together[index] for index in own])
                 checked += len(own)
     assert checked == 25 * len(ranks) * len(MODES)
-
-
-def test_a_tower_of_two_paths_is_shared(ranks: Any, on_two_paths: Any) -> None:
-    for rank in ranks:
-        assert_equal_items(rank["two paths"], eagerly(PathsOfTiles(), on_two_paths))
-    stats = [rank["two paths: stats"] for rank in ranks]
-    assert [counts.hit_rate for counts in stats] == [1, 1]
-    assert sum(counts.items for counts in stats) == 5
 
 
 def test_invariant_ranks_give_the_bits_of_one_process(ranks: Any, inputs: Any, one_thread: None) -> None:

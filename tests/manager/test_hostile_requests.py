@@ -222,7 +222,6 @@ for label, value in {
 }.items():
     add(f"sizes are {label}", KIMI_VL, {"image_grid_hws": value}, "image_grid_hws")
 add("a clip too long", KIMI_K25, {"image_grid_thw": [[7, 2, 2]]}, "at most 4 frames per clip")
-add("embeddings", QWEN, {"image_embeds": torch.zeros(4, 8)}, "^image_embeds: these are embeddings")
 VIDEO = [[1, 4, 4]]
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "videos without grids": (

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.kernels.attention import builtin
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.planning.plan import PathPlan
 from tests.manager.managers import generation_of
@@ -212,22 +211,3 @@ def test_it_is_part_of_what_a_saved_start_holds_for(tiny: Any) -> None:
 
     without = make_manager(tiny[1], SMALL, mode="none", invariant=False)
     assert tower_key(generation_of(tiny[0])) != tower_key(generation_of(without))
-
-
-# --- a stand-in that depends on the batch is found
-
-
-def test_attention_that_reads_its_bounds_shows_in_the_check(
-    tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `check_invariance` and the packings above are worth."""
-    attend = builtin.attend_by_segment
-
-    def worse_where_long(q: Tensor, *rest: Any) -> Tensor:
-        result = attend(q, *rest)
-        return result * (1 + 1e-6) if q.shape[0] > 64 else result
-
-    monkeypatch.setattr(builtin, "attend_by_segment", worse_where_long)
-    manager = tiny[0]
-    manager.capture()
-    assert manager.check_invariance(SMALL.make(packed_items(12, videos=False))) != []

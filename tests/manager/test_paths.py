@@ -18,14 +18,7 @@ from fxsplit_encoder.capture.ladder import MeasuredCosts
 
 from . import managers
 from .managers import captured_budgets
-from .mock_towers import (
-    AlwaysBothPaths,
-    PathsModel,
-    PathsOfTiles,
-    Values,
-    assert_serves,
-    items,
-)
+from .mock_towers import AlwaysBothPaths, PathsModel, PathsOfTiles, assert_serves, items
 
 OVER = fx.MissReason.OVER_LARGEST_BUDGET
 captured = functools.partial(managers.captured, compile=False)
@@ -149,39 +142,6 @@ def test_a_dropped_path_falls_back_while_the_other_replays() -> None:
     assert stats.misses[NOT_CAPTURED] >= 1
     assert set(replays(manager)) <= {("global", 4), ("global", 8)}
     assert replays(manager)
-
-
-class KeysDiffer(PathsModel):
-    """The local path reads one tensor more, by a name of its own."""
-
-    def prepare_encoder_cudagraph_capture_inputs(
-        self, token_budget: int, *args: Any, path: str = "default", **kwargs: Any
-    ) -> Values:
-        made = super().prepare_encoder_cudagraph_capture_inputs(token_budget, *args, path=path, **kwargs)
-        return Values(made.values | ({"gain": torch.ones(token_budget)} if path == "local" else {}))
-
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
-    ) -> Values:
-        made = super().prepare_encoder_cudagraph_replay_buffers(
-            mm_kwargs, max_batch_size, max_frames_per_batch, path
-        )
-        gain = {"gain": torch.full((len(made.values["item"]),), 2.0)} if path == "local" else {}
-        return Values(made.values | gain)
-
-    def encode(self, inputs: dict[str, Tensor], path: str) -> Tensor:
-        output = super().encode(inputs, path)
-        return output * inputs["gain"][:, None] if path == "local" else output
-
-
-def test_paths_may_read_different_buffers() -> None:
-    model = KeysDiffer()
-    manager = captured(model)
-    graphs = manager.budget_graphs
-    assert set(graphs["local"][4].input_buffers) - set(graphs["global"][4].input_buffers) == {"gain"}
-    for sizes in ([(3, 2)], [(3, 0)], [(2, 1), (5, 5)]):
-        assert_serves(manager, items(model, *sizes))
-    assert manager.stats().hits == 4
 
 
 # --- any batches

@@ -25,13 +25,7 @@ from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.planning.planner import build_plan
 
 from .managers import captured
-from .mock_towers import (
-    PathsModel,
-    SplitModel,
-    assert_serves,
-    batch,
-    items,
-)
+from .mock_towers import PathsModel, SplitModel, assert_serves, batch, items
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

@@ -38,17 +38,7 @@ from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.turns import Turns
 from fxsplit_encoder.runtime.statistics import CaptureProgress, least
 
-from .mock_towers import (
-    PackedModel,
-    PathsOfTiles,
-    SplitModel,
-    UntraceableModel,
-    alone,
-    assert_equal_items,
-    batch,
-    eagerly,
-    items,
-)
+from .mock_towers import PackedModel, SplitModel, UntraceableModel, alone, batch
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -220,15 +210,6 @@ def test_what_waits_for_the_end(tmp_path: Any) -> None:
     manager.capture(wait=False)
     assert manager.paths["default"].captured == before
     assert manager.save_start(tmp_path / "a.start") > 0
-
-
-def test_several_paths_and_what_some_skip(by_hand: None) -> None:
-    config = CONFIG.replace(token_budgets=(4, 8, 16))
-    manager = begun(PathsOfTiles(), config)
-    inputs = items(manager.tower, (3, 0), (2, 2))
-    do_work(lambda: assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs)))
-    assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
-    assert state(manager) == state(captured(PathsOfTiles(), config))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fxsplit_encoder.tuning.trace import MeasuredCosts, Request
 from fxsplit_encoder.tuning.tune import Forecast, Judge, tune_trace
 
 from ..instructions import instructions
-from .test_recording import request, two_path_request
+from .test_recording import request
 
 LARGEST = 9
 demand_lists = st.lists(st.integers(1, LARGEST), min_size=1, max_size=8)
@@ -214,26 +214,6 @@ def test_no_budget_is_smaller_than_the_items_of_a_batch() -> None:
     tuning = tune_trace([request(*[2] * 12), request(5), request(400)], LadderLimits(3))
     assert tuning.tuned.paths["default"].budgets == (12, 24, 400)
     assert tuning.config.max_items_per_batch == 12
-
-
-def test_every_path_gets_a_ladder() -> None:
-    requests = [
-        two_path_request((272, 100)),
-        two_path_request((272, 300), (272, 0)),
-        two_path_request((272, 0)),
-    ]
-    config = tune_trace(requests, LadderLimits(2)).config
-    assert config.token_budgets == ()
-    assert {name: path.token_budgets for name, path in config.paths.items()} == {
-        "global": (272, 544),
-        "local": (100, 300),
-    }
-
-
-def test_the_settings_hold_the_limits() -> None:
-    config = tune_trace([request(100, 50), request(400)], LadderLimits(2, max_bytes=2**30)).config
-    assert (config.token_budgets, config.max_items_per_batch) == ((150, 400), 2)
-    assert config.max_graph_bytes == 2**30
 
 
 # --- whether it is worth it
