@@ -580,20 +580,10 @@ def vllm_serving(result: Result) -> str:
 
 
 def ab(result: Result) -> str:
-    """Milliseconds of the baseline and of this commit, and their ratio; a column for each time."""
-    compared = [row for row in result["rows"] if "time" in row]
-    times = list(dict.fromkeys(row["time"] for row in compared))
-    lines = []
-    for workload, rows in _grouped(compared, "workload").items():
-        cells = {
-            row["time"]: f"{shown(row['baseline']['p50'])}, {shown(row['this']['p50'])} ({row['ratio']:.3f})"
-            for row in rows
-        }
-        lines.append([workload, *map(cells.get, times)])
-    theirs, ours = result["seconds"]["baseline"], result["seconds"]["this"]
-    starts = [f"{what} {seconds:.2f} s and {ours[what]:.2f} s" for what, seconds in theirs.items()]
-    caption = f"Milliseconds at {result['settings']['baseline']} and here, medians; in brackets their ratio."
-    return _told(result, formatted(["images", *times], lines), f"{caption} {'; '.join(starts)}.")
+    columns = ["workload", "time", "baseline", "this", "ratio", "lowest", "highest"]
+    caption = f"Milliseconds at {result['settings']['baseline']} and here, medians of turns, and their ratio."
+    rows = [row for row in result["rows"] if "ratio" in row]
+    return _told(result, by_columns(columns, rows), caption)
 
 
 # --- features
