@@ -53,15 +53,14 @@ def most_square(count: int) -> tuple[int, int]:
     return max(1, count) // rows, rows
 
 
-def _photographs(seed: int = 0) -> Workload:
-    """Requests of 1 to 16 mixed photographs, sized for 32 x 32 pixels an output token."""
-    generator = random.Random(seed)
+def photographs(count: int, most_images: int = MOST_IMAGES) -> tuple[Request, ...]:
+    """So many requests of mixed photographs, sized for 32 x 32 pixels an output token; the same each time."""
+    generator, scale = random.Random(0), _PIXELS_PER_TOKEN // 2
     requests = []
-    for _ in range(_PHOTO_REQUESTS):
-        grids = [random_grid(generator) for _ in range(generator.randint(1, MOST_IMAGES))]
-        scale = _PIXELS_PER_TOKEN // 2
+    for _ in range(count):
+        grids = [random_grid(generator) for _ in range(generator.randint(1, most_images))]
         requests.append(Request(images=tuple((scale * h, scale * w) for _, h, w in grids)))
-    return Workload("photos", tuple(requests))
+    return tuple(requests)
 
 
 def _images(name: str, *sizes: Size) -> Workload:
@@ -78,7 +77,7 @@ WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
         _images("mixed8", *_MIXED, (512, 512), (640, 960)),
         _images("mixed8_big", *_MIXED[:5], (1344, 1344), _MIXED[5], (512, 512)),
         _images("20x336", *[(336, 336)] * 20),
-        _photographs(),
+        Workload("photos", photographs(_PHOTO_REQUESTS)),
         *(Workload(f"clip{frames}", (Request(clips=((frames, _CLIP),)),)) for frames in (16, 32, 64)),
     ),
     "tiles": _by_name(

@@ -6,7 +6,7 @@
 Published sizes, seeded random weights. Per workload, medians in milliseconds of its first request: "wall"
 without a profiler; then "span", from the first kernel's start to the last one's end, how much of it kernels
 of each kind take by their names, each counted where they run side by side, and "gaps", in which none runs.
-"calls" is how many there are, "longest" the names that take most, "between" those around most of the gaps.
+"calls" is how many there are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import itertools
 import json
 import re
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,8 +37,6 @@ KINDS = {
 }
 """The first that a name contains is its kind; else it is the rest."""
 _SAMPLES = 10
-_LISTED = 8
-_SIGNATURE = re.compile(r"^(?:void )?([\w:]+).*", re.DOTALL)
 
 
 class Kernel(NamedTuple):
@@ -63,38 +60,21 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), REST)
 
 
-def shares(runs: Sequence[Sequence[Kernel]]) -> dict[str, Any]:
-    """Milliseconds of a request by kind of kernel, medians of runs; the names that take most."""
+def shares(runs: Sequence[Sequence[Kernel]]) -> dict[str, float]:
+    """Milliseconds of a request by kind of kernel, medians of runs."""
     rows = [_of_run(run) for run in runs]
-    lists = ("longest", "between")
-    measured = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name not in lists}
-    return {**measured, **{name: _most([row[name] for row in rows]) for name in lists}}
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
-def _most(runs: Sequence[Counter[str]]) -> list[list[Any]]:
-    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    names = sorted(medians, key=lambda name: medians[name], reverse=True)
-    return [[name, medians[name]] for name in names[:_LISTED]]
-
-
-def _of_run(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    busy, names, between = dict.fromkeys(KINDS, 0.0), Counter[str](), Counter[str]()
+def _of_run(kernels: Sequence[Kernel]) -> dict[str, float]:
+    busy, gaps = dict.fromkeys(KINDS, 0.0), 0.0
     ordered = sorted(kernels, key=lambda each: each.start)
-    last = ordered[0]
+    end = ordered[0].start
     for kernel in ordered:
-        milliseconds = (kernel.end - kernel.start) / 1e3
-        busy[kind_of(kernel.name)] += milliseconds
-        names[_short(kernel)] += milliseconds
-        if kernel.start > last.end:
-            between[f"{_short(last)}, {_short(kernel)}"] += (kernel.start - last.end) / 1e3
-        last = max(last, kernel, key=lambda each: each.end)
-    span = (last.end - ordered[0].start) / 1e3
-    measured = {"span": span, **busy, "gaps": between.total(), "calls": len(kernels)}
-    return {**measured, "longest": names, "between": between}
-
-
-def _short(kernel: Kernel) -> str:
-    return _SIGNATURE.sub(r"\1", kernel.name)[:60]
+        busy[kind_of(kernel.name)] += (kernel.end - kernel.start) / 1e3
+        gaps += max(0.0, kernel.start - end) / 1e3
+        end = max(end, kernel.end)
+    return {"span": (end - ordered[0].start) / 1e3, **busy, "gaps": gaps, "calls": len(kernels)}
 
 
 def profiled(call: Any) -> list[Kernel]:
