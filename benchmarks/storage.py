@@ -200,6 +200,12 @@ def _attention_packages() -> dict[str, str]:
     return found
 
 
+def environment(first: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """That of a process which looks for modules in a folder first."""
+    paths = [str(first), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **(more or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def _output(command: list[str]) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from storage import ROOT, Record, Result, Row, load
+from storage import ROOT, Record, Result, Row, environment, load
 
 TOWER = "qwen3-vl-8b"
 SIDES = ("baseline", "this")
@@ -44,12 +43,11 @@ def options_of(arguments: argparse.Namespace) -> list[str]:
 
 def turn(root: Path, folder: Path, options: Sequence[str]) -> Result:
     """The result of the case `encoder` by one checkout, whose caches are in a folder."""
-    environment = {**os.environ, **{name: str(folder / cache) for name, cache in _CACHES.items()}}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    caches = {name: str(folder / cache) for name, cache in _CACHES.items()}
     output = folder / "encoder.json"
     output.unlink(missing_ok=True)
     command = [sys.executable, root / "benchmarks" / "bench.py", "encoder", *options, "--output", output]
-    done = subprocess.run(command, env=environment, cwd=root, check=False)
+    done = subprocess.run(command, env=environment(root, caches), cwd=root, check=False)
     if not output.exists():
         raise SystemExit(f"{root}: its benchmark ended with exit code {done.returncode}")
     return load(output)

@@ -18,7 +18,6 @@ import gc
 import importlib
 import itertools
 import json
-import os
 import random
 import socket
 import subprocess
@@ -30,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from storage import Record, Row
+from storage import ROOT, Record, Row, environment
 from timing import percentile
 
 SERVERS = OURS, PLAIN, VLLM = ("encoder-cg serve", "Starlette, torch.compile", "vLLM, pooling runner")
@@ -156,9 +155,7 @@ class Server:
 
     def __enter__(self) -> Server:
         command = self._command()
-        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        self._process = subprocess.Popen([sys.executable, *command], env=environment)
+        self._process = subprocess.Popen([sys.executable, *command], env=environment(ROOT / "benchmarks"))
         end = time.monotonic() + _START_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
