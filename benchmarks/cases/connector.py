@@ -10,8 +10,8 @@ tokens) or video (32 frames of 256 x 448) in some.
 * "mix": by share of images and videos. "asynchronous" is the connector, with streams of the same priority but
   in "engine first". "synchronous" prepares by the model's own processor and encodes on the engine's thread,
   one request a step; "prepared as here": with pixels as the connector has them; "prepared beside": so by
-  threads. Milliseconds to the first token from when the request was due; "lost" is how much fewer tokens a second a
-  request of text gets than in "no encoding".
+  threads. Milliseconds to the first token from when the request was due; "lost" is how much fewer tokens a
+  second a request of text gets than in "no encoding".
 * "batch": 8 images, preprocessed and staged, at once against one after the other, in a stream of 32 that came
   until they were replayed without padding, or 2,000 times (`--config '{"capture_recurring": true}'`).
 * "beside": text alone, while a video of 64 frames is encoded each second, or always one; whole, in slices of

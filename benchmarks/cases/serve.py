@@ -296,6 +296,7 @@ def plain(directory: str, port: int) -> None:
     own = family.pooled or family
     preparation = family.prepare(settings, checkpoint.processors())
     tower = load_tower(checkpoint, dtype, device, own)
+    eager = own.eager_tower(tower)
     if device.type == "cuda":
         tower.compile()
     lock = threading.Lock()
@@ -305,7 +306,7 @@ def plain(directory: str, port: int) -> None:
         tensors = preparation.image(load_image(body, MediaSettings())).tensors
         inputs = {k: v.to(device, dtype) if v.is_floating_point() else v for k, v in tensors.items()}
         with lock:
-            rows = own.eager(tower, inputs)
+            (rows,) = eager(inputs)
             vector = torch.nn.functional.normalize(rows.float().mean(dim=0), dim=0).cpu()
         text = base64.b64encode(vector.numpy().tobytes()).decode()
         return json.dumps({"data": [{"index": 0, "embedding": text}]}).encode()
