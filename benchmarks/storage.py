@@ -50,6 +50,7 @@ def new_result(case: str) -> Result:
     import transformers
 
     cuda = torch.cuda.is_available()
+    commit = _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) if (ROOT / ".git").exists() else None
     driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
     return {
         "case": case,
@@ -60,7 +61,7 @@ def new_result(case: str) -> Result:
         "transformers": transformers.__version__,
         "attention packages": _attention_packages(),
         "python": platform.python_version(),
-        "commit": os.environ.get("FXSPLIT_COMMIT") or commit_of(ROOT),
+        "commit": os.environ.get("FXSPLIT_COMMIT") or commit,
         "settings": {},
         "rows": [],
     }
@@ -83,22 +84,25 @@ class Record:
         self._path, self._came, self._writing = path, list[Row](), threading.Lock()
 
     def __call__(self, row: Row) -> None:
-        """Adds a row; from any thread."""
+        """Adds a row, and prints it; from any thread."""
         with self._writing:
+            print(*(f"{name}={value}" for name, value in row.items()), flush=True)
             self._came.append(row)
             self.rows[:] = self.merge(self._came)
             self.store()
 
+    def all(self, rows: Iterable[Row], **names: Any) -> None:
+        """Adds rows, which have these values too, as they come; a row of the error if they end with one."""
+        whole: Row = {**names, "workload": "all"}
+        with failing(whole):
+            for row in rows:
+                self({**names, **row})
+        if "failure" in whole:
+            self(whole)
+
     def store(self) -> None:
         """Writes the file again, after a change of what it has."""
         store(self._path, self.result)
-
-
-def commit_of(root: Path) -> str | None:
-    """The commit of a checkout; None for a folder that is none, be it inside of another checkout."""
-    git = ["git", "-C", str(root), "rev-parse"]
-    top = _output([*git, "--show-toplevel"])
-    return _output([*git, "HEAD"]) if top and Path(top).resolve() == root.resolve() else None
 
 
 def described(result: Mapping[str, Any], *more: str, rows: Iterable[Mapping[str, Any]] = ()) -> str:

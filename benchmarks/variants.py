@@ -161,8 +161,8 @@ class CompileReduceOverhead(Compile):
     settings: ClassVar[Mapping[str, Any]] = REDUCE_OVERHEAD
 
     def why_not(self, workload: Workload) -> str | None:
-        if len(workload.requests) > 1:
-            return f"{len(workload.requests)} requests of other sizes, each a compilation"
+        if len(workload) > 1:
+            return f"{len(workload)} requests of other sizes, each a compilation"
         return None
 
     def run(self, batch: Batch) -> Any:

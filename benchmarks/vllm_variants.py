@@ -46,7 +46,7 @@ class VllmEager(Variant):
         return super().unavailable(tower, device) or missing
 
     def why_not(self, workload: Workload) -> str | None:
-        return "videos are left out" if any(request.clips for request in workload.requests) else None
+        return "videos are left out" if any(request.clips for request in workload) else None
 
     def start(self) -> None:
         prepare_environment()

@@ -106,18 +106,19 @@ def floor(job: Job) -> Iterator[Row]:
     device, dtype = torch.device(job.device), getattr(torch, job.dtype)
     rate = gemm_flops_per_second(device, dtype)
     model = _model(job)
-    for workload in _workloads(job):
-        batches = [model.batch(request) for request in workload.requests]
+    for name, workload in _workloads(job).items():
+        batches = [model.batch(request) for request in workload]
         prepared = [model.prepare(batch) for batch in batches]
         flops = [count_flops(lambda each=each: model.forward(each)) for each in prepared]
-        row = {"workload": workload.name, "patches": _patches(batches)}
+        row = {"workload": name, "patches": _patches(batches)}
         yield {**row, "p50": statistics.median(flops) / rate * 1e3, "flops per second": rate}
 
 
 def contest(job: Job) -> Iterator[Row]:
     """What a variant takes to start, then a row for each workload."""
     model = _model(job)
-    batches = {w.name: [model.batch(request) for request in w.requests] for w in _workloads(job)}
+    workloads = _workloads(job)
+    batches = {name: [model.batch(request) for request in each] for name, each in workloads.items()}
     expected = {name: rows_of(model.eager(each[0])).cpu() for name, each in batches.items()}
     variant = CONTENDERS[job.variant](model, job.config)
     before = _reserved_bytes(model)
@@ -125,13 +126,13 @@ def contest(job: Job) -> Iterator[Row]:
     variant.start()
     seconds = {"start": time.perf_counter() - start, **variant.seconds}
     yield {"workload": START, "seconds": seconds, "bytes": _owned_bytes(before, model)}
-    for workload in _workloads(job):
-        row: Row = {"workload": workload.name, "patches": _patches(batches[workload.name])}
+    for name, workload in workloads.items():
+        row: Row = {"workload": name, "patches": _patches(batches[name])}
         if reason := variant.why_not(workload):
             yield {**row, "skipped": reason}
             continue
         with failing(row):
-            row |= _measure(job, variant, batches[workload.name], expected[workload.name])
+            row |= _measure(job, variant, batches[name], expected[name])
             row["bytes"] = _owned_bytes(before, model)
         yield row
         synchronize()  # raises if the device is lost to this process, which then ends
@@ -186,8 +187,8 @@ def _model(job: Job) -> Model:
     return make_model(job.tower, job.blocks, torch.device(job.device), getattr(torch, job.dtype))
 
 
-def _workloads(job: Job) -> list[Workload]:
-    return [known_workloads(job.tower, job.quick)[name] for name in job.workloads]
+def _workloads(job: Job) -> dict[str, Workload]:
+    return {name: known_workloads(job.tower, job.quick)[name] for name in job.workloads}
 
 
 def _patches(batches: Sequence[Batch]) -> float:

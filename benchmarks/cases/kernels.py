@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from models import DEFAULT_TOWERS, make_model, tower_names
-from storage import Record, Row, failing
+from storage import Record, Row
 from timing import synchronize, wall_ms
 from vllm_variants import CONTENDERS
 from worker import known_workloads, settle
@@ -99,11 +99,11 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
     for name, workload in known_workloads(tower, False).items():
         if options.workloads and name not in options.workloads:
             continue
-        row = {"tower": tower, "workload": name, "variant": variant}
+        row: Row = {"workload": name}
         if reason := contender.why_not(workload):
             yield {**row, "skipped": reason}
             continue
-        batch = model.batch(workload.requests[0])
+        batch = model.batch(workload[0])
         call = functools.partial(contender.run, batch)
         contender.prepare(batch)
         settle([call], contender.seconds_to_settle)
@@ -115,13 +115,7 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
 def run(options: argparse.Namespace, record: Record) -> None:
     record.settings.update(config=options.config, dtype="bfloat16", samples=_SAMPLES)
     for tower, variant in itertools.product(options.towers, options.variants):
-        whole: Row = {"tower": tower, "variant": variant, "workload": "all"}
-        with failing(whole):
-            for row in measure(tower, variant, options):
-                record(row)
-                print(*(f"{name}={value}" for name, value in row.items()), flush=True)
-        if "failure" in whole:
-            record(whole)
+        record.all(measure(tower, variant, options), tower=tower, variant=variant)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()

@@ -39,7 +39,7 @@ from vllm_classes import (
     prepare_environment,
     start_vllm,
 )
-from workloads import QUICK_WORKLOADS, README, WORKLOADS, Workload
+from workloads import QUICK_WORKLOADS, README, WORKLOADS, Request
 
 VARIANTS = ("eager", "vllm", "ours", "ours-compiled")
 _TINY = "qwen3-vl-8b"
@@ -98,10 +98,10 @@ class _Contest:
         self.cls = TINY if self.tiny else CLASSES[tower]
         self.config = engine_config(self.cls, self.dtype)
         self.batches: dict[str, tuple[dict[str, Tensor], int]] = {}
-        for seed, workload in enumerate(_workloads(tower, options)):
+        for seed, (name, request) in enumerate(_requests(tower, options).items()):
             generator = torch.Generator().manual_seed(seed)
-            values, patches = self.cls.inputs(self.cls, workload.requests[0], generator)
-            self.batches[workload.name] = (self._placed(values), patches)
+            values, patches = self.cls.inputs(self.cls, request, generator)
+            self.batches[name] = (self._placed(values), patches)
 
     def _placed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Pixels on the device; vLLM's processors keep grids and counts on the host."""
@@ -254,13 +254,12 @@ def _attention(model: Any) -> str:
     return ", ".join(sorted(found)) or "torch's"
 
 
-def _workloads(tower: str, options: argparse.Namespace) -> list[Workload]:
+def _requests(tower: str, options: argparse.Namespace) -> dict[str, Request]:
     kind = CLASSES[tower].kind
-    if options.tiny:
-        return list(QUICK_WORKLOADS[kind].values())
-    known = WORKLOADS[kind]
-    names = README if kind == "packed" else [name for name in known if not known[name].requests[0].clips]
-    return [known[name] for name in names if not options.workloads or name in options.workloads]
+    known = (QUICK_WORKLOADS if options.tiny else WORKLOADS)[kind]
+    names = README if kind == "packed" and not options.tiny else known
+    requests = {name: known[name][0] for name in names if not options.workloads or name in options.workloads}
+    return {name: request for name, request in requests.items() if not request.clips}
 
 
 @contextlib.contextmanager

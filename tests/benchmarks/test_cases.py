@@ -155,10 +155,10 @@ def test_every_family_is_measured_with_its_configuration() -> None:
 
 
 def test_a_tower_that_fails_leaves_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, tiny: bool) -> None:
-        raise RuntimeError(f"no {name}")
+    def fail(*_: Any, model: str) -> None:
+        raise RuntimeError(f"no {model}")
 
-    monkeypatch.setattr(towers, "Bench", fail)
+    monkeypatch.setattr(towers, "demo_tower", fail)
     arguments = parse(
         ["towers", "--tiny", "--models", "clip-l-336", "step3p7", "--output", f"{tmp_path}/out"]
     )
