@@ -193,8 +193,10 @@ class ExactGraph(_OnPrepared):
 class Managed(Variant):
     """A manager under `config`; what is timed is `execute`, with nothing prepared."""
 
+    settings: ClassVar[Mapping[str, Any]]
+
     def start(self) -> None:
-        config = fx.EncoderConfig(**self.config)
+        config = fx.EncoderConfig(**{**self.config, **self.settings})
         self.manager = fx.EncoderCudaGraphManager(self.model.adapter, config, log_interval=0)
         with self.timed("compile"):
             self.manager.compile()
@@ -218,22 +220,15 @@ class Managed(Variant):
         return ", ".join(f"{count} x {way}" if count > 1 else way for way, count in ways.items())
 
 
-def _ours(selected: str) -> type[Managed]:
-    class Ours(Managed):
-        name: ClassVar[str] = f"ours-{selected}"
-        seconds_to_settle: ClassVar[float] = 10.0 if selected == "auto" else 0.0
-
-        def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
-            super().__init__(model, {**config, "mode": selected})
-
-    return Ours
+def _ours(mode: str) -> type[Managed]:
+    settled = 10.0 if mode == "auto" else 0.0
+    made = {"name": f"ours-{mode}", "settings": {"mode": mode}, "seconds_to_settle": settled}
+    return type("Ours", (Managed,), made)
 
 
 class Invariant(Managed):
     name = "ours-invariant"
-
-    def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
-        super().__init__(model, {**config, "invariant": True})
+    settings: ClassVar[Mapping[str, Any]] = {"invariant": True}
 
     @classmethod
     def unavailable(cls, tower: str, device: str) -> str | None:

@@ -66,7 +66,6 @@ def run(options: argparse.Namespace, record: Record) -> None:
 
         def keep(row: Row, tower: str = tower) -> None:
             record({"tower": tower, **row})
-            print(tower, *(f"{name}={value}" for name, value in row.items()), flush=True)
 
         failure = run_process(contest, (tower, options), options.timeout, keep, "spawn")
         if failure is not None:
@@ -113,11 +112,9 @@ class _Contest:
     def rows(self) -> Iterator[Row]:
         """All of them. The models that attend through our op, and through vLLM's, stay side by side."""
         model = build(self.cls, self.config, self.device)
-        runs: dict[str, Any] = {"eager": _Eager(model)}
-        expected = {
-            name: _rows(runs["eager"](dict(values))).cpu() for name, (values, _) in self.batches.items()
-        }
-        yield {"variant": "eager", "workload": "start", "attention": _attention(model)}
+        embed = model.embed_multimodal
+        runs: dict[str, Any] = {"eager": lambda values: embed(**values)}
+        expected = {name: _rows(embed(**values)).cpu() for name, (values, _) in self.batches.items()}
         for variant in self.variants:
             if variant == "eager" or (variant == "vllm" and self.tiny):  # it has nothing but CUDA graphs
                 continue
@@ -126,9 +123,10 @@ class _Contest:
             row: Row = {"variant": variant, "workload": "start"}
             begin = time.perf_counter()
             with failing(row):
-                runs[variant] = self._manager(variant, model)
+                manager = self._manager(variant, model)
                 synchronize()
-                row |= {"seconds": time.perf_counter() - begin, **_start(runs[variant])}
+                row |= {"seconds": time.perf_counter() - begin, **_start(manager)}
+                runs[variant] = manager.execute
             yield row
         for name, (values, patches) in self.batches.items():
             for row in self._measure(runs, values, expected[name]):
@@ -171,35 +169,17 @@ class _Contest:
         rows: dict[str, Row] = {}
         calls: dict[str, Callable[[], Any]] = {}
         for variant, run_it in runs.items():
-            row: Row = {"variant": variant}
-            rows[variant] = row
-            call = _call(run_it, values)
+            row = rows[variant] = {"variant": variant}
             with failing(row):
-                before = _counts(run_it)
-                error = relative_error(_rows(call()), expected)
-                hits, misses = (after - one for after, one in zip(_counts(run_it), before, strict=True))
-            if "failure" in row:
-                continue
-            if not error <= ERROR_LIMITS[str(self.dtype).removeprefix("torch.")]:  # so that NaN fails too
-                row["failure"] = f"wrong: differs from eager by {error:.2g} of its root mean square"
-                continue
-            row |= {"error": error} | ({} if variant == "eager" else {"hits": hits, "misses": misses})
-            calls[variant] = call
+                error = relative_error(_rows(run_it(dict(values))), expected)
+                if not error <= ERROR_LIMITS[str(self.dtype).removeprefix("torch.")]:  # so that NaN fails too
+                    raise ValueError(f"differs from eager by {error:.2g} of its root mean square")
+                row["error"] = error
+                calls[variant] = lambda run_it=run_it: run_it(dict(values))
         for variant, times in in_turns(calls, self.samples, _WARMUPS).items():
             wall, host = zip(*times, strict=True)
             rows[variant] |= {**summarize(wall), "host": statistics.median(host)}
         yield from rows.values()
-
-
-class _Eager:
-    """The class's own forward, as vLLM's runners call it where no manager encodes."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, values: dict[str, Tensor]) -> Sequence[Tensor]:
-        outputs: Sequence[Tensor] = self._model.embed_multimodal(**values)
-        return outputs
 
 
 def _start(manager: Any) -> Row:
@@ -214,11 +194,6 @@ def _start(manager: Any) -> Row:
     return row
 
 
-def _call(run_it: Any, values: Mapping[str, Tensor]) -> Callable[[], Any]:
-    execute = run_it if isinstance(run_it, _Eager) else run_it.execute
-    return lambda: execute(dict(values))
-
-
 def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
     from fxsplit_encoder import EncoderConfig
     from fxsplit_encoder.integrations.vllm.adapter import make_adapter
@@ -230,28 +205,8 @@ def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
     return make_adapter(vllm_class, PluginSettings(EncoderConfig(compile=True, **pieces)))
 
 
-def _counts(run_it: Any) -> tuple[int, int]:
-    """Items that captures have served, and others."""
-    if isinstance(run_it, _Eager):
-        return 0, 0
-    stats = run_it.get_cumulative_stats()
-    return stats["graph_hits"], stats["graph_misses"]
-
-
 def _rows(outputs: Sequence[Tensor]) -> Tensor:
     return torch.cat([item.flatten(0, -2) for item in outputs])
-
-
-def _attention(model: Any) -> str:
-    """The kernels behind the encoder's attention."""
-    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
-
-    found = {
-        f"{layer.attn_backend.name}{' 3' if getattr(layer, '_fa_version', None) == 3 else ''}"
-        for layer in model.modules()
-        if isinstance(layer, MMEncoderAttention)
-    }
-    return ", ".join(sorted(found)) or "torch's"
 
 
 def _requests(tower: str, options: argparse.Namespace) -> dict[str, Request]:
