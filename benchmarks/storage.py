@@ -151,19 +151,23 @@ def merge(parts: Sequence[Result]) -> Result:
         raise ValueError(
             f"results of {first['case']} are of one run; those of {', '.join(KEYS)} can be merged"
         )
-    rows: dict[tuple[Any, ...], Any] = {}
-    for part in parts:
-        differing = [
-            name for name in {*first, *part} - {"commit", "rows"} if first.get(name) != part.get(name)
-        ]
-        if differing:
-            raise ValueError(f"these results cannot be merged; they differ in {', '.join(sorted(differing))}")
-        for row in part["rows"]:
-            rows[tuple(row[name] for name in key)] = {"commit": part["commit"], **row}
-    commits = {row["commit"] for row in rows.values()}
-    if len(commits) == 1:
-        return {**first, "commit": commits.pop(), "rows": [_without_commit(row) for row in rows.values()]}
-    return {**first, "commit": parts[-1]["commit"], "rows": list(rows.values())}
+    differing = {
+        name
+        for part in parts
+        for name in {*first, *part} - {"commit", "rows"}
+        if first.get(name) != part.get(name)
+    }
+    if differing:
+        raise ValueError(f"these results cannot be merged; they differ in {', '.join(sorted(differing))}")
+    rows = {
+        tuple(row[name] for name in key): {"commit": part["commit"], **row}
+        for part in parts
+        for row in part["rows"]
+    }
+    if len({row["commit"] for row in rows.values()}) > 1:
+        return {**first, "commit": parts[-1]["commit"], "rows": list(rows.values())}
+    commit = next(iter(rows.values()))["commit"]
+    return {**first, "commit": commit, "rows": [_without_commit(row) for row in rows.values()]}
 
 
 def one_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -19,6 +20,13 @@ def synchronize() -> None:
     """Waits for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def release() -> None:
+    """Gives back device memory that no tensor owns any more."""
+    gc.collect()
+    synchronize()
+    torch.cuda.empty_cache()
 
 
 def device_for(case: str, tiny: bool = False) -> str:

@@ -10,11 +10,9 @@ time.
 
 from __future__ import annotations
 
-import contextlib
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -50,8 +48,6 @@ class Variant(ABC):
     def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
         self.model = model
         self.config = config
-        self.seconds: dict[str, float] = {}
-        """What was done before the first request, and how long it took."""
 
     @classmethod
     def unavailable(cls, tower: str, device: str) -> str | None:
@@ -85,15 +81,6 @@ class Variant(ABC):
     def note(self, batch: Batch) -> str:
         """How a batch is run, if there is a choice."""
         return ""
-
-    @contextlib.contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Adds the seconds of a block to `seconds`."""
-        start = time.perf_counter()
-        yield
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
 
 
 class Eager(Variant):
@@ -198,10 +185,7 @@ class Managed(Variant):
     def start(self) -> None:
         config = fx.EncoderConfig(**{**self.config, **self.settings})
         self.manager = fx.EncoderCudaGraphManager(self.model.adapter, config, log_interval=0)
-        with self.timed("compile"):
-            self.manager.compile()
-        with self.timed("capture"):
-            self.manager.capture()
+        self.manager.capture()
 
     def run(self, batch: Batch) -> Any:
         return self.manager.execute(batch.mm_kwargs)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from workloads import Request, most_square
 
+from fxsplit_encoder.models.random import draw_weights
+
 # Read when vLLM is imported: one process, no network, and every log line in the language of its operators.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -232,21 +234,10 @@ def build(cls: VllmClass, vllm_config: Any, device: torch.device) -> Any:
     with torch.inference_mode(False), set_current_vllm_config(vllm_config), cls.around():
         with set_default_torch_dtype(dtype), device:
             model = initialize_model(vllm_config)
-        randomize(model, device)
+        draw_weights(model, 0)
         process_weights_after_loading(model, vllm_config.model_config, device)
     cls.adjust(model)
     return model.eval()
-
-
-@torch.no_grad()
-def randomize(model: torch.nn.Module, device: torch.device) -> None:
-    """Small weights; those of norms and the scales of layers are one."""
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 and not name.endswith("bias"):
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
 
 
 @contextmanager

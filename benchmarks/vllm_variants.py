@@ -53,8 +53,7 @@ class VllmEager(Variant):
         start_vllm(self.model.device)
         described = CLASSES[self.model.name]
         self._config = engine_config(described, self.model.dtype)
-        with self.timed("load"):
-            self._tower = build(described, self._config, self.model.device)
+        self._tower = build(described, self._config, self.model.device)
 
     def reference(self, batch: Batch) -> Tensor:
         return rows_of(self._eager(self._inputs(batch)))
@@ -79,10 +78,9 @@ class VllmManager(VllmEager):
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
         device, dtype = self.model.device, self.model.dtype
-        with self.timed("capture"):
-            self._manager: Any = captured_manager(
-                EncoderCudaGraphManager, self._config, device, dtype, self._tower
-            )
+        self._manager: Any = captured_manager(
+            EncoderCudaGraphManager, self._config, device, dtype, self._tower
+        )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import statistics
@@ -18,7 +17,7 @@ from arithmetic import count_flops, gemm_flops_per_second
 from models import Batch, Model, kind_of, make_model, rows_of
 from processes import run_process
 from storage import Row, failing
-from timing import measure, synchronize
+from timing import measure, release, synchronize
 from torch import Tensor
 from variants import Variant
 from vllm_variants import CONTENDERS
@@ -121,11 +120,12 @@ def contest(job: Job) -> Iterator[Row]:
     batches = {name: [model.batch(request) for request in each] for name, each in workloads.items()}
     expected = {name: rows_of(model.eager(each[0])).cpu() for name, each in batches.items()}
     variant = CONTENDERS[job.variant](model, job.config)
-    before = _reserved_bytes(model)
+    before = _reserved_bytes()
     start = time.perf_counter()
     variant.start()
-    seconds = {"start": time.perf_counter() - start, **variant.seconds}
-    yield {"workload": START, "seconds": seconds, "bytes": _owned_bytes(before, model)}
+    synchronize()
+    seconds = time.perf_counter() - start
+    yield {"workload": START, "seconds": seconds, "bytes": _reserved_bytes() - before}
     for name, workload in workloads.items():
         row: Row = {"workload": name, "patches": _patches(batches[name])}
         if reason := variant.why_not(workload):
@@ -133,7 +133,7 @@ def contest(job: Job) -> Iterator[Row]:
             continue
         with failing(row):
             row |= _measure(job, variant, batches[name], expected[name])
-            row["bytes"] = _owned_bytes(before, model)
+            row["bytes"] = _reserved_bytes() - before
         yield row
         synchronize()  # raises if the device is lost to this process, which then ends
 
@@ -195,17 +195,7 @@ def _patches(batches: Sequence[Batch]) -> float:
     return statistics.median(batch.patches for batch in batches)
 
 
-def _reserved_bytes(model: Model) -> int | None:
-    """Device memory that PyTorch reserves for what is in use; None on a CPU."""
-    if model.device.type != "cuda":
-        return None
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+def _reserved_bytes() -> int:
+    """Device memory that PyTorch reserves for what is in use; 0 on a CPU."""
+    release()
     return torch.cuda.memory_reserved()
-
-
-def _owned_bytes(before: int | None, model: Model) -> int | None:
-    """What a variant reserves beyond the tower and the inputs."""
-    now = _reserved_bytes(model)
-    return None if now is None or before is None else now - before

@@ -130,28 +130,20 @@ class _Kept(ManagerEncoder):
 
 
 class Bench:
-    """The tower, its media and the decoder.
+    """The tower, its media and the decoder."""
 
-    Args:
-        arguments: of the case.
-        say: tells how far it is.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-        self.arguments, self.say = arguments, say
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
         self.scale = SMALL if arguments.tiny else FULL
         self.device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
         self.encoder_device = torch.device(arguments.encoder_device or self.device)
         self.beside, self.model_processor, self.processor = self._manager(self.encoder_device)
-        say(f"captured on {self.encoder_device}")
         self.manager = self.beside
         if self.encoder_device != self.device and "mix" in arguments.parts:  # for an engine that encodes
             self.manager, *_ = self._manager(self.device)
-            say(f"captured on {self.device}")
         shape = Shape() if not arguments.tiny else replace(TINY, hidden=self._facts()[0])
         self.decoder = Decoder(shape, self.device, self._dtype, PRIORITY)
         self.media = self._media()
-        say(f"media of {[len(medium.rows) for kind in self.media.values() for medium in kind]} tokens")
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -374,12 +366,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace, record: Record) -> None:
-    begin = time.perf_counter()
-
-    def say(what: str) -> None:
-        print(f"{time.perf_counter() - begin:.0f} s: {what}", flush=True)
-
-    bench = Bench(arguments, say)
+    bench = Bench(arguments)
     record.settings |= {
         "tower": "tiny" if arguments.tiny else "qwen3-vl-8b",
         "rate": arguments.rate,
@@ -388,13 +375,10 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         "config": arguments.config,
         "stream priority": {"encoder": PRIORITY, ASYNCHRONOUS: PRIORITY, ENGINE_FIRST: FIRST},
         "slices ms": SLICE_MS,
-        "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
     }
     parts = {"batch": bench.batch, "beside": bench.beside_videos, "mix": bench.mixes}
     if {"beside", "mix"} & {*arguments.parts}:
         bench.warm_up()
-        say("warm")
     for part in arguments.parts:
         for row in parts[part]():
             record({"part": part, **row})
-            say(f"{part}: {row}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import itertools
 import json
 import re
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from models import DEFAULT_TOWERS, make_model, tower_names
 from storage import Record, Row
-from timing import synchronize, wall_ms
+from timing import release, synchronize, wall_ms
 from vllm_variants import CONTENDERS
 from worker import known_workloads, settle
 
@@ -117,5 +116,4 @@ def run(options: argparse.Namespace, record: Record) -> None:
     for tower, variant in itertools.product(options.towers, options.variants):
         record.all(measure(tower, variant, options), tower=tower, variant=variant)
         torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+        release()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from poison import poison
 from storage import ROOT, Record, Row
-from timing import timed, wall_ms
+from timing import release, timed, wall_ms
 from torch import Tensor
 
 import fxsplit_encoder as fx
@@ -134,14 +133,6 @@ def errors_of(ours: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> d
     }
 
 
-def release() -> None:
-    """Gives back what no tensor owns any more."""
-    gc.collect()
-    torch._dynamo.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 @torch.no_grad()
 def run(arguments: argparse.Namespace, record: Record) -> None:
     tiny = arguments.tiny
@@ -152,5 +143,6 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     for name in arguments.models:
         begin = time.perf_counter()
         record.all(measure(name, tiny), tower=name)
+        torch._dynamo.reset()
         release()
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)

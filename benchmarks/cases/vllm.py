@@ -13,12 +13,9 @@ too long leaves its rows and the reason. `--tiny` runs two narrow blocks of Qwen
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import logging
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -125,7 +122,8 @@ class _Contest:
             with failing(row):
                 manager = self._manager(variant, model)
                 synchronize()
-                row |= {"seconds": time.perf_counter() - begin, **_start(manager)}
+                reports = [] if variant == "vllm" else manager.manager.reports[:_MOST_REPORTS]
+                row |= {"seconds": time.perf_counter() - begin, "reports": reports}
                 runs[variant] = manager.execute
             yield row
         for name, (values, patches) in self.batches.items():
@@ -147,17 +145,16 @@ class _Contest:
         """A manager as vLLM's runner makes it, captured.
 
         Raises:
-            RuntimeError: ours left the work to vLLM's; the message is its warning.
+            RuntimeError: ours left the work to vLLM's.
         """
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
         make: Any = EncoderCudaGraphManager
         if variant != "vllm":
             make = _ours(EncoderCudaGraphManager, variant == "ours-compiled", self.tiny)
-        with _warnings() as said:
-            manager = captured_manager(make, self.config, self.device, self.dtype, model)
+        manager = captured_manager(make, self.config, self.device, self.dtype, model)
         if variant != "vllm" and manager.manager is None:
-            raise RuntimeError("; ".join(said) or "vLLM's own manager serves")
+            raise RuntimeError("vLLM's own manager serves; the plugin's warning says why")
         return manager
 
     def _measure(
@@ -182,18 +179,6 @@ class _Contest:
         yield from rows.values()
 
 
-def _start(manager: Any) -> Row:
-    """What a manager has captured; of ours also whether it compiled, and what it says of the rest."""
-    row: Row = {"budgets": list(manager.token_budgets)}
-    ours = getattr(manager, "manager", None)
-    if ours is not None:
-        row["compiled"] = all(program is not None for program in ours.programs.values())
-        graphs = [graph for path in ours.budget_graphs.values() for graph in path.values()]
-        row["captured"] = dict(Counter(graph.mode for graph in graphs))
-        row["reports"] = ours.reports[:_MOST_REPORTS]
-    return row
-
-
 def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
     from fxsplit_encoder import EncoderConfig
     from fxsplit_encoder.integrations.vllm.adapter import make_adapter
@@ -215,20 +200,6 @@ def _requests(tower: str, options: argparse.Namespace) -> dict[str, Request]:
     names = README if kind == "packed" and not options.tiny else known
     requests = {name: known[name][0] for name in names if not options.workloads or name in options.workloads}
     return {name: request for name, request in requests.items() if not request.clips}
-
-
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """What the plugin warns of inside."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm.fxsplit_encoder")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
 
 
 def _prepare_cpu() -> None:

@@ -44,7 +44,6 @@ def test_ours_in_a_mode_tells_its_padding(make_model: MakeModel) -> None:
     assert [fx.EncoderConfig(mode=mode).mode for mode in MODES] == list(MODES)
     model = make_model()
     variant: Any = check("ours-piecewise", model)
-    assert {"compile", "capture"} <= variant.seconds.keys()
     assert variant.manager.config.mode == "piecewise"
     batch = model.batch(REQUESTS[1])  # 9 tokens
     assert variant.padding(batch) == pytest.approx(1 - 9 / 32)
