@@ -14,24 +14,15 @@ from torch import Tensor
 from variants import VARIANTS, Variant
 from vllm_classes import (
     CLASSES,
-    INTERNVL_IMAGE,
     build,
     captured_manager,
     engine_config,
     prepare_environment,
     start_vllm,
+    vllm_inputs,
     vllm_or_none,
 )
 from workloads import Workload
-
-
-def vllm_inputs(kind: str, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch's inputs by vLLM's names, with grids and counts on the host, as its processors leave them."""
-    if kind != "tiles":
-        return dict(mm_kwargs)
-    counts = torch.tensor(mm_kwargs["num_patches"])
-    tiles = {"pixel_values_flat": mm_kwargs["pixel_values"], "image_num_patches": counts}
-    return {**tiles, "image_token_id": torch.tensor(INTERNVL_IMAGE)}
 
 
 class VllmEager(Variant):

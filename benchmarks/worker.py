@@ -29,9 +29,8 @@ FLOOR = "floor"
 START = "start"
 """What a variant does before the first request, where the name of a workload may stand."""
 
-# Above it an output is wrong and not just rounded: root mean square of the difference from eager's output,
-# relative to that output.
-ERROR_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
+# Above it an output is wrong and not just rounded.
+_ERROR_LIMITS = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 
 _MOST_SAMPLES = 200
 
@@ -148,9 +147,7 @@ def _measure(job: Job, variant: Variant, batches: Sequence[Batch], expected: Ten
     if not job.quick:
         settle(calls, variant.seconds_to_settle)
     own = variant.reference(batches[0])
-    error = relative_error(rows_of(variant.run(batches[0])), expected if own is None else own)
-    if not error <= ERROR_LIMITS[job.dtype]:  # so written that NaN fails too
-        return {"failure": f"wrong: differs from eager by {error:.2g} of its root mean square"}
+    error = checked_error(rows_of(variant.run(batches[0])), expected if own is None else own)
     samples = job.samples
     if not job.quick:
         seconds_per_call = measure(calls, len(calls))["p50"] * 1e-3
@@ -168,6 +165,18 @@ def settle(calls: Sequence[Callable[[], Any]], seconds: float) -> None:
         for call in calls:
             call()
             synchronize()
+
+
+def checked_error(rows: Tensor, expected: Tensor) -> float:
+    """`relative_error` of eager's output.
+
+    Raises:
+        ValueError: they differ by more than rounding.
+    """
+    error = relative_error(rows, expected)
+    if not error <= _ERROR_LIMITS[rows.dtype]:  # so written that NaN fails too
+        raise ValueError(f"differs from eager by {error:.2g} of its root mean square")
+    return error
 
 
 def relative_error(rows: Tensor, expected: Tensor) -> float:

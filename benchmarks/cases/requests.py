@@ -21,7 +21,7 @@ import torch
 from models import TINY, Batch, make_model, rows_of
 from storage import Record
 from timing import percentile, wall_ms
-from worker import ERROR_LIMITS, relative_error
+from worker import checked_error
 from workloads import MOST_IMAGES, photographs
 
 import fxsplit_encoder as fx
@@ -85,10 +85,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         managers[name].capture()
         calls[name] = lambda batch, manager=managers[name]: manager.execute(batch.mm_kwargs)
     expected = rows_of(model.eager(requests[0]))
-    limit = ERROR_LIMITS[str(dtype).removeprefix("torch.")]
-    errors = {name: relative_error(rows_of(call(requests[0])), expected) for name, call in calls.items()}
-    if wrong := {name: error for name, error in errors.items() if not error <= limit}:
-        raise SystemExit(f"requests: differ from eager by more than {limit} of its root mean square: {wrong}")
+    errors = {name: checked_error(rows_of(call(requests[0])), expected) for name, call in calls.items()}
     record.settings.update(tower=model.name, managers=configs)
     for row in summary(time_requests(requests, calls, arguments.repeats)):
         row["error"] = errors[row["variant"]]

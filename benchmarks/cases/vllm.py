@@ -13,6 +13,7 @@ too long leaves its rows and the reason. `--tiny` runs two narrow blocks of Qwen
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import statistics
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from models import TINY, kind_of, make_model, rows_of
 from processes import run_process
 from storage import Record, Row, failing
 from timing import in_turns, summarize, synchronize
@@ -28,14 +30,17 @@ from vllm_classes import (
     CLASSES,
     MAX_ITEMS,
     MAX_TOKENS,
-    TINY,
+    VllmClass,
     build,
     captured_manager,
     engine_config,
     installed_version,
     prepare_environment,
     start_vllm,
+    vllm_inputs,
 )
+from vllm_classes import TINY as TINY_CLASS
+from worker import checked_error
 from workloads import QUICK_WORKLOADS, README, WORKLOADS, Request
 
 VARIANTS = ("eager", "vllm", "ours", "ours-compiled")
@@ -58,6 +63,7 @@ def run(options: argparse.Namespace, record: Record) -> None:
     dtype = "float32" if options.tiny else "bfloat16"
     record.settings.update(dtype=dtype, samples=options.samples, max_items=MAX_ITEMS, max_tokens=MAX_TOKENS)
     record.result["vllm"] = installed_version()
+    prepare_environment()
     for tower in [_TINY] if options.tiny else options.towers:
         start = time.monotonic()
 
@@ -75,7 +81,6 @@ def run(options: argparse.Namespace, record: Record) -> None:
 
 def contest(tower: str, options: argparse.Namespace) -> Iterator[Row]:
     """What every variant takes to start, then a row for each variant of each workload."""
-    prepare_environment()
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     if options.tiny:
         _prepare_cpu()
@@ -91,19 +96,12 @@ class _Contest:
         self.tiny, self.device, self.samples = options.tiny, device, options.samples
         self.variants: Sequence[str] = options.variants
         self.dtype = torch.float32 if self.tiny else torch.bfloat16
-        self.cls = TINY if self.tiny else CLASSES[tower]
+        self.cls = _tiny_class() if self.tiny else CLASSES[tower]
         self.config = engine_config(self.cls, self.dtype)
-        self.batches: dict[str, tuple[dict[str, Tensor], int]] = {}
-        for seed, (name, request) in enumerate(_requests(tower, options).items()):
-            generator = torch.Generator().manual_seed(seed)
-            values, patches = self.cls.inputs(self.cls, request, generator)
-            self.batches[name] = (self._placed(values), patches)
-
-    def _placed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Pixels on the device; vLLM's processors keep grids and counts on the host."""
-        return {
-            name: value.to(self.device, self.dtype) if value.is_floating_point() else value
-            for name, value in values.items()
+        sizes = make_model(TINY if self.tiny else tower, 1, device, self.dtype)
+        batches = {name: sizes.batch(request) for name, request in _requests(tower, options).items()}
+        self.batches = {
+            name: (vllm_inputs(sizes.kind, batch.mm_kwargs), batch.patches) for name, batch in batches.items()
         }
 
     def rows(self) -> Iterator[Row]:
@@ -111,7 +109,7 @@ class _Contest:
         model = build(self.cls, self.config, self.device)
         embed = model.embed_multimodal
         runs: dict[str, Any] = {"eager": lambda values: embed(**values)}
-        expected = {name: _rows(embed(**values)).cpu() for name, (values, _) in self.batches.items()}
+        expected = {name: rows_of(embed(**values)).cpu() for name, (values, _) in self.batches.items()}
         for variant in self.variants:
             if variant == "eager" or (variant == "vllm" and self.tiny):  # it has nothing but CUDA graphs
                 continue
@@ -161,17 +159,12 @@ class _Contest:
         self, runs: Mapping[str, Any], values: Mapping[str, Tensor], expected: Tensor
     ) -> Iterator[Row]:
         """Every variant on one batch: compared with eager, then timed in turns."""
-        from worker import ERROR_LIMITS, relative_error  # not in the process that waits: it imports much
-
         rows: dict[str, Row] = {}
         calls: dict[str, Callable[[], Any]] = {}
         for variant, run_it in runs.items():
             row = rows[variant] = {"variant": variant}
             with failing(row):
-                error = relative_error(_rows(run_it(dict(values))), expected)
-                if not error <= ERROR_LIMITS[str(self.dtype).removeprefix("torch.")]:  # so that NaN fails too
-                    raise ValueError(f"differs from eager by {error:.2g} of its root mean square")
-                row["error"] = error
+                row["error"] = checked_error(rows_of(run_it(dict(values))), expected)
                 calls[variant] = lambda run_it=run_it: run_it(dict(values))
         for variant, times in in_turns(calls, self.samples, _WARMUPS).items():
             wall, host = zip(*times, strict=True)
@@ -190,12 +183,14 @@ def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
     return make_adapter(vllm_class, PluginSettings(EncoderConfig(compile=True, **pieces)))
 
 
-def _rows(outputs: Sequence[Tensor]) -> Tensor:
-    return torch.cat([item.flatten(0, -2) for item in outputs])
+def _tiny_class() -> VllmClass:
+    """With patches of the size that the benchmarks' tiny tower has."""
+    vision = TINY_CLASS.config["vision_config"] | {"patch_size": 16}
+    return dataclasses.replace(TINY_CLASS, config={**TINY_CLASS.config, "vision_config": vision})
 
 
 def _requests(tower: str, options: argparse.Namespace) -> dict[str, Request]:
-    kind = CLASSES[tower].kind
+    kind = kind_of(tower)
     known = (QUICK_WORKLOADS if options.tiny else WORKLOADS)[kind]
     names = README if kind == "packed" and not options.tiny else known
     requests = {name: known[name][0] for name in names if not options.workloads or name in options.workloads}

@@ -133,7 +133,7 @@ def test_what_differs_from_eager_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Eager, "run", wrong)
     _, *rows = worker.contest(JOB)
-    assert [row["failure"].startswith("wrong: differs from eager") for row in rows] == [True, True]
+    assert [row["failure"].startswith("ValueError: differs from eager") for row in rows] == [True, True]
     assert not any("p50" in row for row in rows)
 
 
