@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timing import wall_ms
 from torch import Tensor
 
 
@@ -75,13 +74,9 @@ class Decoder:
         """What is computed inside comes before the next step."""
         return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
 
-    def rows_for(self, rows: int) -> int:
-        """Those of the smallest step with room for so many."""
-        return next(each for each in self.shape.rows if each >= rows)
-
     def step(self, rows: int) -> None:
         """Starts a step of at least so many rows; called on the stream."""
-        rows = self.rows_for(rows)
+        rows = next(each for each in self.shape.rows if each >= rows)
         if self._graphs:
             self._graphs[rows].replay()
         else:
@@ -91,11 +86,6 @@ class Decoder:
         """Until every step is over, as an engine that samples has to."""
         if self.stream is not None:
             self.stream.synchronize()
-
-    def times(self, samples: int) -> dict[int, float]:
-        """Median milliseconds of a step alone, by rows."""
-        with self.on_stream():
-            return {rows: wall_ms(lambda r=rows: self.step(r), samples) for rows in self.shape.rows}
 
     def _capture(self, rows: int) -> Any:
         self._forward(rows)

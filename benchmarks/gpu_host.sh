@@ -28,7 +28,7 @@ set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 packages=(
     accelerate annotated-types anyio blake3 click execnet h11 httptools idna msgspec peft platformdirs plotext
-    prometheus-client pydantic pydantic-core pytest-timeout pytest-xdist python-multipart simpy starlette
+    prometheus-client pydantic pydantic-core pytest-timeout pytest-xdist python-multipart starlette
     typing-extensions typing-inspection uvicorn
 )
 

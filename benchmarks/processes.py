@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -36,7 +36,8 @@ def run_process(
     context: Any = multiprocessing.get_context(method if gpu is None else "spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(rows, arguments, sender))
-    with _seeing(gpu):
+    # Set in the process, the variable would come too late: imports already initialize the driver.
+    with _environment, mock.patch.dict(os.environ, {} if gpu is None else {_VISIBLE: gpu}):
         process.start()
     sender.close()
     deadline = time.monotonic() + timeout
@@ -60,15 +61,6 @@ def visible_gpus() -> list[str]:
     """The GPUs of this process, by the names that CUDA_VISIBLE_DEVICES takes."""
     named = os.environ.get(_VISIBLE)
     return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
-
-
-@contextlib.contextmanager
-def _seeing(gpu: str | None) -> Iterator[None]:
-    """Has a process that starts in this block see one GPU: set in the process, the variable would come too
-    late, since imports already initialize the driver.
-    """
-    with _environment, mock.patch.dict(os.environ, {} if gpu is None else {_VISIBLE: gpu}):
-        yield
 
 
 def _work(rows: Callable[..., Iterable[Row]], arguments: tuple[Any, ...], sender: Connection) -> None:

@@ -20,7 +20,6 @@ import torch
 from decoder import Decoder
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
@@ -102,7 +101,6 @@ class Served:
     came: float
     counts: Sequence[int] = ()
     handle: Any = None
-    submit_seconds: float = 0.0
     computed: int = 0
     generated: int = 0
     first: float = 0.0
@@ -119,17 +117,6 @@ class Served:
     @property
     def seconds_to_first(self) -> float:
         return self.first - self.came
-
-    @property
-    def stages(self) -> Mapping[str, float]:
-        """Seconds of the way of its media through the connector; nothing where they did not go through it."""
-        ticket = self.handle
-        if not isinstance(ticket, Ticket) or ticket.ready_at is None or not ticket.items:
-            return {}
-        ready = ticket.ready_at - ticket.submitted_at
-        waited = {"queue": ticket.queue_seconds, "encode": ticket.encode_seconds}
-        prefill = self.seconds_to_first - self.submit_seconds - ready
-        return {"prepare": ready - sum(waited.values()), **waited, "then": prefill}
 
 
 class Source:
@@ -271,9 +258,7 @@ class Engine:
             for arrival in load:
                 request = Served(arrival, arrival.prompt, begin + arrival.at)
                 time.sleep(max(0.0, request.came - time.perf_counter()))
-                start = time.perf_counter()
                 self._source.submit(request)
-                request.submit_seconds = time.perf_counter() - start
                 self._come.append(request)
         except BaseException as error:
             problems.append(error)

@@ -51,6 +51,7 @@ def new_result(case: str) -> Result:
     import transformers
 
     cuda = torch.cuda.is_available()
+    commit = _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) if (ROOT / ".git").exists() else None
     driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
     return {
         "case": case,
@@ -61,7 +62,7 @@ def new_result(case: str) -> Result:
         "transformers": transformers.__version__,
         "attention packages": _attention_packages(),
         "python": platform.python_version(),
-        "commit": os.environ.get("FXSPLIT_COMMIT") or commit_of(ROOT),
+        "commit": os.environ.get("FXSPLIT_COMMIT") or commit,
         "settings": {},
         "rows": [],
     }
@@ -84,22 +85,25 @@ class Record:
         self._path, self._came, self._writing = path, list[Row](), threading.Lock()
 
     def __call__(self, row: Row) -> None:
-        """Adds a row; from any thread."""
+        """Adds a row, and prints it; from any thread."""
         with self._writing:
+            print(*(f"{name}={value}" for name, value in row.items()), flush=True)
             self._came.append(row)
             self.rows[:] = self.merge(self._came)
             self.store()
 
+    def all(self, rows: Iterable[Row], **names: Any) -> None:
+        """Adds rows, which have these values too, as they come; a row of the error if they end with one."""
+        whole: Row = {**names, "workload": "all"}
+        with failing(whole):
+            for row in rows:
+                self({**names, **row})
+        if "failure" in whole:
+            self(whole)
+
     def store(self) -> None:
         """Writes the file again, after a change of what it has."""
         store(self._path, self.result)
-
-
-def commit_of(root: Path) -> str | None:
-    """The commit of a checkout; None for a folder that is none, be it inside of another checkout."""
-    git = ["git", "-C", str(root), "rev-parse"]
-    top = _output([*git, "--show-toplevel"])
-    return _output([*git, "HEAD"]) if top and Path(top).resolve() == root.resolve() else None
 
 
 def described(result: Mapping[str, Any], *more: str, rows: Iterable[Mapping[str, Any]] = ()) -> str:
@@ -148,19 +152,23 @@ def merge(parts: Sequence[Result]) -> Result:
         raise ValueError(
             f"results of {first['case']} are of one run; those of {', '.join(KEYS)} can be merged"
         )
-    rows: dict[tuple[Any, ...], Any] = {}
-    for part in parts:
-        differing = [
-            name for name in {*first, *part} - {"commit", "rows"} if first.get(name) != part.get(name)
-        ]
-        if differing:
-            raise ValueError(f"these results cannot be merged; they differ in {', '.join(sorted(differing))}")
-        for row in part["rows"]:
-            rows[tuple(row[name] for name in key)] = {"commit": part["commit"], **row}
-    commits = {row["commit"] for row in rows.values()}
-    if len(commits) == 1:
-        return {**first, "commit": commits.pop(), "rows": [_without_commit(row) for row in rows.values()]}
-    return {**first, "commit": parts[-1]["commit"], "rows": list(rows.values())}
+    differing = {
+        name
+        for part in parts
+        for name in {*first, *part} - {"commit", "rows"}
+        if first.get(name) != part.get(name)
+    }
+    if differing:
+        raise ValueError(f"these results cannot be merged; they differ in {', '.join(sorted(differing))}")
+    rows = {
+        tuple(row[name] for name in key): {"commit": part["commit"], **row}
+        for part in parts
+        for row in part["rows"]
+    }
+    if len({row["commit"] for row in rows.values()}) > 1:
+        return {**first, "commit": parts[-1]["commit"], "rows": list(rows.values())}
+    commit = next(iter(rows.values()))["commit"]
+    return {**first, "commit": commit, "rows": [_without_commit(row) for row in rows.values()]}
 
 
 def one_line(error: Exception) -> str:
@@ -199,6 +207,12 @@ def _attention_packages() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def environment(first: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """That of a process which looks for modules in a folder first."""
+    paths = [str(first), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **(more or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _output(command: list[str]) -> str | None:

@@ -150,8 +150,11 @@ def formatted(headers: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 
 
 def by_columns(columns: Mapping[str, str] | Iterable[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of some values of every row: headers, and the names of the values below them if they differ."""
-    named = columns if isinstance(columns, Mapping) else {name: name for name in columns}
+    """A table of some values of every row: headers, and the names of the values below them if they differ. A
+    column that no row has is left out.
+    """
+    given = columns if isinstance(columns, Mapping) else {name: name for name in columns}
+    named = {title: name for title, name in given.items() if any(name in row for row in rows)}
     return formatted(list(named), [[row.get(name) for name in named.values()] for row in rows])
 
 
@@ -297,10 +300,6 @@ def _grouped(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:
     return groups
 
 
-def _if_any(name: str, rows: Iterable[Row]) -> list[str]:
-    return [name] if any(name in row for row in rows) else []
-
-
 def requests(result: Result) -> str:
     columns = {"": "title"} | {name: name for name in ("mean", "p50", "p99", "slowest / eager")}
     rows = [{**row, "title": _TITLES.get(row["variant"], row["variant"])} for row in result["rows"]]
@@ -311,7 +310,7 @@ def requests(result: Result) -> str:
 def towers(result: Result) -> str:
     rows = [_tower_row(name, its_rows) for name, its_rows in _grouped(result["rows"], "tower").items()]
     columns = ["tower", "small", "medium", "large", "batch of 8", "error", "compile s", "capture s", "GiB"]
-    columns += _if_any("failure", rows)
+    columns += ["failure"]
     caption = "Eager / `manager.execute`, medians in milliseconds."
     return _told(result, by_columns(columns, rows), caption, rows=result["rows"])
 
@@ -415,7 +414,7 @@ def passes(result: Result) -> str:
     """Milliseconds of one replay with all passes, without any and without each of them."""
     sizes = [str(count) for count in result["settings"]["patches"]]
     rows = [row for row in result["rows"] if not row["candidate"].startswith("pass ")]
-    table = by_columns(["candidate", *sizes, "error", *_if_any("failure", result["rows"])], rows)
+    table = by_columns(["candidate", *sizes, "error", "failure"], rows)
     unit = result["settings"].get("unit", "patches")
     return _told(result, table, f"Milliseconds of one full graph replay, by {unit}.")
 
@@ -429,7 +428,7 @@ def kernels(result: Result) -> str:
         return f"{milliseconds} ({100 * row[kind] / row['span']:.0f} %)"
 
     lines = [row | {kind: share(row, kind) for kind in kinds} for row in result["rows"] if "span" in row]
-    columns = ("tower", "workload", "variant", "patches", *_if_any("wall", lines), "span", *kinds)
+    columns = ("tower", "workload", "variant", "patches", "wall", "span", *kinds)
     settings = result["settings"]
     given = [f"{name}: {value}" for name, value in settings["config"].items()]
     return _told(result, by_columns(columns, lines), _MEDIANS, settings["dtype"], "random weights", *given)
@@ -566,17 +565,14 @@ def vllm(result: Result) -> str:
 
 def vllm_serving(result: Result) -> str:
     """Milliseconds to the first token by what requests bring, a line for each variant."""
-    rows = [{**row, "rate": row.get("rate")} for row in result["rows"] if "p50" in row]
+    rows = [dict(row) for row in result["rows"] if "p50" in row]
     for row in rows:
         if each := row.get("p50 by engine"):
             row["p50 by engine"] = " / ".join(f"{p50:#.3g}".rstrip(".") for p50 in each)
-    columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50"}
-    columns |= {name: name for name in _if_any("p50 by engine", rows)} | {"p99": "p99"}
-    parts = ("encoder host", "encoder device")
-    columns |= {name: name for name in parts if _if_any(name, rows)}
-    columns |= {"requests / s": "requests per second"}
     same = all(row.get("same") == 1.0 for row in rows)
-    columns |= {} if same else {"same tokens": "same"}
+    columns = {"requests": "requests", "a second": "rate", "encoder": "variant"}
+    columns |= {name: name for name in ("p50", "p50 by engine", "p99", "encoder host", "encoder device")}
+    columns |= {"requests / s": "requests per second"} | ({} if same else {"same tokens": "same"})
     table = by_columns(columns, sorted(rows, key=lambda row: str(row["requests"])))
     caption = f"Milliseconds to the first token{', which is the same of all' if same else ''}."
     of = (f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
@@ -584,20 +580,10 @@ def vllm_serving(result: Result) -> str:
 
 
 def ab(result: Result) -> str:
-    """Milliseconds of the baseline and of this commit, and their ratio; a column for each time."""
-    compared = [row for row in result["rows"] if "time" in row]
-    times = list(dict.fromkeys(row["time"] for row in compared))
-    lines = []
-    for workload, rows in _grouped(compared, "workload").items():
-        cells = {
-            row["time"]: f"{shown(row['baseline']['p50'])}, {shown(row['this']['p50'])} ({row['ratio']:.3f})"
-            for row in rows
-        }
-        lines.append([workload, *map(cells.get, times)])
-    theirs, ours = result["seconds"]["baseline"], result["seconds"]["this"]
-    starts = [f"{what} {seconds:.2f} s and {ours[what]:.2f} s" for what, seconds in theirs.items()]
-    caption = f"Milliseconds at {result['settings']['baseline']} and here, medians; in brackets their ratio."
-    return _told(result, formatted(["images", *times], lines), f"{caption} {'; '.join(starts)}.")
+    columns = ["workload", "time", "baseline", "this", "ratio", "lowest", "highest"]
+    caption = f"Milliseconds at {result['settings']['baseline']} and here, medians of turns, and their ratio."
+    rows = [row for row in result["rows"] if "ratio" in row]
+    return _told(result, by_columns(columns, rows), caption)
 
 
 # --- features

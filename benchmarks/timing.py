@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,6 +20,13 @@ def synchronize() -> None:
     """Waits for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def release() -> None:
+    """Gives back device memory that no tensor owns any more."""
+    gc.collect()
+    synchronize()
+    torch.cuda.empty_cache()
 
 
 def device_for(case: str, tiny: bool = False) -> str:
@@ -95,24 +104,25 @@ def host_us(call: Callable[[], Any], samples: int, warmups: int = 0) -> float:
     return 1e3 * statistics.median(timed(call)[1] for _ in range(samples))
 
 
+_around: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
+"""Events around the graphs that are replayed, while they are asked for."""
+
+
 def replays_ms(call: Callable[[], Any], samples: int = 30) -> list[float]:
     """Milliseconds of the CUDA graphs that each call replays; nothing of a call that replays none.
 
     Only inside of `watching_replays`, which has to be open when they are captured.
     """
+    global _around
     times = []
     for _ in range(samples):
-        with _recording() as around:
-            call()
+        _around = around = []
+        call()
+        _around = None
         synchronize()
         if around:
             times.append(sum(start.elapsed_time(end) for start, end in around))
     return times
-
-
-_Around = list[tuple[torch.cuda.Event, torch.cuda.Event]]
-_around: _Around | None = None
-"""Events around the graphs that are replayed, while they are asked for."""
 
 
 @contextmanager
@@ -130,21 +140,8 @@ def watching_replays() -> Iterator[None]:
         end.record()
         _around.append((start, end))
 
-    torch.cuda.CUDAGraph.replay = replay
-    try:
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", replay):
         yield
-    finally:
-        torch.cuda.CUDAGraph.replay = original
-
-
-@contextmanager
-def _recording() -> Iterator[_Around]:
-    global _around
-    _around = []
-    try:
-        yield _around
-    finally:
-        _around = None
 
 
 def between_events(call: Callable[[], Any]) -> float:

@@ -10,11 +10,9 @@ time.
 
 from __future__ import annotations
 
-import contextlib
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -50,8 +48,6 @@ class Variant(ABC):
     def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
         self.model = model
         self.config = config
-        self.seconds: dict[str, float] = {}
-        """What was done before the first request, and how long it took."""
 
     @classmethod
     def unavailable(cls, tower: str, device: str) -> str | None:
@@ -85,15 +81,6 @@ class Variant(ABC):
     def note(self, batch: Batch) -> str:
         """How a batch is run, if there is a choice."""
         return ""
-
-    @contextlib.contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Adds the seconds of a block to `seconds`."""
-        start = time.perf_counter()
-        yield
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
 
 
 class Eager(Variant):
@@ -161,8 +148,8 @@ class CompileReduceOverhead(Compile):
     settings: ClassVar[Mapping[str, Any]] = REDUCE_OVERHEAD
 
     def why_not(self, workload: Workload) -> str | None:
-        if len(workload.requests) > 1:
-            return f"{len(workload.requests)} requests of other sizes, each a compilation"
+        if len(workload) > 1:
+            return f"{len(workload)} requests of other sizes, each a compilation"
         return None
 
     def run(self, batch: Batch) -> Any:
@@ -193,13 +180,12 @@ class ExactGraph(_OnPrepared):
 class Managed(Variant):
     """A manager under `config`; what is timed is `execute`, with nothing prepared."""
 
+    settings: ClassVar[Mapping[str, Any]]
+
     def start(self) -> None:
-        config = fx.EncoderConfig(**self.config)
+        config = fx.EncoderConfig(**{**self.config, **self.settings})
         self.manager = fx.EncoderCudaGraphManager(self.model.adapter, config, log_interval=0)
-        with self.timed("compile"):
-            self.manager.compile()
-        with self.timed("capture"):
-            self.manager.capture()
+        self.manager.capture()
 
     def run(self, batch: Batch) -> Any:
         return self.manager.execute(batch.mm_kwargs)
@@ -218,22 +204,15 @@ class Managed(Variant):
         return ", ".join(f"{count} x {way}" if count > 1 else way for way, count in ways.items())
 
 
-def _ours(selected: str) -> type[Managed]:
-    class Ours(Managed):
-        name: ClassVar[str] = f"ours-{selected}"
-        seconds_to_settle: ClassVar[float] = 10.0 if selected == "auto" else 0.0
-
-        def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
-            super().__init__(model, {**config, "mode": selected})
-
-    return Ours
+def _ours(mode: str) -> type[Managed]:
+    settled = 10.0 if mode == "auto" else 0.0
+    made = {"name": f"ours-{mode}", "settings": {"mode": mode}, "seconds_to_settle": settled}
+    return type("Ours", (Managed,), made)
 
 
 class Invariant(Managed):
     name = "ours-invariant"
-
-    def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
-        super().__init__(model, {**config, "invariant": True})
+    settings: ClassVar[Mapping[str, Any]] = {"invariant": True}
 
     @classmethod
     def unavailable(cls, tower: str, device: str) -> str | None:

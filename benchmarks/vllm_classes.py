@@ -1,5 +1,5 @@
-"""vLLM's own model classes: configurations at published sizes and a tiny one, inputs, and encoders of random
-weights. The tests in tests/vllm/ build their classes with what is here too.
+"""vLLM's own model classes: configurations at published sizes and a tiny one, and encoders of random weights.
+The tests in tests/vllm/ build their classes with what is here too.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
-from workloads import Request, most_square
 
 # Read when vLLM is imported: one process, no network, and every log line in the language of its operators.
 ENVIRONMENT = {
@@ -43,58 +40,25 @@ MAX_ITEMS = 8
 """Images of a batch, for every manager alike: fewer segments are quicker to attend to than vLLM's default of
 64, and eight is the most that most requests here have."""
 
-Inputs = Callable[["VllmClass", Request, torch.Generator], tuple[dict[str, Tensor], int]]
-"""Pixels and grids of a request as vLLM's processor leaves them, and the patches that attention sees."""
-
 
 @dataclasses.dataclass(frozen=True)
 class VllmClass:
     """A class of vLLM's, by what config.json says."""
 
     config: Mapping[str, Any]
-    kind: str
-    """Its requests, a key of `workloads.WORKLOADS`."""
-    inputs: Inputs
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What is replaced while the model is described and built: it asks a tokenizer."""
     adjust: Callable[[Any], None] = lambda model: None
     """What is replaced in the model: what asks a processor for numbers that do not matter here."""
 
 
-# --- inputs
-
-
-def _normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator)
-
-
-def patches_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
-    """Rows of patches and (frames, rows, columns): Qwen."""
-    vision = cls.config["vision_config"]
-    patch, merge = vision["patch_size"], vision["spatial_merge_size"]
-    grids = [
-        (1, *(merge * max(1, round(length / (patch * merge))) for length in size)) for size in request.images
-    ]
-    count = sum(map(math.prod, grids))
-    pixels = _normal(generator, count, 3 * vision["temporal_patch_size"] * patch**2)
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}, count
-
-
-def tiles_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
-    """Equal tiles and their numbers: InternVL."""
-    side, patch = cls.config["vision_config"]["image_size"], cls.config["vision_config"]["patch_size"]
-    pixels = _normal(generator, sum(request.tiles), 3, side, side)
-    inputs = {"pixel_values_flat": pixels, "image_num_patches": torch.tensor(request.tiles)}
-    return {**inputs, "image_token_id": torch.tensor(INTERNVL_IMAGE)}, len(pixels) * (side // patch) ** 2
-
-
-def pages_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
-    """A page as a whole and as crops, and the grid of those: DeepSeek-OCR."""
-    whole = _normal(generator, len(request.tiles), 3, 1024, 1024)
-    crops = _normal(generator, sum(request.tiles), 3, 640, 640)
-    grids = torch.tensor([most_square(count) for count in request.tiles])
-    inputs = {"pixel_values": whole, "images_crop": crops, "images_spatial_crop": grids}
-    return inputs, len(whole) * 64**2 + len(crops) * 40**2
+def vllm_inputs(kind: str, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch's inputs by vLLM's names, with grids and counts on the host, as its processors leave them."""
+    if kind != "tiles":
+        return dict(mm_kwargs)
+    counts = torch.tensor(mm_kwargs["num_patches"])
+    tiles = {"pixel_values_flat": mm_kwargs["pixel_values"], "image_num_patches": counts}
+    return {**tiles, "image_token_id": torch.tensor(INTERNVL_IMAGE)}
 
 
 # --- the classes
@@ -128,19 +92,17 @@ AUTO_MAP = {"AutoConfig": "configuration_given.GivenConfig"}
 
 # One layer each: language models are not run, and a second one of DeepSeek's would have experts.
 _CONFIGS = json.loads(Path(__file__).with_name("vllm_configs.json").read_text("utf-8"))
-_QWEN: dict[str, Any] = {"kind": "packed", "inputs": patches_of, "adjust": frames_without_processor(1)}
+_one_frame = frames_without_processor(1)
 CLASSES: Mapping[str, VllmClass] = {
-    "qwen3-vl-8b": VllmClass(_CONFIGS["qwen3-vl-8b"], **_QWEN),
-    "qwen2.5-vl-7b": VllmClass(_CONFIGS["qwen2.5-vl-7b"], **_QWEN),
-    "internvl3-8b": VllmClass(_CONFIGS["internvl3-8b"], "tiles", tiles_of, around=internvl_without_tokenizer),
-    "deepseek-ocr": VllmClass(
-        _CONFIGS["deepseek-ocr"], "pages", pages_of, around=lambda: tokenizer_of("deepseek_ocr", 128815)
-    ),
+    "qwen3-vl-8b": VllmClass(_CONFIGS["qwen3-vl-8b"], adjust=_one_frame),
+    "qwen2.5-vl-7b": VllmClass(_CONFIGS["qwen2.5-vl-7b"], adjust=_one_frame),
+    "internvl3-8b": VllmClass(_CONFIGS["internvl3-8b"], internvl_without_tokenizer),
+    "deepseek-ocr": VllmClass(_CONFIGS["deepseek-ocr"], lambda: tokenizer_of("deepseek_ocr", 128815)),
 }
 """By the names of towers elsewhere in the benchmarks."""
 
 
-TINY = VllmClass(_CONFIGS["tiny"], **_QWEN)
+TINY = VllmClass(_CONFIGS["tiny"], adjust=_one_frame)
 """Qwen3-VL with two narrow blocks, for a CPU."""
 
 _CONFIGURATION = """
@@ -227,26 +189,17 @@ def build(cls: VllmClass, vllm_config: Any, device: torch.device) -> Any:
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from fxsplit_encoder.models.random import draw_weights
+
     dtype = vllm_config.model_config.dtype
     # Models are loaded outside of inference mode, as by vLLM: passes must see when weights change.
     with torch.inference_mode(False), set_current_vllm_config(vllm_config), cls.around():
         with set_default_torch_dtype(dtype), device:
             model = initialize_model(vllm_config)
-        randomize(model, device)
+        draw_weights(model, 0)
         process_weights_after_loading(model, vllm_config.model_config, device)
     cls.adjust(model)
     return model.eval()
-
-
-@torch.no_grad()
-def randomize(model: torch.nn.Module, device: torch.device) -> None:
-    """Small weights; those of norms and the scales of layers are one."""
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 and not name.endswith("bias"):
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
 
 
 @contextmanager

@@ -14,24 +14,15 @@ from torch import Tensor
 from variants import VARIANTS, Variant
 from vllm_classes import (
     CLASSES,
-    INTERNVL_IMAGE,
     build,
     captured_manager,
     engine_config,
     prepare_environment,
     start_vllm,
+    vllm_inputs,
     vllm_or_none,
 )
 from workloads import Workload
-
-
-def vllm_inputs(kind: str, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch's inputs by vLLM's names, with grids and counts on the host, as its processors leave them."""
-    if kind != "tiles":
-        return dict(mm_kwargs)
-    counts = torch.tensor(mm_kwargs["num_patches"])
-    tiles = {"pixel_values_flat": mm_kwargs["pixel_values"], "image_num_patches": counts}
-    return {**tiles, "image_token_id": torch.tensor(INTERNVL_IMAGE)}
 
 
 class VllmEager(Variant):
@@ -46,15 +37,14 @@ class VllmEager(Variant):
         return super().unavailable(tower, device) or missing
 
     def why_not(self, workload: Workload) -> str | None:
-        return "videos are left out" if any(request.clips for request in workload.requests) else None
+        return "videos are left out" if any(request.clips for request in workload) else None
 
     def start(self) -> None:
         prepare_environment()
         start_vllm(self.model.device)
         described = CLASSES[self.model.name]
         self._config = engine_config(described, self.model.dtype)
-        with self.timed("load"):
-            self._tower = build(described, self._config, self.model.device)
+        self._tower = build(described, self._config, self.model.device)
 
     def reference(self, batch: Batch) -> Tensor:
         return rows_of(self._eager(self._inputs(batch)))
@@ -79,10 +69,9 @@ class VllmManager(VllmEager):
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
         device, dtype = self.model.device, self.model.dtype
-        with self.timed("capture"):
-            self._manager: Any = captured_manager(
-                EncoderCudaGraphManager, self._config, device, dtype, self._tower
-            )
+        self._manager: Any = captured_manager(
+            EncoderCudaGraphManager, self._config, device, dtype, self._tower
+        )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import statistics
@@ -18,7 +17,7 @@ from arithmetic import count_flops, gemm_flops_per_second
 from models import Batch, Model, kind_of, make_model, rows_of
 from processes import run_process
 from storage import Row, failing
-from timing import measure, synchronize
+from timing import measure, release, synchronize
 from torch import Tensor
 from variants import Variant
 from vllm_variants import CONTENDERS
@@ -30,9 +29,8 @@ FLOOR = "floor"
 START = "start"
 """What a variant does before the first request, where the name of a workload may stand."""
 
-# Above it an output is wrong and not just rounded: root mean square of the difference from eager's output,
-# relative to that output.
-ERROR_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
+# Above it an output is wrong and not just rounded.
+_ERROR_LIMITS = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 
 _MOST_SAMPLES = 200
 
@@ -106,33 +104,35 @@ def floor(job: Job) -> Iterator[Row]:
     device, dtype = torch.device(job.device), getattr(torch, job.dtype)
     rate = gemm_flops_per_second(device, dtype)
     model = _model(job)
-    for workload in _workloads(job):
-        batches = [model.batch(request) for request in workload.requests]
+    for name, workload in _workloads(job).items():
+        batches = [model.batch(request) for request in workload]
         prepared = [model.prepare(batch) for batch in batches]
         flops = [count_flops(lambda each=each: model.forward(each)) for each in prepared]
-        row = {"workload": workload.name, "patches": _patches(batches)}
+        row = {"workload": name, "patches": _patches(batches)}
         yield {**row, "p50": statistics.median(flops) / rate * 1e3, "flops per second": rate}
 
 
 def contest(job: Job) -> Iterator[Row]:
     """What a variant takes to start, then a row for each workload."""
     model = _model(job)
-    batches = {w.name: [model.batch(request) for request in w.requests] for w in _workloads(job)}
+    workloads = _workloads(job)
+    batches = {name: [model.batch(request) for request in each] for name, each in workloads.items()}
     expected = {name: rows_of(model.eager(each[0])).cpu() for name, each in batches.items()}
     variant = CONTENDERS[job.variant](model, job.config)
-    before = _reserved_bytes(model)
+    before = _reserved_bytes()
     start = time.perf_counter()
     variant.start()
-    seconds = {"start": time.perf_counter() - start, **variant.seconds}
-    yield {"workload": START, "seconds": seconds, "bytes": _owned_bytes(before, model)}
-    for workload in _workloads(job):
-        row: Row = {"workload": workload.name, "patches": _patches(batches[workload.name])}
+    synchronize()
+    seconds = time.perf_counter() - start
+    yield {"workload": START, "seconds": seconds, "bytes": _reserved_bytes() - before}
+    for name, workload in workloads.items():
+        row: Row = {"workload": name, "patches": _patches(batches[name])}
         if reason := variant.why_not(workload):
             yield {**row, "skipped": reason}
             continue
         with failing(row):
-            row |= _measure(job, variant, batches[workload.name], expected[workload.name])
-            row["bytes"] = _owned_bytes(before, model)
+            row |= _measure(job, variant, batches[name], expected[name])
+            row["bytes"] = _reserved_bytes() - before
         yield row
         synchronize()  # raises if the device is lost to this process, which then ends
 
@@ -147,9 +147,7 @@ def _measure(job: Job, variant: Variant, batches: Sequence[Batch], expected: Ten
     if not job.quick:
         settle(calls, variant.seconds_to_settle)
     own = variant.reference(batches[0])
-    error = relative_error(rows_of(variant.run(batches[0])), expected if own is None else own)
-    if not error <= ERROR_LIMITS[job.dtype]:  # so written that NaN fails too
-        return {"failure": f"wrong: differs from eager by {error:.2g} of its root mean square"}
+    error = checked_error(rows_of(variant.run(batches[0])), expected if own is None else own)
     samples = job.samples
     if not job.quick:
         seconds_per_call = measure(calls, len(calls))["p50"] * 1e-3
@@ -169,6 +167,18 @@ def settle(calls: Sequence[Callable[[], Any]], seconds: float) -> None:
             synchronize()
 
 
+def checked_error(rows: Tensor, expected: Tensor) -> float:
+    """`relative_error` of eager's output.
+
+    Raises:
+        ValueError: they differ by more than rounding.
+    """
+    error = relative_error(rows, expected)
+    if not error <= _ERROR_LIMITS[rows.dtype]:  # so written that NaN fails too
+        raise ValueError(f"differs from eager by {error:.2g} of its root mean square")
+    return error
+
+
 def relative_error(rows: Tensor, expected: Tensor) -> float:
     """Root mean square of the difference, relative to that of `expected`.
 
@@ -186,25 +196,15 @@ def _model(job: Job) -> Model:
     return make_model(job.tower, job.blocks, torch.device(job.device), getattr(torch, job.dtype))
 
 
-def _workloads(job: Job) -> list[Workload]:
-    return [known_workloads(job.tower, job.quick)[name] for name in job.workloads]
+def _workloads(job: Job) -> dict[str, Workload]:
+    return {name: known_workloads(job.tower, job.quick)[name] for name in job.workloads}
 
 
 def _patches(batches: Sequence[Batch]) -> float:
     return statistics.median(batch.patches for batch in batches)
 
 
-def _reserved_bytes(model: Model) -> int | None:
-    """Device memory that PyTorch reserves for what is in use; None on a CPU."""
-    if model.device.type != "cuda":
-        return None
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+def _reserved_bytes() -> int:
+    """Device memory that PyTorch reserves for what is in use; 0 on a CPU."""
+    release()
     return torch.cuda.memory_reserved()
-
-
-def _owned_bytes(before: int | None, model: Model) -> int | None:
-    """What a variant reserves beyond the tower and the inputs."""
-    now = _reserved_bytes(model)
-    return None if now is None or before is None else now - before

@@ -31,12 +31,8 @@ class Request:
     """Tiles of every image (InternVL), or crops beside every whole page (DeepSeek-OCR)."""
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Requests that are timed in turn."""
-
-    name: str
-    requests: tuple[Request, ...]
+Workload = tuple[Request, ...]
+"""Requests that are timed in turn."""
 
 
 def random_grid(generator: random.Random) -> tuple[int, int, int]:
@@ -53,43 +49,38 @@ def most_square(count: int) -> tuple[int, int]:
     return max(1, count) // rows, rows
 
 
-def _photographs(seed: int = 0) -> Workload:
-    """Requests of 1 to 16 mixed photographs, sized for 32 x 32 pixels an output token."""
-    generator = random.Random(seed)
+def photographs(count: int, most_images: int = MOST_IMAGES) -> Workload:
+    """So many requests of mixed photographs, sized for 32 x 32 pixels an output token; the same each time."""
+    generator, scale = random.Random(0), _PIXELS_PER_TOKEN // 2
     requests = []
-    for _ in range(_PHOTO_REQUESTS):
-        grids = [random_grid(generator) for _ in range(generator.randint(1, MOST_IMAGES))]
-        scale = _PIXELS_PER_TOKEN // 2
+    for _ in range(count):
+        grids = [random_grid(generator) for _ in range(generator.randint(1, most_images))]
         requests.append(Request(images=tuple((scale * h, scale * w) for _, h, w in grids)))
-    return Workload("photos", tuple(requests))
+    return tuple(requests)
 
 
-def _images(name: str, *sizes: Size) -> Workload:
-    return Workload(name, (Request(images=sizes),))
-
-
-def _by_name(*workloads: Workload) -> dict[str, Workload]:
-    return {workload.name: workload for workload in workloads}
+def _images(*sizes: Size) -> Workload:
+    return (Request(images=sizes),)
 
 
 WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
-    "packed": _by_name(
-        *(_images(f"1x{side}", (side, side)) for side in (224, 448, 896, 1344)),
-        _images("mixed8", *_MIXED, (512, 512), (640, 960)),
-        _images("mixed8_big", *_MIXED[:5], (1344, 1344), _MIXED[5], (512, 512)),
-        _images("20x336", *[(336, 336)] * 20),
-        _photographs(),
-        *(Workload(f"clip{frames}", (Request(clips=((frames, _CLIP),)),)) for frames in (16, 32, 64)),
-    ),
-    "tiles": _by_name(
-        *(Workload(f"tiles{count}", (Request(tiles=(count,)),)) for count in (1, 4, 12)),
-        Workload("tiles_mixed8", (Request(tiles=(1, 3, 5, 7, 2, 13, 1, 5)),)),
-        Workload("clip16", (Request(clips=((16, _CLIP),)),)),
-    ),
-    "pages": _by_name(
-        *(Workload(f"crops{count}", (Request(tiles=(count,)),)) for count in (0, 4, 9)),
-        Workload("pages_mixed4", (Request(tiles=(0, 4, 6, 2)),)),
-    ),
+    "packed": {
+        **{f"1x{side}": _images((side, side)) for side in (224, 448, 896, 1344)},
+        "mixed8": _images(*_MIXED, (512, 512), (640, 960)),
+        "mixed8_big": _images(*_MIXED[:5], (1344, 1344), _MIXED[5], (512, 512)),
+        "20x336": _images(*[(336, 336)] * 20),
+        "photos": photographs(_PHOTO_REQUESTS),
+        **{f"clip{frames}": (Request(clips=((frames, _CLIP),)),) for frames in (16, 32, 64)},
+    },
+    "tiles": {
+        **{f"tiles{count}": (Request(tiles=(count,)),) for count in (1, 4, 12)},
+        "tiles_mixed8": (Request(tiles=(1, 3, 5, 7, 2, 13, 1, 5)),),
+        "clip16": (Request(clips=((16, _CLIP),)),),
+    },
+    "pages": {
+        **{f"crops{count}": (Request(tiles=(count,)),) for count in (0, 4, 9)},
+        "pages_mixed4": (Request(tiles=(0, 4, 6, 2)),),
+    },
 }
 """By what a tower takes (patches, tiles, whole pages with crops) and by name."""
 
@@ -97,12 +88,12 @@ README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
 """Of packed towers: those of the README's table."""
 
 QUICK_WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
-    "packed": _by_name(
-        _images("1x64", (64, 64)),
-        _images("1x128", (128, 128)),
-        _images("mixed3", (64, 96), (64, 64), (32, 64)),
-    ),
-    "tiles": _by_name(WORKLOADS["tiles"]["tiles1"]),
-    "pages": _by_name(WORKLOADS["pages"]["crops0"]),
+    "packed": {
+        "1x64": _images((64, 64)),
+        "1x128": _images((128, 128)),
+        "mixed3": _images((64, 96), (64, 64), (32, 64)),
+    },
+    "tiles": {"tiles1": WORKLOADS["tiles"]["tiles1"]},
+    "pages": {"crops0": WORKLOADS["pages"]["crops0"]},
 }
 """Those that a CPU encodes in a moment."""

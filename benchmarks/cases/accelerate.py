@@ -25,21 +25,20 @@ from typing import Any
 
 import torch
 import transformers
-from models import TINY_SETTINGS
+from models import TINY_SETTINGS, PackedModel
 from storage import Record
 from timing import measure
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from worker import relative_error
+from workloads import QUICK_WORKLOADS, WORKLOADS
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import architecture
 
-SIZES = {"1x224": [(14, 14)], "1x448": [(28, 28)], "20x336": [(20, 20)] * 20}
-"""Rows and columns of patches of each image, by workload."""
-TINY_SIZES = {"1x64": [(4, 4)], "2x96": [(6, 6)] * 2}
+NAMES, TINY_NAMES = ("1x224", "1x448", "20x336"), ("1x64", "mixed3")
 IMAGE, START, END = 60, 62, 63
 
 
@@ -71,14 +70,12 @@ def make_model(tiny: bool, device: str) -> Any:
     return model.to(torch.float32 if tiny else torch.bfloat16).eval()
 
 
-def make_inputs(model: Any, sizes: list[tuple[int, int]]) -> dict[str, Tensor]:
-    tower = model.model.visual
-    weight = tower.patch_embed.proj.weight
-    rows = sum(height * width for height, width in sizes)
-    generator = torch.Generator(weight.device).manual_seed(rows)
-    pixels = torch.randn(rows, weight[0].numel(), device=weight.device, generator=generator)
-    grid = torch.tensor([[1, *size] for size in sizes], device=weight.device)
-    return {"pixel_values": pixels.to(weight.dtype), "image_grid_thw": grid}
+def make_inputs(model: Any, tiny: bool) -> dict[str, dict[str, Tensor]]:
+    """By workload; grids are on the device, too."""
+    known, names = (QUICK_WORKLOADS, TINY_NAMES) if tiny else (WORKLOADS, NAMES)
+    tower = PackedModel("", model.model.visual)
+    batches = {name: tower.batch(known["packed"][name][0]) for name in names}
+    return {name: dict(zip(batch.mm_kwargs, *batch.calls, strict=True)) for name, batch in batches.items()}
 
 
 def make_prompt(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -112,7 +109,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     tiny = arguments.tiny
     model = make_model(tiny, arguments.device)
     width = model.config.text_config.hidden_size
-    inputs = {name: make_inputs(model, sizes) for name, sizes in (TINY_SIZES if tiny else SIZES).items()}
+    inputs = make_inputs(model, tiny)
     record.settings["tower"] = "tiny" if tiny else "qwen3-vl-8b"
     expected = {name: features(model, each) for name, each in inputs.items()}
 

@@ -2,13 +2,13 @@
 
     python benchmarks/bench.py attention --output out/attention.json
 
-16 heads of 72 (`--head-dim`), bf16, queries, keys and values as a fused projection leaves them.
+16 heads of 72, bf16, queries, keys and values as a fused projection leaves them.
 Microseconds of the device inside of a CUDA graph, medians: "known" with the true segments and bound,
 "captured" with eight empty segments more and the token count as bound, as a budget's graph has them. "host"
 is what a call keeps the CPU, "first ms" what the first call of a shape takes, where kernels are compiled or
 planned. What the chooser picks for either is marked, for equal segments what it picks for a batch in a
 graph, and for one segment what it picks for a graph of one; it measures for itself, on random values of the
-shape's class. `--segments` takes some of the lists.
+shape's class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.kernels.kernel import works
 from fxsplit_encoder.kernels.meter import microseconds
 
-HEADS = 16
+HEADS, HEAD_DIM = 16, 72
 EMPTY_SEGMENTS = 8
 
 SEGMENTS = {
@@ -47,10 +47,10 @@ def _call(kernel: AttentionKernel, values: Any, lengths: list[int], bound: int) 
     return lambda: kernel(*values, cu_seqlens, bound, scale)
 
 
-def measure(name: str, lengths: list[int], head_dim: int, chooser: KernelChooser) -> list[dict[str, Any]]:
+def measure(name: str, lengths: list[int], chooser: KernelChooser) -> list[dict[str, Any]]:
     """A row for each kernel."""
     tokens, longest = sum(lengths), max(lengths)
-    size = (tokens, 3, HEADS, head_dim)
+    size = (tokens, 3, HEADS, HEAD_DIM)
     values = torch.randn(size, device="cuda", dtype=torch.bfloat16).unbind(1)
     equal = len(set(lengths)) == 1
     known = shape_of(values[0], longest, len(lengths), host_lengths=True, equal=equal)
@@ -79,9 +79,7 @@ def measure(name: str, lengths: list[int], head_dim: int, chooser: KernelChooser
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--segments", nargs="+", choices=SEGMENTS, default=list(SEGMENTS), metavar="NAME")
-    add("--head-dim", type=int, default=72, help="width of a head")
+    """None of its own."""
 
 
 @torch.no_grad()
@@ -89,9 +87,9 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
     chooser = KernelChooser(measurements=Measurements())
-    record.settings.update(heads=HEADS, head_dim=arguments.head_dim, unavailable=unavailable)
-    for name in arguments.segments:
+    record.settings.update(heads=HEADS, head_dim=HEAD_DIM, unavailable=unavailable)
+    for name, lengths in SEGMENTS.items():
         with measuring():
-            rows = measure(name, SEGMENTS[name], arguments.head_dim, chooser)
+            rows = measure(name, lengths, chooser)
         for row in rows:
             record(row)

@@ -8,11 +8,10 @@ prompts. Requests come at random times: 128 tokens of text, 64 generated, and on
 tokens) or video (32 frames of 256 x 448) in some.
 
 * "mix": by share of images and videos. "asynchronous" is the connector, with streams of the same priority but
-  in "engine first" and "encoder first". "synchronous" prepares by the model's own processor and encodes on
-  the engine's thread, one request a step; "prepared as here": with pixels as the connector has them;
-  "prepared beside": so by threads. Milliseconds to the first token from when the request was due; "lost" is
-  how much fewer tokens a second a request of text gets than in "no encoding".
-  Medians of media: "prepare", "queue" for a batch, "encode" in it, "then" until the first token.
+  in "engine first". "synchronous" prepares by the model's own processor and encodes on the engine's thread,
+  one request a step; "prepared as here": with pixels as the connector has them; "prepared beside": so by
+  threads. Milliseconds to the first token from when the request was due; "lost" is how much fewer tokens a
+  second a request of text gets than in "no encoding".
 * "batch": 8 images, preprocessed and staged, at once against one after the other, in a stream of 32 that came
   until they were replayed without padding, or 2,000 times (`--config '{"capture_recurring": true}'`).
 * "beside": text alone, while a video of 64 frames is encoded each second, or always one; whole, in slices of
@@ -25,9 +24,9 @@ cuda:1` gives the connector a GPU of its own. `--tiny` shows on a CPU that it ru
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,15 +62,13 @@ MIXES: Mapping[str, Mapping[str, float]] = {
     "10 % images, 10 % videos": {"image": 0.1, "video": 0.1},
     "30 % images, 20 % videos": {"image": 0.3, "video": 0.2},
 }
-HEAVY, HEAVIER, FASTER = "30 % images, 20 % videos", "the same, 1.5 times the requests", 1.5
-NO_ENCODING, ASYNCHRONOUS = "no encoding", "asynchronous"
-ENGINE_FIRST, ENCODER_FIRST = "asynchronous, engine first", "asynchronous, encoder first"
+HEAVY = "30 % images, 20 % videos"
+NO_ENCODING, ASYNCHRONOUS, ENGINE_FIRST = "no encoding", "asynchronous", "asynchronous, engine first"
 SYNCHRONOUS, QUICK = "synchronous", "synchronous, prepared as here"
 PREPARED = "synchronous, prepared beside"
-ENCODER_PRIORITY = -1
-WAYS: Mapping[str, int] = {ASYNCHRONOUS: ENCODER_PRIORITY, ENGINE_FIRST: -2, ENCODER_FIRST: 0}
-"""Of those with the connector: the priority of the decoder's stream."""
-VARIANTS = (NO_ENCODING, *WAYS, PREPARED, QUICK, SYNCHRONOUS)
+VARIANTS = (NO_ENCODING, ASYNCHRONOUS, ENGINE_FIRST, PREPARED, QUICK, SYNCHRONOUS)
+PRIORITY, FIRST = -1, -2
+"""Of the encoder's stream and of the decoder's, but in "engine first"."""
 SLICE_MS = 5.0
 BESIDE: Mapping[str, tuple[float | None, Mapping[str, float]]] = {
     "nothing": (None, {}),
@@ -115,13 +112,10 @@ SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), 2, 2, 2)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
-    parser.add_argument("--mixes", nargs="+", choices=[*MIXES, HEAVIER], default=[*MIXES, HEAVIER])
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rate", type=float, default=24.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for which requests come, of each mix")
-    parser.add_argument(
-        "--beside-seconds", type=float, default=5.0, help="the same, beside each pace of videos"
-    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="for which requests come, of each row")
     parser.add_argument("--encoder-device", default=None, help="where the connector encodes")
     parser.add_argument(
         "--config", type=json.loads, default={"capture_recurring": False}, metavar="JSON", help="of managers"
@@ -136,30 +130,20 @@ class _Kept(ManagerEncoder):
 
 
 class Bench:
-    """The tower, its media and the decoder.
+    """The tower, its media and the decoder."""
 
-    Args:
-        arguments: of the case.
-        say: tells how far it is.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-        self.arguments, self.say = arguments, say
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
         self.scale = SMALL if arguments.tiny else FULL
         self.device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
         self.encoder_device = torch.device(arguments.encoder_device or self.device)
         self.beside, self.model_processor, self.processor = self._manager(self.encoder_device)
-        say(f"captured on {self.encoder_device}")
         self.manager = self.beside
         if self.encoder_device != self.device and "mix" in arguments.parts:  # for an engine that encodes
             self.manager, *_ = self._manager(self.device)
-            say(f"captured on {self.device}")
         shape = Shape() if not arguments.tiny else replace(TINY, hidden=self._facts()[0])
-        self.decoder = Decoder(shape, self.device, self._dtype, ENCODER_PRIORITY)
-        self.decoders = {ENCODER_PRIORITY: self.decoder}
-        """By the priority of their streams; others are made when they are needed."""
+        self.decoder = Decoder(shape, self.device, self._dtype, PRIORITY)
         self.media = self._media()
-        say(f"media of {[len(medium.rows) for kind in self.media.values() for medium in kind]} tokens")
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -177,7 +161,7 @@ class Bench:
             config = fx.EncoderConfig.from_yaml(ROOT / "configs" / "qwen3_vl_8b.yaml")
         if tiny and device.type == "cuda":
             config = fx.EncoderConfig(token_budgets=(16, 64), max_items_per_batch=8)
-        own = {"stream_priority": ENCODER_PRIORITY, **self.arguments.config}
+        own = {"stream_priority": PRIORITY, **self.arguments.config}
         config = fx.EncoderConfig(**{**config.model_dump(), **own})
         manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
         manager.capture()
@@ -279,7 +263,7 @@ class Bench:
 
     def beside_videos(self) -> Iterator[dict[str, Any]]:
         """Requests of text alone, while a long video is encoded now and then, or always."""
-        load = self._load({}, self.arguments.beside_seconds)
+        load = self._load({})
         alone = None
         for name, (pause, settings) in BESIDE.items():
             video = self.video(self.scale.long_clip)
@@ -291,11 +275,9 @@ class Bench:
 
     def mixes(self) -> Iterator[dict[str, Any]]:
         """Every mix by every variant."""
-        for mix, shares in {**MIXES, HEAVIER: MIXES[HEAVY]}.items():
-            if mix not in self.arguments.mixes:
-                continue
-            free = None
-            load = self._load(shares, faster=FASTER if mix == HEAVIER else 1.0)
+        for mix in self.arguments.mixes:
+            shares, free = MIXES[mix], None
+            load = self._load(shares)
             for variant in self.arguments.variants if shares else (NO_ENCODING, ASYNCHRONOUS):
                 row = {"mix": mix, "variant": variant, **self._measure(variant, load)}
                 free = row["text tokens/s"] if free is None else free
@@ -306,26 +288,21 @@ class Bench:
         seconds = min(2.0, self.arguments.seconds)
         self._measure(ASYNCHRONOUS, self._load(MIXES[HEAVY], seconds, seed=1))
 
-    def _load(
-        self, mix: Mapping[str, float], seconds: float | None = None, seed: int = 0, faster: float = 1.0
-    ) -> list[Arrival]:
-        rate, given = faster * self.arguments.rate, self.arguments.seconds if seconds is None else seconds
-        return arrivals(mix, self.media, rate, given, self.scale.text, self.scale.new, seed)
+    def _load(self, mix: Mapping[str, float], seconds: float | None = None, seed: int = 0) -> list[Arrival]:
+        seconds = self.arguments.seconds if seconds is None else seconds
+        return arrivals(mix, self.media, self.arguments.rate, seconds, self.scale.text, self.scale.new, seed)
 
     def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
-        if variant not in WAYS:
+        if variant not in (ASYNCHRONOUS, ENGINE_FIRST):
             with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
                 return _summary(Engine(self.decoder, self._source(variant, workers)).run(load))
+        decoder = self.decoder if variant == ASYNCHRONOUS else self._decoder_first
         with self.connector() as connector:
-            run = Engine(self._decoder_at(WAYS[variant]), Beside(connector)).run(load)
-            stats = connector.stats()
-        batches = {"items a batch": stats.batch_items / max(stats.batches, 1), "batch fill": stats.batch_fill}
-        return {**_summary(run), **batches, **_stages(run)}
+            return _summary(Engine(decoder, Beside(connector)).run(load))
 
-    def _decoder_at(self, priority: int) -> Decoder:
-        if priority not in self.decoders:
-            self.decoders[priority] = self.decoder.at_priority(priority)
-        return self.decoders[priority]
+    @functools.cached_property
+    def _decoder_first(self) -> Decoder:
+        return self.decoder.at_priority(FIRST)
 
     def _source(self, variant: str, workers: ThreadPoolExecutor) -> Source:
         if variant == NO_ENCODING:
@@ -380,42 +357,28 @@ def _summary(run: Run) -> dict[str, Any]:
         "seconds": run.seconds,
         **_percentiles([request.seconds_to_first for request in run.served], "first token"),
         **_percentiles(media, "with media"),
+        **_percentiles([request.seconds_to_first for request in texts], "text"),
         "text tokens/s": sum(request.generated - 1 for request in texts) / decoding,
         **_percentiles(run.step_seconds, "step"),
         "longest step": 1e3 * max(run.step_seconds),
     }
 
 
-def _stages(run: Run) -> dict[str, float | None]:
-    """Median milliseconds of each stage on the way of media through the connector."""
-    known = [stages for request in run.served if (stages := request.stages)]
-    names = known[0] if known else ()
-    return {f"{name} p50": 1e3 * statistics.median(stages[name] for stages in known) for name in names}
-
-
 @torch.no_grad()
 def run(arguments: argparse.Namespace, record: Record) -> None:
-    begin = time.perf_counter()
-
-    def say(what: str) -> None:
-        print(f"{time.perf_counter() - begin:.0f} s: {what}", flush=True)
-
-    bench = Bench(arguments, say)
+    bench = Bench(arguments)
     record.settings |= {
         "tower": "tiny" if arguments.tiny else "qwen3-vl-8b",
         "rate": arguments.rate,
         "seconds": arguments.seconds,
         "encoder device": str(bench.encoder_device),
         "config": arguments.config,
-        "stream priority": {"encoder": ENCODER_PRIORITY, **WAYS},
+        "stream priority": {"encoder": PRIORITY, ASYNCHRONOUS: PRIORITY, ENGINE_FIRST: FIRST},
         "slices ms": SLICE_MS,
-        "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
     }
     parts = {"batch": bench.batch, "beside": bench.beside_videos, "mix": bench.mixes}
     if {"beside", "mix"} & {*arguments.parts}:
         bench.warm_up()
-        say("warm")
     for part in arguments.parts:
         for row in parts[part]():
             record({"part": part, **row})
-            say(f"{part}: {row}")

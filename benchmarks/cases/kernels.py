@@ -6,26 +6,24 @@
 Published sizes, seeded random weights. Per workload, medians in milliseconds of its first request: "wall"
 without a profiler; then "span", from the first kernel's start to the last one's end, how much of it kernels
 of each kind take by their names, each counted where they run side by side, and "gaps", in which none runs.
-"calls" is how many there are, "longest" the names that take most, "between" those around most of the gaps.
+"calls" is how many there are.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import itertools
 import json
 import re
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from models import DEFAULT_TOWERS, make_model, tower_names
-from storage import Record, Row, failing
-from timing import synchronize, wall_ms
+from storage import Record, Row
+from timing import release, synchronize, wall_ms
 from vllm_variants import CONTENDERS
 from worker import known_workloads, settle
 
@@ -38,8 +36,6 @@ KINDS = {
 }
 """The first that a name contains is its kind; else it is the rest."""
 _SAMPLES = 10
-_LISTED = 8
-_SIGNATURE = re.compile(r"^(?:void )?([\w:]+).*", re.DOTALL)
 
 
 class Kernel(NamedTuple):
@@ -63,38 +59,21 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), REST)
 
 
-def shares(runs: Sequence[Sequence[Kernel]]) -> dict[str, Any]:
-    """Milliseconds of a request by kind of kernel, medians of runs; the names that take most."""
+def shares(runs: Sequence[Sequence[Kernel]]) -> dict[str, float]:
+    """Milliseconds of a request by kind of kernel, medians of runs."""
     rows = [_of_run(run) for run in runs]
-    lists = ("longest", "between")
-    measured = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name not in lists}
-    return {**measured, **{name: _most([row[name] for row in rows]) for name in lists}}
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
-def _most(runs: Sequence[Counter[str]]) -> list[list[Any]]:
-    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    names = sorted(medians, key=lambda name: medians[name], reverse=True)
-    return [[name, medians[name]] for name in names[:_LISTED]]
-
-
-def _of_run(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    busy, names, between = dict.fromkeys(KINDS, 0.0), Counter[str](), Counter[str]()
+def _of_run(kernels: Sequence[Kernel]) -> dict[str, float]:
+    busy, gaps = dict.fromkeys(KINDS, 0.0), 0.0
     ordered = sorted(kernels, key=lambda each: each.start)
-    last = ordered[0]
+    end = ordered[0].start
     for kernel in ordered:
-        milliseconds = (kernel.end - kernel.start) / 1e3
-        busy[kind_of(kernel.name)] += milliseconds
-        names[_short(kernel)] += milliseconds
-        if kernel.start > last.end:
-            between[f"{_short(last)}, {_short(kernel)}"] += (kernel.start - last.end) / 1e3
-        last = max(last, kernel, key=lambda each: each.end)
-    span = (last.end - ordered[0].start) / 1e3
-    measured = {"span": span, **busy, "gaps": between.total(), "calls": len(kernels)}
-    return {**measured, "longest": names, "between": between}
-
-
-def _short(kernel: Kernel) -> str:
-    return _SIGNATURE.sub(r"\1", kernel.name)[:60]
+        busy[kind_of(kernel.name)] += (kernel.end - kernel.start) / 1e3
+        gaps += max(0.0, kernel.start - end) / 1e3
+        end = max(end, kernel.end)
+    return {"span": (end - ordered[0].start) / 1e3, **busy, "gaps": gaps, "calls": len(kernels)}
 
 
 def profiled(call: Any) -> list[Kernel]:
@@ -119,11 +98,11 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
     for name, workload in known_workloads(tower, False).items():
         if options.workloads and name not in options.workloads:
             continue
-        row = {"tower": tower, "workload": name, "variant": variant}
+        row: Row = {"workload": name}
         if reason := contender.why_not(workload):
             yield {**row, "skipped": reason}
             continue
-        batch = model.batch(workload.requests[0])
+        batch = model.batch(workload[0])
         call = functools.partial(contender.run, batch)
         contender.prepare(batch)
         settle([call], contender.seconds_to_settle)
@@ -135,13 +114,6 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
 def run(options: argparse.Namespace, record: Record) -> None:
     record.settings.update(config=options.config, dtype="bfloat16", samples=_SAMPLES)
     for tower, variant in itertools.product(options.towers, options.variants):
-        whole: Row = {"tower": tower, "variant": variant, "workload": "all"}
-        with failing(whole):
-            for row in measure(tower, variant, options):
-                record(row)
-                print(*(f"{name}={value}" for name, value in row.items()), flush=True)
-        if "failure" in whole:
-            record(whole)
+        record.all(measure(tower, variant, options), tower=tower, variant=variant)
         torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+        release()

@@ -18,7 +18,6 @@ import gc
 import importlib
 import itertools
 import json
-import os
 import random
 import socket
 import subprocess
@@ -30,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from storage import Record, Row
+from storage import ROOT, Record, Row, environment
 from timing import percentile
 
 SERVERS = OURS, PLAIN, VLLM = ("encoder-cg serve", "Starlette, torch.compile", "vLLM, pooling runner")
@@ -156,9 +155,7 @@ class Server:
 
     def __enter__(self) -> Server:
         command = self._command()
-        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        self._process = subprocess.Popen([sys.executable, *command], env=environment)
+        self._process = subprocess.Popen([sys.executable, *command], env=environment(ROOT / "benchmarks"))
         end = time.monotonic() + _START_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -299,6 +296,7 @@ def plain(directory: str, port: int) -> None:
     own = family.pooled or family
     preparation = family.prepare(settings, checkpoint.processors())
     tower = load_tower(checkpoint, dtype, device, own)
+    eager = own.eager_tower(tower)
     if device.type == "cuda":
         tower.compile()
     lock = threading.Lock()
@@ -308,7 +306,7 @@ def plain(directory: str, port: int) -> None:
         tensors = preparation.image(load_image(body, MediaSettings())).tensors
         inputs = {k: v.to(device, dtype) if v.is_floating_point() else v for k, v in tensors.items()}
         with lock:
-            rows = own.eager(tower, inputs)
+            (rows,) = eager(inputs)
             vector = torch.nn.functional.normalize(rows.float().mean(dim=0), dim=0).cpu()
         text = base64.b64encode(vector.numpy().tobytes()).decode()
         return json.dumps({"data": [{"index": 0, "embedding": text}]}).encode()

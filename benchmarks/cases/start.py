@@ -7,16 +7,14 @@ The Qwen3-VL-8B vision tower, 27 blocks, bf16, random weights, 16 budgets, mode 
 Where packages lie without bytecode, which the table says, every process compiles what it imports:
 `gpu_host.sh bytecode` does that before. Seconds:
 
-* "import": torch, transformers and this package, "own import" being this package's part. "tower": making the
-  tower, which is not part of the total, as "save" (`save_start`) is not.
+* "import": torch, transformers and this package. "tower": making the tower, which is not part of the
+  total, as "save" (`save_start`) is not.
 * "load": `load_start`. "compile", "capture": those methods of the manager. "first embedding": the first
   `execute`.
 
-"traced" counts Dynamo's graphs, "compiled" the pieces that Inductor compiled, "kernels" what Triton and
-FlashAttention 4 did while capturing, "measured" the classes of attention whose kernels were timed. "bytes" is
-what the captures take. The start "ready at once" calls `capture(wait=False)`: "done" is seconds from that
-call to the end of the work behind it, "longest request" and "median request" are milliseconds of requests of
-one image meanwhile, every 20 ms, beside "eager".
+"bytes" is what the captures take. The start "ready at once" calls `capture(wait=False)`: "done" is seconds
+from that call to the end of the work behind it, "longest request" and "median request" are milliseconds of
+requests of one image meanwhile, every 20 ms, beside "eager".
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -35,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from storage import Record, Row
+from storage import ROOT, Record, Row, environment
 
 BUDGETS = (16, 32, 48, 64, 96, 128, 196, 256, 324, 400, 512, 784, 1024, 1296, 1764, 2304)
 TINY_BUDGETS = (4, 16)
@@ -73,8 +70,7 @@ def start(name: str, tiny: bool, file: str) -> None:
         import torch
         import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401 - which the model needs in any case
 
-        with phase("own import", seconds):
-            import fxsplit_encoder as fx
+        import fxsplit_encoder as fx
 
     from models import tiny_tower
 
@@ -88,19 +84,15 @@ def start(name: str, tiny: bool, file: str) -> None:
     with phase("load", seconds):
         if name == FROM_FILE and not manager.load_start(file):
             raise SystemExit(manager.reports[0])
-    measurements = manager.kernels.attention.measurements
-    known = len(measurements.table(manager.device))
     with phase("compile", seconds):
         if name != AT_ONCE:
             manager.compile()
-    kernels = count_kernels()
     with phase("capture", seconds):
         manager.capture(wait=name != AT_ONCE)
     inputs = random_inputs(tower, [16 if tiny else 256])
     with phase("first embedding", seconds):
         manager.execute(inputs)
     meanwhile = serve_meanwhile(manager, inputs) if name == AT_ONCE else {}
-    measured = len(measurements.table(manager.device)) - known
     if name == COLD:
         with phase("save", seconds):
             seconds["file bytes"] = manager.save_start(file)
@@ -108,10 +100,6 @@ def start(name: str, tiny: bool, file: str) -> None:
         **seconds,
         **meanwhile,
         "total": sum(seconds[each] for each in PHASES),
-        "traced": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-        "compiled": torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"],
-        "kernels": count_kernels() - kernels,
-        "measured": measured,
         "captured": sum(map(len, manager.budget_graphs.values())),
         "bytes": manager.num_bytes,
     }
@@ -125,16 +113,14 @@ def serve_meanwhile(manager: Any, request: dict[str, Any]) -> Row:
     """
     import torch
 
-    def wait() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-
     def milliseconds(call: Callable[[], Any]) -> float:
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        return (time.perf_counter() - start) * 1e3
+        times = []
+        for each in (lambda: None, call):
+            each()
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+            times.append(time.perf_counter())
+        return (times[1] - times[0]) * 1e3
 
     took: list[float] = []
     while True:
@@ -143,11 +129,9 @@ def serve_meanwhile(manager: Any, request: dict[str, Any]) -> Row:
         if is_over:
             break
         time.sleep(0.02)
-    progress = manager.stats().progress
     eager = [milliseconds(lambda: manager.tower.encoder_eager_forward(request)) for _ in range(5)]
     return {
-        "done": progress.seconds,
-        "ended": str(progress),
+        "done": manager.stats().progress.seconds,
         "longest request": max(took),
         "median request": statistics.median(took),
         "requests": len(took),
@@ -155,21 +139,12 @@ def serve_meanwhile(manager: Any, request: dict[str, Any]) -> Row:
     }
 
 
-def count_kernels() -> int:
-    """Compiled kernels in the caches of Triton and of FlashAttention 4."""
-    triton = Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")
-    cute = Path(os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"]).rglob("*.o")
-    return sum(1 for _ in (*triton, *cute))
-
-
 def in_new_process(name: str, tiny: bool, folder: str) -> Row:
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, **{each: f"{folder}/{name}/{cache}" for each, cache in CACHES.items()}}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+    caches = {each: f"{folder}/{name}/{cache}" for each, cache in CACHES.items()}
+    given = environment(ROOT / "benchmarks", {**caches, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"})
     program = f"from cases.start import start; start({name!r}, {tiny}, {f'{folder}/saved.start'!r})"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, env=given, stdout=subprocess.PIPE, text=True, check=True)
     row: Row = json.loads(done.stdout.splitlines()[-1])
     return row
 

@@ -15,18 +15,18 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import gc
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from poison import poison
-from storage import ROOT, Record, Row, failing
-from timing import timed, wall_ms
+from storage import ROOT, Record, Row
+from timing import release, timed, wall_ms
+from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.models.eager import as_tensors, max_error, rms_error, share_weights
+from fxsplit_encoder.models.eager import EagerTower, as_tensors, max_error, rms_error, share_weights
 from fxsplit_encoder.models.random import demo_tower, random_inputs
 from fxsplit_encoder.models.registry import architecture
 
@@ -83,73 +83,54 @@ def chosen_config(name: str, tiny: bool) -> fx.EncoderConfig:
     return fx.EncoderConfig() if file is None else fx.EncoderConfig.from_yaml(ROOT / f"configs/{file}.yaml")
 
 
-class Bench:
-    """One tower: eager in bf16 and in float32, and captured."""
-
-    def __init__(self, name: str, tiny: bool) -> None:
-        self.family = architecture(name).family
-        self.name, self.tiny = name, tiny
-        # In bf16 a CPU takes minutes.
-        device, dtype, blocks = ("cpu", torch.float32, 1) if tiny else ("cuda", torch.bfloat16, None)
-        self.tower = demo_tower(blocks, device, dtype, model=name)
-        self.wrapped = self.family.wrap(share_weights(self.tower))
-        self.eager = self.family.eager_tower(self.tower)
-        self.batches = {
-            what: (its_sizes, random_inputs(self.wrapped, its_sizes, seed))
-            for seed, (what, its_sizes) in enumerate(sizes(self.wrapped, name, tiny).items())
-        }
-
-    def references(self) -> dict[str, list[torch.Tensor]]:
-        """Every batch in float32, image by image; the float32 copy is released afterwards."""
-        wider = torch.float64 if self.tiny else torch.float32
-        exact = self.family.eager_tower(copy.deepcopy(self.tower).to(wider))
-        select = exact.adapter.select_encoder_cudagraph_items
-        return {
-            what: [exact(as_tensors(select(inputs, [index])))[0] for index in range(len(its_sizes))]
-            for what, (its_sizes, inputs) in self.batches.items()
-        }
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """What a start takes, then a row for each batch."""
-        references = self.references()
-        release()
-        manager = fx.EncoderCudaGraphManager(
-            self.wrapped, chosen_config(self.name, self.tiny), log_interval=0
-        )
-        calls = (manager.compile, manager.capture)
-        seconds = {f"{what.__name__} s": timed(what)[0] / 1e3 for what in calls}
-        yield {"workload": "start", **seconds, "bytes": manager.num_bytes}
-        for what in self.batches:
-            yield {"workload": what, **self._measure(manager, what, references.pop(what))}
-        manager.clear()
-
-    def _measure(self, manager: Any, what: str, reference: list[torch.Tensor]) -> dict[str, Any]:
-        its_sizes, inputs = self.batches[what]
+def measure(name: str, tiny: bool) -> Iterator[Row]:
+    """What a start takes, then a row for each batch."""
+    family = architecture(name).family
+    # In bf16 a CPU takes minutes.
+    device, dtype, blocks = ("cpu", torch.float32, 1) if tiny else ("cuda", torch.bfloat16, None)
+    tower = demo_tower(blocks, device, dtype, model=name)
+    wrapped = family.wrap(share_weights(tower))
+    eager = family.eager_tower(tower)
+    forward = eager if family.eager is None else functools.partial(family.eager, tower)
+    batches = {
+        what: (its_sizes, random_inputs(wrapped, its_sizes, seed))
+        for seed, (what, its_sizes) in enumerate(sizes(wrapped, name, tiny).items())
+    }
+    exact = family.eager_tower(copy.deepcopy(tower).to(torch.float64 if tiny else torch.float32))
+    references = {what: item_by_item(exact, inputs, len(each)) for what, (each, inputs) in batches.items()}
+    del exact
+    release()
+    manager = fx.EncoderCudaGraphManager(wrapped, chosen_config(name, tiny), log_interval=0)
+    seconds = {f"{what.__name__} s": timed(what)[0] / 1e3 for what in (manager.compile, manager.capture)}
+    yield {"workload": "start", **seconds, "bytes": manager.num_bytes}
+    samples, warmups = (1, 0) if tiny else (_SAMPLES, _WARMUPS)
+    for what, (its_sizes, inputs) in batches.items():
         if torch.cuda.is_available():
             poison(manager.pool)
-        ours, eager = manager.execute(inputs), self.eager(inputs)
-        errors = {
-            "rms error": rms_error(ours, reference) / rms_error(eager, reference),
-            "max error": max_error(ours, reference) / max_error(eager, reference),
+        errors = errors_of(manager.execute(inputs), eager(inputs), references.pop(what))
+        times = {
+            "eager": wall_ms(functools.partial(forward, inputs), samples, warmups),
+            "ours": wall_ms(functools.partial(manager.execute, inputs), samples, warmups),
         }
-        del ours, eager
-        samples, warmups = (1, 0) if self.tiny else (_SAMPLES, _WARMUPS)
-        own = self.family.eager
-        forward = self.eager if own is None else functools.partial(own, self.tower)
-        eager_ms = wall_ms(lambda: forward(inputs), samples, warmups)
-        ours_ms = wall_ms(lambda: manager.execute(inputs), samples, warmups)
-        row = {"sizes": its_sizes, "eager": eager_ms, "ours": ours_ms, "samples": samples, **errors}
+        row = {"workload": what, "sizes": its_sizes, **times, "samples": samples, **errors}
         if not errors["rms error"] <= ALLOWED_ERROR:  # so written that NaN fails too
             row["failure"] = f"the error is more than {ALLOWED_ERROR} times eager's"
-        return row
+        yield row
+    manager.clear()
 
 
-def release() -> None:
-    """Gives back what no tensor owns any more."""
-    gc.collect()
-    torch._dynamo.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def item_by_item(exact: EagerTower, inputs: Any, count: int) -> list[Tensor]:
+    """What a wider tower makes of every image alone."""
+    select = exact.adapter.select_encoder_cudagraph_items
+    return [exact(as_tensors(select(inputs, [index])))[0] for index in range(count)]
+
+
+def errors_of(ours: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+    """As multiples of eager's."""
+    return {
+        "rms error": rms_error(ours, exact) / rms_error(eager, exact),
+        "max error": max_error(ours, exact) / max_error(eager, exact),
+    }
 
 
 @torch.no_grad()
@@ -161,11 +142,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     record.settings.update(dtype="float32" if tiny else "bfloat16", blocks=1 if tiny else None)
     for name in arguments.models:
         begin = time.perf_counter()
-        whole: Row = {"tower": name, "workload": "all"}
-        with failing(whole):
-            for row in Bench(name, tiny).rows():
-                record({"tower": name, **row})
-        if "failure" in whole:
-            record(whole)
+        record.all(measure(name, tiny), tower=name)
+        torch._dynamo.reset()
         release()
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)

@@ -13,16 +13,15 @@ too long leaves its rows and the reason. `--tiny` runs two narrow blocks of Qwen
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import gc
-import logging
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from models import TINY, kind_of, make_model, rows_of
 from processes import run_process
 from storage import Record, Row, failing
 from timing import in_turns, summarize, synchronize
@@ -31,15 +30,18 @@ from vllm_classes import (
     CLASSES,
     MAX_ITEMS,
     MAX_TOKENS,
-    TINY,
+    VllmClass,
     build,
     captured_manager,
     engine_config,
     installed_version,
     prepare_environment,
     start_vllm,
+    vllm_inputs,
 )
-from workloads import QUICK_WORKLOADS, README, WORKLOADS, Workload
+from vllm_classes import TINY as TINY_CLASS
+from worker import checked_error
+from workloads import QUICK_WORKLOADS, README, WORKLOADS, Request
 
 VARIANTS = ("eager", "vllm", "ours", "ours-compiled")
 _TINY = "qwen3-vl-8b"
@@ -61,12 +63,12 @@ def run(options: argparse.Namespace, record: Record) -> None:
     dtype = "float32" if options.tiny else "bfloat16"
     record.settings.update(dtype=dtype, samples=options.samples, max_items=MAX_ITEMS, max_tokens=MAX_TOKENS)
     record.result["vllm"] = installed_version()
+    prepare_environment()
     for tower in [_TINY] if options.tiny else options.towers:
         start = time.monotonic()
 
         def keep(row: Row, tower: str = tower) -> None:
             record({"tower": tower, **row})
-            print(tower, *(f"{name}={value}" for name, value in row.items()), flush=True)
 
         failure = run_process(contest, (tower, options), options.timeout, keep, "spawn")
         if failure is not None:
@@ -79,7 +81,6 @@ def run(options: argparse.Namespace, record: Record) -> None:
 
 def contest(tower: str, options: argparse.Namespace) -> Iterator[Row]:
     """What every variant takes to start, then a row for each variant of each workload."""
-    prepare_environment()
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     if options.tiny:
         _prepare_cpu()
@@ -95,29 +96,20 @@ class _Contest:
         self.tiny, self.device, self.samples = options.tiny, device, options.samples
         self.variants: Sequence[str] = options.variants
         self.dtype = torch.float32 if self.tiny else torch.bfloat16
-        self.cls = TINY if self.tiny else CLASSES[tower]
+        self.cls = _tiny_class() if self.tiny else CLASSES[tower]
         self.config = engine_config(self.cls, self.dtype)
-        self.batches: dict[str, tuple[dict[str, Tensor], int]] = {}
-        for seed, workload in enumerate(_workloads(tower, options)):
-            generator = torch.Generator().manual_seed(seed)
-            values, patches = self.cls.inputs(self.cls, workload.requests[0], generator)
-            self.batches[workload.name] = (self._placed(values), patches)
-
-    def _placed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Pixels on the device; vLLM's processors keep grids and counts on the host."""
-        return {
-            name: value.to(self.device, self.dtype) if value.is_floating_point() else value
-            for name, value in values.items()
+        sizes = make_model(TINY if self.tiny else tower, 1, device, self.dtype)
+        batches = {name: sizes.batch(request) for name, request in _requests(tower, options).items()}
+        self.batches = {
+            name: (vllm_inputs(sizes.kind, batch.mm_kwargs), batch.patches) for name, batch in batches.items()
         }
 
     def rows(self) -> Iterator[Row]:
         """All of them. The models that attend through our op, and through vLLM's, stay side by side."""
         model = build(self.cls, self.config, self.device)
-        runs: dict[str, Any] = {"eager": _Eager(model)}
-        expected = {
-            name: _rows(runs["eager"](dict(values))).cpu() for name, (values, _) in self.batches.items()
-        }
-        yield {"variant": "eager", "workload": "start", "attention": _attention(model)}
+        embed = model.embed_multimodal
+        runs: dict[str, Any] = {"eager": lambda values: embed(**values)}
+        expected = {name: rows_of(embed(**values)).cpu() for name, (values, _) in self.batches.items()}
         for variant in self.variants:
             if variant == "eager" or (variant == "vllm" and self.tiny):  # it has nothing but CUDA graphs
                 continue
@@ -126,9 +118,11 @@ class _Contest:
             row: Row = {"variant": variant, "workload": "start"}
             begin = time.perf_counter()
             with failing(row):
-                runs[variant] = self._manager(variant, model)
+                manager = self._manager(variant, model)
                 synchronize()
-                row |= {"seconds": time.perf_counter() - begin, **_start(runs[variant])}
+                reports = [] if variant == "vllm" else manager.manager.reports[:_MOST_REPORTS]
+                row |= {"seconds": time.perf_counter() - begin, "reports": reports}
+                runs[variant] = manager.execute
             yield row
         for name, (values, patches) in self.batches.items():
             for row in self._measure(runs, values, expected[name]):
@@ -149,74 +143,33 @@ class _Contest:
         """A manager as vLLM's runner makes it, captured.
 
         Raises:
-            RuntimeError: ours left the work to vLLM's; the message is its warning.
+            RuntimeError: ours left the work to vLLM's.
         """
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
         make: Any = EncoderCudaGraphManager
         if variant != "vllm":
             make = _ours(EncoderCudaGraphManager, variant == "ours-compiled", self.tiny)
-        with _warnings() as said:
-            manager = captured_manager(make, self.config, self.device, self.dtype, model)
+        manager = captured_manager(make, self.config, self.device, self.dtype, model)
         if variant != "vllm" and manager.manager is None:
-            raise RuntimeError("; ".join(said) or "vLLM's own manager serves")
+            raise RuntimeError("vLLM's own manager serves; the plugin's warning says why")
         return manager
 
     def _measure(
         self, runs: Mapping[str, Any], values: Mapping[str, Tensor], expected: Tensor
     ) -> Iterator[Row]:
         """Every variant on one batch: compared with eager, then timed in turns."""
-        from worker import ERROR_LIMITS, relative_error  # not in the process that waits: it imports much
-
         rows: dict[str, Row] = {}
         calls: dict[str, Callable[[], Any]] = {}
         for variant, run_it in runs.items():
-            row: Row = {"variant": variant}
-            rows[variant] = row
-            call = _call(run_it, values)
+            row = rows[variant] = {"variant": variant}
             with failing(row):
-                before = _counts(run_it)
-                error = relative_error(_rows(call()), expected)
-                hits, misses = (after - one for after, one in zip(_counts(run_it), before, strict=True))
-            if "failure" in row:
-                continue
-            if not error <= ERROR_LIMITS[str(self.dtype).removeprefix("torch.")]:  # so that NaN fails too
-                row["failure"] = f"wrong: differs from eager by {error:.2g} of its root mean square"
-                continue
-            row |= {"error": error} | ({} if variant == "eager" else {"hits": hits, "misses": misses})
-            calls[variant] = call
+                row["error"] = checked_error(rows_of(run_it(dict(values))), expected)
+                calls[variant] = lambda run_it=run_it: run_it(dict(values))
         for variant, times in in_turns(calls, self.samples, _WARMUPS).items():
             wall, host = zip(*times, strict=True)
             rows[variant] |= {**summarize(wall), "host": statistics.median(host)}
         yield from rows.values()
-
-
-class _Eager:
-    """The class's own forward, as vLLM's runners call it where no manager encodes."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, values: dict[str, Tensor]) -> Sequence[Tensor]:
-        outputs: Sequence[Tensor] = self._model.embed_multimodal(**values)
-        return outputs
-
-
-def _start(manager: Any) -> Row:
-    """What a manager has captured; of ours also whether it compiled, and what it says of the rest."""
-    row: Row = {"budgets": list(manager.token_budgets)}
-    ours = getattr(manager, "manager", None)
-    if ours is not None:
-        row["compiled"] = all(program is not None for program in ours.programs.values())
-        graphs = [graph for path in ours.budget_graphs.values() for graph in path.values()]
-        row["captured"] = dict(Counter(graph.mode for graph in graphs))
-        row["reports"] = ours.reports[:_MOST_REPORTS]
-    return row
-
-
-def _call(run_it: Any, values: Mapping[str, Tensor]) -> Callable[[], Any]:
-    execute = run_it if isinstance(run_it, _Eager) else run_it.execute
-    return lambda: execute(dict(values))
 
 
 def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
@@ -230,51 +183,18 @@ def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
     return make_adapter(vllm_class, PluginSettings(EncoderConfig(compile=True, **pieces)))
 
 
-def _counts(run_it: Any) -> tuple[int, int]:
-    """Items that captures have served, and others."""
-    if isinstance(run_it, _Eager):
-        return 0, 0
-    stats = run_it.get_cumulative_stats()
-    return stats["graph_hits"], stats["graph_misses"]
+def _tiny_class() -> VllmClass:
+    """With patches of the size that the benchmarks' tiny tower has."""
+    vision = TINY_CLASS.config["vision_config"] | {"patch_size": 16}
+    return dataclasses.replace(TINY_CLASS, config={**TINY_CLASS.config, "vision_config": vision})
 
 
-def _rows(outputs: Sequence[Tensor]) -> Tensor:
-    return torch.cat([item.flatten(0, -2) for item in outputs])
-
-
-def _attention(model: Any) -> str:
-    """The kernels behind the encoder's attention."""
-    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
-
-    found = {
-        f"{layer.attn_backend.name}{' 3' if getattr(layer, '_fa_version', None) == 3 else ''}"
-        for layer in model.modules()
-        if isinstance(layer, MMEncoderAttention)
-    }
-    return ", ".join(sorted(found)) or "torch's"
-
-
-def _workloads(tower: str, options: argparse.Namespace) -> list[Workload]:
-    kind = CLASSES[tower].kind
-    if options.tiny:
-        return list(QUICK_WORKLOADS[kind].values())
-    known = WORKLOADS[kind]
-    names = README if kind == "packed" else [name for name in known if not known[name].requests[0].clips]
-    return [known[name] for name in names if not options.workloads or name in options.workloads]
-
-
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """What the plugin warns of inside."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm.fxsplit_encoder")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
+def _requests(tower: str, options: argparse.Namespace) -> dict[str, Request]:
+    kind = kind_of(tower)
+    known = (QUICK_WORKLOADS if options.tiny else WORKLOADS)[kind]
+    names = README if kind == "packed" and not options.tiny else known
+    requests = {name: known[name][0] for name in names if not options.workloads or name in options.workloads}
+    return {name: request for name, request in requests.items() if not request.clips}
 
 
 def _prepare_cpu() -> None:

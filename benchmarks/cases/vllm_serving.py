@@ -7,9 +7,8 @@ and images off; with `--language-model eager` a prefill of one image keeps the h
 encoder the GPU. For each variant ("eager", "vllm" its manager, "ours" the plugin, "ours-compiled" with
 `compile: true`) requests with no, one and four images of 448 to 896 pixels a side arrive at a fixed rate,
 then with one image all at once. Milliseconds to the first token (median and 99th percentile) include vLLM's
-preprocessing; medians of their parts are "until queued" and "in engine"; "encoder host" and "encoder device"
-are of the worker's steps that encode. "same" is the share of requests whose tokens are those of the first
-variant.
+preprocessing; "encoder host" and "encoder device" are medians of the worker's steps that encode. "same" is
+the share of requests whose tokens are those of the first variant.
 
 The same requests go to each engine in turn, all on the cores of one memory node. Processes differ by when
 they were started: `--engines 2` starts a second one of each in the opposite order, whose answers count too.
@@ -56,8 +55,6 @@ _TOKENS = 8
 _BURST = 32
 _DECODES = [1, 2, 4, 8, 16, 32]
 AT_ONCE = "1 image, at once"
-PARTS = ("until queued", "in engine")
-"""Of the time to the first token: in the process that is asked, and from the engine's queue on."""
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _PADS = ("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _WORDS = 1000
@@ -97,14 +94,14 @@ def _run_all(options: argparse.Namespace, folder: str, record: Record) -> None:
         process.start()
         theirs.close()
         row = _next(pipes[engine], deadline)
-        _keep(engine.variant, row, record)
+        record({"variant": engine.variant, **row})
         if "failure" in row:
             log = Path(folder) / f"{engine.name}.log"
             print(log.read_text(encoding="utf-8", errors="replace"), flush=True)
             del pipes[engine]
     for requests in (*(f"{images} images" for images in RATES), AT_ONCE):
         for row in _measured(requests, pipes, options):
-            _keep(row.pop("variant"), row, record)
+            record(row)
     for pipe in pipes.values():
         pipe.close()  # an engine that nobody can ask any more ends itself and its own processes
     for process in processes:
@@ -157,7 +154,7 @@ def _row(variant: str, requests: str, rounds: Sequence[Row], expected: Mapping[i
         row["p50 by engine"] = [percentile(_joined(each, "first"), 0.5) for each in own]
     if requests == AT_ONCE:
         row["requests per second"] = len(first) / sum(each["seconds"] for each in rounds)
-    for name in (*PARTS, "encoder host", "encoder device"):
+    for name in ("encoder host", "encoder device"):
         if times := _joined(rounds, name):
             row[name] = percentile(times, 0.5)
     others = [answer for each in rounds for answer in expected[each["turn"]]]
@@ -167,11 +164,6 @@ def _row(variant: str, requests: str, rounds: Sequence[Row], expected: Mapping[i
 
 def _joined(rounds: Sequence[Row], name: str) -> list[Any]:
     return [value for each in rounds for value in each.get(name, ())]
-
-
-def _keep(variant: str, row: Row, record: Record) -> None:
-    record({"variant": variant, **row})
-    print(variant, *(f"{name}={value}" for name, value in row.items()), flush=True)
 
 
 def _next(pipe: Any, deadline: float) -> Row:
@@ -379,25 +371,18 @@ async def _turn(engine: Any, requests: str, turn: int, options: argparse.Namespa
         count = max(2, int(rate * options.seconds))
     asked = prompts(images, count, turn, options.tiny)
     answers, seconds = await _arrive(engine, asked, rate)
-    row: Row = {"answers": [each.tokens for each in answers], "seconds": seconds}
-    row |= {name: [getattr(each, name.replace(" ", "_")) for each in answers] for name in ("first", *PARTS)}
+    tokens, first = zip(*answers, strict=True)
+    row: Row = {"answers": tokens, "first": first, "seconds": seconds}
     (times,) = await engine.collective_rpc("take_encoder_times")
     return row | {f"encoder {what}": each for what, each in times.items()}
 
 
-class Answer(NamedTuple):
-    """The tokens to one request, and milliseconds from asking to the first; `PARTS` add up to these."""
-
-    tokens: list[int]
-    first: float
-    until_queued: float
-    in_engine: float
-
-
 async def _arrive(
     engine: Any, requests: Sequence[Mapping[str, Any]], rate: float | None
-) -> tuple[list[Answer], float]:
-    """Answers to requests that arrive at a rate, or all at once; seconds until the last of them."""
+) -> tuple[list[tuple[list[int], float]], float]:
+    """The tokens to requests that arrive at a rate, or all at once, each with milliseconds from asking to the
+    first; and seconds until the last of them.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -405,16 +390,15 @@ async def _arrive(
         temperature=0.0, max_tokens=_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE
     )
 
-    async def answer(number: int, prompt: Mapping[str, Any]) -> Answer:
+    async def answer(number: int, prompt: Mapping[str, Any]) -> tuple[list[int], float]:
         if rate is not None:
             await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
-        asked, came, queued, output = time.monotonic(), None, None, None
+        asked, came, output = time.monotonic(), None, None
         async for output in engine.generate(dict(prompt), sampling, f"{asked}-{number}"):
             if came is None and output.outputs[0].token_ids:
-                came, queued = time.monotonic(), output.metrics.queued_ts
-        assert output is not None and came is not None and queued is not None
-        parts = (came - asked, queued - asked, came - queued)
-        return Answer(list(output.outputs[0].token_ids), *(seconds * 1e3 for seconds in parts))
+                came = time.monotonic()
+        assert output is not None and came is not None
+        return list(output.outputs[0].token_ids), (came - asked) * 1e3
 
     begin = time.monotonic()
     answers = await asyncio.gather(*(answer(*each) for each in enumerate(requests)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,9 @@ from cases.vllm_serving import AT_ONCE, _row, order_of_start, plugin_problem, us
 from decoder import TINY, Decoder
 from storage import Record, load, new_result
 from worker import FLOOR
+from workloads import QUICK_WORKLOADS
 
 from fxsplit_encoder.models.registry import ARCHITECTURES
-
-from .test_models import PATCHES
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
@@ -58,6 +55,7 @@ def test_a_case_runs_on_a_cpu(
     stored = json.loads(output.read_text(encoding="utf-8"))
     assert (stored["case"], stored["gpu"]) == (case, None)
     assert stored["rows"] and not any("failure" in row for row in stored["rows"])
+    assert not any("error" in row.get("reason", "") for row in stored["rows"])  # of a server
     errors = [row[name] for row in stored["rows"] for name in ("error", "rms error") if name in row]
     assert all(error <= MOST_ERROR.get(case, 1e-3) for error in errors)
     assert errors or case in ("host", "start", "connector", "serve")
@@ -157,10 +155,10 @@ def test_every_family_is_measured_with_its_configuration() -> None:
 
 
 def test_a_tower_that_fails_leaves_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, tiny: bool) -> None:
-        raise RuntimeError(f"no {name}")
+    def fail(*_: Any, model: str) -> None:
+        raise RuntimeError(f"no {model}")
 
-    monkeypatch.setattr(towers, "Bench", fail)
+    monkeypatch.setattr(towers, "demo_tower", fail)
     arguments = parse(
         ["towers", "--tiny", "--models", "clip-l-336", "step3p7", "--output", f"{tmp_path}/out"]
     )
@@ -209,67 +207,39 @@ def test_kernels_side_by_side_are_no_gap() -> None:
     row = shares([run, run])
     assert (row["span"], row["products"], row["norms and pointwise"], row["gaps"]) == (7.0, 5.0, 3.0, 1.0)
     assert (row["attention"], row["copies"], row["calls"]) == (0.0, 0.0, 3)
-    assert row["longest"] == [["gemm", 5.0], ["triton_norm", 3.0]]
-    assert row["between"] == [["triton_norm, gemm", 1.0]]
-
-
-@pytest.fixture
-def baseline(tmp_path: Path) -> Path:
-    """A checkout of its own, as far as the benchmark needs one."""
-    package = "fxsplit_encoder"
-    shutil.copytree(ROOT / package, tmp_path / "base" / package, ignore=lambda *_: {"__pycache__"})
-    return tmp_path / "base"
 
 
 @pytest.mark.exhaustive
-def test_both_checkouts_are_timed_and_compared_with_eager(baseline: Path, tmp_path: Path) -> None:
+def test_both_checkouts_are_timed_in_turns(tmp_path: Path) -> None:
+    for folder in ("fxsplit_encoder", "benchmarks"):
+        shutil.copytree(ROOT / folder, tmp_path / "base" / folder, ignore=lambda *_: {"__pycache__"})
     output = tmp_path / "ab.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "ab", "--tiny"]
-    options = ["--baseline", str(baseline), "--rounds", "2", "--samples", "2", "--output", str(output)]
-    subprocess.run([*command, *options], check=True)
-    stored = json.loads(output.read_text(encoding="utf-8"))
-    assert {(row["workload"], row["time"]) for row in stored["rows"]} >= {
-        (workload, time) for workload in ("1x64", "mixed2", "full graph") for time in ("execute", "host")
+    arguments = parse(
+        ["ab", "--tiny", "--baseline", f"{tmp_path}/base", "--rounds", "1", "--output", str(output)]
+    )
+    assert not arguments.run(arguments)
+    rows = load(output)["rows"]
+    assert {(row["workload"], row["time"]) for row in rows} == {
+        (workload, time) for workload in QUICK_WORKLOADS["packed"] for time in ("p50", "host")
     }
-    assert all(row[side]["samples"] == 4 for row in stored["rows"] for side in ab.SIDES)
-    assert all(0 < error < 1e-3 for errors in stored["errors"].values() for error in errors.values())
-
-
-def test_a_side_that_imports_another_package_is_refused(
-    baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (baseline / "fxsplit_encoder" / "__init__.py").unlink()
-    with pytest.raises(SystemExit, match="expected the root of a checkout"):
-        ab.Side(baseline, tmp_path, {})
-    monkeypatch.setattr(ab.Side, "ask", lambda self, *_: {"package": str(ROOT / "fxsplit_encoder")})
-    side = ab.Side.__new__(ab.Side)
-    side.root = baseline
-    with pytest.raises(SystemExit, match="expected the package of"):
-        side.start()
 
 
 def test_ratios_are_of_medians_and_their_spread_is_that_of_turns() -> None:
-    baseline = {"1x224": {"execute": [[2.0, 2.0, 9.0], [4.0, 4.0]], "replay": [[1.0]]}}
-    this = {"1x224": {"execute": [[1.0, 1.0, 1.0], [4.0, 4.0]]}}
-    (row,) = ab.compare({"baseline": baseline, "this": this})
-    assert (row["baseline"]["p50"], row["this"]["p50"], row["ratio"]) == (4.0, 1.0, 0.25)
-    assert (row["lowest"], row["highest"]) == (0.5, 1.0)
+    def result(p50: float) -> dict[str, Any]:
+        return {"rows": [{"workload": "1x224", "p50": p50, "device": None}, {"workload": "start"}]}
+
+    theirs, ours = [result(2.0), result(4.0), result(9.0)], [result(1.0), result(4.0), result(1.0)]
+    (row,) = ab.compare({"baseline": theirs, "this": ours})
+    assert (row["baseline"], row["this"], row["ratio"]) == (4.0, 1.0, 0.25)
+    assert (row["lowest"], row["highest"]) == (pytest.approx(1 / 9), 1.0)
+    assert ab.compare({"baseline": theirs, "this": [*ours[:2], {"rows": []}]}) == []  # it failed in a turn
 
 
-def test_its_grids_are_those_of_the_other_cases() -> None:
-    settings = ab.settings_of(tiny=False, config={})
-    patches = {
-        name: sum(t * h * w for t, h, w in workload["grids"])
-        for name, workload in settings["workloads"].items()
-    }
-    assert patches.pop("full graph") == 256
-    assert patches.items() <= PATCHES.items()
-
-
-def test_the_config_reaches_every_manager() -> None:
+def test_the_config_reaches_both_checkouts() -> None:
     arguments = parse(["ab", "--baseline", "base", "--config", '{"packing": "greedy"}'])
-    managers = ab.settings_of(tiny=False, config=arguments.config)["managers"]
-    assert {config["packing"] for config in managers.values()} == {"greedy"}
+    for job in encoder.make_jobs(_parsed(*ab.options_of(arguments)), "cuda"):
+        assert (job.tower, job.variant, job.workloads) == ("qwen3-vl-8b", "ours-auto", ab.IMAGES)
+        assert job.config == {"packing": "greedy"}
 
 
 def test_an_engine_whose_encoder_is_not_the_plugins_is_no_measurement_of_it() -> None:
@@ -299,14 +269,13 @@ def test_rounds_are_told_as_one_row() -> None:
         {"answers": [[1, 2], [3, 4]], "first": [10.0, 30.0], "seconds": 0.5},
         {"answers": [[5, 6], [7, 8]], "first": [20.0, 40.0], "seconds": 1.5},
     ]
-    rounds[0] |= {"encoder host": [1.0], "in engine": [4.0]}
-    rounds[1] |= {"encoder host": [3.0, 2.0], "in engine": [8.0]}
+    rounds[0] |= {"encoder host": [1.0]}
+    rounds[1] |= {"encoder host": [3.0, 2.0]}
     rounds = [{**each, "turn": turn, "engine": 0} for turn, each in enumerate(rounds)]
     row = _row("ours", "4 images", rounds, {0: [[1, 2], [3, 4]], 1: [[5, 6], [7, 9]]})
     told = {
         **dict(variant="ours", requests="4 images", count=4, rate=5.0, same=0.75, p50=20.0, p99=40.0),
         "encoder host": 2.0,
-        "in engine": 4.0,
     }
     assert row == told
     expected = {each["turn"]: each["answers"] for each in rounds}

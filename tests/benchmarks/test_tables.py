@@ -119,8 +119,8 @@ def test_vllm_is_compared_where_ours_was_run(result: Result) -> None:
     served = {"variant": "ours", "requests": "1 images", "rate": 10.0, "p50": 20.0, "p99": 30.0, "same": 1.0}
     started = {"variant": "ours", "requests": "start", "seconds": 90.0}
     header, line = cells(tables.vllm_serving({**measured, "rows": [started, served]}))
-    assert (line[header.index("p50")], line[header.index("requests / s")]) == ("20.0", "-")
-    assert "encoder host" not in header
+    assert line[header.index("p50")] == "20.0"
+    assert not {"encoder host", "requests / s"} & {*header}
     header, line = cells(tables.vllm_serving({**measured, "rows": [{**served, "encoder host": 2.0}]}))
     assert (line[header.index("encoder host")], "encoder device" in header) == ("2.00", False)
 

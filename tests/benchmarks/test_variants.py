@@ -13,7 +13,8 @@ import vllm_variants
 from models import PackedModel, rows_of
 from torch import Tensor
 from variants import MODES, VARIANTS, Compile, ExactGraph, Variant
-from vllm_variants import VllmEager, VllmManager, vllm_inputs
+from vllm_classes import vllm_inputs
+from vllm_variants import VllmEager, VllmManager
 from worker import _measure, relative_error, settle
 from workloads import WORKLOADS, Request
 
@@ -44,7 +45,6 @@ def test_ours_in_a_mode_tells_its_padding(make_model: MakeModel) -> None:
     assert [fx.EncoderConfig(mode=mode).mode for mode in MODES] == list(MODES)
     model = make_model()
     variant: Any = check("ours-piecewise", model)
-    assert {"compile", "capture"} <= variant.seconds.keys()
     assert variant.manager.config.mode == "piecewise"
     batch = model.batch(REQUESTS[1])  # 9 tokens
     assert variant.padding(batch) == pytest.approx(1 - 9 / 32)
@@ -161,7 +161,8 @@ def test_a_variant_with_a_reference_of_its_own_is_compared_with_that() -> None:
     row = _measure(job, Tower(0.0), [None], other)  # type: ignore[arg-type, list-item]
     assert row["error"] == 0.0 and row["p50"] >= 0
     assert "settled s" not in row
-    assert "wrong" in _measure(job, Tower(0.5), [None], other)["failure"]  # type: ignore[arg-type, list-item]
+    with pytest.raises(ValueError, match="differs from eager"):
+        _measure(job, Tower(0.5), [None], other)  # type: ignore[arg-type, list-item]
 
 
 def test_what_changes_how_it_runs_is_repeated_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
