@@ -171,13 +171,7 @@ def test_inputs_of_other_strides(make: Callable[[], nn.Module]) -> None:
     module = made_of(make)
     compiled = compile_it(module, exact_min_hits=1)
     for _ in range(2):
-        for batch in (
-            images(2),
-            images(2).to(memory_format=torch.channels_last),
-            images(4)[::2],
-            images(2).transpose(2, 3),
-            images(1).expand(2, -1, -1, -1),
-        ):
+        for batch in (images(2).to(memory_format=torch.channels_last), images(1).expand(2, -1, -1, -1)):
             assert_served(compiled, module, batch)
 
 
