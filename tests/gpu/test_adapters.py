@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import draw_weights, random_inputs
 from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.runtime import states
-from tests.hugging_face.comparisons import assert_close
-from tests.hugging_face.models import MODELS
 from tests.hugging_face.test_models import num_traces
 from tests.towers.tiny_towers import TINY
-
-from .test_accelerate import on_gpu
 
 peft = pytest.importorskip("peft")
 
@@ -111,38 +106,6 @@ def test_memory_of_states_that_leave_is_returned(monkeypatch: pytest.MonkeyPatch
     assert torch.cuda.memory_reserved() <= reserved + two
     served.manager.clear()
     assert served.manager.num_bytes == 0
-
-
-@pytest.mark.parametrize("compile", [False, True])
-@torch.no_grad()
-def test_a_model_with_adapters(compile: bool, tmp_path: Path) -> None:
-    tiny = MODELS["llava-next"]
-    tiny.make(tmp_path)
-    models = []
-    for _ in range(2):
-        model = tiny.load(tmp_path).cuda()
-        for rank, name in enumerate(NAMES, 2):
-            torch.manual_seed(rank)
-            lora = peft.LoraConfig(
-                r=rank, init_lora_weights=False, target_modules=r".*vision_tower.*\.(q_proj|fc1)"
-            )
-            if name == NAMES[0]:
-                model = peft.get_peft_model(model, lora, adapter_name=name)
-            else:
-                model.add_adapter(name, lora)
-        models.append(model.cuda().eval())
-    fx.accelerate(models[0], {"mode": "full"}, compile=compile)
-    pixels = on_gpu(tiny.image_inputs(tiny.images[:2]))
-    for turn in range(4):
-        if turn == 2:  # by then captures make all that is read
-            traces, misses = num_traces(), fx.stats(models[0]).misses
-        for name in NAMES:
-            for model in models:
-                model.set_adapter(name)
-            assert_close(*(model.get_image_features(**pixels) for model in models), tolerance=1e-3)
-    assert num_traces() == traces
-    assert fx.stats(models[0]).misses == misses
-    assert fx.stats(models[0]).hits > 0
 
 
 @pytest.mark.parametrize("compile", [False, True])
