@@ -1,6 +1,6 @@
 """Whatever a module makes of its tokens, the backend gives eager's results.
 
-`pytest tests/backend/test_zoo.py -k softmax_over_tokens` runs one; `ZOO_RUNS=20` draws so many cases of each.
+`pytest tests/backend/test_zoo.py -k less_the_mean` runs one; `ZOO_RUNS=20` draws so many cases of each.
 """
 
 from __future__ import annotations

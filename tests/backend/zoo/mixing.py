@@ -23,11 +23,6 @@ _LARGE = {"counts": (9999, 5001, 5, 12, 4097, 16384, 12000), "layout": "dense", 
 # --- statistics, order, neighbours and products of all tokens
 
 
-def _loud(x: Tensor) -> Tensor:
-    """One feature a million times larger than the others, which lose their mean."""
-    return torch.cat([x[:, :1] * 1e6, x[:, 1:] - x[:, 1:].mean(0)], 1)
-
-
 def _where_loud(x: Tensor) -> Tensor:
     """Normalizes only where the data ask for it."""
     greatest = x.abs().amax()
@@ -40,13 +35,6 @@ def _merge_most_alike(x: Tensor) -> Tensor:
     return b.index_add(0, (a @ b.t()).argmax(1), a)
 
 
-def _masked_window_attention(x: Tensor) -> Tensor:
-    """In windows of 4; the zeros that fill the last one are kept out by a mask that the count makes."""
-    w = F.pad(x, (0, 0, 0, -x.shape[0] % 4)).view(-1, 4, 8)
-    real = (torch.arange(w.shape[0] * 4) < x.shape[0]).view(-1, 1, 4)
-    return ((w @ w.transpose(1, 2)).masked_fill(~real, -1e4).softmax(-1) @ w).reshape(-1, 8)[: x.shape[0]]
-
-
 def _attention_of_one_sequence(x: Tensor) -> Tensor:
     q = x.view(1, -1, 2, 4).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(-1, 8)
@@ -54,12 +42,10 @@ def _attention_of_one_sequence(x: Tensor) -> Tensor:
 
 OVER_TOKENS = {
     "less the mean": lambda x: x - x.mean(0),
-    "a loud feature": of(_loud, runs=2, **_AFTER),
     "tokens merged": of(_merge_most_alike, least=2),
     "normalized where loud, warmed with zeros": of(_where_loud, warmup="zeros", runs=2),
     "batch norm that counts": made(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
     "dropout in training": made(lambda: OnRows(nn.Dropout(0.4))),
-    "masked window attention": of(_masked_window_attention, least=1),
     "class token first": lambda x: torch.cat([x.new_ones(1, 8), x]),
     "attention over tokens as an op": _attention_of_one_sequence,
 }
@@ -67,33 +53,17 @@ OVER_TOKENS = {
 # --- the number of tokens in the values, in the sizes and in the branches
 
 
-def _table_interpolated(x: Tensor) -> Tensor:
-    table = torch.linspace(-1, 1, 32, dtype=torch.float32).view(1, 8, 4)
-    return x + F.interpolate(table, x.shape[0], mode="linear")[0].t().to(x.dtype)
-
-
 def _branch_of_fours(x: Tensor) -> Tensor:
     return x.view(-1, 4, 8).flip(1).reshape(-1, 8) if x.shape[0] % 4 == 0 else x
 
 
-def _halvings(x: Tensor) -> Tensor:
-    n, halvings = x.shape[0], 0
-    while n > 20:
-        n, halvings = n // 2, halvings + 1
-    return x * (1 + halvings)
-
-
 SIZES = {
     "times a root of the count": of(lambda x: x * x.shape[0] ** 0.1, runs=2),
-    "least of the count and 40": lambda x: x * min(x.shape[0], 40),
     "count as a result": lambda x: (x * 2, x.shape[0], x.shape[0] // 4),
-    "table interpolated": of(_table_interpolated, least=1, tolerance=4),
     "branch on multiples of 4": _branch_of_fours,
-    "halvings in a loop": _halvings,
     "ones of 5000ths": of(
         lambda x: x + x.new_ones(1, 1).expand(x.shape[0] // 5000 + 1, 1).sum(), runs=2, **_LARGE
     ),
-    "ones beyond 4096": of(lambda x: x + x.new_ones(max(x.shape[0], 4096) - 4095, 1).sum(), **_LARGE),
 }
 
 # --- what the values of tokens, and of integers and truth values beside them, decide
@@ -121,7 +91,6 @@ VALUES = {
     ),
     "one hot pooling": lambda x, ids: F.one_hot(ids, 4).to(x.dtype).t() @ x,
     "rows by id": of(lambda x, ids: x[ids], least=4),
-    "place among the kept": lambda x, keep: x + (keep.long().cumsum(0) - 1)[:, None].to(x.dtype),
 }
 
 # --- cumulative lengths read by more than attention, and attention of other kinds
@@ -135,10 +104,6 @@ def _less_the_mean_of_its_segment(x: Tensor, cu: Tensor) -> Tensor:
 
 def _segments_from_lengths(x: Tensor, cu: Tensor) -> Tensor:
     return attend_packed(x, F.pad(cu.diff().cumsum(0), (1, 0)).to(torch.int32))
-
-
-def _segments_and_the_whole(x: Tensor, cu: Tensor) -> Tensor:
-    return attend_packed(attend_packed(x, cu) + x, torch.stack([cu[0], cu[-1]]))
 
 
 def _quarters(x: Tensor, cu: Tensor) -> Tensor:
@@ -158,7 +123,6 @@ SEGMENTS = {
     "means of segments, given back": of(_less_the_mean_of_its_segment, **_PACKED),
     "ends changed": of(_cu_changed, **_OWN),
     "segments from lengths": of(_segments_from_lengths, **_OWN),
-    "segments and the whole": of(_segments_and_the_whole, **_OWN),
     "segments of quarters": of(_quarters, step=4, **_OWN),
 }
 
@@ -180,13 +144,7 @@ SHAPES = {
     "square's columns": lambda x, square: x * square.sum(0)[:, None],
     "quarter behind": lambda x, quarter: torch.cat([x, quarter]),
     "quarter repeated, the rest cut": of(_half_and_whole, least=4),
-    "one longer": lambda x, longer: x + longer[1:] - longer[:-1],
     "batch attended, then across": of(lambda tiles: _attend(_attend(tiles).transpose(0, 1)), **_OWN),
-    "images' statistics": of(
-        lambda images: F.batch_norm(_attend(images.reshape(-1, 24, 8)), None, None, training=True),
-        least=2,
-        **_OWN,
-    ),
     "without attention, sorted": of(lambda x: x.sort(0).values, **_OWN),
 }
 
@@ -196,11 +154,6 @@ SHAPES = {
 def _add_mean(x: Tensor) -> Tensor:
     x.add_(x.mean(0))
     return x * 2
-
-
-def _sort_into(x: Tensor, ids: Tensor) -> Tensor:
-    ids.copy_(ids.sort().values)
-    return x + ids[:, None].to(x.dtype)
 
 
 def _write_view(x: Tensor) -> Tensor:
@@ -253,7 +206,6 @@ def _structure(x: Tensor) -> dict[str, Any]:
 
 EFFECTS = {
     "mean added in place": _add_mean,
-    "ids sorted in place": _sort_into,
     "written through a view of an input": of(_write_view, least=1, place="before"),
     "calls and tokens counted": _stateful(_count, {"calls": (), "tokens": ()}),
     "table of tokens": _stateful(_cache, {"table": (200, 8)}, **_AFTER),
