@@ -26,7 +26,7 @@ TEXT: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
 }
 VISION: dict[str, Any] = {
-    "depth": 2,
+    "depth": 1,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_heads": 4,
@@ -52,7 +52,7 @@ def infer_few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smaller ones alone of those that are inferred: a CPU attends to each in quadratic time."""
 
     def few(*args: Any) -> tuple[int, ...]:
-        return tuple(budget for budget in inferred_budgets(*args) if budget <= 256)
+        return tuple(budget for budget in inferred_budgets(*args) if budget <= 80)
 
     monkeypatch.setattr("fxsplit_encoder.planning.limits.inferred_budgets", few)
     monkeypatch.setattr("fxsplit_encoder.backend.forward.inferred_budgets", few)

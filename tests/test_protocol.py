@@ -8,7 +8,6 @@ import torch
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import (
     ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
-    EncoderItemSpec,
     SupportsEncoderCudaGraph,
     scatter_output_slices,
 )
@@ -76,14 +75,6 @@ def test_any_class_with_the_methods_conforms() -> None:
 @pytest.mark.parametrize("missing", ["supports_encoder_cudagraph", *PARAMETERS])
 def test_every_member_is_required(missing: str) -> None:
     assert not isinstance(stranger(missing), SupportsEncoderCudaGraph)
-
-
-def test_item_tokens_of_single_and_multi_path_encoders() -> None:
-    single = EncoderItemSpec(input_size=256, output_tokens=64)
-    assert (single.get_path_output_tokens("default"), single.get_path_output_tokens("local")) == (64, 0)
-    double = EncoderItemSpec(256, 372, {"global": 272, "local": 100})
-    tokens = [double.get_path_output_tokens(path) for path in ("global", "local", "default")]
-    assert tokens == [272, 100, 0]
 
 
 @pytest.mark.parametrize("clone", [False, True])

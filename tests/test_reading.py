@@ -8,7 +8,8 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.caching import read_once, reading_once
-from fxsplit_encoder.models.random import demo_tower
+
+from .small_tower import SmallAdapter
 
 
 def test_what_was_read_is_remembered_inside_alone() -> None:
@@ -44,7 +45,7 @@ def test_grids_are_read_once_a_request_and_never_for_the_next(monkeypatch: pytes
         return tolist(value)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    tower = fx.wrap(demo_tower(1, "cpu", torch.float32))
+    tower = SmallAdapter()
     config = fx.EncoderConfig(mode="none", piece_compiler="eager")
     manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
     numbers = np.array([[1, 4, 6]])

@@ -113,14 +113,11 @@ class PathCosts:
         replay = {budget: float(budget + REPLAY_LAUNCH_TOKENS) for budget in budgets}
         return cls(replay, max_segments=dict(max_segments or {}), measured=False)
 
-    def table(
-        self, budgets: tuple[int, ...], max_segments: tuple[int | None, ...], largest: int, skippable: bool
-    ) -> PathTable:
+    def table(self, budgets: tuple[int, ...], largest: int, skippable: bool) -> PathTable:
         """Returns the cached tables over token counts for increasing `budgets`, each with a replay cost.
-        `max_segments` are the attention segments that each of them holds (None: any number), `largest` is the
-        most tokens of a batch; if `skippable`, one without tokens skips the path.
+        `largest` is the most tokens of a batch; if `skippable`, one without tokens skips the path.
         """
-        key = (budgets, max_segments, largest, skippable)
+        key = (budgets, largest, skippable)
         if (table := self._tables.get(key)) is None:
             table = self._tables[key] = PathTable(self, *key)
         return table
@@ -136,7 +133,7 @@ class PathCosts:
         return CostCurve(self.eager)
 
     @functools.cached_property
-    def _tables(self) -> dict[tuple[tuple[int, ...], tuple[int | None, ...], int, bool], PathTable]:
+    def _tables(self) -> dict[tuple[tuple[int, ...], int, bool], PathTable]:
         return {}
 
 
@@ -159,7 +156,6 @@ class PathTable:
         self,
         path_costs: PathCosts,
         budgets: tuple[int, ...],
-        max_segments: tuple[int | None, ...],
         largest: int,
         skippable: bool,
     ) -> None:
@@ -171,9 +167,10 @@ class PathTable:
         """Output tokens that each budget and all larger ones hold."""
         self.largest = largest
         self.skippable = skippable
-        self.always_held = min((count for count in max_segments if count is not None), default=None)
+        self.max_segments = tuple(map(path_costs.max_segments.get, budgets))
+        """Attention segments that each budget holds; None: any number."""
+        self.always_held = min((count for count in self.max_segments if count is not None), default=None)
         """Segments up to which no budget is ruled out; None: any number."""
-        self.max_segments = max_segments
         several = [path_costs.replay[budget] for budget in budgets]
         single = [path_costs.one_segment.get(budget, path_costs.replay[budget]) for budget in budgets]
         self._prices = {False: several, True: single}

@@ -181,9 +181,8 @@ def _path(
                 f"costs: path {name!r}, axis keys {axis_keys}: budget {budget} can be replayed; expected its "
                 f"milliseconds, got those of {sorted(priced.replay)}"
             )
-    max_segments = tuple([priced.max_segments.get(budget) for budget in ready])
     largest = listed[-1] if listed else _LARGEST_WITHOUT_BUDGETS
-    table = priced.table(ready, max_segments, largest, name in limits.skippable_paths)
+    table = priced.table(ready, largest, name in limits.skippable_paths)
     return _Path(name, listed, not_needed, table)
 
 

@@ -156,8 +156,7 @@ def least_useful(
         costs = replace(costs, exact=exact)
 
     def total(kept: tuple[int, ...]) -> float:
-        max_segments = tuple(costs.max_segments.get(budget) for budget in kept)
-        return float(costs.table(kept, max_segments, every[-1], skippable).costs(tokens).mean())
+        return float(costs.table(kept, every[-1], skippable).costs(tokens).mean())
 
     everything = total(every)
     gains = {

@@ -30,10 +30,10 @@ def with_adapters(small: Any) -> Any:
     return small
 
 
-def add(small: Any, name: str, rank: int, **ranks: Any) -> None:
+def add(small: Any, name: str, rank: int) -> None:
     torch.manual_seed(rank)
     vars(small).pop("peft_config", None)  # of which the second would warn
-    lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["linear_fc1"], **ranks)
+    lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["linear_fc1"])
     peft.inject_adapter_in_model(lora, small, adapter_name=name).eval()
 
 

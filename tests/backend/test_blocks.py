@@ -44,20 +44,6 @@ def test_one_block_is_traced_for_all_in_every_trace_of_ours(
     assert len(inlined) == 2  # its guards still hold
 
 
-def test_a_block_that_is_no_longer_equal_computes_with_its_own_weights(
-    small: Any, few_pixels: Tensor
-) -> None:
-    wrapped = SmallAdapter(small)
-    features(compiled(wrapped), few_pixels)
-    torch._dynamo.reset()
-    linear = small.blocks[1].mlp.linear_fc1
-    weight = linear.weight
-    del linear.weight  # put back, it comes after the bias
-    linear.weight = weight
-    module = compiled(wrapped)
-    assert_equal_features(module, small, few_pixels)
-
-
 def test_numbers_and_hooks_of_blocks_are_those_of_each_call(small: Any, few_pixels: Tensor) -> None:
     wrapped = SmallAdapter(small)
     module = compiled(wrapped)
@@ -80,10 +66,18 @@ def test_numbers_and_hooks_of_blocks_are_those_of_each_call(small: Any, few_pixe
 
 
 @pytest.mark.slow
-def test_weights_are_looked_up_at_every_call(small: Any, few_pixels: Tensor, inlined: list[int]) -> None:
+def test_weights_are_looked_up_at_every_call(
+    small: Any, few_pixels: Tensor, inlined: list[int], made: Callable[[], list[Any]]
+) -> None:
     module = compiled(SmallAdapter(small))
     before = features(module, few_pixels)
+    (dispatcher,) = made()
+    programs = dict(dispatcher.programs)
     block = small.blocks[2]
+    block.attn.proj.weight = nn.Parameter(block.attn.proj.weight.data, requires_grad=False)
+    block.attn.proj.weight.data.mul_(2)
+    assert_equal_features(module, small, few_pixels)
+    assert dispatcher.programs == programs  # which were captured over the same memory
     block.mlp.linear_fc1.weight.data = block.mlp.linear_fc1.weight.data * 3
     block.attn.proj.bias = nn.Parameter(block.attn.proj.bias + 1, requires_grad=False)
     for change in (lambda: None, lambda: block.norm1.weight.mul_(2)):

@@ -24,47 +24,31 @@ def compile_it(module: Any, **settings: Any) -> Any:
     return torch.compile(module, backend="encoder_cg", options=settings)
 
 
-def assert_equal(got: Any, expected: Any) -> None:
-    """Tensors and structures of them; the shapes, dtypes and strides too."""
-    assert type(got) is type(expected)
-    if isinstance(expected, Tensor):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-        assert got.stride() == expected.stride()
-    elif isinstance(expected, tuple | list):
-        assert len(got) == len(expected)
-        for a, b in zip(got, expected, strict=True):
-            assert_equal(a, b)
-    elif isinstance(expected, dict):
-        assert got.keys() == expected.keys()
-        for key in expected:
-            assert_equal(got[key], expected[key])
-    else:
-        assert got == expected
+def assert_equal(got: Tensor, expected: Tensor) -> None:
+    """Strides too."""
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, check_stride=True)
 
 
 class ClipLike(nn.Module):
     """Dense attention over a batch of images. (A first batch of 3 would be traced as the channel count.)"""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.patch = nn.Conv2d(3, width, 4, stride=4)
-        self.position = nn.Parameter(torch.randn(1, 4, width))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(1))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(1))
+        self.patch = nn.Conv2d(3, 16, 4, stride=4)
+        self.position = nn.Parameter(torch.randn(1, 4, 16))
+        self.before, self.after = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 3 * 16), nn.Linear(16, 16)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch(images).flatten(2).transpose(1, 2) + self.position
-        for norm, qkv, out in zip(self.norms, self.qkv, self.out, strict=False):
-            q, k, v = qkv(norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-            attended = nn.functional.scaled_dot_product_attention(q, k, v)
-            x = x + out(attended.transpose(1, 2).flatten(2))
-        return self.norms[-1](x).mean(1)
+        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.after(x + self.out(attended.transpose(1, 2).flatten(2))).mean(1)
 
 
-def images(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def images(count: int) -> Tensor:
     """Their count alone is dynamic: a trace of dynamic heights and widths takes three times as long."""
-    return dynamic(torch.randn(count, 3, 8, 8, dtype=dtype))
+    return dynamic(torch.randn(count, 3, 8, 8))
 
 
 def dynamic(x: Tensor, *dims: int) -> Tensor:
@@ -232,26 +216,12 @@ def test_rows_that_depend_on_one_another_are_never_padded(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("make", "budgets", "counts", "hits", "misses"),
-    [
-        (MeanOverImages, [4, 8], (3, 5, 3, 5, 3), 4, 2),  # sizes that repeat are captured
-        (MeanOverImages, [8], (3, 7), 0, 3),
-    ],
-)
-def test_what_is_not_proved_is_captured_where_its_size_repeats_and_not_padded(
-    made: Made,
-    make: Callable[[], nn.Module],
-    budgets: list[int],
-    counts: tuple[int, ...],
-    hits: int,
-    misses: int,
-) -> None:
-    module = make()
-    compiled, dispatcher = compiled_with_dispatcher(made, module, token_budgets=budgets)
-    assert_equal_batches(compiled, module, counts)
-    assert (dispatcher.hits, dispatcher.misses) == (hits, {fx.MissReason.PADDING_UNPROVED: misses})
-    assert dispatcher.num_captured == hits // 2
+def test_what_is_not_proved_is_captured_where_its_size_repeats_and_not_padded(made: Made) -> None:
+    module = MeanOverImages()
+    compiled, dispatcher = compiled_with_dispatcher(made, module, token_budgets=[4, 8])
+    assert_equal_batches(compiled, module, (3, 5, 3, 5, 3))
+    assert (dispatcher.hits, dispatcher.misses) == (4, {fx.MissReason.PADDING_UNPROVED: 2})
+    assert dispatcher.num_captured == 2
 
 
 @torch.no_grad()
@@ -311,23 +281,15 @@ def test_attention_over_other_rows_than_tokens_is_captured_at_all_sizes(made: Ma
     assert dispatcher.num_captured == 2
 
 
-@pytest.mark.parametrize("declared", [True, False])
 @torch.no_grad()
-def test_a_tower_of_tiles_is_padded_without_proof_only_where_it_declares_that(
-    made: Made, declared: bool
-) -> None:
+def test_a_tower_of_tiles_that_declares_padding_is_taken_at_its_word(made: Made) -> None:
     spec = fx.DenseTowerSpec((3, 8, 8), tokens_per_image=4, hidden_size=16, output=lambda result: result)
     tower = fx.wrap(MeanOverImages(), spec)
-    tower.declares_padding = declared
-    batch = images(5)
-    result = compile_it(tower, token_budgets=[32])(batch)
+    tower.declares_padding = True
+    compile_it(tower, token_budgets=[32])(images(5))
     (dispatcher,) = made()
     assert not dispatcher.program.padding.proved
-    if declared:  # and is taken at its word, wrongly
-        assert (dispatcher.hits, dispatcher.misses) == (1, {})
-    else:
-        assert (dispatcher.hits, dispatcher.misses) == (0, {fx.MissReason.PADDING_UNPROVED: 1})
-        assert_equal(result, tower.call(batch))
+    assert (dispatcher.hits, dispatcher.misses) == (1, {})
 
 
 class Tokens(nn.Module):

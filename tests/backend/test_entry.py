@@ -61,11 +61,7 @@ def test_the_backend_is_found_by_name_without_an_import() -> None:
 import sys, torch
 assert "encoder_cg" in torch.compiler.list_backends()
 assert not any(name.startswith("fxsplit") for name in sys.modules)
-layer = torch.nn.Linear(4, 4)
-with torch.no_grad():
-    compiled = torch.compile(layer, backend="encoder_cg")
-    x = torch.ones(3, 4)
-    assert torch.equal(compiled(x), layer(x))
+torch.compile(torch.nn.Linear(4, 4), backend="encoder_cg")
 assert "fxsplit_encoder" in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning:fxsplit_encoder", "-c", program], check=True)

@@ -55,20 +55,6 @@ def test_a_forward_that_is_compiled_alone_refuses_changed_blocks(small: Any, few
         features(forward, few_pixels)
 
 
-def test_another_parameter_on_the_same_memory_keeps_the_captures(
-    small: Any, few_pixels: Tensor, made: Any
-) -> None:
-    module = compiled(SmallAdapter(small))
-    features(module, few_pixels)
-    (dispatcher,) = made()
-    programs = dict(dispatcher.programs)
-    proj = small.blocks[1].attn.proj
-    proj.weight = nn.Parameter(proj.weight.data, requires_grad=False)
-    proj.weight.data.mul_(2)
-    assert_equal_features(module, small, few_pixels)
-    assert dispatcher.programs == programs
-
-
 @pytest.mark.slow
 def test_weights_kept_in_another_form_follow_those_that_are_there_now(
     small: Any, few_pixels: Tensor, made: Any

@@ -50,11 +50,11 @@ class Attention(nn.Module):
         return (x + self.out(y.transpose(1, 2).flatten(2))).mean(1)
 
 
-def vit(attention: str) -> nn.Module:
+def vit() -> nn.Module:
     from transformers import ViTConfig, ViTModel
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = ViTConfig(image_size=32, patch_size=8, attn_implementation=attention, **sizes)
+    config = ViTConfig(image_size=32, patch_size=8, attn_implementation="sdpa", **sizes)
     return ViTModel(config, add_pooling_layer=False)
 
 
@@ -62,13 +62,6 @@ def convnext() -> nn.Module:
     from transformers import ConvNextConfig, ConvNextModel
 
     return ConvNextModel(ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, image_size=32))
-
-
-def resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetModel
-
-    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1]}
-    return ResNetModel(ResNetConfig(layer_type="basic", **sizes))
 
 
 def swin() -> nn.Module:
@@ -83,13 +76,7 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
     "eager attention": lambda: Attention(eager=True),
     "SDPA": lambda: Attention(eager=False),
 }
-OF_TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
-    "ViT with SDPA": lambda: vit("sdpa"),
-    "ViT with eager attention": lambda: vit("eager"),
-    "ConvNeXt": convnext,
-    "ResNet": resnet,
-    "Swin": swin,
-}
+OF_TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {"ViT": vit, "ConvNeXt": convnext, "Swin": swin}
 
 
 def params(zoo: dict[str, Callable[[], nn.Module]]) -> list[Any]:
@@ -171,13 +158,7 @@ def test_inputs_of_other_strides(make: Callable[[], nn.Module]) -> None:
     module = made_of(make)
     compiled = compile_it(module, exact_min_hits=1)
     for _ in range(2):
-        for batch in (
-            images(2),
-            images(2).to(memory_format=torch.channels_last),
-            images(4)[::2],
-            images(2).transpose(2, 3),
-            images(1).expand(2, -1, -1, -1),
-        ):
+        for batch in (images(2).to(memory_format=torch.channels_last), images(1).expand(2, -1, -1, -1)):
             assert_served(compiled, module, batch)
 
 

@@ -228,18 +228,6 @@ def test_rule_3_omni_7650_the_manager_falls_back_whole_and_counts_it(
     assert_unchanged(manager.paths["default"].captured[16], before)
 
 
-def test_rule_3_holds_for_cumulative_lengths_without_a_program(make_batch: Any) -> None:
-    manager = Manager(Untraceable(), fx.EncoderConfig(mode="full", token_budgets=(4,), max_items_per_batch=1))
-    manager.capture()
-    path = manager.paths["default"]
-    before = snapshot(path.captured[4])
-    values = path.values(make_batch([(1, 2, 2)], features=FEATURES))
-    values["cu_seqlens"] = torch.arange(99, dtype=torch.int32)
-    with pytest.raises(ReplayError, match="cu_seqlens: 98 segments"):
-        path.captured[4].load(values, path.forward.rows(values))
-    assert_unchanged(path.captured[4], before)
-
-
 # --- 4: a missing value is an error
 
 
@@ -259,21 +247,6 @@ def test_rule_4_vllm_43403_a_missing_value_is_an_error_and_none_keeps(managers: 
     assert torch.equal(captured.replay()[0][:4], first)
     captured.load(dict.fromkeys(values), None)
     assert torch.equal(captured.replay()[0][:4], first)
-
-
-def test_rule_4_a_tower_that_leaves_a_buffer_out_is_told(
-    managers: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = managers["full"]
-    path = manager.paths["default"]
-    complete = path.values
-
-    def incomplete(mm_kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
-        return {k: v for k, v in complete(mm_kwargs).items() if k != "position_ids"}
-
-    monkeypatch.setattr(path, "values", incomplete)
-    with pytest.raises(ReplayError, match=r"^position_ids"):
-        manager.execute(make_batch([(1, 4, 4)]))
 
 
 # --- 5: only dirty rows are cleared

@@ -30,17 +30,6 @@ def parameters() -> list[Any]:
     return [torch.ones(2, 3), torch.full((2, 3), 10.0), None, None, None]
 
 
-def test_the_slots_are_filled_and_the_others_kept(parameters: list[Any]) -> None:
-    derived = DerivedParameters(RECIPES)
-    assert derived.num_bytes == 0
-    given = list(parameters)
-    derived.fill(parameters)
-    assert all(a is b for a, b in zip(parameters[:3], given[:3], strict=True))
-    assert torch.equal(parameters[3], torch.full((2, 3), 2.0))
-    assert torch.equal(parameters[4], torch.full((2, 3), 12.0))
-    assert derived.num_bytes == 2 * 6 * 4
-
-
 def test_what_only_others_are_derived_from_is_not_kept(parameters: list[Any]) -> None:
     made: list[float] = []
 

@@ -29,10 +29,10 @@ def wrapped(tiny_towers: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def bound(wrapped: Any) -> BoundProgram:
-    cpu = torch.device("cpu")
-    example = wrapped.prepare_encoder_cudagraph_capture_inputs(16, 2, 0, cpu, torch.float32).values
-    return trace_with(wrapped.encoder_cudagraph_forward, example, module=wrapped)
+def bound(make_manager: Any) -> BoundProgram:
+    """The program of the tiny tower, which is traced once for all tests."""
+    program: BoundProgram = make_manager().paths["default"].program
+    return program
 
 
 @pytest.mark.parametrize("grids", GRIDS, ids=str)

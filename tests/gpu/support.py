@@ -82,10 +82,15 @@ def errors(output: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     return max((a.float() - b).abs().max().item() / b.abs().max().item() for a, b in pairs)
 
 
+def relative_rms(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """Root mean square of the difference, over that of the reference."""
+    exact = reference.double()
+    return float((result.double() - exact).norm() / exact.norm())
+
+
 def mean_error(output: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
-    total = sum((a.float() - b).square().sum().item() for a, b in zip(output, reference, strict=True))
-    scale = sum(b.square().sum().item() for b in reference)
-    return (total / scale) ** 0.5
+    """`relative_rms` of all tensors together."""
+    return relative_rms(*(torch.cat([each.flatten() for each in given]) for given in (output, reference)))
 
 
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

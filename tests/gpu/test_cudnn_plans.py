@@ -12,6 +12,8 @@ from fxsplit_encoder.kernels import store
 from fxsplit_encoder.kernels.attention import cudnn_varlen
 from fxsplit_encoder.kernels.attention.cudnn_varlen import CudnnVarlen
 
+pytestmark = pytest.mark.gpu
+
 LENGTHS = (196, 0, 784, 100)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -22,15 +21,15 @@ def item(rows: int) -> PreparedItem:
     return PreparedItem("image", os.urandom(32), {"pixel_values": torch.randn(rows, 8)}, rows)
 
 
-def encoder_of(device: str = "cuda:0", **options: Any) -> ProcessEncoder:
-    program = EncoderProgram(FACTORY, {"device": device})
+def encoder_of_its_own() -> ProcessEncoder:
+    program = EncoderProgram(FACTORY, {"device": "cuda:0"})
     row_bytes = dict.fromkeys(MODALITIES, 4 * 8)
-    return ProcessEncoder(program, row_bytes, ProcessOptions(max_bytes=1 << 24, **options))
+    return ProcessEncoder(program, row_bytes, ProcessOptions(max_bytes=1 << 24))
 
 
 def test_features_are_complete() -> None:
     torch.cuda.init()
-    encoder = encoder_of()
+    encoder = encoder_of_its_own()
     encoder.start()
     try:
         for rows in ((100, 0, 7), (1000,), (30000,), (20000, 20000, 20000)):
@@ -51,7 +50,7 @@ def test_features_are_complete() -> None:
 def test_memory_of_the_gpu_comes_back() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
-    encoder = encoder_of()
+    encoder = encoder_of_its_own()
     with nothing_left(DRIVERS):
         encoder.start()
         encoder.encode([item(100)])

@@ -19,7 +19,6 @@ from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.planning.costs import PathCosts
 
 from .support import settled
 
@@ -164,41 +163,3 @@ def test_evicting_frees_what_was_promised(family: Any) -> None:
     assert held - reserved() >= 0.95 * promised
     manager.clear()
     assert reserved() <= before + 16 * 2**20
-
-
-@torch.no_grad()
-def test_auto_captures_a_count_that_padding_makes_dear(family: Any) -> None:
-    """With costs that are given: towers of this size may be as quick on any budget."""
-    tower = family[0]
-    manager = make_manager(tower, mode="auto", packing="cost", token_budgets=(64, 512))
-    replays = manager.paths["default"].unpadded
-    assert replays is not None
-    dear = ((64, 10.0), (512, 10.0))
-    replays.use_costs(PathCosts(replay={64: 1.0, 512: 10.0}, exact=dear, eager=dear), capture_ms=20.0)
-    inputs = images([(1, 20, 16)], tower.patch_features)  # 80 tokens in a budget of 512
-    captured = []
-    for _ in range(3):
-        manager.execute(inputs)
-        captured.append(80 in replays or 80 in replays.not_faster)
-    assert captured == [False, False, True]
-    (expected,) = family[1](inputs)
-    size = float(expected.float().square().mean().sqrt())
-    assert rms_error(manager.execute(inputs), [expected]) <= 0.1 * size
-    manager.clear()
-
-
-@torch.no_grad()
-def test_what_runs_at_its_exact_shape_is_tried_with_its_own_batch(family: Any) -> None:
-    tower = family[0]
-    manager = make_manager(tower, mode="auto", packing="cost", token_budgets=(64,))
-    replays = manager.paths["default"].unpadded
-    level = ((64, 1.0), (128, 1.0))
-    replays.use_costs(PathCosts(replay={64: 1.0}, exact=level, eager=level), capture_ms=0.5)
-    inputs = images([(1, 20, 16)], tower.patch_features)  # 80 tokens, more than a budget holds
-    (expected,) = family[1](inputs)
-    size = float(expected.float().square().mean().sqrt())
-    for _ in range(8):  # each counts a tenth of a millisecond
-        assert rms_error(manager.execute(inputs), [expected]) <= 0.1 * size
-    assert replays.on_trial == set()
-    assert (80 in replays) is not (80 in replays.not_faster)
-    manager.clear()

@@ -19,6 +19,8 @@ from fxsplit_encoder.models.encoders.deepseek_encoder import (
 )
 from fxsplit_encoder.models.random import demo_tower, draw_weights
 
+from .support import relative_rms
+
 pytestmark = pytest.mark.gpu
 
 GRID = torch.tensor([[1, 28, 28], [1, 12, 20]])
@@ -30,12 +32,6 @@ def pixels(towers: Any) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(0)
     rows = int(GRID.prod(1).sum())
     return torch.randn(rows, towers[2].patch_features, device="cuda", generator=generator)
-
-
-def relative_rms(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Root mean square of the difference, over that of the reference."""
-    difference = (result.double() - reference.double()).square().mean().sqrt()
-    return float(difference / reference.double().square().mean().sqrt())
 
 
 def error(tower: Any, towers: Any, pixels: torch.Tensor, **settings: Any) -> float:

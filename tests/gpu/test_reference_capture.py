@@ -83,11 +83,3 @@ def test_results_are_not_overwritten(reference: Any) -> None:
     kept = first.clone()
     reference(torch.zeros(16, WIDTH, device="cuda", dtype=torch.bfloat16), lengths)
     assert torch.equal(first, kept)
-
-
-def test_what_does_not_fit_is_refused(reference: Any) -> None:
-    patches = torch.zeros(CAPACITY + 4, WIDTH, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="do not fit"):
-        reference(patches, torch.tensor([0, CAPACITY + 4], dtype=torch.int32))
-    with pytest.raises(ValueError, match="do not fit"):
-        reference(patches[:20], torch.arange(0, 24, 4, dtype=torch.int32))

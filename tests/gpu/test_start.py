@@ -1,9 +1,8 @@
-"""A start from a file on a device: nothing is compiled, compared or timed, and the same is captured."""
+"""A second start on a device, from caches or a file: nothing is compiled, compared or timed again."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import ladder
-from fxsplit_encoder.integrations.vllm.adapter import make_adapter
-from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from fxsplit_encoder.kernels.meter import Meter
 from fxsplit_encoder.manager import path as path_module
 
@@ -76,54 +73,19 @@ def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
     assert errors[1] <= 1.05 * errors[0]
 
 
-class VllmsManager:
-    """As far as it is asked where this library's serves."""
-
-    def __init__(self, vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any) -> None:
-        pass
-
-
-@pytest.mark.parametrize("compiles", [False, True])
-def test_what_vllm_captures_again_is_not_measured_again(
-    towers: Any, monkeypatch: pytest.MonkeyPatch, compiles: bool
-) -> None:
-    """Of a model for which another manager is made once the first has released its captures."""
-    wrapped = towers[2]
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            encoder_cudagraph_token_budgets=[64, 256, 1024],
-            encoder_cudagraph_max_vision_items_per_batch=4,
-            encoder_cudagraph_max_frames_per_batch=4,
-        ),
-        model_config=SimpleNamespace(
-            multimodal_config=SimpleNamespace(
-                get_limit_per_prompt=lambda modality: 999, mm_encoder_tp_mode="weights"
-            )
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        lora_config=None,
-    )
-    kind = make_adapter(VllmsManager, PluginSettings(fx.EncoderConfig(compile=compiles)))
-
-    def captured() -> Any:
-        manager = kind(config, torch.device("cuda"), torch.bfloat16, wrapped)
-        assert manager.manager is not None
-        manager.capture()
-        assert manager.is_captured()
-        return manager
-
-    first = captured()
-    ladder_of_first = first.manager.paths["default"].ladder
-    costs, modes = dict(ladder_of_first.costs), {b: c.mode for b, c in ladder_of_first.captured.items()}
-    first.clear()
-    assert not first.manager.paths["default"].captured
-    forbid_timing(monkeypatch)
-    second = captured()
-    ladder_of_second = second.manager.paths["default"].ladder
-    assert second.manager is first.manager
-    assert {b: c.mode for b, c in ladder_of_second.captured.items()} == modes
-    assert ladder_of_second.costs == costs
-    pixels = torch.randn(16 * 16, wrapped.patch_features, device="cuda", dtype=torch.bfloat16)
-    (rows,) = second.execute({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 16, 16]])})
-    assert rows.isfinite().all()
-    second.clear()
+def test_a_second_compile_traces_blocks_once_and_compiles_no_piece(towers: Any, inlined: list[int]) -> None:
+    made = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        config = fx.EncoderConfig(
+            mode="full", token_budgets=(64, 1024), max_items_per_batch=4, max_frames_per_batch=4
+        )
+        made.append(fx.EncoderCudaGraphManager(towers[2], config))
+        made[-1].compile()
+        assert not made[-1].reports
+    program = made[-1].programs["default"].program
+    inductor = torch._dynamo.utils.counters["inductor"]
+    assert inductor["fxgraph_cache_hit"] == program.num_distinct
+    assert inductor["fxgraph_cache_miss"] == 0
+    assert inlined[0] == inlined[1] > 0

@@ -20,9 +20,7 @@ def table(
     largest: int = 1764,
     skippable: bool = False,
 ) -> PathTable:
-    return path_costs.table(
-        budgets, tuple(path_costs.max_segments.get(budget) for budget in budgets), largest, skippable
-    )
+    return path_costs.table(budgets, largest, skippable)
 
 
 def test_fallbacks_are_linear_between_and_beyond_their_points() -> None:

@@ -178,23 +178,6 @@ def test_generated_budgets_are_increasing_and_never_more_than_double(minimum: in
     assert all(larger <= 2 * smaller for smaller, larger in itertools.pairwise(budgets))
 
 
-@pytest.mark.parametrize(
-    ("minimum", "maximum", "tile", "expected"),
-    [
-        (64, 200, 1, [64, 80, 96, 112, 128, 160, 192, 200]),
-        (272, 1700, 272, [272, 544, 816, 1088, 1360, 1632, 1700]),
-        (544, 1632, 272, [544, 816, 1088, 1360, 1632]),
-        (8, 30, 1, [8, 10, 12, 14, 16, 20, 24, 28, 30]),
-        (64, 64, 1, [64]),
-        (1, 3, 1, [1, 2, 3]),
-    ],
-)
-def test_default_budgets_lie_between_powers_too(
-    minimum: int, maximum: int, tile: int, expected: list[int]
-) -> None:
-    assert default_budgets(minimum, maximum, tile) == expected
-
-
 @given(st.integers(1, 10**6), st.integers(0, 10**6))
 def test_default_budgets_of_tiles_hold_whole_ones(tile: int, extra: int) -> None:
     budgets = default_budgets(tile, tile + extra, tile)

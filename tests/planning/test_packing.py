@@ -26,15 +26,7 @@ TWO_PATHS = [
 
 
 def tables(paths: Sequence[PathCosts]) -> list[PathTable]:
-    return [
-        path_costs.table(
-            tuple(path_costs.replay),
-            tuple(map(path_costs.max_segments.get, path_costs.replay)),
-            max(path_costs.replay),
-            True,
-        )
-        for path_costs in paths
-    ]
+    return [each.table(tuple(each.replay), max(each.replay), True) for each in paths]
 
 
 class Problem:

@@ -72,7 +72,7 @@ def test_where_memory_ran_out_no_time_is_known() -> None:
     }
     path_costs = MEASURED.with_captures(ladder(costs), {}, compiled=True)
     assert [tokens for tokens, _ in path_costs.exact] == [10]
-    assert math.isfinite(path_costs.table((10, 20), (None, None), 20, False).fallback(15)[0])
+    assert math.isfinite(path_costs.table((10, 20), 20, False).fallback(15)[0])
 
 
 class Forward:

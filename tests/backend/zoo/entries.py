@@ -4,7 +4,7 @@ An entry is a function whose parameters name its inputs (`inputs.INPUTS`), or a 
 
     "subtracts the mean": lambda x: x - x.mean(0),
     "pools by id": of(lambda x, ids: x.new_zeros(4, 8).index_add(0, ids, x), least=1),
-    "convolution": made(lambda: along(nn.Conv1d(8, 8, 3))),
+    "batch norm": made(lambda: OnRows(nn.BatchNorm1d(8))),
 
 It is put behind attention, before it, or between two (`placing`), so that what it does lies in the region
 that the backend may pad.
@@ -78,22 +78,13 @@ def input_names(forward: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-class Through(nn.Module):
-    """A module, and how tokens go through it."""
+class OnRows(nn.Module):
+    """A module of (tokens, 8)."""
 
-    def __init__(self, inner: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.call = inner, call
+        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.inner, x)
-
-
-def along(inner: nn.Module) -> Through:
-    """A module of (1, 8, tokens)."""
-    return Through(inner, lambda module, x: module(x.t()[None])[0].t())
-
-
-def on_rows(inner: nn.Module) -> Through:
-    """A module of (tokens, 8)."""
-    return Through(inner, lambda module, x: module(x))
+        result: Tensor = self.inner(x)
+        return result

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entries import made, of, on_rows
+from .entries import OnRows, made, of
 from .placing import attend_packed
 
 
@@ -57,7 +57,7 @@ def _rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 INDEPENDENT = {
-    "batch norm in eval": made(lambda: on_rows(nn.BatchNorm1d(8).eval())),
+    "batch norm in eval": made(lambda: OnRows(nn.BatchNorm1d(8).eval())),
     "masked tokens": lambda x, keep: x.masked_fill(~keep[:, None], 0),
     "rotary positions": of(_rotated, tolerance=4),
     "two results": lambda x, ids: (x * 2, ids + 1),

@@ -59,12 +59,9 @@ INPUTS: dict[str, Input] = {
     "keep": Input(lambda n, dtype, g: torch.rand(n, generator=g) > 0.3),
     "flag": Input(lambda n, dtype, g: torch.rand((), generator=g) > 0.2, ()),
     "quarter": Input(_normal_rows(lambda n: n // 4)),
-    "double": Input(_normal_rows(lambda n: 2 * n)),
-    "longer": Input(_normal_rows(lambda n: n + 1)),
     "square": Input(normal(-1, -1), (0, 1)),
     "tiles": Input(normal(-1, 5, WIDTH)),
     "images": Input(normal(-1, 3, 8, 8)),
-    "sequence": Input(normal(1, -1, WIDTH), (1,)),
 }
 
 

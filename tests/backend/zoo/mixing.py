@@ -7,13 +7,13 @@ wrong behind the backend.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entries import Entry, along, made, of, on_rows
+from .entries import Entry, OnRows, made, of
 from .placing import attend_packed
 
 _AFTER, _OWN, _PACKED = {"place": "after"}, {"layout": "own"}, {"layout": "packed"}
@@ -21,11 +21,6 @@ _AFTER, _OWN, _PACKED = {"place": "after"}, {"layout": "own"}, {"layout": "packe
 _LARGE = {"counts": (9999, 5001, 5, 12, 4097, 16384, 12000), "layout": "dense", "warmup": "none"}
 
 # --- statistics, order, neighbours and products of all tokens
-
-
-def _loud(x: Tensor) -> Tensor:
-    """One feature a million times larger than the others, which lose their mean."""
-    return torch.cat([x[:, :1] * 1e6, x[:, 1:] - x[:, 1:].mean(0)], 1)
 
 
 def _where_loud(x: Tensor) -> Tensor:
@@ -40,23 +35,6 @@ def _merge_most_alike(x: Tensor) -> Tensor:
     return b.index_add(0, (a @ b.t()).argmax(1), a)
 
 
-def _masked_window_attention(x: Tensor) -> Tensor:
-    """In windows of 4; the zeros that fill the last one are kept out by a mask that the count makes."""
-    w = F.pad(x, (0, 0, 0, -x.shape[0] % 4)).view(-1, 4, 8)
-    real = (torch.arange(w.shape[0] * 4) < x.shape[0]).view(-1, 1, 4)
-    return ((w @ w.transpose(1, 2)).masked_fill(~real, -1e4).softmax(-1) @ w).reshape(-1, 8)[: x.shape[0]]
-
-
-def _last_group_apart(x: Tensor) -> Tensor:
-    whole = x.shape[0] // 4 * 4
-    return torch.cat([x[:whole] * 2, x[whole:] - 1])
-
-
-def _linear_attention(x: Tensor) -> Tensor:
-    q, k = F.elu(x) + 1, F.elu(x) + 1
-    return (q @ (k.t() @ x)) / (q @ k.sum(0)[:, None] + 1)
-
-
 def _attention_of_one_sequence(x: Tensor) -> Tensor:
     q = x.view(1, -1, 2, 4).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(-1, 8)
@@ -64,61 +42,28 @@ def _attention_of_one_sequence(x: Tensor) -> Tensor:
 
 OVER_TOKENS = {
     "less the mean": lambda x: x - x.mean(0),
-    "a loud feature": of(_loud, runs=2, **_AFTER),
-    "sort": of(lambda x: x.sort(0).values, warmup="zeros", runs=2),
     "tokens merged": of(_merge_most_alike, least=2),
     "normalized where loud, warmed with zeros": of(_where_loud, warmup="zeros", runs=2),
-    "batch norm that counts": made(lambda: on_rows(nn.BatchNorm1d(8, momentum=None)), least=2),
-    "dropout in training": made(lambda: on_rows(nn.Dropout(0.4))),
-    "convolution": made(lambda: along(nn.Conv1d(8, 8, 3, stride=2, padding=1)), least=7),
-    "masked window attention": of(_masked_window_attention, least=1, runs=2),
-    "last partial group apart": _last_group_apart,
+    "batch norm that counts": made(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
+    "dropout in training": made(lambda: OnRows(nn.Dropout(0.4))),
     "class token first": lambda x: torch.cat([x.new_ones(1, 8), x]),
-    "pairs joined": of(lambda x: x.view(-1, 16), step=2),
-    "linear attention, normalized": _linear_attention,
     "attention over tokens as an op": _attention_of_one_sequence,
 }
 
 # --- the number of tokens in the values, in the sizes and in the branches
 
 
-def _table_interpolated(x: Tensor) -> Tensor:
-    table = torch.linspace(-1, 1, 32, dtype=torch.float32).view(1, 8, 4)
-    return x + F.interpolate(table, x.shape[0], mode="linear")[0].t().to(x.dtype)
-
-
-def _table_from_the_end(x: Tensor) -> Tensor:
-    table = torch.linspace(-1, 1, 1600, dtype=x.dtype).view(200, 8)
-    return x + table[-x.shape[0] :]
-
-
 def _branch_of_fours(x: Tensor) -> Tensor:
     return x.view(-1, 4, 8).flip(1).reshape(-1, 8) if x.shape[0] % 4 == 0 else x
 
 
-def _halvings(x: Tensor) -> Tensor:
-    n, halvings = x.shape[0], 0
-    while n > 20:
-        n, halvings = n // 2, halvings + 1
-    return x * (1 + halvings)
-
-
 SIZES = {
     "times a root of the count": of(lambda x: x * x.shape[0] ** 0.1, runs=2),
-    "plus 64ths of the count": of(lambda x: x * (1 + x.shape[0] // 64), runs=2),
-    "least of the count and 40": lambda x: x * min(x.shape[0], 40),
     "count as a result": lambda x: (x * 2, x.shape[0], x.shape[0] // 4),
-    "table interpolated": of(_table_interpolated, least=1, tolerance=4),
-    "table from the end": of(_table_from_the_end, least=1),
-    "ones of half": lambda x: x + torch.ones(x.shape[0] // 2, 1, dtype=x.dtype).sum(),
-    "features by the count": lambda x: x[:, : 1 + x.shape[0] % 8],
     "branch on multiples of 4": _branch_of_fours,
-    "halvings in a loop": _halvings,
     "ones of 5000ths": of(
         lambda x: x + x.new_ones(1, 1).expand(x.shape[0] // 5000 + 1, 1).sum(), runs=2, **_LARGE
     ),
-    "ones beyond 4096": of(lambda x: x + x.new_ones(max(x.shape[0], 4096) - 4095, 1).sum(), **_LARGE),
-    "branch on 8000": of(lambda x: x - x.mean(0) if x.shape[0] > 8000 else x, **_LARGE),
 }
 
 # --- what the values of tokens, and of integers and truth values beside them, decide
@@ -134,29 +79,18 @@ def _broken(x: Tensor) -> Tensor:
     return y * 2
 
 
-def _until_small(x: Tensor) -> Tensor:
-    while x.abs().sum() > 20:
-        x = x / 2
-    return x
-
-
 VALUES = {
     "flagged mean, warmed with the flag off": of(_flagged, warmup="zeros", runs=2),
     "branch on the sum": lambda x: x - x.mean(0) if x.sum() > 0 else x + 1,
     "graph break": _broken,
-    "halved until small": _until_small,
     "first rows by a count": lambda x: x[: int((x[:, 0] > 0).sum())],
-    "rows that are positive": lambda x: x[x[:, 0] > 0],
     "positions less their least, warmed": of(
         lambda x, positions: x + (positions - positions.min())[:, None].to(x.dtype),
         warmup="zeros ones",
         runs=2,
     ),
-    "any id is 0": of(lambda x, ids: x * (ids == 0).any(0), runs=2),
     "one hot pooling": lambda x, ids: F.one_hot(ids, 4).to(x.dtype).t() @ x,
     "rows by id": of(lambda x, ids: x[ids], least=4),
-    "place among the kept": lambda x, keep: x + (keep.long().cumsum(0) - 1)[:, None].to(x.dtype),
-    "parity of the kept": lambda x, keep: x * (1 - 2 * (keep.sum() % 2)).to(x.dtype),
 }
 
 # --- cumulative lengths read by more than attention, and attention of other kinds
@@ -170,10 +104,6 @@ def _less_the_mean_of_its_segment(x: Tensor, cu: Tensor) -> Tensor:
 
 def _segments_from_lengths(x: Tensor, cu: Tensor) -> Tensor:
     return attend_packed(x, F.pad(cu.diff().cumsum(0), (1, 0)).to(torch.int32))
-
-
-def _segments_and_the_whole(x: Tensor, cu: Tensor) -> Tensor:
-    return attend_packed(attend_packed(x, cu) + x, torch.stack([cu[0], cu[-1]]))
 
 
 def _quarters(x: Tensor, cu: Tensor) -> Tensor:
@@ -191,13 +121,8 @@ def _cu_changed(x: Tensor, cu: Tensor) -> Tensor:
 SEGMENTS = {
     "longest segment": of(lambda x, cu: x * cu.diff().max(), **_PACKED),
     "means of segments, given back": of(_less_the_mean_of_its_segment, **_PACKED),
-    "ends by the count": of(lambda x, cu: (x, cu / x.shape[0]), least=1, **_PACKED),
     "ends changed": of(_cu_changed, **_OWN),
     "segments from lengths": of(_segments_from_lengths, **_OWN),
-    "segments of 4 tokens": of(
-        lambda x: attend_packed(x, torch.arange(0, x.shape[0] + 1, 4, dtype=torch.int32)), step=4, **_OWN
-    ),
-    "segments and the whole": of(_segments_and_the_whole, **_OWN),
     "segments of quarters": of(_quarters, step=4, **_OWN),
 }
 
@@ -210,11 +135,6 @@ def _attend(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
 
 
-def _masked_attention(x: Tensor, square: Tensor) -> Tensor:
-    q = x.view(1, -1, 2, 4).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q, square).transpose(1, 2).reshape(-1, 8)
-
-
 def _half_and_whole(x: Tensor, quarter: Tensor) -> Tensor:
     """Coarse tokens, each for four fine ones."""
     return x[: quarter.shape[0] * 4] + quarter.repeat_interleave(4, 0)
@@ -222,18 +142,9 @@ def _half_and_whole(x: Tensor, quarter: Tensor) -> Tensor:
 
 SHAPES = {
     "square's columns": lambda x, square: x * square.sum(0)[:, None],
-    "square of attention": of(_masked_attention, **_OWN),
     "quarter behind": lambda x, quarter: torch.cat([x, quarter]),
     "quarter repeated, the rest cut": of(_half_and_whole, least=4),
-    "double's halves": lambda x, double: x + double[: x.shape[0]] - double[x.shape[0] :],
-    "one longer": lambda x, longer: x + longer[1:] - longer[:-1],
     "batch attended, then across": of(lambda tiles: _attend(_attend(tiles).transpose(0, 1)), **_OWN),
-    "sequence's mean": of(lambda sequence: _attend(sequence) - sequence.mean(1, keepdim=True), **_OWN),
-    "images' statistics": of(
-        lambda images: F.batch_norm(_attend(images.reshape(-1, 24, 8)), None, None, training=True),
-        least=2,
-        **_OWN,
-    ),
     "without attention, sorted": of(lambda x: x.sort(0).values, **_OWN),
 }
 
@@ -243,11 +154,6 @@ SHAPES = {
 def _add_mean(x: Tensor) -> Tensor:
     x.add_(x.mean(0))
     return x * 2
-
-
-def _sort_into(x: Tensor, ids: Tensor) -> Tensor:
-    ids.copy_(ids.sort().values)
-    return x + ids[:, None].to(x.dtype)
 
 
 def _write_view(x: Tensor) -> Tensor:
@@ -294,18 +200,12 @@ def _replace(module: Any, x: Tensor) -> Tensor:
     return y
 
 
-class _Pair(NamedTuple):
-    tokens: Tensor
-    pooled: Tensor
-
-
 def _structure(x: Tensor) -> dict[str, Any]:
     return {"tokens": x * 2, "parts": [x[:1], (x.mean(0), None)], "count": x.shape[0], "name": "zoo"}
 
 
 EFFECTS = {
     "mean added in place": _add_mean,
-    "ids sorted in place": _sort_into,
     "written through a view of an input": of(_write_view, least=1, place="before"),
     "calls and tokens counted": _stateful(_count, {"calls": (), "tokens": ()}),
     "table of tokens": _stateful(_cache, {"table": (200, 8)}, **_AFTER),
@@ -313,8 +213,6 @@ EFFECTS = {
     "a part of an input": of(lambda x, ids: (x - x.mean(0), ids[1:]), **_AFTER),
     "a result and a view": lambda x: (y := x - x.mean(0), y[1:], y.t()),
     "results of several lengths": lambda x: (x[::2], x.sum(0), x[-1:], x.t(), x.sum()),
-    "a named tuple": lambda x: _Pair(x * 2, x.mean(0)),
     "a structure": _structure,
-    "an empty result": lambda x: (x[:0], x.mean(0)),
     "a number of the values": of(lambda x: (x * 2, x.sum().item()), **_AFTER),
 }

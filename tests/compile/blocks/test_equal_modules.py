@@ -61,6 +61,12 @@ def _subclass(block: Block) -> None:
     block.linear.weight = Quantised(block.linear.weight.data)
 
 
+def _weight_after_bias(block: Block) -> None:
+    weight = block.linear.weight
+    del block.linear.weight
+    block.linear.weight = weight
+
+
 CHANGES: list[tuple[str, Callable[[Block], object]]] = [
     ("an inner hook", lambda block: block.linear.register_forward_hook(lambda *given: None)),
     ("a dtype", lambda block: block.linear.to(torch.bfloat16)),
@@ -75,6 +81,7 @@ CHANGES: list[tuple[str, Callable[[Block], object]]] = [
     ("training", lambda block: block.norm.train(False)),
     ("a submodule", lambda block: block.add_module("extra", nn.Identity())),
     ("a trainable weight", lambda block: block.linear.requires_grad_(False)),
+    ("the order of weights", _weight_after_bias),
     ("a loose tensor", _set("settings", torch.zeros(2))),
 ]
 

@@ -54,8 +54,11 @@ def example(grid: tuple[int, int], head_dim: int = HEAD_DIM, images: int = 3) ->
     return torch.randn(images, *grid, 3 * HEADS * head_dim)
 
 
-@pytest.mark.parametrize("grid", [(5, 5), (4, 6), (8, 8)], ids=["padded to 32", "oblong", "as wide as is"])
-@pytest.mark.parametrize("bias", [joined, columns_first])
+@pytest.mark.parametrize(
+    ("grid", "bias"),
+    [((5, 5), joined), ((4, 6), columns_first), ((8, 8), joined)],
+    ids=["padded to 32", "oblong", "as wide as is"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_terms_become_features(grid: tuple[int, int], bias: Bias, dtype: torch.dtype) -> None:
     attention, x = GridAttention(grid, bias).to(dtype), example(grid).to(dtype)

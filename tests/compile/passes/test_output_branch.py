@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.program import BoundProgram
+from fxsplit_encoder.compile.rewriting import mark_cuts
+from fxsplit_encoder.kernels.attention import varlen_attention
 
 from ..packed_forwards import SPLITTING_OPS, WIDTH, attend, packed_inputs, trace_packed
 from .aten_graphs import aten_graph
@@ -42,7 +44,7 @@ class Layers(nn.Module):
         return torch.cat([y.tanh(), *deep], dim=1)
 
 
-def traced(layers: nn.Module, passes: tuple[str, ...] = ("output_branch",)) -> BoundProgram:
+def traced(layers: nn.Module, *passes: str) -> BoundProgram:
     layers.requires_grad_(False)
     return trace_packed(layers, options=CompileOptions(SPLITTING_OPS, "eager", passes=passes))
 
@@ -55,7 +57,7 @@ def shape_of(program: Any) -> list[str]:
 def test_layers_aside_run_beside_and_are_joined_where_they_are_read() -> None:
     torch.manual_seed(0)
     layers = Layers((0, 1))
-    bound, plain = traced(layers), traced(layers, ())
+    bound, plain = traced(layers, "output_branch"), traced(layers)
     program = bound.program
     assert program.pass_report == {"output_branch": 2}
     assert program.padding == plain.program.padding
@@ -79,11 +81,26 @@ class Last(nn.Module):
         return torch.cat([self.layer(y), self.other(y)], dim=1)
 
 
+class AfterAttention(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, cu: Tensor) -> Tensor:
+        return self.layers(attend(x, cu), {"cu": cu})
+
+
+def num_branches(layers: nn.Module, *cuts: object) -> int:
+    """In a graph that will be split at these operators."""
+    inputs = packed_inputs(12)
+    graph = aten_graph(AfterAttention(layers), inputs["x"], inputs["cu"])
+    mark_cuts(graph.module, frozenset(cuts))
+    return output_branch(graph.module)
+
+
 @pytest.mark.parametrize("layers", [Layers((0, 1), products=False), Last()], ids=["no product", "last"])
 def test_what_is_little_or_has_nothing_to_run_beside_stays(layers: nn.Module) -> None:
-    program = traced(layers).program
-    assert program.pass_report == {"output_branch": 0}
-    assert not any(step.beside or step.joins for step in program.steps)
+    assert num_branches(layers, varlen_attention) == 0
 
 
 def test_layers_that_an_op_of_the_configuration_needs_stay() -> None:
@@ -98,19 +115,14 @@ def test_layers_that_an_op_of_the_configuration_needs_stay() -> None:
             tapped = self.layer(y)
             return torch.cat([attend(y, inputs["cu"]), torch.ops.aten.sort.default(tapped)[0]], dim=1)
 
-    layers = Sorted().requires_grad_(False)
-    for ops, changed in ((SPLITTING_OPS, 1), ((*SPLITTING_OPS, "aten::sort"), 0)):
-        options = CompileOptions(ops, "eager", passes=("output_branch",))
-        assert trace_packed(layers, options=options).program.pass_report == {"output_branch": changed}
+    assert num_branches(Sorted(), varlen_attention) == 1
+    assert num_branches(Sorted(), varlen_attention, torch.ops.aten.sort.default) == 0
+    assert num_branches(Sorted()) == 0
 
 
 def test_layers_that_call_other_ranks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two streams nobody knows which calls first."""
+    assert num_branches(Layers((0, 1)), varlen_attention) == 2
     pass_module = importlib.import_module("fxsplit_encoder.compile.passes.output_branch")
     monkeypatch.setattr(pass_module, "calls_other_ranks", lambda op: op is torch.ops.aten.gelu.default)
-    assert traced(Layers((0, 1))).program.pass_report == {"output_branch": 0}
-
-
-def test_a_graph_without_a_cut_is_left_alone() -> None:
-    graph = aten_graph(nn.Linear(WIDTH, WIDTH), torch.randn(3, WIDTH))
-    assert output_branch(graph.module) == 0
+    assert num_branches(Layers((0, 1)), varlen_attention) == 0
