@@ -235,10 +235,6 @@ class ImageEncoder:
                 raise
             raise InputError(f"out of memory: {error}") from error
 
-    def close(self) -> None:
-        """Release the captures, on the thread that made them."""
-        self.manager.clear()
-
     def _encode_images(self, images: Sequence[PreparedImage]) -> Sequence[Tensor]:
         rows = self.manager.execute(upload(images, self.values, self.device))
         assert len(rows) == len(images)
@@ -280,7 +276,9 @@ class QueuedEncoder:
         self.first = self.encoders[0]
         self.max_batch_tokens = budgets_per_batch * self.first.max_batch_tokens
         self.queue: EncodeQueue[Item, Array] = EncodeQueue(self.max_batch_tokens)
-        self.started = [self.queue.add_worker(each.launch, each.start, each.close) for each in self.encoders]
+        self.started = [
+            self.queue.add_worker(each.launch, each.start, each.manager.clear) for each in self.encoders
+        ]
 
     def wait_started(self) -> None:
         """Return once every encoder has captured; raises what one of them raised."""

@@ -51,7 +51,9 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 @serve.ingress()
 class Frontend:
-    """The replica that takes requests: reads, decodes and prepares, and answers."""
+    """The replica that takes requests: reads, decodes and prepares, and answers. Its backend is the encoders
+    of the cluster; if one ends with a request, another takes it, which does no harm.
+    """
 
     def __init__(self, settings: ServiceSettings, encoder: Any) -> None:
         self._settings = settings
@@ -59,15 +61,7 @@ class Frontend:
 
     def __serve_build_asgi_app__(self) -> Any:
         """The Starlette application; Ray calls it."""
-        backend = _RemoteBackend(self._encoder)
-        return Application(self._settings, Preparer(self._settings), backend, _ClusterMetrics()).app
-
-
-class _RemoteBackend:
-    """The encoders of the cluster; if one ends with a request, another takes it, which does no harm."""
-
-    def __init__(self, encoder: Any) -> None:
-        self._encoder = encoder
+        return Application(self._settings, Preparer(self._settings), self, _ClusterMetrics()).app
 
     async def answer(self, items: Sequence[Item], tenant: str, timeout_s: float) -> tuple[list[Result], int]:
         """As of `Backend`."""
