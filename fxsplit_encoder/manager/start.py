@@ -1,9 +1,9 @@
 """Saves what was compiled, measured and chosen for a tower to a file, with which other processes start; what
 was measured of captures stays on the machine, too.
 
-The file is one line with its digest, then named parts, compressed. It is used only where the device, the
-versions of everything that compiles or is measured, the tower and its configuration are the same; all of it
-is checked before any of it is used.
+The file is one line with its digest, one with the sizes of its named parts, then these, compressed. It is
+used only where the device, the versions of everything that compiles or is measured, the tower and its
+configuration are the same; all of it is checked before any of it is used.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ _OF_LOADING = (
     *(pickle.PickleError, AssertionError, AttributeError, EOFError, ImportError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
+
+_MOST_BYTES = 1 << 33
 
 # The parts of a file.
 _ENVIRONMENT, _TOWER, _COMPILED = "environment.json", "tower.json", "torch.bin"
@@ -327,7 +329,7 @@ def _name_of(value: object) -> str:
 def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
     """Replaces the file by one with these parts; returns its bytes. InputError: it cannot be written."""
     sizes = {name: len(content) for name, content in parts.items()}
-    content = sealed(zlib.compress(b"\n".join((json.dumps(sizes).encode(), b"".join(parts.values()))), 1))
+    content = sealed(json.dumps(sizes).encode() + b"\n" + zlib.compress(b"".join(parts.values()), 1))
     try:
         write_atomic(path, content, durable=True)
     except OSError as error:
@@ -337,7 +339,7 @@ def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
 
 def read_parts(path: Path) -> dict[str, bytes]:
     """Reads a file that no other user can write; StartFileError: there is none, others can write it, or it is
-    damaged or something else.
+    damaged, forged or too large.
     """
     try:
         check_trusted(path)  # it holds code
@@ -349,10 +351,15 @@ def read_parts(path: Path) -> dict[str, bytes]:
             f"file: expected one that save_start wrote, undamaged; got {len(content)} bytes of another digest"
         )
     try:
-        index, _, joined = zlib.decompress(body).partition(b"\n")
+        index, _, packed = body.partition(b"\n")
         sizes: dict[str, int] = json.loads(index)
-        ends = itertools.pairwise(itertools.accumulate(sizes.values(), initial=0))
-        return {name: joined[start:end] for name, (start, end) in zip(sizes, ends, strict=True)}
+        *starts, size = itertools.accumulate(sizes.values(), initial=0)
+        if not 0 <= size <= _MOST_BYTES or min(sizes.values(), default=0) < 0:
+            raise ValueError(f"{len(sizes)} parts of {size} bytes")
+        joined = zlib.decompressobj().decompress(packed, size + 1)  # no more than the first line says
+        if len(joined) != size:
+            raise ValueError(f"other than {size} bytes")
+        return {name: joined[at : at + sizes[name]] for name, at in zip(sizes, starts, strict=True)}
     except (zlib.error, AttributeError, RecursionError, TypeError, ValueError) as error:
         raise StartFileError(f"file: expected named parts; got {type(error).__name__}: {error}") from error
 
