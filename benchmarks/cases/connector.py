@@ -51,8 +51,7 @@ from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.media import VideoFrames
 from fxsplit_encoder.models.eager import share_weights
-from fxsplit_encoder.models.media import family_processor
-from fxsplit_encoder.models.preprocess import TowerProcessor
+from fxsplit_encoder.models.media import TowerProcessor, family_processor
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import FAMILIES
 

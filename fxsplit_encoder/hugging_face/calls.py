@@ -74,14 +74,14 @@ class Calls(ABC):
         return int(self.twin.config.num_hidden_layers) + 1
 
     @property
-    def expected_keys(self) -> Sequence[Hashable]:
-        """The keys of the configuration, captured at the first call or a warm-up; others if they recur."""
-        return ((),)
-
-    @property
     def example_key(self) -> Hashable:
         """A key that the tower takes."""
-        return self.expected_keys[0]
+        return ()
+
+    @property
+    def expected_keys(self) -> Sequence[Hashable]:
+        """The keys of the configuration, captured at the first call or a warm-up; others if they recur."""
+        return (self.example_key,)
 
     @abstractmethod
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
@@ -101,13 +101,9 @@ class Calls(ABC):
     def adapter(self, key: Any, example: Any) -> Any:
         """The adapter for calls of this key; `example` is the tower's output of it, on the meta device."""
 
-    @abstractmethod
     def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
         """The adapter's `mm_kwargs`."""
-
-    @abstractmethod
-    def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The arguments of the adapter's forward from its `mm_kwargs`."""
+        return call.inputs
 
     @abstractmethod
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:

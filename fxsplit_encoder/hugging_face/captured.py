@@ -6,7 +6,7 @@ import contextlib
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,7 +217,7 @@ class CapturedTower:
         adapter = self.calls.adapter(key, example)
         config = self.settings.config
         if self.settings.compiles:
-            return Served(adapter, CompiledRunner(adapter, config, self.calls.arguments), example, empty)
+            return Served(adapter, CompiledRunner(adapter, config), example, empty)
         return Served(adapter, ManagerRunner(adapter, config), example, empty)
 
     def stats(self) -> list[ManagerStats]:
@@ -328,18 +328,10 @@ class ManagerRunner:
 
 
 class CompiledRunner:
-    """An adapter behind `torch.compile(backend="encoder_cg")`; a call of `run` is one batch. `arguments`
-    makes those of the adapter's forward from `mm_kwargs`.
-    """
+    """An adapter behind `torch.compile(backend="encoder_cg")`; a call of `run` is one batch."""
 
-    def __init__(
-        self,
-        adapter: Any,
-        config: EncoderConfig,
-        arguments: Callable[[Mapping[str, Any]], tuple[Tensor, ...]],
-    ) -> None:
+    def __init__(self, adapter: Any, config: EncoderConfig) -> None:
         self.adapter = adapter
-        self._arguments = arguments
         adapter.returns_rows = True
         # Dynamo limits how often one piece of code is compiled; every tower is to have a limit of its own.
         from fxsplit_encoder.compile.trace import with_own_code
@@ -354,7 +346,7 @@ class CompiledRunner:
         """The encoded items of a batch."""
         specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
         with self._first, torch.inference_mode(False), torch.no_grad():
-            rows = self._compiled(*self._arguments(inputs))  # type: ignore[no-untyped-call]
+            rows = self._compiled(*self.adapter.call_arguments(inputs))  # type: ignore[no-untyped-call]
         self._first = contextlib.nullcontext()
         items: list[Tensor] = self.adapter.items_of(
             {"default": rows}, [spec.output_tokens for spec in specs], inputs

@@ -137,10 +137,6 @@ class DenseCalls(Calls):
         counts = [min(most, count - start) for start in range(0, count, most)]
         return {self.input_names[0]: pixels, adapter.count_keys[0]: counts}
 
-    def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The images."""
-        return (inputs[self.input_names[0]],)
-
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
         """Every field, in memory of its own."""
         names = self.captured(example)

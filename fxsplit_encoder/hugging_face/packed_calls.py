@@ -53,14 +53,6 @@ class GridCalls(Calls):
             check_values(twin_of(self.twin), self._adapter)
         return self._adapter
 
-    def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
-        """As they are."""
-        return call.inputs
-
-    def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Patches and grids."""
-        return inputs["pixel_values"], torch.tensor(inputs["image_grid_thw"], device="cpu")
-
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
         """The fields of the output, which follow one another in the columns of an item."""
         adapter = self._adapter
@@ -139,10 +131,6 @@ class PixtralCalls(Calls):
             )
         ]
         return {**call.inputs, "pixel_values": patches}
-
-    def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Patches and grids."""
-        return torch.cat(inputs["pixel_values"]), torch.tensor(inputs["image_grid_thw"], device="cpu")
 
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
         """The layers, whose columns follow one another; (1, patches, hidden_size) each, as the tower's."""

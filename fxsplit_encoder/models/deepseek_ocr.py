@@ -55,10 +55,10 @@ def _build(settings: Settings) -> nn.Module:
 
 
 def _transformer_sizes(encoder: Settings) -> dict[str, Any]:
-    names = {"num_layers": "layers", "num_heads": "heads", "hidden_size": "width"}
+    names = {"num_hidden_layers": "layers", "num_attention_heads": "heads", "hidden_size": "width"}
     sizes = {own: encoder[name] for own, name in names.items() if name in encoder}
     # In both encoders an MLP is four times as wide as a block.
-    return {**sizes, **({"mlp_size": 4 * sizes["hidden_size"]} if "hidden_size" in sizes else {})}
+    return {**sizes, **({"intermediate_size": 4 * sizes["hidden_size"]} if "hidden_size" in sizes else {})}
 
 
 @dataclass(frozen=True)

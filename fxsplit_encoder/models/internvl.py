@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from PIL import Image
 from torch import Tensor, nn
 
 from fxsplit_encoder.media import Frames
@@ -21,15 +20,13 @@ from fxsplit_encoder.models.family import (
     vision_settings,
     without_language_model,
 )
-from fxsplit_encoder.models.prepare import IMAGENET, Normalization, Prepared, ProcessorSettings, processed
+from fxsplit_encoder.models.prepare import IMAGENET, Normalization, Prepared, ProcessorSettings
 from fxsplit_encoder.models.sampling import Sampling, middle_of_equal_parts
 from fxsplit_encoder.models.tiles import (
     MOST_TILES,
     ProcessedTiles,
     frame_sizes,
-    of_tiles,
     tile_side,
-    tile_sizes,
 )
 from fxsplit_encoder.towers.base import VIDEOS
 
@@ -58,6 +55,8 @@ class InternVLTiles(ProcessedTiles):
     side: int
     normalization: Normalization
     sampling: Sampling
+    # Its whole processor asks for crops, whatever the image processor's own settings are.
+    options: ClassVar[Mapping[str, Any]] = {"crop_to_patches": True}
     takes_clips = True
     image_options: ClassVar[Mapping[str, int]] = {"min_patches": MOST_TILES, "max_patches": MOST_TILES}
 
@@ -76,17 +75,6 @@ class InternVLTiles(ProcessedTiles):
             **normalization.as_settings(),
         )
         return cls(made, side, normalization, sampling)
-
-    def image(self, image: Image.Image) -> Prepared:
-        """1 to 13 tiles."""
-        # Its whole processor asks for crops, whatever the image processor's own settings are.
-        outputs = processed(self.processor, image, crop_to_patches=True)
-        return of_tiles(outputs["pixel_values"])
-
-    def image_sizes(self, width: int, height: int) -> Prepared:
-        """Returns the sizes of the tiles."""
-        crops = {"crop_to_patches": True}
-        return tile_sizes(self.processor.get_number_of_image_patches(height, width, crops))
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """A tile per frame."""

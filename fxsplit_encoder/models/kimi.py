@@ -106,8 +106,6 @@ class RasterPatches(Preparation):
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """Items of a few frames each."""
-        if not self.takes_clips:
-            return super().clip(frames)
         fitted, _ = self._fit(1, *frames.size, self.max_frame_patches)
         images = (bicubic(frame, fitted) for frame in frames)
         items = []
@@ -118,8 +116,6 @@ class RasterPatches(Preparation):
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
         """Items of a few frames each."""
-        if not self.takes_clips:
-            return super().clip_sizes(num_frames, width, height)
         most = self.frames_per_clip
         counts = [min(most, num_frames - start) for start in range(0, num_frames, most)]
         grids = [self._fit(count, width, height, self.max_frame_patches)[1] for count in counts]

@@ -75,7 +75,7 @@ def load_tower(
     family = family or found
     tower = family.empty_tower(settings, device)
     expected = dict(tower.named_parameters())
-    tensors = _read(_vision_files(checkpoint, family, {name.split(".")[0] for name in expected}))
+    tensors = _vision_tensors(checkpoint, family, {name.split(".")[0] for name in expected})
     if family.renames:
         renamed = {
             name if name in expected else rename(name, family.renames): tensor
@@ -114,8 +114,8 @@ def read_family(checkpoint: Checkpoint) -> tuple[Family, Settings]:
     return family, settings
 
 
-def _vision_files(checkpoint: Checkpoint, family: Family, modules: Set[str]) -> dict[str, tuple[str, Path]]:
-    """Name of a tensor after its prefix -> its name in the checkpoint, and the file that holds it.
+def _vision_tensors(checkpoint: Checkpoint, family: Family, modules: Set[str]) -> dict[str, Tensor]:
+    """The tower's tensors by their names after the prefix.
 
     `modules`: the first parts of the names of the tower's own tensors.
     """
@@ -130,8 +130,7 @@ def _vision_files(checkpoint: Checkpoint, family: Family, modules: Set[str]) -> 
         if own:
             if family.prefixes != WHOLE_MODEL:  # only the tower's tensors begin so
                 own = names
-            paths = {file: _require(checkpoint, file) for file in {where[name] for name in own.values()}}
-            return {short: (name, paths[where[name]]) for short, name in own.items()}
+            return _read(checkpoint, own, where)
     prefixes = ", ".join(repr(prefix) for prefix in family.prefixes)
     raise InputError(f"{checkpoint.model}: no tensor of a vision tower after any of the prefixes {prefixes}")
 
@@ -150,18 +149,15 @@ def _tensor_files(checkpoint: Checkpoint) -> Mapping[str, str]:
         return dict.fromkeys(file.keys(), _SINGLE)
 
 
-def _require(checkpoint: Checkpoint, file_name: str) -> Path:
-    path = checkpoint.find(file_name)
-    if path is None:
-        raise InputError(f"{checkpoint.model}: {_INDEX} names {file_name}, which is missing")
-    return path
-
-
-def _read(files: Mapping[str, tuple[str, Path]]) -> dict[str, Tensor]:
+def _read(checkpoint: Checkpoint, names: Mapping[str, str], where: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of these names, of which `where` tells the files."""
     tensors: dict[str, Tensor] = {}
-    for path in sorted({path for _, path in files.values()}):
+    for file_name in sorted({where[name] for name in names.values()}):
+        path = checkpoint.find(file_name)
+        if path is None:
+            raise InputError(f"{checkpoint.model}: {_INDEX} names {file_name}, which is missing")
         with _opened(path) as file:
-            tensors |= {own: file.get_tensor(name) for own, (name, at) in files.items() if at == path}
+            tensors |= {o: file.get_tensor(name) for o, name in names.items() if where[name] == file_name}
     return tensors
 
 

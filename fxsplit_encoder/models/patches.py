@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -79,13 +79,9 @@ class PatchFormat:
         """A copy with what a processor's JSON file sets, under the processor's names."""
         size = settings.get("size") or {}
         changes: dict[str, Any] = {
+            **{each.name: settings.get(each.name) for each in fields(self)},
             "min_pixels": settings.get("min_pixels") or size.get("shortest_edge"),
             "max_pixels": settings.get("max_pixels") or size.get("longest_edge"),
-            "patch_size": settings.get("patch_size"),
-            "merge_size": settings.get("merge_size"),
-            "temporal_patch_size": settings.get("temporal_patch_size"),
-            "cap_pixels_per_frame": settings.get("cap_pixels_per_frame"),
-            "max_video_tokens": settings.get("max_video_tokens"),
             "normalization": self.normalization.updated(settings),
         }
         return replace(self, **{name: value for name, value in changes.items() if value is not None})

@@ -98,20 +98,12 @@ class Preparation(ABC):
         return range(num_frames) if self.sampling is None else self.sampling(num_frames, fps)
 
     def clip(self, frames: Frames) -> list[Prepared]:
-        """The inputs of a clip: one item, or several of a few frames each.
-
-        Raises:
-            MediaError: the model takes images only.
-        """
-        raise MediaError("it is a clip, and this model takes images only; leave it out")
+        """The inputs of a clip, where `takes_clips`: one item, or several of a few frames each."""
+        raise NotImplementedError
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
-        """Returns the sizes of `clip`'s result for a clip of this size.
-
-        Raises:
-            MediaError: the model takes images only.
-        """
-        raise MediaError("it is a clip, and this model takes images only; leave it out")
+        """Returns the sizes of `clip`'s result for a clip of this size."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -260,6 +252,8 @@ def unique_keys(paths: Sequence[Path]) -> list[str]:
 def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Prepared]]:
     with opened_image(path, _LIMITS) as image, attempt(str(path), "an image"):
         if getattr(image, "is_animated", False):
+            if not preparation.takes_clips:
+                raise MediaError("it is a clip, and this model takes images only; leave it out")
             clip = AnimatedImage(image, _LIMITS.background)
             size, parts = image.size, preparation.clip(Frames(clip, range(clip.header.num_frames)))
         else:

@@ -29,18 +29,10 @@ _GLM4V, _GLM46V = (
 
 FAMILIES = {
     # Mixture-of-experts models share the dense ones' tower.
-    "qwen3_vl": _QWEN3_VL,
-    "qwen3_vl_moe": _QWEN3_VL,
-    "qwen3_vl_vision": _QWEN3_VL,
-    "qwen3_vl_moe_vision": _QWEN3_VL,
-    "qwen3_5": _QWEN3_5,
-    "qwen3_5_moe": _QWEN3_5,
-    "qwen3_5_vision": _QWEN3_5,
-    "qwen3_5_moe_vision": _QWEN3_5,
-    "qwen2_5_vl": _QWEN2_5_VL,
-    "qwen2_5_vl_vision": _QWEN2_5_VL,
-    "qwen2_vl": _QWEN2_VL,
-    "qwen2_vl_vision": _QWEN2_VL,
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_vl_vision", "qwen3_vl_moe_vision"), _QWEN3_VL),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_vision", "qwen3_5_moe_vision"), _QWEN3_5),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN2_5_VL),
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2_VL),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm4v_vision", "glm4v_moe_vision"), _GLM4V),
     "glm46v": _GLM46V,
 }

@@ -49,17 +49,9 @@ _STEP3P7_NAMES: Renames = (
 
 def _build_step3(settings: Settings) -> nn.Module:
     """Ours; config.json has the names of the encoder's configuration in serving engines."""
-    names = {
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "mlp_size": "intermediate_size",
-        "downsample_channels": "output_hidden_size",
-    }
-    vision = vision_settings(settings)
-    same = ("hidden_size", "image_size", "patch_size", "layer_norm_eps")
-    renamed = {own: vision[name] for own, name in names.items() if name in vision}
-    sizes = {**given(vision, *same), **renamed, **given(settings, "projector_bias")}
-    return Step3VisionModel(Step3VisionConfig(**sizes, out_hidden_size=text_width(settings)))
+    sizes = given(vision_settings(settings), *Step3VisionConfig.__dataclass_fields__)
+    own = {**sizes, **given(settings, "projector_bias"), "out_hidden_size": text_width(settings)}
+    return Step3VisionModel(Step3VisionConfig(**own))
 
 
 def _build_step3p7(settings: Settings) -> nn.Module:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -65,13 +65,15 @@ class ProcessedTiles(Preparation):
     """An image as the tiles that an image processor of transformers makes of it, one without torchvision."""
 
     processor: Any
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Of each call of the processor."""
 
     def image(self, image: Image.Image) -> Prepared:
         """Returns as many tiles as the processor makes."""
-        tiles = processed(self.processor, image)["pixel_values"]
+        tiles = processed(self.processor, image, **self.options)["pixel_values"]
         return of_tiles(tiles.flatten(0, -4))
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """Returns the sizes of as many tiles as the processor makes of this size, or of one."""
         count = getattr(self.processor, "get_number_of_image_patches", None)
-        return tile_sizes(1 if count is None else count(height, width, {}))
+        return tile_sizes(1 if count is None else count(height, width, {**self.options}))

@@ -148,6 +148,10 @@ class WrappedTower(nn.Module):
         """Whether an option changes what the forward returns."""
         return matters(option, value)
 
+    @abstractmethod
+    def call_arguments(self, mm_kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The forward's arguments for the images of a batch."""
+
     def call_tower(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the tower itself, with its own options and attention."""
         return with_own_attention(self.tower)(*args, **kwargs)

@@ -16,19 +16,12 @@ from fxsplit_encoder.towers.tiles import DenseTower
 
 class Idefics3Tower(DenseTower):
     """Wraps `Idefics3VisionTransformer` and `SmolVLMVisionTransformer` for images of one size without
-    padding, by default the configuration's. An embedding is (patches, hidden_size) of each of the hidden
-    states `layers`, before the model's connector: 0 is the input of the first layer, None the tower's output.
+    padding. An embedding is (patches, hidden_size) of each of the hidden states `layers`, before the model's
+    connector: 0 is the input of the first layer, None the tower's output.
     """
 
-    def __init__(
-        self,
-        tower: nn.Module,
-        height: int | None = None,
-        width: int | None = None,
-        layers: Sequence[int | None] = (None,),
-    ) -> None:
+    def __init__(self, tower: nn.Module, height: int, width: int, layers: Sequence[int | None]) -> None:
         config: Any = tower.config
-        height, width = height or config.image_size, width or config.image_size
         super().__init__(
             tower,
             tile_shape=(config.num_channels, height, width),

@@ -33,7 +33,7 @@ _FEW = 16
 # Up to this many elements the memory is not asked for.
 _MANY = 1 << 24
 
-_ONLY_INTEGERS = {int}
+ONLY_INTEGERS = {int}
 
 
 def check_given(mm_kwargs: Mapping[str, Any], names: Iterable[str], tower: str) -> None:
@@ -188,7 +188,7 @@ def _is_readable(value: Tensor) -> bool:
 
 def _are_integers(numbers: Sequence[Any]) -> bool:
     """Whether all are Python's own integers of 64 bits; a check of one at a time takes longer."""
-    return set(map(type, numbers)) == _ONLY_INTEGERS and -(2**63) <= min(numbers) and max(numbers) < 2**63
+    return set(map(type, numbers)) == ONLY_INTEGERS and -(2**63) <= min(numbers) and max(numbers) < 2**63
 
 
 def _integer(number: Any, row: Sequence[Any], name: str, expected: str) -> int:

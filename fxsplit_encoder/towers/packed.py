@@ -245,6 +245,12 @@ class PackedTower(WrappedTower):
         patches, grid = (values[name] for name in self.input_names)
         return patches, grid
 
+    def call_arguments(self, mm_kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Patches in one tensor, and grids."""
+        patches, grids = (mm_kwargs[name] for name in self.input_keys[0])
+        joined = patches if isinstance(patches, Tensor) else torch.cat(patches)
+        return joined, torch.tensor(grids, device="cpu")
+
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -415,8 +421,6 @@ _PATCHES, _GRIDS = Marks("dynamic"), Marks("unbacked")
 _KEPT = 1024
 MOST_ITEMS = 64
 
-_ONLY_INTEGERS = {int}
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Described:
@@ -489,7 +493,7 @@ def _numbers_of(grids: Any) -> tuple[tuple[int, ...], ...] | None:
         return None
     for row in grids:
         # True and 1.0 are equal to 1, and no integers.
-        if type(row) is not tuple or not 0 < len(row) <= 3 or set(map(type, row)) != _ONLY_INTEGERS:
+        if type(row) is not tuple or not 0 < len(row) <= 3 or set(map(type, row)) != inputs.ONLY_INTEGERS:
             return None
     return tuple(grids)
 

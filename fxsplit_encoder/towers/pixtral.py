@@ -27,10 +27,9 @@ class PixtralTower(PackedTower):
     max_frames_per_video: int = 1
     input_names: Sequence[str] = ("pixel_values", "image_grid_thw")
 
-    def __init__(self, tower: nn.Module, layers: Sequence[int] = (-1,)) -> None:
+    def __init__(self, tower: nn.Module, layers: Sequence[int]) -> None:
         config: Any = tower.config
-        count = config.num_hidden_layers + 1
-        self.layers = tuple(layer % count for layer in layers)
+        self.layers = tuple(layers)
         self.patch_size: int = config.patch_size
         super().__init__(
             tower,

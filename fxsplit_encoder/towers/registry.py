@@ -97,10 +97,6 @@ class GenericTower(DenseTower):
             use_dense_attention(tower)
             install_output_hooks(tower)
 
-    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        """The modality of the spec."""
-        return self.spec.modality
-
     def features(self, tiles: Tensor) -> Tensor:
         """The features by the spec's `output`, `options` and `rows`."""
         return self.spec.features(self.tower(tiles, **self.spec.options))

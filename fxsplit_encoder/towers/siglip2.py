@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,6 @@ from torch import Tensor, nn
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.tiles import DenseTower
-
-_MOST_SHAPES = 512
 
 # A patch's row and column, and how many of them its image has: high digits, then low ones, since 16 bits of a
 # floating point number are exact to 256 alone.
@@ -51,7 +50,6 @@ class Siglip2Tower(DenseTower):
         )
         self.patches = patches
         self.pools, self.pooled_alone = pools, pooled_alone
-        self._places: dict[tuple[Any, ...], Tensor] = {}
         use_dense_attention(tower)
 
     def features(self, tiles: Tensor) -> Tensor:
@@ -98,23 +96,19 @@ class Siglip2Tower(DenseTower):
         those that exist, and rows and columns of every image.
         """
         weight: Tensor = self.tower.embeddings.patch_embedding.weight
-        places = torch.stack([self._places_of(shape, weight) for shape in shapes])
+        places = torch.stack([places_of(*s, self.patches, weight.dtype, weight.device) for s in shapes])
         own = mask.to(weight.device, weight.dtype)[..., None]
         return torch.cat([pixels.to(weight.device, weight.dtype), places, own], dim=-1)[:, None]
 
-    def _places_of(self, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """(patches, digits): where the patches of an image are; those that are none lie at the first."""
-        key = (shape, like.dtype, like.device)
-        if key not in self._places:
-            if len(self._places) >= _MOST_SHAPES:
-                self._places.clear()
-            self._places[key] = places_of(*shape, self.patches).to(like.device, like.dtype)
-        return self._places[key]
 
-
-def places_of(height: int, width: int, patches: int) -> Tensor:
-    """(patches, digits) of an image of `height` rows of `width` patches, and `patches` after padding."""
+@functools.lru_cache(maxsize=512)
+def places_of(
+    height: int, width: int, patches: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+) -> Tensor:
+    """(patches, digits) of an image of `height` rows of `width` patches, and `patches` after padding: where
+    the patches are; those that are none lie at the first.
+    """
     places = torch.tensor([0, 0, height, width], device="cpu").repeat(patches, 1)
     patch = torch.arange(height * width, device="cpu")
     places[: height * width, 0], places[: height * width, 1] = patch // width, patch % width
-    return torch.cat([places // _DIGIT, places % _DIGIT], dim=-1)
+    return torch.cat([places // _DIGIT, places % _DIGIT], dim=-1).to(device, dtype)

@@ -86,6 +86,10 @@ class TileTower(WrappedTower):
         self.out_hidden_size = out_hidden_size
         self.fold_tables()
 
+    def call_arguments(self, mm_kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The tiles of the first view."""
+        return (mm_kwargs[self.first_view.input_name],)
+
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -148,8 +152,8 @@ class TileTower(WrappedTower):
         )
 
     def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        """Always "image"."""
-        return "image"
+        """ "video" if there are videos, else what the tower takes."""
+        return "video" if mm_kwargs.get(VIDEOS) is not None else self.modalities[0]
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         """The output tokens of one tile, and those of the largest batch worth capturing."""
@@ -273,10 +277,6 @@ class DenseTower(TileTower):
         return features.flatten(0, 1)
 
     # --- the manager's protocol
-
-    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        """ "video" if there are videos, else "image"."""
-        return "video" if mm_kwargs.get(VIDEOS) is not None else "image"
 
     def get_max_frames_per_video(self) -> int:
         """Frames of the longest video that a budget holds; they are tiles."""

@@ -15,9 +15,8 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector.interfaces import PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.models.media import family_processor
+from fxsplit_encoder.models.media import TowerProcessor, family_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
-from fxsplit_encoder.models.preprocess import TowerProcessor
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
 

@@ -83,7 +83,7 @@ def eagerly(tower: Any, inputs: dict[str, Any]) -> torch.Tensor:
 @torch.no_grad()
 def test_relative_positions_as_features_add_no_error() -> None:
     """DeepSeek-OCR at its widths: two windowed blocks and a global one, at 1024 and at 640 pixels."""
-    sam, clip = SamConfig(num_layers=3, global_layers=(2,)), ClipConfig(num_layers=1)
+    sam, clip = SamConfig(num_hidden_layers=3, global_layers=(2,)), ClipConfig(num_hidden_layers=1)
     reference = DeepseekOcrVisionModel(DeepseekOcrConfig(sam=sam, clip=clip)).cuda().requires_grad_(False)
     draw_weights(reference, 0)
     tower = copy.deepcopy(reference).bfloat16()

@@ -100,6 +100,8 @@ def test_restoring_twice_changes_nothing(case: Case) -> None:
     for _ in range(2):
         assert fx.restore(case.model) is case.model
         assert "forward" not in vars(tower)
+        with pytest.raises(fx.InputError, match="stats: expected a model after accelerate"):
+            fx.stats(case.model)
     with torch.no_grad():
         assert_same_bits(case.features(case.model), case.features(case.reference))
         got = kept(inputs["pixel_values"], inputs["image_grid_thw"])

@@ -17,7 +17,7 @@ from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close, assert_same_bits, generated
 from .conftest import ALL, Loaded, config_of
-from .models import MODELS
+from .models import EMBEDDERS, MODELS, embed
 from .tiny_model import TinyModel
 
 
@@ -103,17 +103,6 @@ def test_what_is_saved_is_the_checkpoint(case: Loaded, tmp_path: Path) -> None:
     assert_same_bits(case.tiny.load(tmp_path).state_dict(), case.reference.state_dict())
 
 
-@every_model
-@torch.no_grad()
-def test_restored_it_computes_the_same_bits(case: Loaded) -> None:
-    inputs = case.tiny.image_inputs(case.tiny.images[:2])  # a single row has other bits at other addresses
-    expected = case.tiny.features(case.reference, inputs)
-    restored = copy.deepcopy(case.model)  # has no captures to lose
-    assert_same_bits(case.tiny.features(fx.restore(restored), inputs), expected)
-    with pytest.raises(fx.InputError, match="stats: expected a model after accelerate"):
-        fx.stats(restored)
-
-
 def test_new_weights_are_used(loaded: Callable[[str], Loaded]) -> None:
     """Copied in place, and put in the place of the old ones: over captures, which read them by address."""
     case = loaded("qwen3-vl")
@@ -133,6 +122,41 @@ def test_new_weights_are_used(loaded: Callable[[str], Loaded]) -> None:
                 assert_close(tiny.features(model, inputs), tiny.features(case.reference, inputs))
     finally:
         model.load_state_dict(old)
+
+
+# --- images of other sizes than the configuration's
+
+
+def embedders(name: str, checkpoint: Callable[[str], Path], **settings: Any) -> list[Any]:
+    """A model that is accelerated and nothing else, and one as it was loaded."""
+    tiny = EMBEDDERS[name]
+    model, reference = (tiny.load(checkpoint(name)) for _ in range(2))
+    return [fx.accelerate(model, config_of(tiny).replace(**settings)), reference]
+
+
+def images(count: int, size: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))}
+
+
+@torch.no_grad()
+def test_a_warm_up_by_example_captures_its_size(checkpoint: Callable[[str], Path]) -> None:
+    model, reference = embedders("dinov2", checkpoint)
+    assert fx.warmup(model, **images(1, 20)) > 0
+    before, inputs = num_traces(), images(3, 20)
+    assert_close(model(**inputs), reference(**inputs))
+    assert (num_traces(), fx.stats(model).misses) == (before, {})
+
+
+@torch.no_grad()
+def test_positions_are_interpolated_where_that_is_asked_for(checkpoint: Callable[[str], Path]) -> None:
+    both = model, _ = embedders("clip", checkpoint, compile=False, piece_compiler="auto")
+    for number in range(2):
+        inputs = images(1, 24, seed=number)
+        got, expected = (embed(each, inputs, interpolate_pos_encoding=True) for each in both)
+        assert_close(got, expected)
+    with pytest.raises(ValueError, match="Input image size"):
+        embed(model, images(1, 24))
+    assert fx.stats(model).hits == 1
 
 
 @pytest.mark.slow

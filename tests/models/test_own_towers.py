@@ -15,10 +15,9 @@ from safetensors import safe_open
 from transformers.image_utils import SizeDict
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.models.checkpoint import rename, split_fused
 from fxsplit_encoder.models.deepseek_ocr import deepseek_crops, deepseek_grid
 from fxsplit_encoder.models.eager import share_weights
-from fxsplit_encoder.models.kimi import K25_NAMES, padded_size
+from fxsplit_encoder.models.kimi import padded_size
 from fxsplit_encoder.models.llama4 import llama4_grid, llama4_tiles
 from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.patches import patchify
@@ -216,13 +215,6 @@ def test_kimi_k25_is_loaded_under_its_published_names(tmp_path: Path) -> None:
     _, directory = save(tmp_path / "checkpoint", "kimi_k25", tensors)
     tower = load_tower(directory, torch.float32, CPU)
     assert all(torch.equal(parameter, own[key]) for key, parameter in tower.named_parameters())
-
-
-def test_names_of_the_tower_itself_stay() -> None:
-    for name in ("layers.3.attn.q_proj.weight", "final_layernorm.bias", "layers.0.norm1.weight"):
-        assert rename(name, K25_NAMES) == name
-    tensors = {"layers.0.attn.q_proj.weight": torch.zeros(2)}
-    assert split_fused(tensors, 2).keys() == tensors.keys()
 
 
 @torch.no_grad()

@@ -25,9 +25,8 @@ from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.media import AudioSamples, MediaSettings
 from fxsplit_encoder.models.connectors import checkpoint_connector
 from fxsplit_encoder.models.load import load_tower
-from fxsplit_encoder.models.media import audio_processor, media_processor
+from fxsplit_encoder.models.media import AudioProcessor, audio_processor, media_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
-from fxsplit_encoder.models.preprocess import AudioProcessor
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
 

@@ -82,11 +82,8 @@ class Case:
         (spec,) = self.tower.get_encoder_cudagraph_item_specs(batch)
         paths = [name for name, count in self.inputs.path_tokens(item).items() if count]
         outputs = {path: self.tower.encoder_eager_forward(batch, path=path) for path in paths}
-        embeddings: dict[int, Tensor] = {}
-        self.tower.postprocess_encoder_output(
-            outputs, [0], [spec.output_tokens], embeddings, batch_mm_kwargs=batch
-        )
-        return embeddings[0]
+        (embedding,) = self.tower.items_of(outputs, [spec.output_tokens], batch)
+        return embedding  # type: ignore[no-any-return]
 
     def check(self, batch: Sequence[Item], mode: str = "full") -> None:
         """Every item of a batch is the one that the tower makes of it alone."""

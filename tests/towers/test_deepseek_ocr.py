@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -186,22 +186,15 @@ def test_the_model_librarys_tower_computes_the_same(sizes: tuple[int, int]) -> N
                 "image_size": sam.image_size,
                 "patch_size": sam.patch_size,
                 "hidden_size": sam.hidden_size,
-                "num_hidden_layers": sam.num_layers,
-                "num_attention_heads": sam.num_heads,
-                "mlp_dim": sam.mlp_size,
+                "num_hidden_layers": sam.num_hidden_layers,
+                "num_attention_heads": sam.num_attention_heads,
+                "mlp_dim": sam.intermediate_size,
                 "window_size": sam.window_size,
                 "global_attn_indexes": sam.global_layers,
                 "output_channels": sam.neck_channels,
                 "downsample_channels": sam.downsample_channels,
             },
-            encoder_config={
-                "image_size": clip.image_size,
-                "patch_size": clip.patch_size,
-                "hidden_size": clip.hidden_size,
-                "num_hidden_layers": clip.num_layers,
-                "num_attention_heads": clip.num_heads,
-                "intermediate_size": clip.mlp_size,
-            },
+            encoder_config=asdict(clip),
         )
     ).train(False)
     model = make_model(deepseek_ocr_config(base_size=sizes[0], image_size=sizes[1]))

@@ -45,9 +45,9 @@ def reference(tensors: Mapping[str, Tensor], tiles: Tensor) -> Tensor:
     x = x + F.interpolate(grid, size=side, mode="bicubic", antialias=True)[0].flatten(1).T
     first = (weights[f"{prefix}.class_embedding"] + table[:1]).expand(x.shape[0], -1, -1)
     x = torch.cat((first, first, first, first, x), dim=1)
-    for layer in range(CONFIG.num_layers):
+    for layer in range(CONFIG.num_hidden_layers):
         prefix = f"vision_model.transformer.layers.{layer}"
-        qkv = linear(x, f"{prefix}.self_attn.qkv_proj").unflatten(-1, (3, CONFIG.num_heads, -1))
+        qkv = linear(x, f"{prefix}.self_attn.qkv_proj").unflatten(-1, (3, CONFIG.num_attention_heads, -1))
         heads = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
         attended = linear(heads.transpose(1, 2).flatten(2), f"{prefix}.self_attn.out_proj")
         x = x + norm(attended, f"{prefix}.layer_norm1")

@@ -24,16 +24,21 @@ def deepseek_ocr_config(layers: int = 1, **sizes: int) -> DeepseekOcrConfig:
             image_size=64,
             patch_size=4,
             hidden_size=32,
-            num_layers=2,
-            num_heads=2,
-            mlp_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=48,
             window_size=5,
             global_layers=(1,),
             neck_channels=12,
             downsample_channels=(16, 20),
         ),
         clip=ClipConfig(
-            image_size=28, patch_size=7, hidden_size=20, num_layers=layers, num_heads=2, mlp_size=40
+            image_size=28,
+            patch_size=7,
+            hidden_size=20,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            intermediate_size=40,
         ),
     )
 
@@ -45,10 +50,10 @@ def step3_config(layers: int = 1) -> Step3VisionConfig:
         crop_size=24,
         patch_size=4,
         hidden_size=32,
-        num_layers=layers,
-        num_heads=2,
-        mlp_size=48,
-        downsample_channels=40,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=48,
+        output_hidden_size=40,
         out_hidden_size=24,
     )
 

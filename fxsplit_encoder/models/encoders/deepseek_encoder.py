@@ -36,9 +36,9 @@ class SamConfig:
     """Pixels a side of the images whose positions are stored; others are interpolated."""
     patch_size: int = 16
     hidden_size: int = 768
-    num_layers: int = 12
-    num_heads: int = 12
-    mlp_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
     window_size: int = 14
     """Patches a side of an attention window."""
     global_layers: tuple[int, ...] = (2, 5, 8, 11)
@@ -62,7 +62,7 @@ class SamVisionModel(nn.Module):
         self.positions = FoldedTable("pos_embed", _resized_positions, sides)
         self.blocks = nn.ModuleList(
             _Block(config, None if i in config.global_layers else config.window_size, side, sides)
-            for i in range(config.num_layers)
+            for i in range(config.num_hidden_layers)
         )
         channels = config.neck_channels
         self.neck = nn.Sequential(
@@ -110,9 +110,9 @@ class _Block(nn.Module):
         self.norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = nn.Sequential(
             OrderedDict(
-                lin1=nn.Linear(config.hidden_size, config.mlp_size),
+                lin1=nn.Linear(config.hidden_size, config.intermediate_size),
                 gelu=nn.GELU(),
-                lin2=nn.Linear(config.mlp_size, config.hidden_size),
+                lin2=nn.Linear(config.intermediate_size, config.hidden_size),
             )
         )
 
@@ -156,8 +156,8 @@ class _Attention(nn.Module):
 
     def __init__(self, config: SamConfig, side: int, sides: Sequence[int]) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        head_dim = config.hidden_size // config.num_heads
+        self.num_heads = config.num_attention_heads
+        head_dim = config.hidden_size // config.num_attention_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
         self.rel_pos_h = nn.Parameter(torch.zeros(2 * side - 1, head_dim))
@@ -186,9 +186,9 @@ class ClipConfig:
     """With `patch_size`: the grid whose positions are stored; others are interpolated."""
     patch_size: int = 14
     hidden_size: int = 1024
-    num_layers: int = 24
-    num_heads: int = 16
-    mlp_size: int = 4096
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    intermediate_size: int = 4096
     layer_norm_eps: float = 1e-5
 
 

@@ -29,18 +29,18 @@ _CLASS_TOKENS = 4
 
 @dataclass(frozen=True)
 class Step3VisionConfig:
-    """Sizes; by default those of stepfun-ai/step3."""
+    """Sizes under the names of the checkpoint's `vision_config`; by default those of stepfun-ai/step3."""
 
     image_size: int = 728
     """Pixels a side of a whole image, whose positions are stored; those of crops are interpolated."""
     crop_size: int = 504
     patch_size: int = 14
     hidden_size: int = 1792
-    num_layers: int = 63
-    num_heads: int = 16
-    mlp_size: int = 15360
+    num_hidden_layers: int = 63
+    num_attention_heads: int = 16
+    intermediate_size: int = 15360
     layer_norm_eps: float = 1e-5
-    downsample_channels: int = 4096
+    output_hidden_size: int = 4096
     """Of the first convolution; the second has twice as many."""
     out_hidden_size: int = 7168
     projector_bias: bool = True
@@ -55,7 +55,7 @@ class Step3VisionModel(nn.Module):
         self.config = config
         layers = EncoderLayers(config, norms_follow=True)
         self.vision_model = nn.Sequential(OrderedDict(embeddings=_Embeddings(config), transformer=layers))
-        channels = config.downsample_channels
+        channels = config.output_hidden_size
         self.vit_downsampler = nn.Conv2d(config.hidden_size, channels, 2, stride=2)
         self.vit_downsampler2 = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
         self.vit_large_projector = nn.Linear(2 * channels, config.out_hidden_size, bias=config.projector_bias)

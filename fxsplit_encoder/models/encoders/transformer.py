@@ -50,9 +50,9 @@ class _Layer(nn.Module):
         super().__init__()
         self.norms_follow = norms_follow
         self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.self_attn = FusedAttention(config.hidden_size, config.num_heads)
+        self.self_attn = FusedAttention(config.hidden_size, config.num_attention_heads)
         self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = QuickGeluMLP(config.hidden_size, config.mlp_size)
+        self.mlp = QuickGeluMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, branch in ((self.layer_norm1, self.self_attn), (self.layer_norm2, self.mlp)):
@@ -65,7 +65,7 @@ class EncoderLayers(nn.Module):
 
     def __init__(self, config: Any, *, norms_follow: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(config, norms_follow) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(_Layer(config, norms_follow) for _ in range(config.num_hidden_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """Through all of them."""
