@@ -239,6 +239,13 @@ def make_checkpoint(directory: Path, model: str, blocks: int | None = None) -> P
     return directory
 
 
+def captured(tower: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
+    """A tower's manager under some settings, which logs nothing."""
+    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**settings), log_interval=0)
+    manager.capture()
+    return manager
+
+
 def rows_of(output: Any) -> Tensor:
     """(rows, columns) of whatever a variant returned, items and levels joined."""
     if isinstance(output, Tensor):

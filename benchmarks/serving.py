@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -240,28 +239,22 @@ class Engine:
     def run(self, load: Sequence[Arrival]) -> Run:
         """Serves requests as they come, until the last one is answered."""
         begin, run = time.perf_counter(), Run()
-        problems: list[BaseException] = []
-        feeder = threading.Thread(target=self._feed, args=(load, begin, problems), daemon=True)
-        feeder.start()
-        with self._decoder.on_stream():
+        with ThreadPoolExecutor(1) as feeder, self._decoder.on_stream():
+            feeding = feeder.submit(self._feed, load, begin)
             while len(run.served) < len(load):
-                if problems:
-                    raise problems[0]
+                if feeding.done():
+                    feeding.result()  # raises what it met
                 if not self._step(run):
                     time.sleep(_IDLE_S)
-        feeder.join()
         run.seconds = time.perf_counter() - begin
         return run
 
-    def _feed(self, load: Sequence[Arrival], begin: float, problems: list[BaseException]) -> None:
-        try:
-            for arrival in load:
-                request = Served(arrival, arrival.prompt, begin + arrival.at)
-                time.sleep(max(0.0, request.came - time.perf_counter()))
-                self._source.submit(request)
-                self._come.append(request)
-        except BaseException as error:
-            problems.append(error)
+    def _feed(self, load: Sequence[Arrival], begin: float) -> None:
+        for arrival in load:
+            request = Served(arrival, arrival.prompt, begin + arrival.at)
+            time.sleep(max(0.0, request.came - time.perf_counter()))
+            self._source.submit(request)
+            self._come.append(request)
 
     def _step(self, run: Run) -> bool:
         """Whether there was anything to compute."""

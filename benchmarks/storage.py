@@ -167,8 +167,8 @@ def merge(parts: Sequence[Result]) -> Result:
     }
     if len({row["commit"] for row in rows.values()}) > 1:
         return {**first, "commit": parts[-1]["commit"], "rows": list(rows.values())}
-    commit = next(iter(rows.values()))["commit"]
-    return {**first, "commit": commit, "rows": [_without_commit(row) for row in rows.values()]}
+    commit = {row.pop("commit") for row in rows.values()}.pop()
+    return {**first, "commit": commit, "rows": list(rows.values())}
 
 
 def one_line(error: Exception) -> str:
@@ -185,10 +185,6 @@ def failing(row: Row) -> Iterator[None]:
     except Exception as error:
         traceback.print_exc()
         row["failure"] = one_line(error)
-
-
-def _without_commit(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "commit"}
 
 
 def _rounded(value: Any) -> Any:

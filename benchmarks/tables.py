@@ -309,8 +309,8 @@ def requests(result: Result) -> str:
 
 def towers(result: Result) -> str:
     rows = [_tower_row(name, its_rows) for name, its_rows in _grouped(result["rows"], "tower").items()]
-    columns = ["tower", "small", "medium", "large", "batch of 8", "error", "compile s", "capture s", "GiB"]
-    columns += ["failure"]
+    columns = ["tower", "small", "medium", "large", "batch of 8", "error"]
+    columns += ["compile s", "capture s", "GiB", "failure"]
     caption = "Eager / `manager.execute`, medians in milliseconds."
     return _told(result, by_columns(columns, rows), caption, rows=result["rows"])
 

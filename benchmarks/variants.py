@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from models import Batch, Model
+from models import Batch, Model, captured
 from torch import Tensor
 from workloads import Workload
 
-import fxsplit_encoder as fx
 from fxsplit_encoder.cli.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.choice import choosing
@@ -183,9 +182,7 @@ class Managed(Variant):
     settings: ClassVar[Mapping[str, Any]]
 
     def start(self) -> None:
-        config = fx.EncoderConfig(**{**self.config, **self.settings})
-        self.manager = fx.EncoderCudaGraphManager(self.model.adapter, config, log_interval=0)
-        self.manager.capture()
+        self.manager = captured(self.model.adapter, **{**self.config, **self.settings})
 
     def run(self, batch: Batch) -> Any:
         return self.manager.execute(batch.mm_kwargs)

@@ -144,10 +144,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         accelerated(way, compile)
         record.settings[f"generate, {way}"] = generate_again(model, inputs)
         fx.restore(model)
-    manager = fx.EncoderCudaGraphManager(
-        fx.wrap(model.model.visual), fx.EncoderConfig(**settings), log_interval=0
-    )
-    manager.capture()
+    manager = captured(fx.wrap(model.model.visual), **settings)
     add("execute", functools.partial(execute, manager, width))
 
 

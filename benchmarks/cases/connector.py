@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 from decoder import TINY, Decoder, Shape
-from models import photographs, tiny_tower
+from models import captured, photographs, tiny_tower
 from serving import Arrival, Beside, Engine, Inline, Medium, Run, Source, arrivals
 from storage import ROOT, Record
 from timing import percentile, synchronize, wall_ms
@@ -161,9 +161,7 @@ class Bench:
         if tiny and device.type == "cuda":
             config = fx.EncoderConfig(token_budgets=(16, 64), max_items_per_batch=8)
         own = {"stream_priority": PRIORITY, **self.arguments.config}
-        config = fx.EncoderConfig(**{**config.model_dump(), **own})
-        manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
-        manager.capture()
+        manager = captured(tower, **{**config.model_dump(), **own})
         synchronize()
         settings = {"model_type": "qwen3_vl", "vision_config": module.config.to_dict()}
         family = FAMILIES["qwen3_vl"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from models import tiny_tower
+from models import captured, tiny_tower
 from storage import Record
 from timing import summarize, timed
 from worker import relative_error
@@ -49,10 +49,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, arguments: argparse.Namespa
     )
     # The same weights and patches on every rank.
     tower = fx.wrap(tiny_tower() if arguments.tiny else demo_tower(27, device, torch.bfloat16))
-    manager = fx.EncoderCudaGraphManager(
-        tower, fx.EncoderConfig(**LIMITS, data_parallel=True), log_interval=0
-    )
-    manager.capture()
+    manager = captured(tower, **LIMITS, data_parallel=True)
     inputs = random_inputs(tower, [PATCHES] * arguments.images)
     times = []
     items: list[torch.Tensor] = []

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from models import tiny_tower
+from models import captured, tiny_tower
 from storage import Record
-from timing import host_us, timed
+from timing import host_us, in_turns, timed
 from torch.compiler import skip_guard_on_all_nn_modules_unsafe
 from workloads import random_grid
 
@@ -35,7 +35,6 @@ from fxsplit_encoder.models.random import demo_tower
 
 LIMITS = {"token_budgets": (64, 128, 256), "max_items_per_batch": 16}
 _WARMUPS = 50
-_ROUNDS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +50,7 @@ def executes(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
     """`execute` in full graphs and in piecewise ones."""
     inputs = image(tower, 16, 16)
     for mode, name in (("full", "execute"), ("piecewise", "execute, piecewise")):
-        manager = fx.EncoderCudaGraphManager(
-            tower, fx.EncoderConfig(**LIMITS, max_frames_per_batch=0, mode=mode), log_interval=0
-        )
-        manager.capture()
+        manager = captured(tower, **LIMITS, max_frames_per_batch=0, mode=mode)
         call = functools.partial(manager.execute, inputs)
         yield name, host_us(call, samples, _WARMUPS)
         if mode == "full":
@@ -109,12 +105,8 @@ def compiled(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
         fx.warmup(module)
         calls[name] = functools.partial(module, inputs["pixel_values"], inputs["image_grid_thw"])
     # In turns: what the host does besides changes over seconds, by more than they differ.
-    times = [
-        {name: host_us(call, max(1, samples // _ROUNDS), _WARMUPS) for name, call in calls.items()}
-        for _ in range(_ROUNDS)
-    ]
-    for name in calls:
-        yield f"torch.compile{name}", statistics.median(turn[name] for turn in times)
+    for name, times in in_turns(calls, samples, min(samples, _WARMUPS)).items():
+        yield f"torch.compile{name}", 1e3 * statistics.median(host for _, host in times)
 
 
 @torch.no_grad()

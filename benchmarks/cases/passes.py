@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from models import rows_of, tiny_tower
+from models import captured, rows_of, tiny_tower
 from storage import Record, Row, failing
 from timing import replays_ms, wall_ms, watching_replays
 from worker import relative_error
@@ -65,11 +65,9 @@ def measure(settings: dict[str, Any], tower: Any, batches: Batches, exact: Any) 
     items = 1 if isinstance(exact.adapter, fx.PackedTower) else max(batches)
     limits = {"max_items_per_batch": items, "max_frames_per_batch": 1, "mode": "full", "packing": "greedy"}
     budgets = tuple(tokens for _, tokens in batches.values())
-    config = fx.EncoderConfig(token_budgets=budgets, **limits, **settings)
     row: Row = {}
     with watching_replays():
-        manager = fx.EncoderCudaGraphManager(fx.wrap(copy.deepcopy(tower)), config, log_interval=0)
-        manager.capture()
+        manager = captured(fx.wrap(copy.deepcopy(tower)), token_budgets=budgets, **limits, **settings)
         if manager.reports:
             raise RuntimeError("; ".join(manager.reports))
         for size, (inputs, _) in batches.items():

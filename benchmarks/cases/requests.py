@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from models import TINY, Batch, make_model, rows_of
+from models import TINY, Batch, captured, make_model, rows_of
 from storage import Record
 from timing import percentile, wall_ms
 from worker import checked_error
@@ -81,8 +81,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     requests = [model.batch(request) for request in photographs(count, most)]
     managers, calls = {}, {"eager": model.eager}
     for name, config in configs.items():
-        managers[name] = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**config), log_interval=0)
-        managers[name].capture()
+        managers[name] = captured(tower, **config)
         calls[name] = lambda batch, manager=managers[name]: manager.execute(batch.mm_kwargs)
     expected = rows_of(model.eager(requests[0]))
     errors = {name: checked_error(rows_of(call(requests[0])), expected) for name, call in calls.items()}

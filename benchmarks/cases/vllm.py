@@ -13,6 +13,7 @@ too long leaves its rows and the reason. `--tiny` runs two narrow blocks of Qwen
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import gc
 import statistics
@@ -184,9 +185,11 @@ def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
 
 
 def _tiny_class() -> VllmClass:
-    """With patches of the size that the benchmarks' tiny tower has."""
-    vision = TINY_CLASS.config["vision_config"] | {"patch_size": 16}
-    return dataclasses.replace(TINY_CLASS, config={**TINY_CLASS.config, "vision_config": vision})
+    """With patches of the size that the benchmarks' tiny tower has, and room for as many tokens as others."""
+    config = copy.deepcopy(dict(TINY_CLASS.config))
+    config["vision_config"] |= {"patch_size": 16}
+    config["text_config"] |= {"max_position_embeddings": MAX_TOKENS}
+    return dataclasses.replace(TINY_CLASS, config=config)
 
 
 def _requests(tower: str, options: argparse.Namespace) -> dict[str, Request]:
