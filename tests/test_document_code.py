@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +126,8 @@ def check_command(words: list[str]) -> None:
         check_verb(arguments)
     elif words[:2] == ["python", "benchmarks/bench.py"]:
         parse(words[2:])
+    elif words[:2] == ["python", "benchmarks/fleet.py"]:
+        subprocess.run([sys.executable, *words[1:]], cwd=ROOT, check=True)
     elif program == "python":
         assert words == ["python", "your_program.py"]
     elif program in ("pytest", "pip", "curl") or words[:2] == ["serve", "run"]:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import logging
 import os
 import random
 import signal
@@ -348,7 +349,9 @@ def test_some_requests_with_faults() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_ten_thousand_requests_with_faults() -> None:
+def test_ten_thousand_requests_with_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest would keep the traceback of every loss, with what its frames hold.
+    monkeypatch.setattr(logging.getLogger("fxsplit_encoder"), "propagate", False)
     references = make_references(600)
     tiny_vision.manager()
     with nothing_left():
