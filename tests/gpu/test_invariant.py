@@ -1,4 +1,4 @@
-"""`invariant: true` on the device: 500 packings of 40 images and videos in every mode, all bits equal."""
+"""`invariant: true` on the device: packings of 40 images and videos in every mode, all bits equal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.gpu
 
 BLOCKS = 3
 MODES = ("full", "piecewise", "exact", "none", "auto")
-PACKINGS = 500
 # (in, out) features of Qwen3-VL-8B and InternVL3-8B.
 LAYERS = [(1152, 3456), (1152, 1152), (1152, 4304), (4304, 1152), (4608, 4608), (1024, 4096), (4096, 1024)]
 DTYPES = [torch.bfloat16, torch.float16]
@@ -52,23 +51,24 @@ class Encoders(NamedTuple):
     items: list[Item]
     managers: dict[str, Any]
     alone: dict[Item, Tensor]
+    num_packings: int
 
 
 def make_encoders(model: str) -> Encoders:
     wrapped = architecture(model).family.wrap(demo_tower(BLOCKS, "cuda", torch.bfloat16, model=model))
     if "internvl" in model:
         inputs: Inputs = WholeTiles()
-        items, budgets = tile_items(40), (256, 1024, 3072)
+        # Fewer: their pixels take the host long.
+        items, budgets, num_packings = tile_items(40), (256, 1024, 3072), 200
     else:
         inputs = PackedInputs(patch_shape=(wrapped.patch_features,))
         # Sides to 16 patches: the sides of `packed_items` are small.
         items = [
-            item._replace(
-                size=(item.size[0], 2 * item.size[1], 2 * item.size[2]) if item.seed % 3 else item.size
-            )
+            item._replace(size=(t, 2 * h, 2 * w)) if item.seed % 3 else item
             for item in packed_items(40)
+            for t, h, w in [item.size]
         ]
-        budgets = (16, 64, 256, 512)
+        budgets, num_packings = (16, 64, 256, 512), 500
     managers = {}
     for mode in MODES:
         config = fx.EncoderConfig(
@@ -82,7 +82,7 @@ def make_encoders(model: str) -> Encoders:
         managers[mode] = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
         managers[mode].capture()
     alone = {item: managers["none"].execute(inputs.make([item]))[0] for item in items}
-    return Encoders(inputs, items, managers, alone)
+    return Encoders(inputs, items, managers, alone, num_packings)
 
 
 @pytest.fixture(scope="module", params=["qwen3-vl-8b", "internvl3-8b"])
@@ -94,8 +94,8 @@ def encoders(request: pytest.FixtureRequest) -> Iterator[Encoders]:
 
 
 @pytest.mark.timeout(3000)
-def test_bits_are_those_of_an_item_alone_in_500_packings(encoders: Encoders) -> None:
-    for number, batches in enumerate(packings(encoders.items, PACKINGS)):
+def test_bits_are_those_of_an_item_alone_in_any_packing(encoders: Encoders) -> None:
+    for number, batches in enumerate(packings(encoders.items, encoders.num_packings)):
         mode = MODES[number % len(MODES)]
         found = differing(encoders.managers[mode], encoders.inputs, batches, encoders.alone)
         assert found == [], (mode, found[:3], encoders.managers[mode].reports)
