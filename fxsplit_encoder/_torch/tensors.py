@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from operator import attrgetter, eq
 from typing import Any
@@ -22,14 +23,22 @@ version_of = attrgetter("_version")
 """Returns how often a tensor was written in place; an inference tensor raises RuntimeError."""
 
 
+# Of a torch that is built with CUDA.
+_are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
 def lie_at(tensors: list[Tensor], addresses: list[int]) -> bool:
-    """Compares the addresses of tensors with as many others; torch that is built with CUDA does so in C++."""
+    """Compares the addresses of tensors with as many others, in C++ where torch can."""
     if len(tensors) != len(addresses):
         return False
-    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if compare is None:
+    if _are_at is None:
         return all(map(eq, map(Tensor.data_ptr, tensors), addresses))
-    return compare(tensors, addresses, list(range(len(tensors))))  # type: ignore[no-any-return]
+    return _are_at(tensors, addresses, _first_indices(len(tensors)))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _first_indices(count: int) -> list[int]:
+    return list(range(count))
 
 
 def wrapped(tensor: object) -> Sequence[str] | None:

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -33,6 +33,7 @@ from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref, TensorInfo
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import WeightsMovedError
 from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.planning.costs import CostModel
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
@@ -41,7 +42,7 @@ from fxsplit_encoder.planning.planner import Captured, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime.captured_program import CapturedProgram, Choosers, Served
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
-from fxsplit_encoder.runtime.requests import CaptureScope
+from fxsplit_encoder.runtime.requests import CaptureScope, WeightChecks
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.unpadded import rows_of
 
@@ -71,6 +72,10 @@ def capturing_all() -> Iterator[list[BudgetDispatcher]]:
         yield _warming.called
     finally:
         _warming.called = None
+
+
+_ServedCall: TypeAlias = tuple[list[Any], PathPlan, CaptureKey | None]
+"""Outputs of a call, the caller's own; its plan; and the key of the capture, None at the exact shape."""
 
 
 class BudgetDispatcher:
@@ -104,12 +109,12 @@ class BudgetDispatcher:
         self._refusal = self._why_never_captured()
         # There is a graph to break at its splitting ops already, and no untouched module any more.
         self._mode = "piecewise" if config.mode == "breakable" else config.mode
-        self._captures = CaptureSet(CaptureScope(config, self.pool))
+        self._weight_checks = WeightChecks(config.weight_check_seconds)
+        self._captures = CaptureSet(CaptureScope(config, self.pool, weight_checks=self._weight_checks))
         self._captures.programs = self.programs
         slots = {entry.slot: f"input {entry.slot}" for entry in program.region_inputs}
         self._region = NamedRegion(program, slots)  # whose inputs have no names but those of their slots
-        self._parameters = CallParameters(program, weights, config.weight_check_seconds)
-        self._derived_stamp: object = None
+        self._parameters = CallParameters(program, weights)
         self._has_warned = False
         self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
         self.known_budgets: ProgramBudgets | None = None
@@ -121,20 +126,14 @@ class BudgetDispatcher:
         """Runs the graph on its inputs; the outputs are the caller's own (capture rule 7)."""
         on_its_device = on_device(self.pool.device)
         with self._lock, self.kernels.choosing(), on_its_device, without_autograd():
-            weights = self._parameters.current(args)
-            if self._parameters.have_moved:
+            warmed = getattr(_warming, "called", None)
+            try:
+                outputs, planned, key = self._served(args, capture_all=warmed is not None)
+            except WeightsMovedError:
                 if self.programs:
                     logger.warning("capturing again: parameters were replaced since the capture")
                 self.clear()
-            stamp = self._derived_stamp if self._parameters.are_the_same else None
-            bindings = self.program.begin([*args, *weights], stamp)
-            self._derived_stamp = self.program.derived.stamp
-            warmed = getattr(_warming, "called", None)
-            if self._refusal is None:
-                outputs, planned, key = self._run(bindings, capture_all=warmed is not None)
-            else:
-                planned, key = PathPlan(0, None, self._refusal), None
-                outputs = run_exact(self.program, bindings)
+                outputs, planned, key = self._served(args, capture_all=warmed is not None)
             if warmed is not None:
                 warmed.append(self)  # and is counted nowhere: the caller discards its outputs
                 return outputs
@@ -151,11 +150,12 @@ class BudgetDispatcher:
             self._captures.clear()
             self.programs.clear()
             self._plans.clear()
+            self._weight_checks.all_are_due()
 
     def outdate_weights(self) -> None:
         """Makes the next call check its parameters and compute derived ones anew."""
         with self._lock:
-            self._parameters.look_again()
+            self._weight_checks.all_are_due()
             self.program.derived.outdate()
 
     @property
@@ -201,7 +201,9 @@ class BudgetDispatcher:
 
     def _sized_program(self) -> SizedProgram:
         if () not in self.programs:
-            self.programs[()] = SizedProgram(SizedForward(self._region), self._mode, self._captures.scope)
+            self.programs[()] = SizedProgram(
+                SizedForward(self._region, self._parameters), self._mode, self._captures.scope
+            )
         program = self.programs[()]
         assert isinstance(program, SizedProgram)
         return program
@@ -213,7 +215,7 @@ class BudgetDispatcher:
                 logger.warning("captures of %d other sizes are given up for new ones", _MOST_PROGRAMS)
                 self.clear()
             budgets = self._budgets(bindings)
-            forward = ProgramForward(self._region, budgets, bindings)
+            forward = ProgramForward(self._region, self._parameters, budgets, bindings)
             self.programs[key] = PaddedProgram(
                 forward, "torch.compile", budgets.tokens, self._mode, self._captures.scope
             )
@@ -283,6 +285,7 @@ class BudgetDispatcher:
         new = [budget for budget in budgets if budget not in done]
         if not new:
             return
+        self._parameters.check_addresses()
         self._plans.clear()
         self._captures.capture([(key, budget) for budget in new])
 
@@ -310,10 +313,16 @@ class BudgetDispatcher:
 
     # --- replay
 
-    def _run(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any], PathPlan, CaptureKey | None]:
-        """The call by a capture, of which it returns the key, or at its exact shape; the outputs are the
-        caller's own.
-        """
+    def _served(self, args: Sequence[Any], *, capture_all: bool) -> _ServedCall:
+        """Serves a call; WeightsMovedError where captures read parameters that are elsewhere now."""
+        bindings = self.program.begin([*args, *self._parameters.begin(args)])
+        if self._refusal is None:
+            return self._run(bindings, capture_all=capture_all)
+        self._parameters.check_addresses()
+        return run_exact(self.program, bindings), PathPlan(0, None, self._refusal), None
+
+    def _run(self, bindings: Bindings, *, capture_all: bool) -> _ServedCall:
+        """The call by a capture or at its exact shape."""
         program: CallProgram
         if self._has_tokens:
             rows = self.program.tokens(bindings)
@@ -345,17 +354,23 @@ class CallProgram(CapturedProgram):
         """Returns the key of the default path, with the other sizes as axis keys."""
         return CaptureKey(_PATH, budget, self.forward.sizes)
 
+    def request(self, tokens: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
+        """As any program, of parameters that were checked."""
+        self.forward.parameters.check_addresses()
+        return super().request(tokens, shared)
+
     def values(self, batch: Bindings) -> dict[str, Any]:
         """Returns the region's inputs in the slots."""
         return {name: batch.slots[entry.slot] for name, entry in self.forward.region.inputs.items()}
 
     def run_unpadded(self, batch: Bindings, values: Mapping[str, Any]) -> tuple[list[Any], bool]:
         """Runs the program; the bindings are used up."""
+        self.forward.parameters.check_addresses()
         return run_exact(self.forward.region.program, batch), True
 
     def run_eager(self, batch: Bindings) -> list[Any]:
         """Runs the program: behind `torch.compile` there is no other code."""
-        return run_exact(self.forward.region.program, batch)
+        return self.run_unpadded(batch, {})[0]
 
     def copy_of(self, batch: Bindings) -> Bindings:
         """Copies the bindings."""
@@ -406,6 +421,7 @@ class SizedProgram(CallProgram):
 
     def request(self, tokens: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
         """Makes the capture request of the current batch."""
+        self.forward.parameters.check_addresses()
         return self.forward.request(tokens, shared)
 
     def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:

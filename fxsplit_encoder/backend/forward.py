@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from fxsplit_encoder._torch.tensors import lie_at
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer, gibibytes, memory_of
 from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.inputs import StaticInputs, example_values, full_cu_seqlens, segment_capacity
-from fxsplit_encoder.capture.parameters import MemoryOrders, StaticParameters
+from fxsplit_encoder.capture.parameters import MemoryOrders
 from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.compile.options import HostOp
 from fxsplit_encoder.compile.program import Bindings, NamedRegion, Program, RegionInput
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, ConfigError
+from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, ConfigError, WeightsMovedError
 from fxsplit_encoder.planning.limits import generate_budgets, inferred_budgets
 from fxsplit_encoder.planning.plan import CaptureSize
 from fxsplit_encoder.protocol import BudgetDeclaration
@@ -106,6 +105,10 @@ class ProgramBudgets:
 class CallForward:
     """A forward whose sizes are known only from its calls."""
 
+    def __init__(self, region: NamedRegion, parameters: CallParameters) -> None:
+        self.region = region
+        self.parameters = parameters
+
     def is_always_full(self, tokens: int) -> bool:
         """Never: counts that fill a budget are captured when they come."""
         return False
@@ -118,8 +121,10 @@ class CallForward:
 class ProgramForward(CallForward):
     """A program for calls that differ in the token count; `bindings` of one hold the parameters."""
 
-    def __init__(self, region: NamedRegion, budgets: ProgramBudgets, bindings: Bindings) -> None:
-        self.region = region
+    def __init__(
+        self, region: NamedRegion, parameters: CallParameters, budgets: ProgramBudgets, bindings: Bindings
+    ) -> None:
+        super().__init__(region, parameters)
         self.budgets = budgets
         program = region.program
         self._template = Bindings([None] * program.num_slots, dict(bindings.symbols))
@@ -142,9 +147,8 @@ class ProgramForward(CallForward):
             name: self._example_input(name, entry, bindings.symbols, tokens, rows)
             for name, entry in self.region.inputs.items()
         }
-        # Every call compares the parameters itself: they are among its arguments.
         fresh = FreshInputs(tokens, values, rows, bindings)
-        return request_of_program(self.region, fresh, StaticParameters(()), shared)
+        return request_of_program(self.region, fresh, self.parameters, shared)
 
     def _check_memory(self, symbols: Mapping[str, int], tokens: int) -> None:
         device = self.region.program.device
@@ -183,8 +187,8 @@ class ProgramForward(CallForward):
 class SizedForward(CallForward):
     """A program that is captured at all sizes of a call, over copies of the call's inputs."""
 
-    def __init__(self, region: NamedRegion) -> None:
-        self.region = region
+    def __init__(self, region: NamedRegion, parameters: CallParameters) -> None:
+        super().__init__(region, parameters)
         self.sizes = ()
         self.declares_padding = False
         self.call: Bindings | None = None
@@ -206,7 +210,7 @@ class SizedForward(CallForward):
         )
         body = ProgramBody(program, self.region.bind(bindings, inputs.tensors))
         # Nothing is padded, so cumulative lengths are inputs like others.
-        return CaptureRequest(inputs, body, StaticParameters(()), rows=None)
+        return CaptureRequest(inputs, body, self.parameters, rows=None)
 
 
 def _stored_as(name: str, value: Tensor, strides: Sequence[int]) -> Tensor:
@@ -224,49 +228,50 @@ _WHAT_TO_DO = "Compile the module again after torch._dynamo.reset()"
 
 
 class CallParameters:
-    """Parameters of a program: those among the arguments of a call, and the `weights` of blocks, looked at
-    once in `seconds` (0: at every call).
+    """Parameters of a program: those among the arguments of a call, and the `weights` of blocks.
+
+    A replay checks them after its launch, while the device works: its capture holds the memory that it reads.
+    Captures and runs at the exact shape check them first.
     """
 
-    def __init__(self, program: Program, weights: LiveWeights, seconds: float) -> None:
+    def __init__(self, program: Program, weights: LiveWeights) -> None:
         self._live = weights
-        self._seconds = seconds
-        self._last_look = 0.0
-        self._memory: list[Tensor] = []
         num_given = program.num_inputs - len(weights)
         self._given_of = _picker(sorted(index for index in program.static_inputs if index < num_given))
         self._layouts: list[tuple[Any, ...] | None] | None = None
-        self._given: Sequence[Any] = ()
-        self._weights: Sequence[Tensor] | None = None
+        self._unchecked: Sequence[Any] | None = None
+        """The arguments of the call, until they are checked."""
+        self._have_moved = False
+        self._weights: Sequence[Tensor] = ()
+        self._values: list[Any] = []
         self._addresses: list[int] = []
         self._orders = MemoryOrders(())
         self._permutable_of = _picker(())
-        self.have_moved = False
-        """Whether those of the last call lay elsewhere than those of the call before it."""
-        self.are_the_same = False
-        """Whether the last two calls had the same tensors, at the same addresses if they looked."""
 
-    def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
-        """Checks all parameters and returns the weights of blocks (capture rule 6). WeightsLayoutError where
-        one has another layout than it was compiled for; InputError where a block has changed.
+    def begin(self, args: Sequence[Any]) -> Sequence[Tensor]:
+        """Takes the arguments of a call; returns the weights of blocks as the last check found them."""
+        self._unchecked = args
+        self._have_moved = False
+        if self._layouts is None:
+            self._take(self._given_of(args), self._live.current())
+        return self._weights
+
+    def check_addresses(self) -> None:
+        """Raises WeightsMovedError unless all lie where those of the last checked call did (capture rule 6);
+        looks once a call. WeightsLayoutError: one has another layout than it was compiled for. InputError: a
+        block has changed.
         """
-        given = self._given_of(args)
-        self.have_moved = False
-        self.are_the_same = all(map(is_, given, self._given))
-        self._given = given
-        now = time.monotonic() if self._seconds else 0.0
-        if self._weights is not None and now < self._last_look + self._seconds:
-            return self._weights
-        weights = self._live.current()
-        self.are_the_same = self.are_the_same and weights is self._weights
-        if not self._are_where_they_were(given, weights):
-            self._take(given, weights)
-        self._last_look = now  # one that raised is made again
-        return weights
+        if (args := self._unchecked) is not None:
+            given, weights = self._given_of(args), self._live.current()
+            if not self._are_where_they_were(given, weights):
+                self._take(given, weights)
+            self._unchecked = None  # one that raised is made again
+        if self._have_moved:
+            raise WeightsMovedError("capture rule 6: parameters were replaced since the capture")
 
-    def look_again(self) -> None:
-        """Has the next call look, whenever the last one did."""
-        self._last_look = float("-inf")
+    def memory(self) -> Sequence[Tensor]:
+        """Returns aliases that keep their memory from being freed."""
+        return [value.detach() for value in self._values if isinstance(value, torch.Tensor)]
 
     def _are_where_they_were(self, given: Sequence[Any], weights: Sequence[Tensor]) -> bool:
         # An address alone does not tell: a matrix and its transpose may have the same one.
@@ -286,14 +291,10 @@ class CallParameters:
             self._layouts = layouts_of(values)
         check_replacements(self._layouts, values, _WHAT_TO_DO)
         addresses = list(map(torch.Tensor.data_ptr, values))
-        self.have_moved = addresses != self._addresses
-        self.are_the_same = self.are_the_same and not self.have_moved
-        self._weights, self._addresses = weights, addresses
+        self._have_moved = addresses != self._addresses and bool(self._values)
+        self._weights, self._values, self._addresses = weights, values, addresses
         self._orders = MemoryOrders(values)
         self._permutable_of = _picker(self._orders.indices)
-        if self._seconds:
-            # Until the next look captures may read what parameters have left.
-            self._memory = [value.detach() for value in values if isinstance(value, torch.Tensor)]
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

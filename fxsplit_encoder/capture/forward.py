@@ -31,7 +31,7 @@ from fxsplit_encoder.capture.inputs import (
     pad_cu_seqlens,
     pad_cu_seqlens_on_device,
 )
-from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.parameters import CheckedParameters, StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
@@ -77,7 +77,7 @@ class CaptureRequest:
     inputs: StaticInputs
     body: ProgramBody | Callable[[], Sequence[Any]]
     """Runs over the tensors of `inputs`: a program, step by step, or a module's own code."""
-    parameters: StaticParameters
+    parameters: CheckedParameters
     rows: int | None
     """Tokens (rows) of the capture; None: it is never padded."""
     segment_inputs: Sequence[str] = ()
@@ -201,6 +201,7 @@ class CapturedForward:
             with self.capture:
                 self.outputs = list(self._record_steps())
             if isinstance(self.capture, BreakableCUDAGraphCapture):
+                assert isinstance(self.parameters, StaticParameters)
                 self.parameters = self.parameters.with_those_at(self.capture.read)
             self._weights = self.parameters.memory()
         # The pool owns the memory, so that the next, smaller capture may use it too: replays exclude one
@@ -361,7 +362,7 @@ class CapturedForward:
         derived.follow_writes()
         try:
             self.capture.replay()
-        except RuntimeError:
+        except (RuntimeError, AssertionError):
             # Recorded steps run on parameters as they are now, which may be cast or laid out anew.
             self.parameters.check_addresses()
             raise

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import eq, getitem
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -17,6 +17,16 @@ from fxsplit_encoder.errors import WeightsLayoutError, WeightsMovedError
 
 # Names in an error message.
 _NAMED = 4
+
+
+class CheckedParameters(Protocol):
+    """What a capture asks of the parameters that it reads."""
+
+    def check_addresses(self) -> None:
+        """Raises WeightsMovedError if one moved or was replaced since the capture (capture rule 6)."""
+
+    def memory(self) -> Sequence[Tensor]:
+        """Returns aliases that keep their memory from being freed."""
 
 
 class _Memory(list[Tensor]):

@@ -211,13 +211,12 @@ class DerivedParameters:
         """Bytes of the derived parameters, without their sources."""
         return sum(value.numel() * value.element_size() for value in [*self._values.values()])
 
-    def fill(self, slots: list[Any], stamp: object = None) -> None:
-        """Fills the slots of derived parameters; `stamp` as for `refresh`."""
+    def fill(self, slots: list[Any]) -> None:
+        """Fills the slots of derived parameters."""
         if not self.recipes:
             return
-        if stamp is None or stamp is not self.stamp:
-            self._sources = {slot: slots[slot] for slot in self._given}
-        self.refresh(stamp)
+        self._sources = {slot: slots[slot] for slot in self._given}
+        self.refresh()
         self.follow_writes()
         for slot, value in self._values.items():
             slots[slot] = value

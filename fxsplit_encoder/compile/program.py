@@ -151,14 +151,12 @@ class Program:
         """Slots that hold the same in every run: parameters, constants, derived parameters."""
         return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
 
-    def begin(self, args: Sequence[Any], derived_stamp: object = None) -> Bindings:
-        """Binds the graph's inputs and runs the prologue at the true shape; results may be on the CPU. Since
-        the derived parameters had this `derived_stamp`, no parameter has moved.
-        """
+    def begin(self, args: Sequence[Any]) -> Bindings:
+        """Binds the graph's inputs and runs the prologue at the true shape; results may be on the CPU."""
         bindings = Bindings([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():
             bindings.slots[slot] = constant
-        self.derived.fill(bindings.slots, derived_stamp)
+        self.derived.fill(bindings.slots)
         for symbol, index, dim in self.symbol_sources:
             bindings.symbols.setdefault(symbol, args[index] if dim < 0 else args[index].shape[dim])
         prologue = self.steps[: self.region_start]

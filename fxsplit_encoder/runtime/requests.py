@@ -14,7 +14,7 @@ from torch import Tensor
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.forward import CaptureRequest, ProgramBody, RowCount
 from fxsplit_encoder.capture.inputs import StaticInputs, is_cumulative
-from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.parameters import CheckedParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, WeightsLayoutError
@@ -43,7 +43,7 @@ class FreshInputs:
 def request_of_program(
     region: NamedRegion,
     fresh: FreshInputs,
-    parameters: StaticParameters,
+    parameters: CheckedParameters,
     shared: SharedBuffers,
     padding_logics: PaddingLogics | None = None,
 ) -> CaptureRequest:
@@ -87,7 +87,7 @@ def request_of_program(
 def request_of_module(
     forward: Callable[[Mapping[str, Tensor]], Any],
     fresh: FreshInputs,
-    parameters: StaticParameters,
+    parameters: CheckedParameters,
     shared: SharedBuffers,
     *,
     growing: Collection[str],

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.backend import forward as parameters
-from fxsplit_encoder.compile.blocks import ChangedBlocksError, LiveWeights
+import fxsplit_encoder as fx
+from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import WeightsLayoutError
+from fxsplit_encoder.runtime import requests
 from tests.small_tower import SmallAdapter
 
 from .towers import assert_equal_features, compiled, features
@@ -90,7 +90,7 @@ def test_between_two_looks_outputs_come_from_the_old_memory(
     small: Any, few_pixels: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(parameters.time, "monotonic", lambda: now)
+    monkeypatch.setattr(requests.time, "monotonic", lambda: now)
     module = compiled(SmallAdapter(small), weight_check_seconds=5)
     before = features(module, few_pixels)
     layer = small.blocks[1].mlp.linear_fc1
@@ -109,26 +109,12 @@ def test_between_two_looks_outputs_come_from_the_old_memory(
     assert_equal_features(module, small, few_pixels)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e9])
-def test_tensors_are_compared_with_those_of_the_call_before(seconds: float) -> None:
-    """Whether or not that one looked: what was derived from other tensors meanwhile is not of these."""
-    program: Any = SimpleNamespace(num_inputs=1, static_inputs={0})
-    looked_at = parameters.CallParameters(program, LiveWeights(), seconds)
-    first, second = torch.zeros(2, 3), torch.ones(2, 3)
-    given = (first, first, second, first, first, second, second)
-    found = []
-    for tensor in given:
-        looked_at.current([tensor])
-        found.append(looked_at.are_the_same)
-    assert found == [False, True, False, False, True, False, True]
-
-
 @pytest.mark.slow
 def test_a_look_that_raised_is_made_again(
     small: Any, few_pixels: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(parameters.time, "monotonic", lambda: now)
+    monkeypatch.setattr(requests.time, "monotonic", lambda: now)
     module = compiled(SmallAdapter(small), weight_check_seconds=5)
     features(module, few_pixels)
     small.blocks[1].attn.proj.double()
@@ -136,3 +122,20 @@ def test_a_look_that_raised_is_made_again(
     for _ in range(2):
         with pytest.raises(WeightsLayoutError):
             features(module, few_pixels)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_weights_replaced_before_any_call_are_those_that_it_reads(before: int, dynamic: bool) -> None:
+    """Before a run at the exact shape, the call that captures, and replays."""
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    module: Any = torch.compile(
+        layer, backend="encoder_cg", dynamic=dynamic, options={"exact_min_hits": 2, "token_budgets": [3, 8]}
+    )
+    images = torch.randn(3, 4)
+    for call in range(5):
+        if call == before:
+            layer.weight.data = layer.weight * 3
+            layer.bias = nn.Parameter(layer.bias + 1, requires_grad=False)
+        torch.testing.assert_close(module(images), layer(images))
+    assert fx.stats(module).hits >= 2
