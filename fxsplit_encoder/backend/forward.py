@@ -240,7 +240,7 @@ class CallParameters:
         self._given_of = _picker(sorted(index for index in program.static_inputs if index < num_given))
         self._layouts: list[tuple[Any, ...] | None] | None = None
         self._unchecked: Sequence[Any] | None = None
-        """The arguments of the call, until they are checked."""
+        """Those among the arguments of the call, until they are checked."""
         self._have_moved = False
         self._weights: Sequence[Tensor] = ()
         self._values: list[Any] = []
@@ -250,10 +250,10 @@ class CallParameters:
 
     def begin(self, args: Sequence[Any]) -> Sequence[Tensor]:
         """Takes the arguments of a call; returns the weights of blocks as the last check found them."""
-        self._unchecked = args
+        self._unchecked = given = self._given_of(args)
         self._have_moved = False
         if self._layouts is None:
-            self._take(self._given_of(args), self._live.current())
+            self._take(given, self._live.current())
         return self._weights
 
     def check_addresses(self) -> None:
@@ -261,8 +261,8 @@ class CallParameters:
         looks once a call. WeightsLayoutError: one has another layout than it was compiled for. InputError: a
         block has changed.
         """
-        if (args := self._unchecked) is not None:
-            given, weights = self._given_of(args), self._live.current()
+        if (given := self._unchecked) is not None:
+            weights = self._live.current()
             if not self._are_where_they_were(given, weights):
                 self._take(given, weights)
             self._unchecked = None  # one that raised is made again
