@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import kernel_times
 import torch
 from arithmetic import count_flops, gemm_flops_per_second
 from models import Batch, Model, kind_of, make_model, rows_of
@@ -46,7 +47,6 @@ class Job:
     quick: bool
     device: str
     dtype: str
-    blocks: int | None = None
     samples: int = 30
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings of managers that differ from `EncoderConfig`'s own values."""
@@ -54,6 +54,8 @@ class Job:
     """Whether Inductor may find what earlier processes compiled."""
     seconds: float = 1.0
     """Fast rows get more samples than asked for, as many as take so long."""
+    kernels: bool = False
+    """Whether rows say which kernels the first request of a workload spends its time on."""
 
 
 def known_workloads(tower: str, quick: bool) -> Mapping[str, Workload]:
@@ -154,8 +156,13 @@ def _measure(job: Job, variant: Variant, batches: Sequence[Batch], expected: Ten
         samples = max(samples, min(_MOST_SAMPLES, int(job.seconds / seconds_per_call)))
     times = measure(calls, samples)
     padding = statistics.fmean(variant.padding(batch) for batch in batches)
-    row = {**times, "error": error, "padding": padding, "note": variant.note(batches[0]), "first s": seconds}
-    return {**row, "settled s": variant.seconds_to_settle} if variant.seconds_to_settle else row
+    row: Row = {**times, "error": error, "padding": padding, "note": variant.note(batches[0])}
+    row["first s"] = seconds
+    if variant.seconds_to_settle:
+        row["settled s"] = variant.seconds_to_settle
+    if job.kernels:
+        row |= kernel_times.shares([kernel_times.profiled(calls[0]) for _ in range(kernel_times.SAMPLES)])
+    return row
 
 
 def settle(calls: Sequence[Callable[[], Any]], seconds: float) -> None:
@@ -193,7 +200,7 @@ def relative_error(rows: Tensor, expected: Tensor) -> float:
 
 
 def _model(job: Job) -> Model:
-    return make_model(job.tower, job.blocks, torch.device(job.device), getattr(torch, job.dtype))
+    return make_model(job.tower, None, torch.device(job.device), getattr(torch, job.dtype))
 
 
 def _workloads(job: Job) -> dict[str, Workload]:

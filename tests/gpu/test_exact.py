@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from poison import poison
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.pool import GraphPool
@@ -20,7 +19,7 @@ from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
 
-from .support import settled
+from .support import poison, settled
 
 pytestmark = pytest.mark.gpu
 
@@ -95,7 +94,7 @@ def test_a_thousand_batches_stay_within_eagers_error(mode: str, family: Any) -> 
         inputs = random_images(source, tower.patch_features)
         if number % 100 == 50:
             for pool in pools(manager):
-                poison(pool, largest=64)
+                poison(pool)
         output = manager.execute(inputs)
         expected = exact(inputs)
         ours.append(rms_error(output, expected))
