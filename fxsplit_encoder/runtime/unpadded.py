@@ -31,6 +31,9 @@ _T = TypeVar("_T")
 # Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
 _GROWTH = 2
 
+# Captures at most: more sizes than a service sees often. Their memory is bounded by `max_graph_bytes`.
+_MAX_CAPTURES = 64
+
 # Generations at the limit of captures: evicting one then drops a quarter of them.
 _GENERATIONS = 4
 
@@ -67,7 +70,7 @@ class UnpaddedCaptures:
         self.inputs = SharedBuffers(_GROWTH)
         self.threshold = scope.config.exact_min_hits
         """Sum of the weights of a size's uses from which on it is captured."""
-        self.max_captures = scope.config.exact_max_graphs
+        self.max_captures = _MAX_CAPTURES
         self.refused: dict[CaptureSize, str] = {}
         """Reasons of sizes that could not be captured; they are not tried again before `clear`."""
         self.not_faster: set[CaptureSize] = set()

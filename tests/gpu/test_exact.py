@@ -31,7 +31,7 @@ LIMITS = {"token_budgets": (64, 256), "max_items_per_batch": 8, "max_frames_per_
 
 # A manager's settings by the mode that is tested: everything is to be served by a capture.
 MODES: dict[str, dict[str, Any]] = {
-    "exact": {"mode": "exact", "exact_min_hits": 1, "exact_max_graphs": 32},
+    "exact": {"mode": "exact", "exact_min_hits": 1},
     "breakable": {"mode": "breakable"},
 }
 BATCHES = 1000
@@ -115,7 +115,7 @@ def test_a_thousand_batches_stay_within_eagers_error(mode: str, family: Any) -> 
 @torch.no_grad()
 def test_ten_thousand_replays_over_fifty_counts_leak_nothing(family: Any) -> None:
     tower = family[0]
-    manager = make_manager(tower, exact_min_hits=1, exact_max_graphs=64)
+    manager = make_manager(tower, exact_min_hits=1)
     batches = [images([(1, 2, 2 * (10 + n))], tower.patch_features) for n in range(50)]
 
     def turns(count: int) -> tuple[int, int]:
@@ -138,8 +138,9 @@ def test_ten_thousand_replays_over_fifty_counts_leak_nothing(family: Any) -> Non
 @torch.no_grad()
 def test_evicting_frees_what_was_promised(family: Any) -> None:
     tower = family[0]
-    manager = make_manager(tower, exact_min_hits=1, exact_max_graphs=4)  # generations of one
+    manager = make_manager(tower, exact_min_hits=1)
     shapes = manager.paths["default"].unpadded
+    shapes.max_captures = 4  # generations of one
 
     def serve() -> None:
         for side in (60, 58, 56, 54):
