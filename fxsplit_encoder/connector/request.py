@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -156,6 +157,6 @@ def media_bytes(media: object) -> int:
             return media_bytes(inner)
     num_bytes = getattr(media, "nbytes", None)
     if num_bytes is None and hasattr(media, "getbands"):
-        width, height = media.size  # type: ignore[attr-defined]
-        num_bytes = width * height * len(media.getbands())
+        image: Any = media
+        num_bytes = math.prod(image.size) * len(image.getbands())
     return num_bytes if isinstance(num_bytes, int) else 0
