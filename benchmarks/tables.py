@@ -392,7 +392,7 @@ def kernels(result: Result) -> str:
         return f"{milliseconds} ({100 * row[kind] / row['span']:.0f} %)"
 
     lines = [row | {kind: share(row, kind) for kind in kinds} for row in result["rows"] if "span" in row]
-    columns = ("tower", "workload", "variant", "patches", "wall", "span", *kinds)
+    columns = ("tower", "workload", "variant", "patches", "p50", "span", *kinds)
     dtype = result["settings"]["dtype"]
     return _told(result, by_columns(columns, lines), _MEDIANS, dtype, "random weights")
 

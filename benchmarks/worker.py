@@ -47,6 +47,7 @@ class Job:
     quick: bool
     device: str
     dtype: str
+    blocks: int | None = None
     samples: int = 30
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings of managers that differ from `EncoderConfig`'s own values."""
@@ -200,7 +201,7 @@ def relative_error(rows: Tensor, expected: Tensor) -> float:
 
 
 def _model(job: Job) -> Model:
-    return make_model(job.tower, None, torch.device(job.device), getattr(torch, job.dtype))
+    return make_model(job.tower, job.blocks, torch.device(job.device), getattr(torch, job.dtype))
 
 
 def _workloads(job: Job) -> dict[str, Workload]:

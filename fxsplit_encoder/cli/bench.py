@@ -85,6 +85,12 @@ def _bests(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
 _MOST_ALONE = 6
 _REPEATS = 30
 
+# What torch, a compiler or a tower raise.
+_OF_A_WAY = (
+    *(RuntimeError, AssertionError, AttributeError, ImportError, LookupError),
+    *(ArithmeticError, OSError, TypeError, ValueError),
+)
+
 # Above it an output is wrong and not just rounded: root mean square of the difference from eager's.
 _ERROR_LIMITS = {torch.float32: 1e-3}
 _ERROR_LIMIT = 0.1
@@ -147,9 +153,9 @@ def _measure_all(
             update(number, len(ways))
             try:
                 seconds[name] = _measure_way(chosen, config, name, rows)
-            except (InputError, MemoryError):
+            except InputError:
                 raise
-            except Exception as error:  # of a compiler, say: the others are measured all the same
+            except _OF_A_WAY as error:  # of a compiler, say: the others are measured all the same
                 reason = next(iter(str(error).splitlines()), "")
                 document.notes([f"{WAYS[name].title} failed: {type(error).__name__}: {reason}"])
             gc.collect()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -91,7 +90,7 @@ class UnpaddedCaptures:
         self._last_use: dict[BudgetLadder, int] = {}
         self._stream: torch.cuda.Stream | None = None  # for all generations, which never capture at once
         self._held: dict[CaptureSize, BudgetLadder] = {}
-        self._uses: OrderedDict[CaptureSize, float] = OrderedDict()
+        self._uses: Recent[CaptureSize, float] = Recent(_COUNTED_SIZES)
         self._clock = 0
         self._bytes_per_row = 0.0
         self._costs = PathCosts()
@@ -209,8 +208,6 @@ class UnpaddedCaptures:
         if uses >= self.threshold:
             return True
         self._uses[size] = uses
-        if len(self._uses) > _COUNTED_SIZES:
-            self._uses.popitem(last=False)
         return False
 
     def _kept_weight(self, planned: PathPlan) -> float:
