@@ -25,7 +25,6 @@ CASES: Mapping[str, str] = {
     "products": "every kernel of linear layers over the layers of a vision tower",
     "passes": "what graph passes gain",
     "host": "what a request costs the CPU",
-    "kernels": "which kernels the GPU spends a request on",
     "backend": "vision models behind torch.compile, by this backend and by torch's own modes",
     "accelerate": "what a model of transformers gains, and its calls cost",
     "connector": "what encoding costs the requests of an engine, beside it and in it",
@@ -39,7 +38,7 @@ CASES: Mapping[str, str] = {
 }
 """By name, which is also that of its module in `cases`: what it measures."""
 
-_WITHOUT_TINY = ("encoder", "attention", "kernels")
+_WITHOUT_TINY = ("encoder", "attention")
 _TABLES = "writes the tables of README.md and docs/ from benchmarks/results"
 
 

@@ -23,7 +23,7 @@ tiles="--towers internvl3-8b --workloads tiles12"
 jobs=("readme encoder --readme")
 [[ $1 == readme ]] || jobs+=(
     "host host"
-    "kernels kernels $tiles --variants ours-auto compile-reduce-overhead"
+    "kernels encoder $tiles --variants ours-auto compile-reduce-overhead --kernels --shared-cache"
     "accelerate accelerate"
     "accelerate_adapters accelerate --adapters"
     "start start"

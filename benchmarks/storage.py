@@ -39,6 +39,7 @@ _ATTENTION_PACKAGES = (
     "vllm",
 )
 _FASTER_ATTENTION = "flash-attn-4"
+_CACHES = ("TORCHINDUCTOR", "TRITON", "FLASH_ATTENTION_CUTE_DSL")
 _DIGITS = 5
 
 
@@ -205,10 +206,13 @@ def _attention_packages() -> dict[str, str]:
     return found
 
 
-def environment(first: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """That of a process which looks for modules in a folder first."""
+def environment(first: Path, caches: Path | None = None) -> dict[str, str]:
+    """That of a process which looks for modules in a folder first, with caches of compilers in another."""
     paths = [str(first), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, **(more or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    own = {f"{name}_CACHE_DIR": str(caches / name) for name in _CACHES} if caches is not None else {}
+    own |= {"XDG_CACHE_HOME": str(caches / "cache")} if caches is not None else {}
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return {**os.environ, **own, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 
 
 def _output(command: list[str]) -> str | None:

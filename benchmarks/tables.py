@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,12 +27,11 @@ Row = Mapping[str, Any]
 
 OURS = "ours-auto"
 _INVARIANT = "ours-invariant"
-_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "compile-max-autotune", "graph-exact")
+_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "graph-exact")
 _TITLES = {
     "eager": "Hugging Face eager (sdpa)",
     "compile": "torch.compile",
     "compile-reduce-overhead": 'torch.compile, mode="reduce-overhead"',
-    "compile-max-autotune": 'torch.compile, mode="max-autotune"',
     "graph-exact": "eager model in one CUDA graph",
     OURS: "ours",
     "powers of two": "our compiled program, one full graph per power of two, greedy packing",
@@ -41,7 +39,7 @@ _TITLES = {
 _IN_VLLM = ("eager", "vllm", "ours", "ours-compiled")
 _TOWER = "qwen3-vl-8b"
 _NOT_MEASURED = "Not measured on a GPU yet."
-_VLLM_IN_ENCODER = {"vllm-eager", "vllm"}
+_VLLM_IN_ENCODER = ("vllm-eager", "vllm")
 _VLLM_NOTE = "vLLM's own tower, the better of its eager forward and its encoder manager"
 _MEDIANS = "Milliseconds, medians."
 _MIB, _GIB = 2**20, 2**30
@@ -185,10 +183,9 @@ def _times(rows: Mapping[str, Row]) -> dict[str, float | None]:
     return {name: row.get("p50") for name, row in rows.items()}
 
 
-def _measured(workloads: Mapping[str, Mapping[str, Row]]) -> tuple[list[str], set[str]]:
-    """The variants of others that were timed, in their order, and all that were."""
-    timed = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
-    return [name for name in _VARIANTS if name in timed], timed
+def _timed(names: Iterable[str], workloads: Mapping[str, Mapping[str, Row]]) -> list[str]:
+    """Those of some variants that were timed."""
+    return [name for name in names if any("p50" in rows.get(name, {}) for rows in workloads.values())]
 
 
 def _timed_where(result: Result, tower: str) -> str:
@@ -201,28 +198,22 @@ def _timed_where(result: Result, tower: str) -> str:
 
 
 def readme(result: Result) -> str:
-    """Ours beside what a user could run instead, in milliseconds; vLLM's if it is of the same GPU."""
+    """Ours beside what a user could run instead, vLLM's tower too if the run has it, in milliseconds."""
     workloads = _by_variant(result, _TOWER)
-    others, measured = _measured(workloads)
-    vllm_runs = [result] if measured & _VLLM_IN_ENCODER else []
-    in_vllm = load(RESULTS / "vllm.json")
-    vllm_runs += [in_vllm] if in_vllm["gpu"] == result["gpu"] else []
-    theirs = _best_of_vllm(vllm_runs)
+    others, has_vllm = _timed(_VARIANTS, workloads), bool(_timed(_VLLM_IN_ENCODER, workloads))
     headers = ["images", "patches", *(_TITLES[name] for name in others)]
-    headers += [f"vLLM {vllm_runs[0]['vllm']}*"] if theirs else []
+    headers += [f"vLLM {result['vllm']}*"] if has_vllm else []
     has_starts = any("starts" in row for rows in workloads.values() for row in rows.values())
     headers += ["ours, all starts"] if has_starts else []
     lines = []
     for workload, rows in workloads.items():
         times = _times(rows)
         line = [workload, rows["eager"]["patches"], *map(times.get, others)]
-        line += [theirs.get(workload)] if theirs else []
+        theirs = [time for name in _VLLM_IN_ENCODER if (time := times.get(name)) is not None]
+        line += [min(theirs, default=None)] if has_vllm else []
         line += [_range(rows.get(OURS, {}))] if has_starts else []
         lines.append([*line, times.get(OURS), _ratio(times.get("eager"), times.get(OURS))])
-    run = {(True, False): "", (True, True): ", in this run or in one inside vLLM"}.get(
-        (result in vllm_runs, in_vllm in vllm_runs), ", in a run inside vLLM"
-    )
-    note = f" *: {_VLLM_NOTE}{run}." if theirs else ""
+    note = f" *: {_VLLM_NOTE}." if has_vllm else ""
     table = formatted([*headers, "ours", "eager / ours"], lines)
     return f"{table}\n\n{_timed_where(result, _TOWER)}{note}"
 
@@ -232,21 +223,10 @@ def _range(row: Row) -> str | None:
     return f"{shown(row['starts'][0])}-{shown(row['starts'][-1])}" if "starts" in row else None
 
 
-def _best_of_vllm(results: Sequence[Result]) -> dict[str, float]:
-    """By workload the best of its eager forward and its manager in some runs."""
-    best: dict[str, float] = {}
-    for result in results:
-        names = _VLLM_IN_ENCODER if result["case"] == "encoder" else {"eager", "vllm"}
-        for row in _of(result, _TOWER):
-            if "p50" in row and row["variant"] in names:
-                best[row["workload"]] = min(row["p50"], best.get(row["workload"], math.inf))
-    return best
-
-
 def summary(result: Result, tower: str) -> str:
     """The floor, the main variants and ours, milliseconds, and ours beside the floor and a CUDA graph."""
     workloads = _by_variant(result, tower)
-    others, _ = _measured(workloads)
+    others = _timed(_VARIANTS, workloads)
     lines = []
     for workload, rows in workloads.items():
         times = _times(rows)
@@ -271,18 +251,9 @@ def modes(result: Result) -> str:
 
 def encoder(result: Result) -> str:
     """Every figure of every tower, for the terminal."""
-    lines = []
-    numbers = ("p50", "p10", "p90", "host", "device", "first s", "padding", "error")
-    for tower in dict.fromkeys(row["tower"] for row in result["rows"]):
-        for workload, rows in _by_variant(result, tower).items():
-            eager, floor = map(_times(rows).get, ("eager", "floor"))
-            for name, row in rows.items():
-                ratios = [_ratio(row.get("p50"), floor), _ratio(eager, row.get("p50"))]
-                note = row.get("failure") or row.get("skipped") or row.get("note")
-                measured = [*ratios, _ratio(row.get("bytes"), _MIB), *map(row.get, numbers), note]
-                lines.append([tower, workload, name, *measured])
-    headers = ["tower", "workload", "variant", "x floor", "eager /", "MiB", *numbers, "note"]
-    return formatted(headers, lines)
+    names = ("tower", "workload", "variant", "p50", "p10", "p90", "host", "device", "first s", "bytes")
+    names += ("padding", "error", "note", "skipped", "failure")
+    return by_columns(names, [row for row in result["rows"] if row["workload"] != "start"])
 
 
 # --- the other cases
@@ -391,7 +362,7 @@ def _chosen(rows: Iterable[Row], where: str, time: str) -> str | None:
 
 
 def products(result: Result) -> str:
-    """Microseconds of cuBLAS and of the chosen kernel, and why others failed or cannot run."""
+    """Microseconds of cuBLAS and of the chosen kernel."""
     lines = []
     for layer, of_layer in _grouped(result["rows"], "layer").items():
         for rows, found in _grouped(of_layer, "rows").items():
@@ -400,14 +371,7 @@ def products(result: Result) -> str:
             errors = [row["error"] for row in found if "error" in row]
             lines.append([layer, rows, times.get("cublas"), ", ".join(chosen), max(errors, default=None)])
     table = formatted(["layer", "rows", "`cublas`", "chosen", "largest error"], lines)
-    failures = [
-        f"{row['kernel']}, {row['layer']}, {row['rows']} rows: {row['failure']}"
-        for row in result["rows"]
-        if "failure" in row
-    ]
-    failures += [f"{name}: {reason}" for name, reason in result["settings"]["unavailable"].items()]
-    told = _told(result, table, "Microseconds of a call, weights from memory.", "bf16")
-    return "\n\n".join([told, *failures])
+    return _told(result, table, "Microseconds of a call, weights from memory.", "bf16")
 
 
 def passes(result: Result) -> str:
@@ -428,10 +392,9 @@ def kernels(result: Result) -> str:
         return f"{milliseconds} ({100 * row[kind] / row['span']:.0f} %)"
 
     lines = [row | {kind: share(row, kind) for kind in kinds} for row in result["rows"] if "span" in row]
-    columns = ("tower", "workload", "variant", "patches", "wall", "span", *kinds)
-    settings = result["settings"]
-    given = [f"{name}: {value}" for name, value in settings["config"].items()]
-    return _told(result, by_columns(columns, lines), _MEDIANS, settings["dtype"], "random weights", *given)
+    columns = ("tower", "workload", "variant", "patches", "p50", "span", *kinds)
+    dtype = result["settings"]["dtype"]
+    return _told(result, by_columns(columns, lines), _MEDIANS, dtype, "random weights")
 
 
 def host(result: Result) -> str:

@@ -6,14 +6,10 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
-
-_SPREAD = {"p10": 0.1, "p90": 0.9}
 
 
 def synchronize() -> None:
@@ -43,7 +39,7 @@ def device_for(case: str, tiny: bool = False) -> str:
 def summarize(samples: Sequence[float]) -> dict[str, float]:
     """What is stored of samples: median, 10th and 90th percentiles (nearest rank), number."""
     ordered = sorted(samples)
-    spread = {name: percentile(samples, share) for name, share in _SPREAD.items()}
+    spread = {"p10": percentile(ordered, 0.1), "p90": percentile(ordered, 0.9)}
     return {"p50": statistics.median(ordered), **spread, "samples": len(ordered)}
 
 
@@ -102,46 +98,6 @@ def host_us(call: Callable[[], Any], samples: int, warmups: int = 0) -> float:
     for _ in range(min(warmups, samples)):
         call()
     return 1e3 * statistics.median(timed(call)[1] for _ in range(samples))
-
-
-_around: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
-"""Events around the graphs that are replayed, while they are asked for."""
-
-
-def replays_ms(call: Callable[[], Any], samples: int = 30) -> list[float]:
-    """Milliseconds of the CUDA graphs that each call replays; nothing of a call that replays none.
-
-    Only inside of `watching_replays`, which has to be open when they are captured.
-    """
-    global _around
-    times = []
-    for _ in range(samples):
-        _around = around = []
-        call()
-        _around = None
-        synchronize()
-        if around:
-            times.append(sum(start.elapsed_time(end) for start, end in around))
-    return times
-
-
-@contextmanager
-def watching_replays() -> Iterator[None]:
-    """Graphs that are captured inside can be timed by `replays_ms`; the check costs a replay some 0.1 us."""
-    original = torch.cuda.CUDAGraph.replay
-
-    def replay(graph: torch.cuda.CUDAGraph) -> None:
-        if _around is None:
-            original(graph)
-            return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        original(graph)
-        end.record()
-        _around.append((start, end))
-
-    with mock.patch.object(torch.cuda.CUDAGraph, "replay", replay):
-        yield
 
 
 def between_events(call: Callable[[], Any]) -> float:

@@ -156,13 +156,6 @@ class CompileReduceOverhead(Compile):
         return super().run(batch)
 
 
-class CompileMaxAutotune(CompileReduceOverhead):
-    """The same, products and convolutions timed beforehand."""
-
-    name = "compile-max-autotune"
-    settings: ClassVar[Mapping[str, Any]] = {**REDUCE_OVERHEAD, "mode": "max-autotune"}
-
-
 class ExactGraph(_OnPrepared):
     """One CUDA graph of the eager model for every layout of segments, as SGLang's runner keys them."""
 
@@ -211,12 +204,6 @@ class Invariant(Managed):
     name = "ours-invariant"
     settings: ClassVar[Mapping[str, Any]] = {"invariant": True}
 
-    @classmethod
-    def unavailable(cls, tower: str, device: str) -> str | None:
-        if device == "cpu" and torch.get_num_threads() > 1:
-            return "needs a single thread on a CPU"
-        return super().unavailable(tower, device)
-
 
 # The most telling ones first: device time may end before the last.
 VARIANTS: Mapping[str, type[Variant]] = {
@@ -227,7 +214,6 @@ VARIANTS: Mapping[str, type[Variant]] = {
         ExactGraph,
         Compile,
         CompileReduceOverhead,
-        CompileMaxAutotune,
         Invariant,
     )
 }

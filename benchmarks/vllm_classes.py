@@ -245,11 +245,7 @@ def vllm_or_none() -> str | None:
 
 
 def installed_version() -> str:
-    """The same.
-
-    Raises:
-        SystemExit: it is not installed.
-    """
+    """The same; SystemExit where it is not installed."""
     found = vllm_or_none()
     if found is not None:
         return found

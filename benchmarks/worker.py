@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -12,13 +13,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import kernel_times
 import torch
-from arithmetic import count_flops, gemm_flops_per_second
 from models import Batch, Model, kind_of, make_model, rows_of
 from processes import run_process
 from storage import Row, failing
-from timing import measure, release, synchronize
+from timing import measure, release, synchronize, wall_ms
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from variants import Variant
 from vllm_variants import CONTENDERS
 from workloads import QUICK_WORKLOADS, WORKLOADS, Workload
@@ -33,6 +35,7 @@ START = "start"
 _ERROR_LIMITS = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 
 _MOST_SAMPLES = 200
+_GEMM_SIDE = {"cuda": 8192, "cpu": 1024}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Job:
     """Whether Inductor may find what earlier processes compiled."""
     seconds: float = 1.0
     """Fast rows get more samples than asked for, as many as take so long."""
+    kernels: bool = False
+    """Whether rows say which kernels the first request of a workload spends its time on."""
 
 
 def known_workloads(tower: str, quick: bool) -> Mapping[str, Workload]:
@@ -154,8 +159,13 @@ def _measure(job: Job, variant: Variant, batches: Sequence[Batch], expected: Ten
         samples = max(samples, min(_MOST_SAMPLES, int(job.seconds / seconds_per_call)))
     times = measure(calls, samples)
     padding = statistics.fmean(variant.padding(batch) for batch in batches)
-    row = {**times, "error": error, "padding": padding, "note": variant.note(batches[0]), "first s": seconds}
-    return {**row, "settled s": variant.seconds_to_settle} if variant.seconds_to_settle else row
+    row: Row = {**times, "error": error, "padding": padding, "note": variant.note(batches[0])}
+    row["first s"] = seconds
+    if variant.seconds_to_settle:
+        row["settled s"] = variant.seconds_to_settle
+    if job.kernels:
+        row |= kernel_times.shares([kernel_times.profiled(calls[0]) for _ in range(kernel_times.SAMPLES)])
+    return row
 
 
 def settle(calls: Sequence[Callable[[], Any]], seconds: float) -> None:
@@ -208,3 +218,44 @@ def _reserved_bytes() -> int:
     """Device memory that PyTorch reserves for what is in use; 0 on a CPU."""
     release()
     return torch.cuda.memory_reserved()
+
+
+# --- the floor: operations that a forward must do, over the rate of a large matrix product
+
+
+def count_flops(forward: Callable[[], Any]) -> int:
+    """Floating-point operations of the matrix products, convolutions and attention of one eager run.
+
+    A product of (m, k) and (k, n) counts 2 m k n, attention over a segment of T rows 4 T^2 D in all heads of
+    D columns together. Everything else is left out: it costs memory traffic, not arithmetic.
+    """
+    with FlopCounterMode(
+        display=False,
+        custom_mapping={
+            torch.ops.fxsplit.varlen_attention: _packed_attention,
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _dense_attention,
+        },
+    ) as counter:
+        forward()
+    return counter.get_total_flops()
+
+
+def gemm_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """The rate of a large square matrix product of normal numbers, the median of 30."""
+    side = _GEMM_SIDE[device.type]
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / (wall_ms(lambda: left @ right) * 1e-3)
+
+
+def _packed_attention(
+    query_THD: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *_: Any, **__: Any
+) -> int:
+    columns = query_THD.shape[-2] * query_THD.shape[-1]
+    return sum(4 * (end - start) ** 2 * columns for start, end in itertools.pairwise(cu_seqlens.tolist()))
+
+
+_packed_attention._get_raw = True  # type: ignore[attr-defined]  # the lengths are in a tensor's values
+
+
+def _dense_attention(query_shape: Any, key_shape: Any, value_shape: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query_shape, key_shape, value_shape))

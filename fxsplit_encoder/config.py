@@ -151,8 +151,6 @@ class EncoderConfig(Settings):
     which padding has cost more than their own capture would."""
     exact_min_hits: _Number = 2
     """With `mode: exact`: how often a token count has to come before it is captured."""
-    exact_max_graphs: _Number = 64
-    """Token counts of each path captured at exact shapes at most; the least recently used give way."""
     capture_recurring: StrictBool = True
     """With `mode: auto`: whether token counts get captures of their own while requests are served, once
     padding or launches have cost more than these. False: what `capture` made is all that there will be, and
@@ -193,9 +191,6 @@ class EncoderConfig(Settings):
     attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
     """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
-    products: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
-    """The kernel of the linear layers that the pass `measured_activations` takes over, as `attention` says
-    it. Conditions: gelu, swiglu, and comparisons of rows, in_features and out_features."""
     max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no
     limit but the device's."""

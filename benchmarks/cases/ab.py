@@ -26,7 +26,6 @@ TOWER = "qwen3-vl-8b"
 SIDES = ("baseline", "this")
 TIMES = ("p50", "host", "device")
 IMAGES = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "20x336")
-_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,11 +42,10 @@ def options_of(arguments: argparse.Namespace) -> list[str]:
 
 def turn(root: Path, folder: Path, options: Sequence[str]) -> Result:
     """The result of the case `encoder` by one checkout, whose caches are in a folder."""
-    caches = {name: str(folder / cache) for name, cache in _CACHES.items()}
     output = folder / "encoder.json"
     output.unlink(missing_ok=True)
     command = [sys.executable, root / "benchmarks" / "bench.py", "encoder", *options, "--output", output]
-    done = subprocess.run(command, env=environment(root, caches), cwd=root, check=False)
+    done = subprocess.run(command, env=environment(root, folder), cwd=root, check=False)
     if not output.exists():
         raise SystemExit(f"{root}: its benchmark ended with exit code {done.returncode}")
     return load(output)

@@ -13,7 +13,7 @@ tokens) or video (32 frames of 256 x 448) in some.
   threads. Milliseconds to the first token from when the request was due; "lost" is how much fewer tokens a
   second a request of text gets than in "no encoding".
 * "batch": 8 images, preprocessed and staged, at once against one after the other, in a stream of 32 that came
-  until they were replayed without padding, or 2,000 times (`--config '{"capture_recurring": true}'`).
+  for 5 s, in which sizes that recur are captured (`--config '{"capture_recurring": true}'`).
 * "beside": text alone, while a video of 64 frames is encoded each second, or always one; whole, in slices of
   5 ms, and with a worker that rests.
 
@@ -29,7 +29,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +42,7 @@ from models import captured, photographs, tiny_tower
 from serving import Arrival, Beside, Engine, Inline, Medium, Run, Source, arrivals
 from storage import ROOT, Record
 from timing import percentile, synchronize, wall_ms
+from worker import settle
 from workloads import random_grid
 
 import fxsplit_encoder as fx
@@ -100,13 +101,13 @@ class Scale:
     """Of the images that are encoded at once, in pixels."""
     samples: int
     cpu_workers: int
-    recurrences: int
-    """How often a batch comes at most before it is timed: a size gets a capture of its own once its padding
+    settled: float
+    """Seconds for which a batch comes before it is timed: a size gets a capture of its own once its padding
     has cost as much as that."""
 
 
-FULL = Scale((32, 256, 448), (64, 256, 448), 24, 4, 128, 64, (224, 448), 30, 8, 2000)
-SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), 2, 2, 2)
+FULL = Scale((32, 256, 448), (64, 256, 448), 24, 4, 128, 64, (224, 448), 30, 8, 5.0)
+SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), 2, 2, 0.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -234,29 +235,13 @@ class Bench:
                 for _ in range(_STREAM):
                     encode(items)
 
-            streams = ((one_by_one, len(prepared) * _STREAM), (at_once, _STREAM))
-            recurrences = [self._settle(call, batches) for call, batches in streams]
-            times = [wall_ms(call, self.scale.samples) / _STREAM for call in (one_by_one, at_once)]
+            for stream in (one_by_one, at_once):
+                settle([stream], self.scale.settled)
+            times = [wall_ms(stream, self.scale.samples) / _STREAM for stream in (one_by_one, at_once)]
             alone = wall_ms(lambda each=encoder.encode, items=prepared: each(items), self.scale.samples)
             tokens = prepared[0].num_tokens
             row = {"side": side, "tokens": tokens, "one by one": times[0], "at once": times[1]}
-            row |= {"ratio": times[0] / times[1], "a batch alone": alone}
-            yield {**row, "streams before": recurrences}
-
-    def _settle(self, call: Callable[[], None], batches: int) -> int:
-        """Repeats so many batches until they are replayed and nothing is padded; how often they came."""
-        for number in range(self.scale.recurrences // batches):
-            padded, replays = self._replayed()
-            call()
-            now_padded, now_replays = self._replayed()
-            if now_padded == padded and now_replays > replays:
-                return number
-        return self.scale.recurrences // batches
-
-    def _replayed(self) -> tuple[int, int]:
-        """Tokens of padding, and replays."""
-        budgets = self.beside.stats().budgets.values()
-        return sum(each.padded_tokens for each in budgets), sum(each.replays for each in budgets)
+            yield {**row, "ratio": times[0] / times[1], "a batch alone": alone}
 
     def beside_videos(self) -> Iterator[dict[str, Any]]:
         """Requests of text alone, while a long video is encoded now and then, or always."""

@@ -10,8 +10,9 @@ from eager is not timed. `--readme` starts each three times, at once where there
 the start of the median p50, "starts" are all of those. Milliseconds: median and percentiles of the wall time
 to the end of the device's work; "host" and "device", between events; the share of padding, the error, device
 memory beyond the tower's, and the first request ("first s"). "floor" is the operations over the rate of a
-large matrix product. "vllm-eager" and "vllm" are vLLM's own class, compared with its own forward. Inductor's
-cache is empty when a variant starts, except with `--shared-cache`.
+large matrix product; `--kernels` adds milliseconds by kind of kernel. "vllm-eager" and "vllm" are vLLM's own
+class, compared with its own forward. Inductor's cache is empty when a variant starts, except with
+`--shared-cache`.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--towers", nargs="+", choices=tower_names(), metavar="TOWER", help=", ".join(tower_names()))
     add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
     add("--variants", nargs="+", choices=[FLOOR, *CONTENDERS], metavar="NAME", help=", ".join(CONTENDERS))
-    add("--blocks", type=int, help="the most blocks of a tower")
     add("--starts", type=int, help="processes of each variant; the median is kept; 1, for --readme 3")
     add("--samples", type=int, default=30, help="the fewest timed calls of a row")
     add("--seconds", type=float, default=1.0, help="how long a row's calls are timed at least, of up to 200")
     add("--timeout", type=float, default=900, help="the most seconds of a variant of a tower")
     add("--config", type=json.loads, default={}, metavar="JSON", help="settings of managers")
     add("--shared-cache", action="store_true", help="let Inductor find what it compiled before")
+    add("--kernels", action="store_true", help="which kernels the GPU spends each request on")
 
 
 def make_jobs(options: argparse.Namespace, device: str) -> list[Job]:
@@ -79,11 +80,11 @@ def make_jobs(options: argparse.Namespace, device: str) -> list[Job]:
         "quick": options.quick,
         "device": device,
         "dtype": "bfloat16" if bf16 else "float32",
-        "blocks": options.blocks,
         "samples": min(samples, 3) if options.quick and not bf16 else samples,
         "config": config,
         "shared_cache": options.shared_cache,
         "seconds": options.seconds,
+        "kernels": options.kernels,
     }
     jobs = []
     for tower in options.towers or towers:
@@ -148,7 +149,7 @@ def run(options: argparse.Namespace, record: Record) -> None:
     if not jobs:
         raise SystemExit("encoder: no tower takes any of these workloads")
     first = jobs[0]
-    names = ("quick", "dtype", "blocks", "samples", "shared_cache", "seconds")
+    names = ("quick", "dtype", "samples", "shared_cache", "seconds")
     record.settings.update({name: getattr(first, name) for name in names}, config=dict(first.config))
     record.result["vllm"] = vllm_or_none()
     measure([jobs] * (options.starts or (3 if options.readme else 1)), options.timeout, record)

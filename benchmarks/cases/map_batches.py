@@ -68,7 +68,6 @@ def alone_rate(encoder: ImageEncoder, batch: int, seconds: float) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="actors, each with a GPU")
-    parser.add_argument("--images", type=int, default=None, help="images of each run; 50 batches a GPU")
     parser.add_argument("--model", default="qwen3-vl-8b", help="a published model's tower")
 
 
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     if not tiny and torch.cuda.device_count() < actors:
         raise SystemExit(f"{actors} actors need as many GPUs; there are {torch.cuda.device_count()}")
     batch = TINY_BATCH if tiny else BATCH
-    images = arguments.images or 50 * batch * (1 if tiny else actors)
+    images = 50 * batch * (1 if tiny else actors)
     record.settings.update(tower=arguments.model, side=SIDE, images=images, batch=batch)
     record.settings.update(tiny=tiny, pooling="mean")
     ray.init(
@@ -166,4 +165,4 @@ def second_half(arrived: Sequence[tuple[float, int]]) -> float:
         seen += count
         if seen >= total / 2 and number + 1 < len(arrived):
             return (total - seen) / (arrived[-1][0] - when)
-    raise SystemExit("expected more than two batches; give more --images")
+    raise SystemExit("expected more than two batches")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from models import captured, rows_of, tiny_tower
 from storage import Record, Row, failing
-from timing import replays_ms, wall_ms, watching_replays
+from timing import between_events, wall_ms
 from worker import relative_error
 
 import fxsplit_encoder as fx
@@ -34,6 +35,7 @@ from fxsplit_encoder.models.registry import architecture
 
 PATCHES = (196, 784, 3136, 7056)
 TINY_PATCHES = (16, 64)
+_REPLAYS = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,23 +68,28 @@ def measure(settings: dict[str, Any], tower: Any, batches: Batches, exact: Any) 
     limits = {"max_items_per_batch": items, "max_frames_per_batch": 1, "mode": "full", "packing": "greedy"}
     budgets = tuple(tokens for _, tokens in batches.values())
     row: Row = {}
-    with watching_replays():
-        manager = captured(fx.wrap(copy.deepcopy(tower)), token_budgets=budgets, **limits, **settings)
-        if manager.reports:
-            raise RuntimeError("; ".join(manager.reports))
-        for size, (inputs, _) in batches.items():
-            if size == min(batches):
-                row["error"] = relative_error(rows_of(manager.execute(inputs)), rows_of(exact(inputs)))
-            call = lambda inputs=inputs: manager.execute(inputs)  # noqa: E731
-            if manager.device.type == "cpu":
-                row[str(size)] = wall_ms(call)
-                continue
-            times = replays_ms(call)
-            if not times:
-                raise RuntimeError(f"size {size} was not replayed: {manager.plan(inputs)}")
-            row[str(size)] = median(times)
-        manager.clear()
+    manager = captured(fx.wrap(copy.deepcopy(tower)), token_budgets=budgets, **limits, **settings)
+    if manager.reports:
+        raise RuntimeError("; ".join(manager.reports))
+    for size, (inputs, _) in batches.items():
+        outputs = manager.execute(inputs)
+        if size == min(batches):
+            row["error"] = relative_error(rows_of(outputs), rows_of(exact(inputs)))
+        is_cpu = manager.device.type == "cpu"
+        execute = functools.partial(manager.execute, inputs)
+        row[str(size)] = wall_ms(execute) if is_cpu else replay_ms(manager, inputs)
+    manager.clear()
     return row
+
+
+def replay_ms(manager: fx.EncoderCudaGraphManager, inputs: dict[str, Any]) -> float:
+    """Device time in milliseconds of the graphs that one image replays, one of each path."""
+    (planned,) = manager.plan(inputs).batches
+    budgets = {name: path.budget for name, path in planned.paths.items() if not path.skipped}
+    if None in budgets.values():
+        raise RuntimeError(f"it was not replayed: {planned}")
+    graphs = [manager.paths[name].ladder.best(budget, 1) for name, budget in budgets.items()]
+    return sum(median(between_events(graph.replay) for _ in range(_REPLAYS)) for graph in graphs)
 
 
 def batches_of(wrapped: Any, sizes: Sequence[int]) -> Batches:

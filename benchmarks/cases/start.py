@@ -39,12 +39,6 @@ TINY_BUDGETS = (4, 16)
 LIMITS = {"mode": "full", "max_items_per_batch": 4, "max_frames_per_batch": 8}
 PHASES = ("import", "load", "compile", "capture", "first embedding")
 COLD, FROM_FILE, AT_ONCE = STARTS = ("cold", "from file", "ready at once")
-CACHES = {
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "XDG_CACHE_HOME": "cache",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "cute",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,8 +134,7 @@ def serve_meanwhile(manager: Any, request: dict[str, Any]) -> Row:
 
 
 def in_new_process(name: str, tiny: bool, folder: str) -> Row:
-    caches = {each: f"{folder}/{name}/{cache}" for each, cache in CACHES.items()}
-    given = environment(ROOT / "benchmarks", {**caches, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"})
+    given = environment(ROOT / "benchmarks", Path(folder) / name)
     program = f"from cases.start import start; start({name!r}, {tiny}, {f'{folder}/saved.start'!r})"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=given, stdout=subprocess.PIPE, text=True, check=True)

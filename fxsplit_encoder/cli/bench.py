@@ -12,7 +12,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
-from fxsplit_encoder.cli.console import describe_device, progress_bars, say_tower
+from fxsplit_encoder.cli.console import progress_bars, say_tower
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.tower import Batch, ChosenTower
 from fxsplit_encoder.cli.ways import WAYS
@@ -81,39 +81,15 @@ def _bests(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
     return " or ".join(names)
 
 
-_COLORS = {"eager": "#8a94a3", "graph": "#c9483f", "reduce-overhead": "#f0a63a", "ours": "#2f6fdb"}
-_INCHES_A_BATCH = 0.9
-
-
-def save_png(path: Path, rows: Sequence[Measured], titles: Mapping[str, str], title: str) -> None:
-    """Groups of horizontal bars with their milliseconds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.2 + _INCHES_A_BATCH * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    height = 0.8 / max(1, len(titles))
-    for place, (name, label) in enumerate(titles.items()):
-        at = [index + (place - (len(titles) - 1) / 2) * height for index in range(len(rows))]
-        bars = axes.barh(
-            at, [row.ms.get(name, 0.0) for row in rows], height, label=label, color=_COLORS[name]
-        )
-        labels = [f" {row.ms[name]:.2f}" if name in row.ms else "" for row in rows]
-        axes.bar_label(bars, labels=labels, fontsize=8)
-    axes.set_yticks(
-        range(len(rows)), [f"{row.batch.row['item']}\n{row.batch.row['size'] or ''}".strip() for row in rows]
-    )
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel("milliseconds, less is better")
-    axes.set_title(title, fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
 # Each size takes a compilation of its own in one of the ways.
 _MOST_ALONE = 6
 _REPEATS = 30
+
+# What torch, a compiler or a tower raise.
+_OF_A_WAY = (
+    *(RuntimeError, AssertionError, AttributeError, ImportError, LookupError),
+    *(ArithmeticError, OSError, TypeError, ValueError),
+)
 
 # Above it an output is wrong and not just rounded: root mean square of the difference from eager's.
 _ERROR_LIMITS = {torch.float32: 1e-3}
@@ -125,11 +101,10 @@ def run_bench(
     images: Sequence[Path],
     config: fx.EncoderConfig | None,
     ways: Sequence[str],
-    plots: Sequence[Path],
     document: Document,
 ) -> None:
-    """Times images (none: the examples), each size alone and all together, by every way; says what is gained
-    and writes plots as PNG. InputError: a file is not usable.
+    """Times images (none: the examples), each size alone and all together, by every way; says what is gained.
+    InputError: a file is not usable.
     """
     inputs = chosen.inputs(images)
     say_tower(document, chosen)
@@ -144,12 +119,8 @@ def run_bench(
     document.say()
     is_compared = is_cuda and OURS in titles and len(titles) > 1
     _say_rows(document, rows, titles, is_compared=is_compared)
-    for path in plots:
-        save_png(path, rows, titles, f"{chosen.title}: {describe_device(chosen.device)}")
     said = advice(rows, titles) if is_cuda else "No advice: without a GPU these times say nothing about one."
     document.put("advice", said, f"\n{said}")
-    for path in plots:
-        document.put("plot", str(path), f"wrote {path}")
 
 
 def _batches(chosen: ChosenTower, inputs: EncoderInputs, document: Document) -> list[Batch]:
@@ -182,9 +153,9 @@ def _measure_all(
             update(number, len(ways))
             try:
                 seconds[name] = _measure_way(chosen, config, name, rows)
-            except (InputError, MemoryError):
+            except InputError:
                 raise
-            except Exception as error:  # of a compiler, say: the others are measured all the same
+            except _OF_A_WAY as error:  # of a compiler, say: the others are measured all the same
                 reason = next(iter(str(error).splitlines()), "")
                 document.notes([f"{WAYS[name].title} failed: {type(error).__name__}: {reason}"])
             gc.collect()

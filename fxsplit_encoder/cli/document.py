@@ -22,16 +22,15 @@ _NUMERIC = re.compile(r"-?|[\d.,x+]+(e-?\d+)?%?")
 
 class Document:
     """The facts and tables of one command, printed as text or, `as_json`, at the end of a `with` block. The
-    JSON is written to `files`, too. InputError: one of them cannot be written.
+    JSON is written to `file`, too. InputError: it cannot be written.
     """
 
-    def __init__(self, as_json: bool = False, *files: Path | None) -> None:
-        for file in files:
-            check_output(file)
+    def __init__(self, as_json: bool = False, file: Path | None = None) -> None:
+        check_output(file)
         self.content: dict[str, Any] = {}
         """What is said so far, as JSON has it."""
         self.as_json = as_json
-        self._files = files
+        self._file = file
 
     def __enter__(self) -> Document:
         return self
@@ -44,9 +43,9 @@ class Document:
         text = json.dumps(self.content, indent=2, default=str)
         if self.as_json:
             print(text)
-        for file in filter(None, self._files):
-            file.write_text(f"{text}\n", encoding="utf-8")
-            self.say(f"\nwrote {file}")
+        if self._file is not None:
+            self._file.write_text(f"{text}\n", encoding="utf-8")
+            self.say(f"\nwrote {self._file}")
 
     def say(self, text: str = "") -> None:
         """A line for people alone."""

@@ -20,7 +20,7 @@ from fxsplit_encoder.cli.document import Document, check_output, read_config
 from fxsplit_encoder.errors import FxSplitError, InputError, MissingExtraError
 
 PROGRAM = "encoder-cg"
-_EXTRA_PACKAGES = {"PIL", "huggingface_hub", "jinja2", "matplotlib", "rich", "safetensors", "transformers"}
+_EXTRA_PACKAGES = {"PIL", "huggingface_hub", "jinja2", "rich", "safetensors", "transformers"}
 
 
 class OneLineErrors(TyperGroup):
@@ -377,16 +377,8 @@ def bench(
     ways: Annotated[
         str, typer.Option(metavar="LIST", help="Those to compare.")
     ] = "eager,graph,ours,reduce-overhead",
-    output: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write the plot (.png) or the numbers (.json) there; may be repeated.",
-        ),
-    ] = None,
     as_json: AsJson = False,
+    output: JsonFile = None,
 ) -> None:
     """Measure what this GPU would gain with your images: eager, CUDA graph, reduce-overhead, ours.
 
@@ -397,10 +389,7 @@ def bench(
     from fxsplit_encoder.cli.tower import choose_tower
     from fxsplit_encoder.cli.ways import check_ways
 
-    for file in output or []:
-        check_output(file, ".png", ".json")
-    files = {ending: [file for file in output or [] if file.suffix == ending] for ending in (".png", ".json")}
-    with Document(as_json, *files[".json"]) as document:
+    with Document(as_json, output) as document:
         chosen_ways, settings = check_ways(ways), read_config(config)
         chosen = choose_tower(model, blocks, device, dtype)
         if chosen.device.type != "cuda" and device == "auto":
@@ -408,7 +397,7 @@ def bench(
                 "bench measures what a GPU gains, and there is none here; encoder-cg demo shows what would "
                 "be captured, and --device cpu times the CPU all the same"
             )
-        run_bench(chosen, images or [], settings, chosen_ways, files[".png"], document)
+        run_bench(chosen, images or [], settings, chosen_ways, document)
 
 
 @app.command()

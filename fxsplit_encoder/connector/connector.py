@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -210,8 +210,8 @@ class Connector:
         with self.read(ticket, sorted({*places.items.tolist()}), device=embeddings.device) as features:
             if levels is None:
                 # Of any item, so that a chunk of text alone has the levels of its request too.
-                known = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
-                levels = int(next(known, 0))  # type: ignore[call-overload]
+                known: Iterator[Any] = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
+                levels = int(next(known, 0))
             rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
             return merge_rows(rows, places, embeddings, levels)
 

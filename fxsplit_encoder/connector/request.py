@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -16,7 +17,6 @@ from fxsplit_encoder.settings_model import Settings, parse_bytes
 
 _Bytes = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1), BeforeValidator(parse_bytes)]
 _Number = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -55,9 +55,6 @@ class ConnectorConfig(Settings):
     """Predicted cost, in the encoder's unit, of what a worker gives its device at once of an item that can be
     encoded in `FeatureEncoder.slices`. Between slices it rests as `max_busy_share` says, and lets batches of
     no more than that cost pass. None: items are not cut."""
-
-    flush_delay_s: _Seconds = 0.0
-    """Seconds that an item waits for others while its batch is not full."""
 
     max_busy_share: _Share = 1.0
     """Share of time in which a worker may have batches in hand; after each it rests and leaves the device to
@@ -160,6 +157,6 @@ def media_bytes(media: object) -> int:
             return media_bytes(inner)
     num_bytes = getattr(media, "nbytes", None)
     if num_bytes is None and hasattr(media, "getbands"):
-        width, height = media.size  # type: ignore[attr-defined]
-        num_bytes = width * height * len(media.getbands())
+        image: Any = media
+        num_bytes = math.prod(image.size) * len(image.getbands())
     return num_bytes if isinstance(num_bytes, int) else 0

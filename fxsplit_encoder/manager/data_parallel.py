@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,12 +31,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Assigns items to ranks: the heaviest first, each to the rank that has the least so far. The heaviest
     rank carries at most 4/3 - 1/(3 num_ranks) of the best assignment (Graham 1969). Ties go to the first item
-    and the lowest rank, so that all ranks find the same. Returns the items of every rank, ascending;
-    InputError: a weight is negative or not finite.
+    and the lowest rank, so that all ranks find the same. Returns the items of every rank, ascending.
     """
-    for index, weight in enumerate(weights):
-        if not (math.isfinite(weight) and weight >= 0):
-            raise InputError(f"weights: item {index} weighs {weight}; expected a finite number, at least 0")
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     for index in sorted(range(len(weights)), key=lambda i: -weights[i]):

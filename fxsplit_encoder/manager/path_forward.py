@@ -413,13 +413,13 @@ class RowGroups:
                     f"inputs that the tower makes for captures; got {_num_rows(value)}"
                 )
 
-    def _spread(self, name: str, value: _Value) -> _Value:
+    def _spread(self, name: str, value: Any) -> Any:
         factor = self.factors.get(name)
         if factor is None or value is None:
             return value
         if isinstance(value, Tensor):
-            return value.repeat_interleave(factor, dim=0)  # type: ignore[return-value]
-        return [part.repeat_interleave(factor, dim=0) for part in value]  # type: ignore[return-value]
+            return value.repeat_interleave(factor, dim=0)
+        return [part.repeat_interleave(factor, dim=0) for part in value]
 
 
 def _num_rows(value: StaticValue) -> int:

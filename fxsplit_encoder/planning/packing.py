@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import PathTable
 from fxsplit_encoder.planning.limits import smallest_fitting
 from fxsplit_encoder.planning.plan import Capacity, Loads
@@ -22,14 +21,13 @@ def pack_greedy(
 ) -> list[list[int]]:
     """Packs by next-fit in ascending order of tokens: a batch grows until the next item would exceed a limit.
     An item that exceeds a limit by itself is a batch of its own, after all others. Returns the positions of
-    the items of every batch; InputError: a batch may not have any.
+    the items of every batch.
 
     Args:
         defer_budgets: the increasing budgets of each path, the last at least its maximum. An item then starts
             the next batch although it fits, where on some path the budgets of the batch so far and of the
             item alone are together below that of both, and the item's is not smaller (vLLM 0.33's rule).
     """
-    check_capacity(capacity)
     # An item is a vector of what it takes up: its tokens on each path, itself, its frames, its segments.
     limits = [*capacity.tokens.values(), capacity.max_items, capacity.max_frames]
     columns = [*(loads.tokens[path] for path in capacity.tokens), [1] * len(loads), loads.frames]
@@ -59,12 +57,6 @@ def pack_greedy(
         else:
             oversize.append([index])
     return [*batches, *([growing] if growing else []), *oversize]
-
-
-def check_capacity(capacity: Capacity) -> None:
-    """Raises InputError unless a batch may have an item."""
-    if capacity.max_items < 1:
-        raise InputError(f"max_items must be at least 1; got {capacity.max_items}")
 
 
 def _fits(load: Sequence[int], limits: Sequence[int]) -> bool:
@@ -103,10 +95,8 @@ def pack_by_cost(
         capacity: limits of `pack_greedy`; more than `max_items` run eagerly, if that cost is known.
         per_batch: the cost that every batch adds.
 
-    Returns the positions of the items of every batch, increasing, the batches by their first ones;
-    InputError: a batch may not have any items.
+    Returns the positions of the items of every batch, increasing, the batches by their first ones.
     """
-    check_capacity(capacity)
     prices = _Prices(loads, tables, capacity, per_batch)
     alone = _above((tokens, table.largest) for tokens, table in prices.paths)
     if not alone:

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from fxsplit_encoder.config import Packing
-from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import CostModel, PathCosts, PathTable
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
@@ -47,10 +46,8 @@ def build_plan(
     Args:
         items: the images and videos of a request; those with a refusal are batches apart, by reason.
         captured: what can be replayed; None: everything that `limits` lists.
-        costs: None: not measured, so padding is minimized (`PathCosts.unmeasured`).
-
-    Raises:
-        InputError: `costs` has no price for a capture.
+        costs: with those of every capture; None: not measured, so padding is minimized
+            (`PathCosts.unmeasured`).
     """
     per_batch = costs.per_batch if costs is not None else None
     batches: list[PlannedBatch] = []
@@ -175,12 +172,6 @@ def _path(
         not_needed = tuple([key.budget for key in keys if key in captured.not_needed])
         ready = tuple([k.budget for k in keys if k in captured.budgets and k.budget not in not_needed])
     priced = costs.paths.get((name, axis_keys), _NO_COSTS) if costs is not None else _unmeasured(ready)
-    for budget in ready:
-        if budget not in priced.replay:
-            raise InputError(
-                f"costs: path {name!r}, axis keys {axis_keys}: budget {budget} can be replayed; expected its "
-                f"milliseconds, got those of {sorted(priced.replay)}"
-            )
     largest = listed[-1] if listed else _LARGEST_WITHOUT_BUDGETS
     table = priced.table(ready, largest, name in limits.skippable_paths)
     return _Path(name, listed, not_needed, table)

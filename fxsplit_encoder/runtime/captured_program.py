@@ -466,8 +466,7 @@ class Choosers:
     @classmethod
     def of(cls, config: EncoderConfig) -> Self:
         """Makes the choosers of a configuration; ConfigError for an unknown kernel or condition."""
-        attention = KernelChooser(config.attention, policy=InvariantPolicy.of(config))
-        return cls(attention, ProductChooser(config.products))
+        return cls(KernelChooser(config.attention, policy=InvariantPolicy.of(config)))
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigError for a pinned kernel that does not work on a device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -193,7 +194,7 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Measured
     for budget in _halved(budgets):
         try:
             values = forward.capture_values(budget)
-            run = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
+            run = measure_run(functools.partial(forward, values), forward.device)
         except InputError:  # the tower has no inputs of this size
             continue
         except torch.OutOfMemoryError:
@@ -251,7 +252,7 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
                 return MeasuredForward()
             # Of cumulative lengths over the same rows those of images are fewer than those of their windows.
             name = min(lengths, key=lambda each: (-lengths[each][-1], len(lengths[each])))
-            several = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
+            several = measure_run(functools.partial(forward, values), forward.device)
             pause()
             if several.host < _BOUND_BY_HOST * several.wall:
                 break

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,6 +29,9 @@ _T = TypeVar("_T")
 
 # Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
 _GROWTH = 2
+
+# Captures at most: more sizes than a service sees often. Their memory is bounded by `max_graph_bytes`.
+_MAX_CAPTURES = 64
 
 # Generations at the limit of captures: evicting one then drops a quarter of them.
 _GENERATIONS = 4
@@ -67,7 +69,7 @@ class UnpaddedCaptures:
         self.inputs = SharedBuffers(_GROWTH)
         self.threshold = scope.config.exact_min_hits
         """Sum of the weights of a size's uses from which on it is captured."""
-        self.max_captures = scope.config.exact_max_graphs
+        self.max_captures = _MAX_CAPTURES
         self.refused: dict[CaptureSize, str] = {}
         """Reasons of sizes that could not be captured; they are not tried again before `clear`."""
         self.not_faster: set[CaptureSize] = set()
@@ -88,7 +90,7 @@ class UnpaddedCaptures:
         self._last_use: dict[BudgetLadder, int] = {}
         self._stream: torch.cuda.Stream | None = None  # for all generations, which never capture at once
         self._held: dict[CaptureSize, BudgetLadder] = {}
-        self._uses: OrderedDict[CaptureSize, float] = OrderedDict()
+        self._uses: Recent[CaptureSize, float] = Recent(_COUNTED_SIZES)
         self._clock = 0
         self._bytes_per_row = 0.0
         self._costs = PathCosts()
@@ -206,8 +208,6 @@ class UnpaddedCaptures:
         if uses >= self.threshold:
             return True
         self._uses[size] = uses
-        if len(self._uses) > _COUNTED_SIZES:
-            self._uses.popitem(last=False)
         return False
 
     def _kept_weight(self, planned: PathPlan) -> float:

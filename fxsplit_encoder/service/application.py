@@ -205,14 +205,14 @@ class Application:
         return await on_thread(embeddings_response, asked, items, embeddings, tokens, *form)
 
     def _check_pixels(self, sources: Sequence[Source]) -> None:
-        pixels, most, limits = 0, self.settings.max_request_pixels, self._preparer.limits
+        pixels, most, limits = 0, self.settings.max_pixels, self._preparer.limits
         for index, source in enumerate(sources):
             try:
                 pixels += math.prod(measure_image(source, limits)) if isinstance(source, bytes) else 0
             except MediaError as error:
                 raise _answer_to(error, index) from None
             if pixels > most:
-                limit = f"expected at most {most} pixels together, the limit max_request_pixels"
+                limit = f"expected at most {most} pixels together, the limit max_pixels"
                 raise RequestError(413, f"images: {limit}; got {pixels} or more", index)
 
     def _prepare(self, source: Source) -> Item:

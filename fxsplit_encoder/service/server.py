@@ -93,7 +93,7 @@ class _Limited(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle
     """By which a request's headers have to be there; cancelled while one is under way."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > _MOST_CONNECTIONS:
             transport.close()

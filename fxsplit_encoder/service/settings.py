@@ -47,7 +47,8 @@ class ImageEncoderSettings(Settings):
     """Of embeddings as they are handed out. float16 rounds."""
 
     max_pixels: Annotated[int, Field(strict=True, ge=1)] = 1 << 26
-    """Of an image; a larger one is refused by its header, before it is decoded."""
+    """Of an image, and of all images of a service's request together; more are refused by their headers,
+    before anything is decoded."""
 
     @property
     def max_image_bytes(self) -> int:
@@ -81,9 +82,6 @@ class ServiceSettings(ServingSettings):
 
     max_request_bytes: Annotated[Bytes, BeforeValidator(parse_bytes), Field(le=1 << 30)] = 1 << 25
     """Of a request's body. A larger one is refused as it arrives."""
-
-    max_request_pixels: _Number = 1 << 26
-    """Of all images of a request together, by their headers."""
 
     max_items_per_request: _Number = 128
     """Images and texts of a request."""

@@ -14,9 +14,9 @@ import serving
 import torch
 from bench import parse
 from cases import ab, encoder, requests, towers
-from cases.kernels import Kernel, kind_of, shares
 from cases.vllm_serving import AT_ONCE, _row, order_of_start, plugin_problem, use_one_node
 from decoder import TINY, Decoder
+from kernel_times import Kernel, kind_of, shares
 from storage import Record, load, new_result
 from worker import FLOOR
 from workloads import QUICK_WORKLOADS
@@ -155,10 +155,10 @@ def test_every_family_is_measured_with_its_configuration() -> None:
 
 
 def test_a_tower_that_fails_leaves_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, model: str) -> None:
-        raise RuntimeError(f"no {model}")
+    def fail(name: str) -> None:
+        raise RuntimeError(f"no {name}")
 
-    monkeypatch.setattr(towers, "demo_tower", fail)
+    monkeypatch.setattr(towers, "narrow_tower", fail)
     arguments = parse(
         ["towers", "--tiny", "--models", "clip-l-336", "step3p7", "--output", f"{tmp_path}/out"]
     )
@@ -240,6 +240,19 @@ def test_the_config_reaches_both_checkouts() -> None:
     for job in encoder.make_jobs(_parsed(*ab.options_of(arguments)), "cuda"):
         assert (job.tower, job.variant, job.workloads) == ("qwen3-vl-8b", "ours-auto", ab.IMAGES)
         assert job.config == {"packing": "greedy"}
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "reason"),
+    [(None, "expected the root of a checkout; got"), ("raise SystemExit(3)", "ended with exit code 3")],
+)
+def test_a_baseline_without_a_result_is_refused(benchmark: str | None, reason: str, tmp_path: Path) -> None:
+    if benchmark is not None:
+        (tmp_path / "benchmarks").mkdir()
+        (tmp_path / "benchmarks" / "bench.py").write_text(benchmark, encoding="utf-8")
+    arguments = parse(["ab", "--tiny", "--baseline", str(tmp_path)])
+    with pytest.raises(SystemExit, match=reason):
+        arguments.run(arguments)
 
 
 def test_an_engine_whose_encoder_is_not_the_plugins_is_no_measurement_of_it() -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from arithmetic import count_flops
 from models import PackedModel, PagesModel, TilesModel, kind_of, most_square, rows_of, tower_names
-from worker import relative_error
+from worker import count_flops, relative_error
 from workloads import QUICK_WORKLOADS, WORKLOADS, Request
 
 from ..towers.tiny_towers import make

@@ -156,7 +156,7 @@ def test_a_variant_with_a_reference_of_its_own_is_compared_with_that() -> None:
         def note(self, batch: Any) -> str:
             return ""
 
-    job: Any = SimpleNamespace(dtype="float32", samples=2, quick=True, seconds=0.0)
+    job: Any = SimpleNamespace(dtype="float32", samples=2, quick=True, seconds=0.0, kernels=False)
     other = torch.full((4, 2), 7.0)
     row = _measure(job, Tower(0.0), [None], other)  # type: ignore[arg-type, list-item]
     assert row["error"] == 0.0 and row["p50"] >= 0

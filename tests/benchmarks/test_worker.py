@@ -117,7 +117,7 @@ def test_rows_hold_every_number() -> None:
 @pytest.mark.usefixtures("tiny")
 @torch.no_grad()
 def test_the_floor_counts_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arithmetic._GEMM_SIDE", {"cpu": 64})
+    monkeypatch.setattr("worker._GEMM_SIDE", {"cpu": 64})
     small, pair = worker.floor(Job(**{**vars(JOB), "variant": FLOOR}))
     assert (small["patches"], pair["patches"]) == (16, 24)  # the median of requests of 40 and 8
     assert 0 < small["p50"] < pair["p50"]

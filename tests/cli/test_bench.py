@@ -49,25 +49,19 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_images_are_measured_alone_and_together(
     checkpoint: Path, images: list[Path], options: list[object], tmp_path: Path
 ) -> None:
-    png, numbers = tmp_path / "plot.png", tmp_path / "numbers.json"
-    files = (png, numbers, tmp_path / "other.json")
-    result = succeed(
-        "bench", checkpoint, *images, *options, *(each for file in files for each in ("-o", file))
-    )
-    found, other = (json.loads(file.read_text(encoding="utf-8")) for file in files[1:])
-    assert found == other
+    numbers = tmp_path / "numbers.json"
+    result = succeed("bench", checkpoint, *images, *options, "-o", numbers)
+    found = json.loads(numbers.read_text(encoding="utf-8"))
     assert [row["item"] for row in found["rows"]] == ["0.png", "1.png", "all 3"], "a size once"
     assert all(row["eager_ms"] > 0 and row["ours_ms"] > 0 for row in found["rows"])
     assert found["notes"] == ["CUDA graph needs a GPU", "reduce-overhead needs a GPU"]
     out = result.stdout
     assert "No advice: without a GPU these times say nothing about one." in out
     assert "gain" not in out and "ratio" not in out
-    assert all(f"wrote {file}" in out for file in files)
-    with Image.open(png) as image:
-        assert image.format == "PNG" and image.width > 1000
+    assert f"wrote {numbers}" in out
 
 
-def test_as_json_nothing_is_drawn(checkpoint: Path, images: list[Path], options: list[object]) -> None:
+def test_as_json_nothing_else_is_printed(checkpoint: Path, images: list[Path], options: list[object]) -> None:
     result = run("bench", checkpoint, images[0], *options, "--json", "--ways", "ours")
     found = json.loads(result.stdout)
     (row,) = found["rows"]
@@ -121,7 +115,6 @@ def test_mistakes_are_a_line(checkpoint: Path, images: list[Path], tmp_path: Pat
     cases = {
         ("--ways", "ours,graphs"): "--ways graphs: no such way; did you mean graph? expected some of eager,",
         ("-o", tmp_path): "a directory; expected the file to write",
-        ("-o", tmp_path / "plot.svg"): "expected a name that ends in .png or .json",
     }
     if not torch.cuda.is_available():
         cases[()] = "bench measures what a GPU gains, and there is none here"

@@ -57,20 +57,6 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     assert (seen, inside) == ([[(torch.device("cpu"), 0)], [(torch.device("cpu"), -2)]], [])
 
 
-def test_a_batch_that_is_not_full_waits_as_long_as_it_is_told_to() -> None:
-    bench = Bench.make(flush_delay_s=0.005, max_batch_items=2)
-    take = lambda: bench.books.encoding.take(bench.workers[0])  # noqa: E731
-    _queue(bench, "a")
-    assert take() == 0.005
-    bench.clock.now = 0.002
-    assert take() == pytest.approx(0.003)
-    for name in "bc":
-        _queue(bench, name)
-    assert len(_batch(take()).entries) == 2, "it is full"
-    bench.clock.now = 0.008
-    assert len(_batch(take()).entries) == 1, "its time has come"
-
-
 def test_a_long_video_lets_images_that_come_later_pass_but_not_all_of_them() -> None:
     with staged(max_batch_items=1, cpu_workers=1) as (each, stage):
         images = request(*(f"image {number}" for number in range(16)))

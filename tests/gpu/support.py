@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.kernels.attention.chooser import KernelChooser, Measurements
 
 Grid = tuple[int, int, int]
@@ -111,3 +112,25 @@ def settled() -> tuple[int, int]:
     torch.cuda.synchronize()
     gc.collect()
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def poison(pool: GraphPool) -> None:
+    """Fills free blocks of the caching allocator, and those of a graph pool, with NaN: what a kernel reads
+    without having written it shows.
+    """
+    torch.cuda.synchronize()
+    _fill_with_nan()
+    graph = torch.cuda.CUDAGraph()
+    with pool.capturing():
+        pool.begin(graph)
+        _fill_with_nan()
+        pool.end(graph)
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def _fill_with_nan() -> None:
+    """Four blocks each of 1 to 64 MiB."""
+    sizes = [2**19 << power for power in range(7)] * 4
+    kept = [torch.full((size,), float("nan"), device="cuda", dtype=torch.bfloat16) for size in sizes]
+    del kept

@@ -1,14 +1,12 @@
-"""The benchmark's variants on a GPU: right, with the memory that they reserve; and how replays are timed."""
+"""The benchmark's variants on a GPU: right, with the memory that they reserve."""
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 
 import pytest
 import torch
 import worker
-from timing import replays_ms, watching_replays
 from variants import VARIANTS
 from worker import FLOOR, START, Job
 
@@ -47,17 +45,3 @@ def test_jobs_run_in_processes_of_their_own() -> None:
     assert worker.run_job(job, 300, rows.append, worker.start_method()) is None
     assert [row["workload"] for row in rows] == [START, "1x128"]
     assert rows[-1]["bytes"] > 0
-
-
-def test_the_graphs_of_a_call_are_timed_together() -> None:
-    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    torch.mm(matrix, matrix)
-    graph = torch.cuda.CUDAGraph()
-    with watching_replays():
-        with torch.cuda.graph(graph):
-            torch.mm(matrix, matrix)
-        replay = graph.replay  # as a capture keeps it
-        once = statistics.median(replays_ms(replay))
-        twice = statistics.median(replays_ms(lambda: (replay(), replay())))
-        assert 1.5 * once < twice < 2.5 * once
-        assert replays_ms(lambda: torch.mm(matrix, matrix)) == []

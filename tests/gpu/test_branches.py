@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from poison import poison
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.compile.passes import DEFAULT_PASSES
 
-from .support import batch, encode, mean_error
+from .support import batch, encode, mean_error, poison
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +64,7 @@ def test_replays_over_poisoned_memory_repeat_themselves(branched: Any, towers: A
     source = random.Random(0)
     for _ in range(100):
         number = source.randrange(len(inputs))
-        poison(branched.pool, largest=64)
+        poison(branched.pool)
         again = branched.execute(inputs[number])
         assert all(torch.equal(a, b) for a, b in zip(again, first[number], strict=True)), number
     for each, output in zip(inputs, first, strict=True):
@@ -85,7 +84,7 @@ def test_a_run_at_its_exact_shape_has_branches_too(branched: Any, towers: Any) -
     outputs = []
     for _ in range(5):
         outputs.append(exact.execute(inputs))
-        poison(branched.pool, largest=64)
+        poison(branched.pool)
     assert exact.stats().hits == 0
     assert all(torch.equal(output[0], outputs[0][0]) for output in outputs)
     assert mean_error(outputs[0], encode(reference, inputs)) < 0.05

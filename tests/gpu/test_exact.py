@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from poison import poison
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.pool import GraphPool
@@ -20,7 +19,7 @@ from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
 
-from .support import settled
+from .support import poison, settled
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +31,7 @@ LIMITS = {"token_budgets": (64, 256), "max_items_per_batch": 8, "max_frames_per_
 
 # A manager's settings by the mode that is tested: everything is to be served by a capture.
 MODES: dict[str, dict[str, Any]] = {
-    "exact": {"mode": "exact", "exact_min_hits": 1, "exact_max_graphs": 32},
+    "exact": {"mode": "exact", "exact_min_hits": 1},
     "breakable": {"mode": "breakable"},
 }
 BATCHES = 1000
@@ -95,7 +94,7 @@ def test_a_thousand_batches_stay_within_eagers_error(mode: str, family: Any) -> 
         inputs = random_images(source, tower.patch_features)
         if number % 100 == 50:
             for pool in pools(manager):
-                poison(pool, largest=64)
+                poison(pool)
         output = manager.execute(inputs)
         expected = exact(inputs)
         ours.append(rms_error(output, expected))
@@ -116,7 +115,7 @@ def test_a_thousand_batches_stay_within_eagers_error(mode: str, family: Any) -> 
 @torch.no_grad()
 def test_ten_thousand_replays_over_fifty_counts_leak_nothing(family: Any) -> None:
     tower = family[0]
-    manager = make_manager(tower, exact_min_hits=1, exact_max_graphs=64)
+    manager = make_manager(tower, exact_min_hits=1)
     batches = [images([(1, 2, 2 * (10 + n))], tower.patch_features) for n in range(50)]
 
     def turns(count: int) -> tuple[int, int]:
@@ -139,8 +138,9 @@ def test_ten_thousand_replays_over_fifty_counts_leak_nothing(family: Any) -> Non
 @torch.no_grad()
 def test_evicting_frees_what_was_promised(family: Any) -> None:
     tower = family[0]
-    manager = make_manager(tower, exact_min_hits=1, exact_max_graphs=4)  # generations of one
+    manager = make_manager(tower, exact_min_hits=1)
     shapes = manager.paths["default"].unpadded
+    shapes.max_captures = 4  # generations of one
 
     def serve() -> None:
         for side in (60, 58, 56, 54):

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from poison import poison
 
-from .support import batch, encode, errors, mean_error, random_batch
+from .support import batch, encode, errors, mean_error, poison, random_batch
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +24,7 @@ def test_errors_stay_within_those_of_eager(mode: str, towers: Any, managers: Any
         inputs = random_batch(source, wrapped.patch_features)
         expected = encode(reference, inputs)
         if mode != "none" and number % 2:
-            poison(managers[mode].pool, largest=64)
+            poison(managers[mode].pool)
         output = managers[mode].execute(inputs)
         assert all(bool(torch.isfinite(o).all()) for o in output)
         a, b = mean_error(output, expected), mean_error(encode(eager, inputs), expected)
@@ -50,7 +49,7 @@ def test_small_large_image_and_video_replays_in_any_order(mode: str, towers: Any
     source = random.Random(0)
     for _ in range(30):
         number = source.randrange(len(batches))
-        poison(managers[mode].pool, largest=64)
+        poison(managers[mode].pool)
         again = managers[mode].execute(batches[number])
         assert all(torch.equal(a, b) for a, b in zip(again, first[number], strict=True))
         assert errors(again, expected[number]) < 0.1

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from poison import poison
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.eager import as_tensors, rms_error, share_weights
@@ -16,6 +15,8 @@ from fxsplit_encoder.models.random import demo_tower, random_inputs
 from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.tiles import TiledTower
+
+from .support import poison
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +53,7 @@ def assert_as_near_as_eager(
     manager: Any, inputs: dict[str, Any], exact: Sequence[torch.Tensor], allowed: float
 ) -> None:
     for _ in range(2):
-        poison(manager.pool, largest=64)
+        poison(manager.pool)
         assert rms_error(manager.execute(inputs), exact) <= allowed
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from poison import poison
 from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -22,6 +21,8 @@ from fxsplit_encoder.models.eager import rms_error, share_weights
 from fxsplit_encoder.models.media import audio_processor
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
+
+from .support import poison
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +48,7 @@ def test_audio_is_as_near_to_float32_as_eager(full_precision: None) -> None:
     manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
     manager.capture()
     assert not manager.reports
-    poison(manager.pool, largest=64)
+    poison(manager.pool)
     processor = audio_processor(wrapped, WhisperFeatureExtractor(128), hash_name="sha256")
     noise = np.random.default_rng(0).normal(0, 0.1, 70 * RATE).astype(np.float32)
     items = [MediaItem("audio", AudioSamples(noise[: seconds * RATE], RATE)) for seconds in (1, 70, 30)]

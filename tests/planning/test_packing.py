@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import packing
 from fxsplit_encoder.planning.costs import PathCosts, PathTable
 from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
@@ -151,13 +150,6 @@ def test_cut_orders_are_within_five_percent_of_the_optimum(
     assert min(ratios) > 1 - 1e-9
     assert max(ratios) > 1 + 1e-9, "else both are one algorithm"
     assert sum(ratios) / len(ratios) < 1.05
-
-
-def test_a_batch_has_room_for_an_item() -> None:
-    problem = Problem(ONE_PATH, [((1,), 0, 1)], max_items=0)
-    for pack in (problem.pack, lambda: problem.greedy(defer=False)):
-        with pytest.raises(InputError, match="max_items must be at least 1; got 0"):
-            pack()
 
 
 ladders = st.dictionaries(st.integers(1, 60), st.floats(0.1, 50), min_size=1, max_size=5).map(

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.config import Packing
-from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import CostModel, PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan, Plan, PlannedBatch
@@ -295,13 +294,6 @@ def test_times_that_nobody_measured_are_not_shown() -> None:
         assert (plan.milliseconds, plan.batches[0].paths["default"].milliseconds) == (None, None)
     plan = build_plan(images(10, 1800), H200_LIMITS, costs=model(PathCosts(H200.replay)))
     assert [batch.milliseconds for batch in plan.batches] == [pytest.approx(1.87), None]
-
-
-def test_a_capture_without_a_price_is_an_error() -> None:
-    with pytest.raises(
-        InputError, match=r"path 'default', axis keys \(\): budget 128 .* got those of \[64\]"
-    ):
-        build_plan(images(10), LIMITS, captured(64, 128), costs=model(PathCosts({64: 1.0})))
 
 
 @pytest.mark.parametrize(("num_items", "most"), [(1, 1500), (10, 5000), (32, 10_000), (256, 60_000)])

@@ -57,8 +57,9 @@ def captures_of(
     def remaining() -> int | None:
         return None if limit is None else limit - shapes.graph_bytes
 
-    config = EncoderConfig(exact_min_hits=threshold, exact_max_graphs=max_captures)
+    config = EncoderConfig(exact_min_hits=threshold)
     shapes = UnpaddedCaptures(forward.request, CaptureScope(config, POOL, remaining, agree))
+    shapes.max_captures = max_captures
     return shapes
 
 

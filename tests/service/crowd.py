@@ -16,7 +16,7 @@ from ..models.embedding_models import WORDS
 from .photographs import blank, data_url, encoded, photograph
 
 MOST_BYTES = 100_000
-LIMITS = {"max_request_bytes": MOST_BYTES, "max_request_pixels": 1 << 20}
+LIMITS = {"max_request_bytes": MOST_BYTES, "max_pixels": 1 << 20}
 """Of the service that `requests_of` is for."""
 JSON = {"content-type": "application/json"}
 JPEG = {"content-type": "image/jpeg"}

@@ -168,7 +168,7 @@ class Encoding:
         """The next batch of a worker, if there is one and no other worker has less in hand; else the seconds
         after which to ask again, or None: once something has changed.
         """
-        config, waiting = self._config, self._holdings.to_encode
+        waiting = self._holdings.to_encode
         if not waiting or not worker.is_free:
             return None
         peers = [
@@ -185,12 +185,7 @@ class Encoding:
         share = (waiting.cost + sum(each.load for each in peers)) / len(peers) - load
         share = share if len(peers) > 1 else math.inf
         chosen = self._choose(worker, share, most_cost)
-        if not chosen:
-            return None
-        delay = min(entry.queued_at for entry in chosen) + config.flush_delay_s - self._clock()
-        if delay > 0 and len(chosen) == len(waiting) and len(chosen) < config.max_batch_items:
-            return delay
-        return self._start(worker, chosen)
+        return self._start(worker, chosen) if chosen else None
 
     def _choose(self, worker: Worker, share: float, most_cost: float | None) -> list[Entry]:
         """The next entries for a worker, in the order in which they are due; none if the first has no room.

@@ -141,15 +141,15 @@ class EncoderProgram(Message, frozen=True):
     def resolve(self) -> Callable[..., Any]:
         """The function itself; InputError: there is none of this name."""
         module = self.factory.partition(":")[0]
+        found: Callable[..., Any] | None = None
         try:
             found = pkgutil.resolve_name(self.factory)
         except (ValueError, AttributeError, ModuleNotFoundError) as error:
             if isinstance(error, ImportError) and not f"{module}.".startswith(f"{error.name}."):
                 raise
-            found = None
         if not callable(found):
             raise InputError(f"factory: no package.module:function is {shown(self.factory)}")
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 class Encode(Message, frozen=True):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxsplit_encoder.errors import CaptureError, InputError, RankError
 from fxsplit_encoder.integrations.vllm.compatibility import logger, warn_once
@@ -289,7 +289,7 @@ def all_agree(ready: bool) -> bool:
 # --- weights that vLLM loads into a model that runs
 
 
-def note_reloads(model: nn.Module, then: Callable[[], None]) -> None:
+def note_reloads(model: Any, then: Callable[[], None]) -> None:
     """Has every later `model.load_weights` call `then` at its end, once.
 
     vLLM copies new weights through `parameter.data`, which leaves no version, some of them after that end.
@@ -306,7 +306,7 @@ def note_reloads(model: nn.Module, then: Callable[[], None]) -> None:
         try:
             return load(*args, **kwargs)
         finally:
-            load_weights.after_load()  # type: ignore[attr-defined]
+            vars(load_weights)["after_load"]()
 
-    load_weights.after_load = then  # type: ignore[attr-defined]
-    model.load_weights = load_weights  # type: ignore[assignment]
+    vars(load_weights)["after_load"] = then
+    model.load_weights = load_weights

@@ -47,7 +47,7 @@ MOST_BYTES = 16 << 20
 _is_replay: ContextVar[bool] = ContextVar("fxsplit_encoder_vllm_replay", default=False)
 
 
-def keep_metadata(model: nn.Module) -> None:
+def keep_metadata(model: Any) -> None:
     """Has a model's towers keep what they prepare of grids, once. For replays alone: captures may take theirs
     as buffers.
     """
@@ -61,10 +61,10 @@ def keep_metadata(model: nn.Module) -> None:
         with _replaying():
             return prepare(*args, **kwargs)
 
-    prepare_for_replay.keeps_metadata = True  # type: ignore[attr-defined]
-    model.prepare_encoder_cudagraph_replay_buffers = prepare_for_replay  # type: ignore[assignment]
+    vars(prepare_for_replay)["keeps_metadata"] = True
+    model.prepare_encoder_cudagraph_replay_buffers = prepare_for_replay
     for tower in towers:
-        tower.prepare_encoder_metadata = KeptMetadata(tower)  # type: ignore[assignment]
+        tower.prepare_encoder_metadata = KeptMetadata(tower)
 
 
 @contextmanager

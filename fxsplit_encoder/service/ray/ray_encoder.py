@@ -101,11 +101,10 @@ class RayEncoder(FeatureEncoder):
         options = self.options
         remote = ray.remote(max_restarts=0, num_gpus=options.num_gpus, num_cpus=options.num_cpus)(_Actor)
         self._actor = remote.options(**options.more).remote(self._make, self._row_bytes)
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._end)
             self.pid = self._ask("start", options.start_timeout)
-        except BaseException:
-            self._end()
-            raise
+            failed.pop_all()
 
     def row_bytes(self, modality: Modality) -> int | None:
         """See `FeatureEncoder`; as declared."""

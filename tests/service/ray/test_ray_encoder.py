@@ -107,7 +107,7 @@ def test_an_actor_that_is_killed_loses_nothing_and_is_replaced(cluster: Any) -> 
 
 
 def test_a_bad_item_fails_alone_and_a_broken_device_ends_its_actor(cluster: Any) -> None:
-    with connector(max_batch_items=8, flush_delay_s=0.2) as each:
+    with connector(max_batch_items=8) as each:
         tickets = [each.submit(request(name)) for name in ("a", "bad", "b")]
         assert [wait(ticket) for ticket in tickets] == ["ready", "unavailable", "ready"]
         error = tickets[1].error
