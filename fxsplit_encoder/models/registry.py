@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models import deepseek_ocr, dense, internvl, kimi, llama4, qwen_vl, step3, whisper
+from fxsplit_encoder.models import dense, kimi, patches, tiles, views, whisper
 from fxsplit_encoder.models.family import Family, Settings
 
 FAMILIES: Mapping[str, Family] = {
     name: family
-    for module in (qwen_vl, kimi, internvl, llama4, deepseek_ocr, step3, dense, whisper)
+    for module in (patches, kimi, tiles, views, dense, whisper)
     for name, family in module.FAMILIES.items()
 }
 """By a checkpoint's model type, of a whole model or of its vision tower; else by its architecture."""
