@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
@@ -148,50 +147,3 @@ def twin_of(tower: nn.Module) -> nn.Module:
         hooks.clear()
     remove_output_hooks(twin)
     return twin
-
-
-# --- classes of towers
-
-_DENSE = (
-    *(
-        "CLIPVisionModel",
-        "CLIPVisionTransformer",
-        "DINOv3ViTModel",
-        "Dinov2Model",
-        "Dinov2WithRegistersModel",
-    ),
-    *("InternVLVisionModel", "SiglipVisionModel", "SiglipVisionTransformer"),
-)
-_GRID = (
-    *("Exaone4_5_VisionModel", "Glm4vMoeVisionModel", "Glm4vVisionModel", "Kimi_K25VisionModel"),
-    *("Qwen2VisionTransformerPretrainedModel", "Qwen2_5OmniVisionEncoder"),
-    "Qwen2_5_VisionTransformerPretrainedModel",
-    *("Qwen3VLMoeVisionModel", "Qwen3VLVisionModel", "Qwen3_5MoeVisionModel", "Qwen3_5VisionModel"),
-)
-# By name, so that neither a model family nor an adapter is imported before it is used.
-_CALLS = {
-    **dict.fromkeys(_DENSE, ("dense_calls", "DenseCalls")),
-    **dict.fromkeys(_GRID, ("packed_calls", "GridCalls")),
-    "Idefics3VisionTransformer": ("dense_calls", "Idefics3Calls"),
-    "Llama4VisionModel": ("dense_calls", "Llama4Calls"),
-    "PixtralVisionModel": ("packed_calls", "PixtralCalls"),
-    "Siglip2VisionModel": ("dense_calls", "Siglip2Calls"),
-    "Siglip2VisionTransformer": ("dense_calls", "Siglip2Calls"),
-    "SmolVLMVisionTransformer": ("dense_calls", "Idefics3Calls"),
-    "Step3p7VisionModel": ("dense_calls", "Step3p7Calls"),
-}
-
-
-def is_named(module: nn.Module) -> bool:
-    """Whether a module is of a class that `accelerate` serves by its name."""
-    return any(kind.__name__ in _CALLS for kind in type(module).__mro__)
-
-
-def calls_of(module: nn.Module) -> tuple[Any, Any]:
-    """The class of `Calls` for a tower, and what a rule has seen of one without a name. UnsupportedTowerError
-    says why no rule serves it.
-    """
-    name = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _CALLS), None)
-    file, kind = ("rules", "") if name is None else _CALLS[name]
-    found: Any = importlib.import_module(f"fxsplit_encoder.hugging_face.{file}")
-    return found.look_by_rule(module) if name is None else (getattr(found, kind), None)
