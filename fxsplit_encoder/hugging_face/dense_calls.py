@@ -12,12 +12,11 @@ from torch import Tensor
 from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.hugging_face.calls import Call, Calls, Made, is_pixels
 from fxsplit_encoder.planning.plan import MissReason
-from fxsplit_encoder.towers.idefics3 import Idefics3Tower
+from fxsplit_encoder.towers.cropped import CROP_SIZE, Step3p7Tiles
+from fxsplit_encoder.towers.dense import Idefics3Tower, Siglip2Tower
 from fxsplit_encoder.towers.inputs import integer_rows
 from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap
 from fxsplit_encoder.towers.rules import Field, field_of
-from fxsplit_encoder.towers.siglip2 import Siglip2Tower
-from fxsplit_encoder.towers.step3p7 import CROP_SIZE, Step3p7Tiles
 from fxsplit_encoder.towers.tiles import DenseTower
 
 STATES = "hidden_states"

@@ -287,12 +287,7 @@ class ServedTower:
             return found
 
     def _again(
-        self,
-        captured: CapturedTower,
-        why: object,
-        level: int = logging.WARNING,
-        *,
-        may_return: bool = False,
+        self, captured: CapturedTower, why: object, level: int = logging.WARNING, *, may_return: bool = False
     ) -> CapturedTower:
         """New captures in place of these, which are kept if their state `may_return`."""
         with self._lock:

@@ -314,11 +314,7 @@ _QWEN3_5 = _family("qwen3_5", "Qwen3_5VisionModel", _QWEN3)
 _QWEN2_5_VL = _family("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", _QWEN2)
 _QWEN2_VL = _family("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", _QWEN2)
 _GLM4V, _GLM46V = (
-    _family(
-        "glm4v",
-        "Glm4vVisionModel",
-        BlockPatches.reader(14, CLIP, rule, images_are_clips=True),
-    )
+    _family("glm4v", "Glm4vVisionModel", BlockPatches.reader(14, CLIP, rule, images_are_clips=True))
     for rule in (by_seconds, by_length)
 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.towers.deepseek_ocr import DeepseekOcrTower
+from fxsplit_encoder.towers.cropped import DeepseekOcrTower
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.tiles import DenseTower, TiledTower
 

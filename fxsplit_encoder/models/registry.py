@@ -92,11 +92,7 @@ def _deepseek_ocr(blocks: int) -> dict[str, Any]:
 
 
 _INTERNVIT_6B = _layers(
-    hidden_size=3200,
-    num_attention_heads=25,
-    intermediate_size=12800,
-    norm_type="rms_norm",
-    use_qk_norm=True,
+    hidden_size=3200, num_attention_heads=25, intermediate_size=12800, norm_type="rms_norm", use_qk_norm=True
 )
 _LLAMA4 = _layers(
     hidden_size=1408,

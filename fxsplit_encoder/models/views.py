@@ -29,14 +29,7 @@ from fxsplit_encoder.models.family import (
     vision_settings,
     without_language_model,
 )
-from fxsplit_encoder.models.prepare import (
-    CLIP,
-    HALF,
-    Normalization,
-    Preparation,
-    Prepared,
-    ProcessorSettings,
-)
+from fxsplit_encoder.models.prepare import CLIP, HALF, Normalization, Preparation, Prepared, ProcessorSettings
 from fxsplit_encoder.models.tiles import Grid, cut, tile_side
 
 
@@ -312,10 +305,7 @@ FAMILIES = {
         _build_deepseek_ocr, DeepseekOcrViews.read, "tiles", prefixes=WHOLE_MODEL
     ),
     "step3_vl": Family(
-        _build_step3,
-        Step3Views.reader("patch_pixel_values", "num_patches"),
-        "tiles",
-        prefixes=WHOLE_MODEL,
+        _build_step3, Step3Views.reader("patch_pixel_values", "num_patches"), "tiles", prefixes=WHOLE_MODEL
     ),
     "step3p7": Family(
         _build_step3p7, _STEP3P7_VIEWS, "tiles", _eager_step3p7, WHOLE_MODEL, renames=_STEP3P7_NAMES
