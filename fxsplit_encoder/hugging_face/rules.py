@@ -19,17 +19,22 @@ from fxsplit_encoder._torch.dispatch import RandomDraws
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import Call, Calls, Reads, accepts, twin_of
-from fxsplit_encoder.hugging_face.dense_calls import (
+from fxsplit_encoder.hugging_face.calls import (
     STATES,
+    Call,
+    Calls,
     DenseCalls,
     DenseKey,
+    GridCalls,
     Idefics3Calls,
     Llama4Calls,
+    PixtralCalls,
+    Reads,
     Siglip2Calls,
     Step3p7Calls,
+    accepts,
+    twin_of,
 )
-from fxsplit_encoder.hugging_face.packed_calls import GridCalls, PixtralCalls
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.rules import (
     MODEL_ERRORS,
@@ -250,14 +255,8 @@ class RuleCalls(DenseCalls):
 # --- classes of towers
 
 _DENSE = (
-    *(
-        "CLIPVisionModel",
-        "CLIPVisionTransformer",
-        "DINOv3ViTModel",
-        "Dinov2Model",
-        "Dinov2WithRegistersModel",
-    ),
-    *("InternVLVisionModel", "SiglipVisionModel", "SiglipVisionTransformer"),
+    *("CLIPVisionModel", "CLIPVisionTransformer", "DINOv3ViTModel", "Dinov2Model"),
+    *("Dinov2WithRegistersModel", "InternVLVisionModel", "SiglipVisionModel", "SiglipVisionTransformer"),
 )
 _GRID = (
     *("Exaone4_5_VisionModel", "Glm4vMoeVisionModel", "Glm4vVisionModel", "Kimi_K25VisionModel"),

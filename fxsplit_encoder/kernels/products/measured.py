@@ -38,8 +38,8 @@ def features_after(activation: str, out_features: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProductShape(CallShape):
-    """One call of a linear layer, a class by itself: a few rows more may begin another wave of tiles. Only what
-    will be captured is measured, so there are as many as budgets.
+    """One call of a linear layer, a class by itself: a few rows more may begin another wave of tiles. Only
+    what will be captured is measured, so there are as many as budgets.
     """
 
     operation: ClassVar[str] = "products"
