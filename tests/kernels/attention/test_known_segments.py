@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, builtin
-from fxsplit_encoder.kernels.attention import known_segments as segments
+from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, builtin, op
 from fxsplit_encoder.kernels.attention.chooser import Measurements
 from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
@@ -55,7 +54,7 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def no_shape_has_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(segments, "_shapes", segments.Shapes())
+    monkeypatch.setattr(op, "_shapes", op.Shapes())
     yield
 
 
@@ -95,7 +94,7 @@ def test_segments_of_one_length_are_one_dense_batch_from_the_second_time_on() ->
 
 
 def test_only_so_many_shapes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_MOST_SHAPES", 1)
+    monkeypatch.setattr(op, "_MOST_SHAPES", 1)
     device = Device()
     for _ in range(2):
         for length in (6, 7):
